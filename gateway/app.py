@@ -22,11 +22,12 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import errors
 from gateway.api import explain, keys, models, openapi, pages, policy, status, usage, workers
-from gateway.assembly import Gateway, build_gateway
+from gateway.assembly import LOOP_CHECK_S, Gateway, build_gateway
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
 from gateway.http.downstream import response_writer
 from gateway.http.upstream import ConnectionPool
+from gateway.periodic import Job
 from gateway.protocols import WIRE_FORMATS
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import StatusFeed
@@ -34,9 +35,11 @@ from gateway.status.render import DEFAULT_WINDOW, window_s
 from policies.document import PolicyInvalid
 from policies.error_messages import message_of
 
+_CONNECTION_CHECK_S = 1.0
+
 
 class GatewayApp:
-    """The whole gateway as one ASGI application; also its data plane, as the gateway drains it."""
+    """The whole gateway as one ASGI application."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -47,10 +50,11 @@ class GatewayApp:
         take = status.snapshots(gateway, self.proxy)
         self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
         separate = gateway.settings.admin_port is not None
+        dashboard = pages.page_router("/dashboard", "dashboard", "vendor/uplot")
         routers = [
             status.probes(gateway, self.proxy),
             status.status(gateway, take, self._status_feed),
-            *(pages.dashboard(), models.router, explain.router, workers.heartbeats),
+            *(dashboard, models.router, explain.router, workers.heartbeats),
             *(() if separate else _admin_routers()),
         ]
         self._fastapi = _build_fastapi(gateway, routers, proxied=True)
@@ -78,25 +82,26 @@ class GatewayApp:
         """Return the context that holds the connections to workers."""
         return self.proxy.forwarder.connections
 
-    async def measure_load(self) -> None:
-        """Measure the delay of the event loop."""
-        # Heartbeats may have been processed late by as much.
-        self.gateway.fleet.compensate_stall(self.proxy.load.lag.measure())
-
-    async def check_connections(self) -> None:
-        """Check the time limits of all client connections."""
-        now_s = asyncio.get_running_loop().time()
-        for connection in tuple(itertools.chain(*self.connections)):
-            connection.check(now_s)
-
-    async def drained(self) -> None:
-        """Wait until no inference request runs."""
-        await self.proxy.idle.wait()
+    def jobs(self) -> list[Job]:
+        """List the periodic jobs of the data plane."""
+        return [
+            Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True),
+            Job(work=self._check_connections, period_s=_CONNECTION_CHECK_S),
+        ]
 
     def cut(self) -> None:
         """Cancel the requests that still run: streams end with an error event."""
         self.gateway.active_requests.cancel(errors.ShuttingDown())
         self._status_feed.close()
+
+    async def _measure_load(self) -> None:
+        # Heartbeats may have been processed late by as much.
+        self.gateway.fleet.compensate_stall(self.proxy.load.lag.measure())
+
+    async def _check_connections(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for connection in tuple(itertools.chain(*self.connections)):
+            connection.check(now_s)
 
 
 class AdminApp:
@@ -123,7 +128,8 @@ async def create_app(settings: Settings, rng: Random | None = None) -> GatewayAp
 
 def _admin_routers() -> list[APIRouter]:
     """Return the routes for admins; workers join on the main port."""
-    return [pages.admin_page(), workers.router, policy.router, keys.router, usage.router]
+    page = pages.page_router("/admin", "admin")
+    return [page, workers.router, policy.router, keys.router, usage.router]
 
 
 def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: bool) -> FastAPI:

@@ -7,11 +7,10 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gateway.auth.api_keys import ApiKeys, missing_pools
 from gateway.auth.key_store import KeyStore
@@ -35,7 +34,7 @@ from gateway.fleet.health import HealthChecker, ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
-from gateway.periodic import Job, WeekClock, Work, periodic_tasks
+from gateway.periodic import Job, WeekClock, periodic_tasks
 from gateway.routing.prefix_affinity import PrefixHasher, PrefixIndex
 from gateway.routing.replay import RecentRequests
 from gateway.storage.counters import CounterStore, MemoryCounters
@@ -56,37 +55,6 @@ _REFRESH_S = 0.5
 _EXCHANGE_S = 0.5
 _POLICY_FILE_CHECK_S = 1.0
 _USAGE_FLUSH_S = 5.0
-_CONNECTION_CHECK_S = 1.0
-
-
-@dataclass(slots=True)
-class DrainState:
-    """The progress of the shutdown, as the data plane and `/readyz` read it."""
-
-    lame_duck: bool = False
-    """Load balancers should send requests elsewhere; `/readyz` answers 503."""
-    draining: bool = False
-    """New requests are rejected; running ones go on."""
-
-
-class DataPlane(Protocol):
-    """The running requests, and the parts above the gateway that it starts and closes."""
-
-    @property
-    def upstream(self) -> AbstractAsyncContextManager[object]:
-        """Return the context that holds the connections to workers."""
-
-    async def measure_load(self) -> None:
-        """Measure the delay of the event loop."""
-
-    async def check_connections(self) -> None:
-        """Check the time limits of all client connections."""
-
-    async def drained(self) -> None:
-        """Wait until no request runs."""
-
-    def cut(self) -> None:
-        """End the requests that still run: streams with an error event."""
 
 
 class Gateway:
@@ -106,7 +74,10 @@ class Gateway:
         self.wall = wall = time.time
         """Seconds since 1970."""
         self.week_clock = WeekClock(wall)
-        self.drain_state = DrainState()
+        self.lame_duck = False
+        """Load balancers should send requests elsewhere; `/readyz` answers 503."""
+        self.draining = False
+        """New requests are rejected; running ones go on."""
         self.exit_stack = AsyncExitStack()
         """Closes the parts, the last one first; Redis is open from the start."""
         self._records = records = _records(settings, redis)
@@ -161,53 +132,56 @@ class Gateway:
         self.policy_file = PolicyFileWatcher(self.policy_store, self.settings.policy)
 
     @contextlib.asynccontextmanager
-    async def started(self, data_plane: DataPlane) -> AsyncIterator[None]:
-        """Start the parts, run the periodic jobs, and close all in reverse order."""
+    async def started(
+        self, upstream: AbstractAsyncContextManager[object], jobs: Iterable[Job]
+    ) -> AsyncIterator[None]:
+        """Start the parts, run their jobs and these, and close all in reverse order.
+
+        `upstream` is the context that holds the connections to workers.
+        """
         async with self.exit_stack as stack:
-            for part in (self.access_log, self.traces, data_plane.upstream):
+            for part in (self.access_log, self.traces, upstream):
                 if part is not None:
                     await stack.enter_async_context(part)
             await stack.enter_async_context(self.control.client)
             await stack.enter_async_context(self.probes.client)
             for work in reversed((self.usage_store.flush, *self.cluster_sync.final_exchanges)):
                 stack.push_async_callback(Job(work=work, period_s=0).run)
-            await stack.enter_async_context(periodic_tasks(self._jobs(data_plane)))
+            await stack.enter_async_context(periodic_tasks([*jobs, *self._jobs()]))
             yield
 
     async def run_until_drained(
-        self, shutdown: Shutdown, server: asyncio.Task[None], data_plane: DataPlane
+        self,
+        shutdown: Shutdown,
+        server: asyncio.Task[None],
+        drained: Callable[[], Coroutine[object, object, object]],
+        cut: Callable[[], None],
     ) -> None:
-        """Serve until the shutdown is requested, then drain; return once the server may close."""
-        settings, state = self.settings, self.drain_state
+        """Serve until the shutdown is requested, then drain; return once the server may close.
+
+        `drained` waits until no request runs; `cut` ends the requests that still run.
+        """
+        settings = self.settings
         try:
             await first_of(server, shutdown.requested.wait())
-            state.lame_duck = True
+            self.lame_duck = True
             if shutdown.lame_duck:
                 await first_of(server, shutdown.forced.wait(), timeout_s=settings.lame_duck_s)
-            state.draining = True
-            await first_of(
-                data_plane.drained(),
-                shutdown.forced.wait(),
-                timeout_s=settings.drain_timeout_s,
-            )
+            self.draining = True
+            await first_of(drained(), shutdown.forced.wait(), timeout_s=settings.drain_timeout_s)
         finally:
-            state.lame_duck = state.draining = True
-            data_plane.cut()
+            self.lame_duck = self.draining = True
+            cut()
 
-    def _jobs(self, data_plane: DataPlane) -> list[Job]:
-        """List every periodic job with its period."""
-        periods_s: list[tuple[Work, float]] = [
-            (self.key_store.refresh, _REFRESH_S),
-            (self.cordons.refresh, _REFRESH_S),
-            (self.policy_store.refresh, _REFRESH_S),
-            (self.policy_file.check, _POLICY_FILE_CHECK_S),
-            (self.usage_store.flush, _USAGE_FLUSH_S),
-            (self.stats_history.record, SNAPSHOT_INTERVAL_S),
-            (data_plane.check_connections, _CONNECTION_CHECK_S),
-        ]
+    def _jobs(self) -> list[Job]:
+        """List the periodic jobs of the parts."""
         return [
-            Job(work=data_plane.measure_load, period_s=LOOP_CHECK_S, at_start=True),
-            *(Job(work=work, period_s=period_s) for work, period_s in periods_s),
+            Job(work=self.key_store.refresh, period_s=_REFRESH_S),
+            Job(work=self.cordons.refresh, period_s=_REFRESH_S),
+            Job(work=self.policy_store.refresh, period_s=_REFRESH_S),
+            Job(work=self.policy_file.check, period_s=_POLICY_FILE_CHECK_S),
+            Job(work=self.usage_store.flush, period_s=_USAGE_FLUSH_S),
+            Job(work=self.stats_history.record, period_s=SNAPSHOT_INTERVAL_S),
             # The connection to Redis reports its own failures, in the log and in `/v1/status`.
             *(
                 Job(work=work, period_s=_EXCHANGE_S, silent_errors=(RecordsUnwritable,))

@@ -85,7 +85,7 @@ async def serve(
             )
         app = await create_app(settings)
         gateway = app.gateway
-        await stack.enter_async_context(gateway.started(app))
+        await stack.enter_async_context(gateway.started(app.upstream, app.jobs()))
         if not is_loopback(settings.host):
             gateway.api_keys.require_always()
         admin_url = ""
@@ -99,7 +99,7 @@ async def serve(
         await stack.enter_async_context(server.on(listener))
         url = _address(settings.host, listener)
         started(Listening(url, admin_url, keyed=gateway.api_keys.required))
-        await gateway.run_until_drained(shutdown, server.serving, app)
+        await gateway.run_until_drained(shutdown, server.serving, app.proxy.idle.wait, app.cut)
 
 
 def _config(app: GatewayApp | AdminApp, settings: Settings) -> uvicorn.Config:

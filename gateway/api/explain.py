@@ -16,7 +16,7 @@ from gateway.protocols import CHAT, COMPLETIONS
 from gateway.protocols.openai import parse
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import routing_request
-from gateway.routing.select import Candidate, Decision, decide
+from gateway.routing.select import Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
@@ -90,7 +90,10 @@ def _explanation(
         "bypass": [reason.value for reason in decision.bypass],
         "route": decision.route,
         "servable": bool(decision.candidates),
-        "candidates": [_candidate(one) for one in decision.candidates],
+        "candidates": [
+            one._asdict() | {"score_s": round(one.score_s, 4), "prefill_s": round(one.prefill_s, 4)}
+            for one in decision.candidates
+        ],
         "unavailable": unavailable,
     }
     if decision.spill_after_s is not None:
@@ -99,8 +102,3 @@ def _explanation(
         first = decision.candidates[0]
         explanation |= {"pool": first.pool, "worker": first.worker_id, "reason": first.reason}
     return explanation
-
-
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    rounded = {name: round(getattr(candidate, name), 4) for name in ("score_s", "prefill_s")}
-    return candidate._asdict() | rounded

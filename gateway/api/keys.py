@@ -51,7 +51,7 @@ async def create(fields: Fields, gateway: CurrentGateway, response: Response) ->
     """Create a key."""
     record, secret = await gateway.key_store.create(_terms({}, fields, gateway))
     response.headers["cache-control"] = "no-store"
-    return CreatedKey.model_validate({**_shown(record, gateway), "secret": secret})
+    return CreatedKey(**dict(_key(record, gateway)), secret=secret)
 
 
 @router.get("", responses=failures(*FOR_ADMINS, *STORED))
@@ -128,9 +128,5 @@ def _ineffective(
 
 
 def _key(record: KeyRecord, gateway: Gateway) -> Key:
-    return Key.model_validate(_shown(record, gateway))
-
-
-def _shown(record: KeyRecord, gateway: Gateway) -> dict[str, Any]:
     state = record.ended(gateway.wall()) or "active"
-    return {**record.model_dump(exclude={"digest"}), "state": state}
+    return Key.model_validate({**record.model_dump(exclude={"digest"}), "state": state})

@@ -22,8 +22,6 @@ from policies.schema import policy_schema
 
 JSON = "application/json"
 Responses = dict[int | str, dict[str, Any]]
-Extra = dict[str, Any]
-Error = type[errors.GatewayError]
 ERROR_SCHEMA = {
     "type": "object",
     "description": "OpenAI's shape; the last event of a broken stream has it too.",
@@ -43,7 +41,7 @@ ERROR_SCHEMA = {
         }
     },
 }
-EVERYWHERE: tuple[Error, ...] = (
+EVERYWHERE: tuple[type[errors.GatewayError], ...] = (
     errors.NotHttp,
     errors.HeadTooSlow,
     errors.HostRefused,
@@ -51,18 +49,13 @@ EVERYWHERE: tuple[Error, ...] = (
     errors.GatewayError,
 )
 """Errors of every route."""
-WITH_BODY: tuple[Error, ...] = (
-    errors.BodyNotJson,
-    errors.FieldInvalid,
-    errors.BodyTooSlow,
-    errors.BodyTooLarge,
-)
-FOR_CLIENTS: tuple[Error, ...] = (errors.KeyRefused, errors.PageRefused)
-FOR_ADMINS: tuple[Error, ...] = (errors.KeyRefused, errors.NotAllowedHere)
-STORED: tuple[Error, ...] = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
+WITH_BODY = (errors.BodyNotJson, errors.FieldInvalid, errors.BodyTooSlow, errors.BodyTooLarge)
+FOR_CLIENTS = (errors.KeyRefused, errors.PageRefused)
+FOR_ADMINS = (errors.KeyRefused, errors.NotAllowedHere)
+STORED = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
 
 
-def failures(*known: Error) -> Responses:
+def failures(*known: type[errors.GatewayError]) -> Responses:
     """Describe the responses of these errors and of those that every route may return."""
     statuses: dict[int, list[str]] = {}
     for error in sorted({*known, *EVERYWHERE}, key=lambda one: (one.status, one.__name__)):
@@ -77,19 +70,14 @@ def failures(*known: Error) -> Responses:
     }
 
 
-def success(schema: Any, *texts: str, status: int = 200) -> Responses:
+def success(schema: Any, *texts: str) -> Responses:
     """Describe a successful response: JSON of a schema, or text in other media types."""
     content = {JSON: {"schema": schema}}
     content |= {kind: {"schema": {"type": "string"}} for kind in texts}
-    return {status: {"description": "Success.", "content": content}}
+    return {200: {"description": "Success.", "content": content}}
 
 
-def text(*kinds: str) -> Responses:
-    """Describe a successful response in another media type than JSON."""
-    return {200: {"content": {kind: {"schema": {"type": "string"}} for kind in kinds}}}
-
-
-def takes(schema: Any, *kinds: str) -> Extra:
+def takes(schema: Any, *kinds: str) -> dict[str, Any]:
     """Describe a body of one of these media types that FastAPI does not parse."""
     content = {kind: {"schema": schema} for kind in kinds or (JSON,)}
     return {"requestBody": {"required": True, "content": content}}
@@ -100,7 +88,6 @@ def ref(name: str) -> Mapping[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-PATH = "/openapi.json"
 _REF = "#/components/schemas/{model}"
 # The status has models of the same names as the policy.
 _POLICY_PART = "PolicyPart"
@@ -122,7 +109,7 @@ def published(app: FastAPI, *, proxied: bool) -> APIRouter:
     written: list[bytes] = []
     writing = asyncio.Lock()
 
-    @router.get(PATH, responses=failures() | success({"type": "object"}))
+    @router.get("/openapi.json", responses=failures() | success({"type": "object"}))
     async def document() -> Response:
         async with writing:
             if not written:  # at the first request: all routes are added by then

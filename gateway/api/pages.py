@@ -38,17 +38,7 @@ _HEADERS = {
 }
 
 
-def admin_page() -> APIRouter:
-    """Return the routes of the page for admins."""
-    return _page("/admin", "admin")
-
-
-def dashboard() -> APIRouter:
-    """Return the routes of the dashboard."""
-    return _page("/dashboard", "dashboard", "vendor/uplot")
-
-
-def _page(at: str, *folders: str) -> APIRouter:
+def page_router(at: str, *folders: str) -> APIRouter:
     """Return a route for each file of a page and for each shared file; files are read once."""
     router = APIRouter()
     files = [file for folder in ("shared", *folders) for file in (_PAGES / folder).iterdir()]

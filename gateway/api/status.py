@@ -49,7 +49,7 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
     @router.get("/health", response_class=PlainTextResponse, responses=failures() | not_ready)
     @router.get("/readyz", response_class=PlainTextResponse, responses=failures() | not_ready)
     async def readyz() -> PlainTextResponse:
-        if gateway.drain_state.lame_duck:
+        if gateway.lame_duck:
             return PlainTextResponse("stopping\n", status_code=503)
         if not gateway.fleet.view().workers:
             return PlainTextResponse("no worker\n", status_code=503)
@@ -102,7 +102,7 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
             counts=counts,
             window=window,
         )
-        lame_duck, version = gateway.drain_state.lame_duck, gateway.policy_store.version
+        lame_duck, version = gateway.lame_duck, gateway.policy_store.version
         return Status(
             unix_s=round(gateway.wall(), 3),
             gateway=GatewayStatus(

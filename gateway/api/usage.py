@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from gateway.api.auth import CurrentGateway, admin_router
-from gateway.api.openapi import FOR_ADMINS, STORED, failures, text
+from gateway.api.openapi import FOR_ADMINS, STORED, failures
 from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import UsageRow, date_of, sum_by
 from gateway.errors import FieldInvalid
@@ -49,7 +49,8 @@ UsageReport = TypedDict(
 @router.get(
     "/admin/v1/usage",
     response_model=UsageReport,
-    responses=failures(*FOR_ADMINS, FieldInvalid, *STORED) | text("text/csv"),
+    responses=failures(*FOR_ADMINS, FieldInvalid, *STORED)
+    | {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
 )
 async def usage(
     gateway: CurrentGateway,

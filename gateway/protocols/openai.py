@@ -7,14 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from gateway.errors import (
-    BodyNotJson,
-    FieldInvalid,
-    GatewayError,
-    ModelUnknown,
-    to_body,
-    to_event,
-)
+from gateway import errors
 from gateway.protocols.base import WORKER_PATHS
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
@@ -46,7 +39,23 @@ class OpenAIFormat:
 
     def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
         """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
-        return inspect(raw, self.endpoint, policy, fleet)
+        body = parse(raw)
+        requested = body.get("model")
+        served = fleet.served_models
+        model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
+        try:
+            profile = read_profile(body, self.endpoint, sampling_defaults(policy, model))
+            profile = apply_limits(profile, policy.limits, policy.media)
+        except FieldError as error:
+            raise errors.FieldInvalid(error.message, param=error.param) from None
+        asked_model = profile.model
+        if model != asked_model:
+            profile = profile._replace(model=model)
+        known = profile.model in fleet.known_models or profile.model in policy.models
+        # Before any worker has joined, no model is known, so none can be called unknown.
+        if not known and fleet.known_models:
+            raise errors.ModelUnknown(asked_model)
+        return Inspected(asked_model=asked_model, profile=profile, body=_for_worker(body, profile))
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
         """Return the body as it came, without metrics that the client is not to get."""
@@ -61,13 +70,13 @@ class OpenAIFormat:
         include_metrics = _includes_metrics(request, usage=include_usage)
         return OpenAIStreamEncoder(include_usage=include_usage, include_metrics=include_metrics)
 
-    def error_body(self, error: GatewayError) -> bytes:
+    def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""
-        return to_body(error)
+        return errors.to_body(error)
 
-    def error_event(self, error: GatewayError) -> bytes:
+    def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last event of a stream that an error ends."""
-        return to_event(error)
+        return errors.to_event(error)
 
 
 class OpenAIStreamEncoder:
@@ -101,31 +110,6 @@ def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:
     return request.policy.metrics.included_in(requested=request.profile.metrics, usage=usage)
 
 
-CHAT = OpenAIFormat(Endpoint.CHAT)
-COMPLETIONS = OpenAIFormat(Endpoint.COMPLETIONS)
-
-
-def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: FleetView) -> Inspected:
-    """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
-    body = parse(raw)
-    requested = body.get("model")
-    served = fleet.served_models
-    model = resolve_model(policy, requested, served) if isinstance(requested, str) else requested
-    defaults = sampling_defaults(policy, model if isinstance(model, str) else "")
-    try:
-        profile = apply_limits(read_profile(body, endpoint, defaults), policy.limits, policy.media)
-    except FieldError as error:
-        raise FieldInvalid(error.message, param=error.param) from None
-    asked_model = profile.model
-    if model != asked_model:
-        profile = profile._replace(model=str(model))
-    known = profile.model in fleet.known_models or profile.model in policy.models
-    # Before any worker has joined, no model is known, so none can be called unknown.
-    if not known and fleet.known_models:
-        raise ModelUnknown(asked_model)
-    return Inspected(asked_model=asked_model, profile=profile, body=_for_worker(body, profile))
-
-
 def parse(raw: bytes) -> dict[str, Any]:
     """Parse one strict JSON object: UTF-8, no NaN, no infinity, bounded depth."""
     try:
@@ -133,9 +117,9 @@ def parse(raw: bytes) -> dict[str, Any]:
         # gateway and another to the worker. The worker's body is encoded from this parse.
         body = from_json(raw, allow_inf_nan=False)
     except ValueError:
-        raise BodyNotJson from None
+        raise errors.BodyNotJson from None
     if not isinstance(body, dict):
-        raise BodyNotJson
+        raise errors.BodyNotJson
     return body
 
 
@@ -218,3 +202,7 @@ def _plain(message: Message) -> bool:
             value is not None for name, value in message.items() if name not in ("role", "content")
         )
     )
+
+
+CHAT = OpenAIFormat(Endpoint.CHAT)
+COMPLETIONS = OpenAIFormat(Endpoint.COMPLETIONS)

@@ -111,7 +111,7 @@ class ProxyHandler:
             cancel_scope.key_id = api_key.caller.key
         elif comes_from_foreign_page(scope["headers"]):
             raise errors.PageRefused
-        if gateway.drain_state.draining:
+        if gateway.draining:
             raise errors.ShuttingDown
         self.load.admit()
         cancel_scope.limit(settings.body_timeout_s, errors.BodyTooSlow)
