@@ -6,13 +6,13 @@ import asyncio
 import functools
 from collections.abc import Mapping
 from random import Random
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import Depends, Header
 from pydantic import BaseModel, ConfigDict, StrictInt
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, Note, RequiredNote, admin_router
@@ -27,7 +27,14 @@ from gateway.api.openapi import (
     takes,
 )
 from gateway.config.policy_store import PolicyStore
-from gateway.config.policy_versions import Attribution, Document, PolicyVersion, Proposal, Reason
+from gateway.config.policy_versions import (
+    Attribution,
+    Document,
+    PolicyVersion,
+    Proposal,
+    Reason,
+    VersionInfo,
+)
 from gateway.errors import (
     BodyTooLarge,
     BodyTooSlow,
@@ -53,18 +60,7 @@ _TEST_KINDS = (JSON, YAML, MERGE_PATCH)
 _DIGITS = 9
 
 
-class Version(TypedDict):
-    """A version of the policy, without its document."""
-
-    number: int
-    etag: str
-    author: str
-    time: str
-    note: str
-    reason: str
-
-
-class AppliedVersion(Version):
+class AppliedVersion(VersionInfo):
     """The version that an edit made."""
 
     warnings: list[dict[str, Any]]
@@ -73,7 +69,7 @@ class AppliedVersion(Version):
 class Versions(TypedDict):
     """The versions of the policy, the last one first."""
 
-    versions: list[Version]
+    versions: list[VersionInfo]
 
 
 class Validation(TypedDict):
@@ -87,7 +83,7 @@ class Validation(TypedDict):
 class Difference(TypedDict):
     """The effect that a policy would have: changed fields, and recent requests by pool."""
 
-    onto: Version
+    onto: VersionInfo
     changes: list[dict[str, Any]]
     decisions: int
     moves: list[dict[str, Any]]
@@ -203,7 +199,7 @@ async def rollback(
 async def show_history(gateway: CurrentGateway) -> Versions:
     """List the versions of the policy."""
     versions = await gateway.policy_store.versions()
-    return {"versions": [_version(version) for version in reversed(versions)]}
+    return {"versions": [*reversed(versions)]}
 
 
 @router.get(
@@ -217,7 +213,7 @@ async def show_version(number: str, request: Request, gateway: CurrentGateway) -
     version = await gateway.policy_store.read_version(int(number))
     if _wants_yaml(request):
         return await _as_yaml(version, {VERSION_HEADER: number})
-    return JSONResponse({**_version(version), "document": version.document})
+    return Response(version.model_dump_json(), media_type=JSON)
 
 
 @router.post(
@@ -253,7 +249,7 @@ async def compare(request: Request, gateway: CurrentGateway) -> Difference:
         pause=functools.partial(asyncio.sleep, 0),
     )
     return {
-        "onto": _version(base),
+        "onto": base,
         "changes": [change.to_json() for change in changes],
         "decisions": moves.total(),
         "moves": [
@@ -291,11 +287,7 @@ async def _apply(
     store: PolicyStore, proposal: Proposal, attribution: Attribution, base: PolicyVersion
 ) -> AppliedVersion:
     version = await store.apply(proposal, attribution, onto=base)
-    return {**_version(version), "warnings": _warnings(store, proposal)}
-
-
-def _version(version: PolicyVersion) -> Version:
-    return cast("Version", version.model_dump(exclude={"document"}))
+    return AppliedVersion(**dict(version), warnings=_warnings(store, proposal))
 
 
 def _wants_yaml(request: Request) -> bool:

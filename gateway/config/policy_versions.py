@@ -76,8 +76,8 @@ class Attribution(NamedTuple):
     reason: Reason
 
 
-class PolicyVersion(BaseModel):
-    """One version of the policy; it never changes."""
+class VersionInfo(BaseModel):
+    """A version of the policy, without its document."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -89,6 +89,11 @@ class PolicyVersion(BaseModel):
     """UTC, as 2026-11-22T01:20:00Z."""
     note: str
     reason: Reason
+
+
+class PolicyVersion(VersionInfo):
+    """One version of the policy; it never changes."""
+
     document: Document
 
     @classmethod
