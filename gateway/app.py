@@ -38,44 +38,55 @@ from policies.error_messages import message_of
 _CONNECTION_CHECK_S = 1.0
 
 
-class GatewayApp:
-    """The whole gateway as one ASGI application."""
+class PortApp:
+    """The ASGI application of one port: the proxy, if it is served there, in front of FastAPI."""
+
+    def __init__(self, hosts: Hosts, fastapi: FastAPI, proxy: ProxyHandler | None = None) -> None:
+        self._hosts = hosts
+        self._fastapi = fastapi
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass inference requests to the proxy and all others to FastAPI."""
+        try:
+            self._hosts.check(scope["headers"])
+        except errors.HostRefused as refused:
+            await response_writer(scope).fail(refused)
+            return
+        # The raw path, which no header can change (CVE-2026-48710).
+        wire_format = WIRE_FORMATS.get(scope["path"])
+        if self._proxy is not None and wire_format is not None:
+            await self._proxy(scope, receive, wire_format)
+        else:
+            await self._fastapi(scope, receive, send)
+
+
+class GatewayApp(PortApp):
+    """The application of the main port, which builds that of the admin port too."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self.proxy = ProxyHandler(gateway)
         self.connections: list[Collection[Any]] = []
         """The live connections of each server."""
-        self._hosts = Hosts(gateway.settings)
+        self.admin_app: PortApp | None = None
         take = status.snapshots(gateway, self.proxy)
         self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
-        separate = gateway.settings.admin_port is not None
         dashboard = pages.page_router("/dashboard", "dashboard", "vendor/uplot")
         routers = [
             status.probes(gateway, self.proxy),
             status.status(gateway, take, self._status_feed),
             *(dashboard, models.router, explain.router, workers.heartbeats),
-            *(() if separate else _admin_routers()),
         ]
-        self._fastapi = _build_fastapi(gateway, routers, proxied=True)
-        self.admin_app = AdminApp(gateway, self._hosts) if separate else None
-        """The application of the admin port, if there is one."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass inference requests to the proxy and all others to FastAPI."""
-        wire_format = None
-        if scope["type"] == "http":
-            try:
-                self._hosts.check(scope["headers"])
-            except errors.HostRefused as refused:
-                await response_writer(scope).fail(refused)
-                return
-            # The raw path, which no header can change (CVE-2026-48710).
-            wire_format = WIRE_FORMATS.get(scope["path"])
-        if wire_format is not None:
-            await self.proxy(scope, receive, wire_format)
+        # Workers join on the main port.
+        admin_page = pages.page_router("/admin", "admin")
+        admin_routers = [admin_page, workers.router, policy.router, keys.router, usage.router]
+        hosts = Hosts(gateway.settings)
+        if gateway.settings.admin_port is None:
+            routers += admin_routers
         else:
-            await self._fastapi(scope, receive, send)
+            self.admin_app = PortApp(hosts, _build_fastapi(gateway, admin_routers, proxied=False))
+        super().__init__(hosts, _build_fastapi(gateway, routers, proxied=True), self.proxy)
 
     @property
     def upstream(self) -> ConnectionPool:
@@ -104,32 +115,9 @@ class GatewayApp:
             connection.check(now_s)
 
 
-class AdminApp:
-    """The ASGI application of the admin port."""
-
-    def __init__(self, gateway: Gateway, hosts: Hosts) -> None:
-        self._hosts = hosts
-        self._fastapi = _build_fastapi(gateway, _admin_routers(), proxied=False)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to FastAPI if it names this gateway as its host."""
-        try:
-            self._hosts.check(scope["headers"])
-        except errors.HostRefused as refused:
-            await response_writer(scope).fail(refused)
-            return
-        await self._fastapi(scope, receive, send)
-
-
 async def create_app(settings: Settings, rng: Random | None = None) -> GatewayApp:
     """Build the gateway; its parts are not started. May raise `StartupError`."""
     return GatewayApp(await build_gateway(settings, rng))
-
-
-def _admin_routers() -> list[APIRouter]:
-    """Return the routes for admins; workers join on the main port."""
-    page = pages.page_router("/admin", "admin")
-    return [page, workers.router, policy.router, keys.router, usage.router]
 
 
 def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: bool) -> FastAPI:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import uvicorn
 
-from gateway.app import AdminApp, GatewayApp, create_app
+from gateway.app import PortApp, create_app
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import base_url, check_secrets, ensure_join_token
 from gateway.errors import StartupError
@@ -102,7 +102,7 @@ async def serve(
         await gateway.run_until_drained(shutdown, server.serving, app.proxy.idle.wait, app.cut)
 
 
-def _config(app: GatewayApp | AdminApp, settings: Settings) -> uvicorn.Config:
+def _config(app: PortApp, settings: Settings) -> uvicorn.Config:
     connection = functools.partial(
         DownstreamProtocol,
         head_timeout_s=settings.head_timeout_s,

@@ -47,7 +47,7 @@ class AccessLog:
     def __init__(self, target: str) -> None:
         self._queue: Queue[logging.LogRecord | None] = Queue(_QUEUE_LIMIT)
         self._losses = _LossCounter()
-        self._file = _open(target, self._losses)
+        self._file = _LogFile(target, self._losses)
         self._listener = _BatchListener(self._queue, self._file)
 
     def write(self, record: RequestRecord, unix_s: float) -> None:
@@ -100,9 +100,17 @@ class _BatchListener(QueueListener):
 class _LogFile(WatchedFileHandler):
     """A file or standard output; failed writes are counted as lost lines."""
 
-    def __init__(self, path: str, losses: _LossCounter) -> None:
+    def __init__(self, target: str, losses: _LossCounter) -> None:
         self._losses = losses
-        super().__init__(path, encoding="utf-8")
+        standard_output = target == STANDARD_OUTPUT
+        path = _STANDARD_OUTPUT_PATH if standard_output else str(Path(target).expanduser())
+        try:
+            super().__init__(path, encoding="utf-8")
+        except OSError as error:
+            raise StartupError(
+                f"The access log {path} cannot be opened for writing ({error.strerror}). Set "
+                "PACELINE_ACCESS_LOG to another file, or to - for standard output."
+            ) from None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line; reopen the file first if it was moved away."""
@@ -146,17 +154,6 @@ class _LossCounter:
             self._logged_s = time.monotonic()
         if lines:
             log.warning("access_log.lines_lost lines=%d reason=%s", lines, self._reason)
-
-
-def _open(target: str, losses: _LossCounter) -> _LogFile:
-    path = _STANDARD_OUTPUT_PATH if target == STANDARD_OUTPUT else str(Path(target).expanduser())
-    try:
-        return _LogFile(path, losses)
-    except OSError as error:
-        raise StartupError(
-            f"The access log {path} cannot be opened for writing ({error.strerror}). Set "
-            "PACELINE_ACCESS_LOG to another file, or to - for standard output."
-        ) from None
 
 
 def access_log_entry(record: RequestRecord, unix_s: float) -> dict[str, Any]:

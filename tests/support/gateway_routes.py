@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from gateway.app import AdminApp, GatewayApp
+from gateway.app import PortApp
 from tests.support.page_files import page_files
 
 
@@ -37,7 +37,7 @@ def iter_routes(routes: list[BaseRoute]) -> Iterator[APIRoute]:
             yield route
 
 
-def route_paths(app: GatewayApp | AdminApp) -> set[tuple[str, str]]:
+def route_paths(app: PortApp) -> set[tuple[str, str]]:
     """Return the routes that an app of the gateway serves."""
     return {
         (method, route.path)
