@@ -77,6 +77,16 @@ class GatewayError(Exception):
     param: str | None = None
     retry_after_s: float | None = None
 
+    def __init_subclass__(
+        cls, *, status: int | None = None, kind: str | None = None, code: str | None = None
+    ) -> None:
+        """Set the status, the type and the code of a class; others are those of its parent."""
+        super().__init_subclass__()
+        cls.status = status or cls.status
+        cls.type = kind or cls.type
+        if code is not None:
+            cls.code = code
+
     def __init__(self, message: str | None = None, *, param: str | None = None) -> None:
         super().__init__(message or self.message)
         if message is not None:
@@ -90,32 +100,26 @@ class GatewayError(Exception):
         return self.code
 
 
-class RequestRefused(GatewayError):
+class RequestRefused(
+    GatewayError, status=400, kind="invalid_request_error", code="invalid_request"
+):
     """The request is at fault; a retry fails too."""
 
-    status = 400
-    type = "invalid_request_error"
-    code = "invalid_request"
 
-
-class NotHttp(RequestRefused):
+class NotHttp(RequestRefused, code="invalid_http"):
     """The bytes are not an HTTP/1.1 request."""
 
-    code = "invalid_http"
     message = "This is not a valid HTTP/1.1 request."
 
 
-class BodyNotJson(RequestRefused):
+class BodyNotJson(RequestRefused, code="invalid_json"):
     """The body is not one strict JSON object."""
 
-    code = "invalid_json"
     message = "The body must be a JSON object in UTF-8."
 
 
-class FieldInvalid(RequestRefused):
+class FieldInvalid(RequestRefused, code="invalid_value"):
     """One field of the body is missing, wrong or unknown."""
-
-    code = "invalid_value"
 
 
 class NoteMissing(FieldInvalid):
@@ -125,19 +129,16 @@ class NoteMissing(FieldInvalid):
     param = "x-paceline-note"
 
 
-class PolicyRefused(RequestRefused):
+class PolicyRefused(RequestRefused, code="invalid_policy"):
     """The document is not a valid policy; the message names every problem."""
-
-    code = "invalid_policy"
 
     def __init__(self, problems: str, *, param: str | None) -> None:
         super().__init__(f"The policy is invalid: {problems}.", param=param)
 
 
-class TokensOverLimit(RequestRefused):
+class TokensOverLimit(RequestRefused, code="tokens_over_limit"):
     """The request may use more tokens than the key may ever use at once, so a retry fails too."""
 
-    code = "tokens_over_limit"
     param = "max_tokens"
 
     def __init__(self, name: str, limit: int, tokens: int) -> None:
@@ -147,28 +148,21 @@ class TokensOverLimit(RequestRefused):
         )
 
 
-class KeyRefused(RequestRefused):
+class KeyRefused(RequestRefused, status=401, kind="authentication_error", code="invalid_api_key"):
     """The API key is missing or unknown; the response does not say which."""
 
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
     message = "A valid API key is required: 'Authorization: Bearer KEY'."
 
 
-class KeyEnded(KeyRefused):
+class KeyEnded(KeyRefused, code="key_revoked"):
     """The key was revoked, or expired, while the request ran."""
 
-    code = "key_revoked"
     message = "The API key of this request was revoked or has expired."
 
 
-class NotAllowedHere(RequestRefused):
+class NotAllowedHere(RequestRefused, status=403, kind="permission_error", code="permission_denied"):
     """The route is closed to this client."""
 
-    status = 403
-    type = "permission_error"
-    code = "permission_denied"
     message = (
         "While PACELINE_ADMIN_KEY is not set, only the gateway's own machine may use this route."
     )
@@ -183,30 +177,25 @@ class PageRefused(NotAllowedHere):
     )
 
 
-class PoolsNotAllowed(NotAllowedHere):
+class PoolsNotAllowed(NotAllowedHere, code="pool_not_allowed"):
     """The key may use none of the pools to which the policy routes the request."""
 
-    code = "pool_not_allowed"
     message = "This API key may not use any of the pools to which this request is routed."
 
 
-class NotFound(RequestRefused):
+class NotFound(RequestRefused, status=404):
     """The request names something that does not exist."""
 
-    status = 404
 
-
-class PathUnknown(NotFound):
+class PathUnknown(NotFound, code="path_not_found"):
     """The path does not exist."""
 
-    code = "path_not_found"
     message = "This path does not exist."
 
 
-class ModelUnknown(NotFound):
+class ModelUnknown(NotFound, code="model_not_found"):
     """Neither the policy nor a worker has the model."""
 
-    code = "model_not_found"
     param = "model"
 
     def __init__(self, model: str) -> None:
@@ -215,114 +204,88 @@ class ModelUnknown(NotFound):
         )
 
 
-class KeyUnknown(NotFound):
+class KeyUnknown(NotFound, code="key_not_found"):
     """No key has the id."""
-
-    code = "key_not_found"
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The key '{name[:100]}' does not exist.")
 
 
-class WorkerUnknown(NotFound):
+class WorkerUnknown(NotFound, code="worker_not_found"):
     """No worker with the id has joined."""
 
-    code = "worker_not_found"
     message = "No worker with this id has joined."
 
 
-class VersionUnknown(NotFound):
+class VersionUnknown(NotFound, code="version_not_found"):
     """The policy has no version with the number."""
 
-    code = "version_not_found"
     param = "version"
 
     def __init__(self, number: int | str) -> None:
         super().__init__(f"The policy has no version '{str(number)[:100]}'.")
 
 
-class MethodRefused(RequestRefused):
+class MethodRefused(RequestRefused, status=405, code="method_not_allowed"):
     """The path does not support the method."""
-
-    status = 405
-    code = "method_not_allowed"
 
     def __init__(self, allowed: str) -> None:
         super().__init__(f"This path supports {allowed} only.")
         self.allowed = allowed
 
 
-class HeadTooSlow(RequestRefused):
+class HeadTooSlow(RequestRefused, status=408, code="headers_timeout"):
     """The headers did not arrive in time."""
 
-    status = 408
-    code = "headers_timeout"
     message = "The headers of the request did not arrive in time."
 
 
-class BodyTooSlow(RequestRefused):
+class BodyTooSlow(RequestRefused, status=408, code="body_timeout"):
     """The body did not arrive in time."""
 
-    status = 408
-    code = "body_timeout"
     message = "The body did not arrive in time."
 
 
-class WorkerIdTaken(RequestRefused):
+class WorkerIdTaken(RequestRefused, status=409, code="worker_id_taken"):
     """Another live worker, with another address, has the id."""
 
-    status = 409
-    code = "worker_id_taken"
     message = "Another live worker has this id. Start this worker with another id."
 
 
-class KeyIsRevoked(RequestRefused):
+class KeyIsRevoked(RequestRefused, status=409, code="key_is_revoked"):
     """A revoked key cannot be changed."""
-
-    status = 409
-    code = "key_is_revoked"
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The key '{name[:100]}' is revoked for good. Create a new one.")
 
 
-class VersionConflict(RequestRefused):
+class VersionConflict(RequestRefused, status=412, code="version_conflict"):
     """Another edit of the policy came first."""
 
-    status = 412
-    code = "version_conflict"
     param = "if-match"
 
     def __init__(self, number: int, author: str) -> None:
         super().__init__(f"The policy has changed: version {number}, by {author}, is active now.")
 
 
-class BodyTooLarge(RequestRefused):
+class BodyTooLarge(RequestRefused, status=413, code="body_too_large"):
     """The body is larger than the limit."""
-
-    status = 413
-    code = "body_too_large"
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The body is larger than {limit_bytes} bytes.")
 
 
-class MediaTypeRefused(RequestRefused):
+class MediaTypeRefused(RequestRefused, status=415, code="unsupported_media_type"):
     """The route does not support the media type of the body."""
 
-    status = 415
-    code = "unsupported_media_type"
     param = "content-type"
 
     def __init__(self, allowed: str) -> None:
         super().__init__(f"'Content-Type' must be one of: {allowed}.")
 
 
-class HostRefused(RequestRefused):
+class HostRefused(RequestRefused, status=421, code="host_not_allowed"):
     """The request names another host than this gateway."""
-
-    status = 421
-    code = "host_not_allowed"
 
     def __init__(self, host: str) -> None:
         super().__init__(
@@ -331,22 +294,18 @@ class HostRefused(RequestRefused):
         )
 
 
-class Quarantined(RequestRefused):
+class Quarantined(RequestRefused, status=422, code="request_quarantined"):
     """Two workers crashed while processing this body."""
 
-    status = 422
-    code = "request_quarantined"
     message = (
         "Two workers crashed while processing this request body; it is blocked for 10 minutes. A "
         "shorter prompt or a smaller image may help."
     )
 
 
-class EditUnconditional(RequestRefused):
+class EditUnconditional(RequestRefused, status=428, code="precondition_required"):
     """An edit of the policy has no `If-Match`."""
 
-    status = 428
-    code = "precondition_required"
     message = (
         "An edit needs 'If-Match' with the ETag of the edited version, so that it does not "
         "overwrite another edit."
@@ -354,11 +313,8 @@ class EditUnconditional(RequestRefused):
     param = "if-match"
 
 
-class LimitReached(RequestRefused):
+class LimitReached(RequestRefused, status=429, kind="rate_limit_error"):
     """A rate limit of the key is reached; the request costs nothing."""
-
-    status = 429
-    type = "rate_limit_error"
 
     def __init__(self, name: str, limit: int, wait_s: float) -> None:
         super().__init__(
@@ -369,11 +325,8 @@ class LimitReached(RequestRefused):
         self.retry_after_s = math.ceil(wait_s)
 
 
-class HeadTooLarge(RequestRefused):
+class HeadTooLarge(RequestRefused, status=431, code="headers_too_large"):
     """The headers are larger, or more, than the limit."""
-
-    status = 431
-    code = "headers_too_large"
 
     def __init__(self, limit_bytes: int, limit_headers: int) -> None:
         super().__init__(
@@ -395,11 +348,9 @@ class RefusedByWorker(RequestRefused):
         return "refused_by_worker"
 
 
-class Unavailable(GatewayError):
+class Unavailable(GatewayError, status=503, kind="overloaded_error"):
     """The request cannot be served now; a later retry may succeed."""
 
-    status = 503
-    type = "overloaded_error"
     retry_after_s = 2.0
 
     def __init__(self, message: str | None = None, *, retry_after_s: float | None = None) -> None:
@@ -408,125 +359,102 @@ class Unavailable(GatewayError):
             self.retry_after_s = retry_after_s
 
 
-class NoWorker(Unavailable):
+class NoWorker(Unavailable, code="no_worker"):
     """No worker in the pools of the route can take the request now."""
 
-    code = "no_worker"
     message = "No worker is available for this request."
 
 
-class QueueFull(Unavailable):
+class QueueFull(Unavailable, code="queue_full"):
     """The queue of the pool is full."""
 
-    code = "queue_full"
     message = "All slots are in use and the queue is full. Try again later."
 
 
-class QueueTimeout(QueueFull):
+class QueueTimeout(QueueFull, code="queue_timeout"):
     """No slot became free within the queue timeout."""
 
-    code = "queue_timeout"
     message = "No slot became free within the queue timeout. Try again later."
 
 
-class ShuttingDown(Unavailable):
+class ShuttingDown(Unavailable, code="shutting_down"):
     """The gateway is shutting down: it rejects new requests and cancels the last ones."""
 
-    code = "shutting_down"
     message = "The gateway is shutting down."
 
 
-class Overloaded(Unavailable):
+class Overloaded(Unavailable, code="gateway_overloaded"):
     """The gateway is at its limit of requests or memory; running requests come first."""
 
-    code = "gateway_overloaded"
     message = "The gateway is overloaded. Try again in a moment."
     retry_after_s = 1.0
 
 
-class TooManyViewers(Unavailable):
+class TooManyViewers(Unavailable, code="too_many_viewers"):
     """The limit of status streams is reached."""
 
-    code = "too_many_viewers"
     message = "Too many clients are streaming the status already. Use GET /v1/status instead."
     retry_after_s = 10.0
 
 
-class RecordsUnwritable(Unavailable):
+class RecordsUnwritable(Unavailable, kind="server_error", code="state_unavailable"):
     """The stored state cannot be read or written."""
 
-    type = "server_error"
-    code = "state_unavailable"
     message = "The gateway cannot read or write its stored state now. Try again later."
 
 
-class WriteUnconfirmed(RecordsUnwritable):
+class WriteUnconfirmed(RecordsUnwritable, code="write_unconfirmed"):
     """A write was not confirmed in time, and may be stored."""
 
-    code = "write_unconfirmed"
     message = (
         "The change was not confirmed in time and may or may not be stored. Check before you try "
         "again; if the policy was stored, the same If-Match returns 412."
     )
 
 
-class RequestTooLong(GatewayError):
+class RequestTooLong(GatewayError, status=504, kind="timeout_error", code="request_timeout"):
     """The request, from its body to its last byte, took longer than the request timeout."""
 
-    status = 504
-    type = "timeout_error"
-    code = "request_timeout"
     message = "The response was not complete within the request timeout."
 
 
-class WorkerError(GatewayError):
+class WorkerError(GatewayError, status=502, code="worker_error"):
     """The worker is at fault; the log has the details."""
 
-    status = 502
-    code = "worker_error"
 
-
-class WorkerUnreachable(Unavailable, WorkerError):
+class WorkerUnreachable(Unavailable, WorkerError, code="worker_unreachable"):
     """No connection could be made, so the request cannot have started."""
 
-    code = "worker_unreachable"
     message = "The worker cannot be reached."
 
 
-class WorkerBusy(Unavailable, WorkerError):
+class WorkerBusy(Unavailable, WorkerError, code="workers_busy"):
     """The worker rejects the request and asks for a later retry."""
 
-    code = "workers_busy"
     message = "All workers for this request are busy. Try again later."
 
 
-class WorkerLost(WorkerError):
+class WorkerLost(WorkerError, code="worker_lost"):
     """The connection to the worker broke before the response was complete."""
 
-    code = "worker_lost"
     message = "The connection to the worker was lost before the response was complete."
 
 
-class WorkerFailed(WorkerError):
+class WorkerFailed(WorkerError, code="worker_failed"):
     """The worker reports a failure, or sends an invalid response."""
 
-    code = "worker_failed"
     message = "The worker failed to process this request."
 
 
-class WorkerSilent(WorkerError):
+class WorkerSilent(WorkerError, status=504, kind="timeout_error", code="worker_timeout"):
     """The worker sent nothing in time."""
 
-    status = 504
-    type = "timeout_error"
-    code = "worker_timeout"
     message = "The worker did not respond in time."
 
 
-class WorkerStalled(WorkerSilent):
+class WorkerStalled(WorkerSilent, code="worker_stalled"):
     """The response began, and then paused for too long."""
 
-    code = "worker_stalled"
     message = "The response of the worker stalled."
 
 
