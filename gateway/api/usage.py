@@ -64,15 +64,15 @@ async def usage(
 ) -> Response:
     """Report the usage of the last 31 days, or of the given ones."""
     today = day_of(gateway.wall())
-    first = _number(first_day, today - _SHOWN_DAYS + 1)
-    last = _number(last_day, today)
+    first = first_day or date_of(today - _SHOWN_DAYS + 1)
+    last = last_day or date_of(today)
     if first > last:
         raise FieldInvalid("'from' is later than 'to'.", param="from")
     days = await gateway.usage_store.usage()
-    shown = {day: days[day] for day in sorted(days) if first <= day <= last}
+    shown = {date_of(day): days[day] for day in sorted(days) if first <= date_of(day) <= last}
     names = {key: record.name for key, record in gateway.api_keys.records.items()}
     rows = [
-        {"day": str(date_of(day)), "name": names.get(row.key, ""), **row._asdict()}
+        {"day": str(day), "name": names.get(row.key, ""), **row._asdict()}
         for day, day_rows in shown.items()
         for row in day_rows
     ]
@@ -81,18 +81,13 @@ async def usage(
     every = [row for day_rows in shown.values() for row in day_rows]
     return JSONResponse(
         {
-            "from": str(date_of(first)),
-            "to": str(date_of(last)),
+            "from": str(first),
+            "to": str(last),
             "rows": rows,
             "keys": _sums(every, "key"),
             "teams": _sums(every, "team"),
         }
     )
-
-
-def _number(day: date | None, default: int) -> int:
-    """Return the number of a day since 1970."""
-    return default if day is None else (day - date_of(0)).days
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -168,7 +168,16 @@ WorkerCondition = Literal[
 ]
 
 
-class LaneStatus(StatusModel):
+class WorkStatus(StatusModel):
+    """The work of a lane, a worker, a pool or a model."""
+
+    prefix: LanePrefix
+    savings: Savings
+    mtp: Mtp
+    recent: Recent
+
+
+class LaneStatus(WorkStatus):
     """One lane of one worker; counts cover all its boots."""
 
     slots: NonNegativeInt
@@ -185,10 +194,6 @@ class LaneStatus(StatusModel):
     head_healthy: bool
     """False if the MTP head failed its self-test or keeps failing; the lane then decodes without
     drafts."""
-    prefix: LanePrefix
-    savings: Savings
-    mtp: Mtp
-    recent: Recent
 
 
 class Ejection(StatusModel):
@@ -200,7 +205,7 @@ class Ejection(StatusModel):
     """Ejections in a row."""
 
 
-class WorkerStatus(StatusModel):
+class WorkerStatus(WorkStatus):
     """One worker; counts cover all its boots, past ones too."""
 
     state: WorkerCondition
@@ -221,13 +226,9 @@ class WorkerStatus(StatusModel):
     retry_after_s: NonNegativeFloat
     """Seconds until the worker takes requests again, if it asked for a pause."""
     lanes: dict[str, LaneStatus]
-    prefix: LanePrefix
-    savings: Savings
-    mtp: Mtp
-    recent: Recent
 
 
-class PoolStatus(StatusModel):
+class PoolStatus(WorkStatus):
     """One pool of the policy; counts cover its lanes on all workers."""
 
     lanes: tuple[str, ...]
@@ -244,10 +245,6 @@ class PoolStatus(StatusModel):
     completion_tokens: NonNegativeInt
     decisions: dict[str, NonNegativeInt]
     """Requests routed here, by reason."""
-    prefix: LanePrefix
-    savings: Savings
-    mtp: Mtp
-    recent: Recent
 
 
 class Tokens(StatusModel):
@@ -259,15 +256,11 @@ class Tokens(StatusModel):
     """The part of the prompt tokens that came from a prefix cache."""
 
 
-class ModelStatus(StatusModel):
+class ModelStatus(WorkStatus):
     """One model, on all workers that serve it."""
 
     workers: tuple[str, ...]
     tokens: Tokens
-    prefix: LanePrefix
-    savings: Savings
-    mtp: Mtp
-    recent: Recent
 
 
 class GatewayStatus(StatusModel):

@@ -174,7 +174,7 @@ class FleetRenderer:
     def _sums(
         self, lanes: tuple[protocol.LaneReport, ...], matches: Callable[[stats.LaneKey], bool]
     ) -> dict[str, Any]:
-        """Return the four fields that a worker, a lane, a pool and a model have in common."""
+        """Return the fields of `WorkStatus`; `matches` selects the lanes of the window."""
         prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
         mtp = mtp_status(lanes)
         return {
@@ -275,12 +275,10 @@ class WindowStats:
 
 def _ejection(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Ejection:
     remaining_s = fleet.ejected_for_s(worker) if worker else 0.0
-    if worker is None or not remaining_s:
-        return model.Ejection(remaining_s=0.0, reason="", count=0)
-    breaker = worker.breaker
-    return model.Ejection(
-        remaining_s=round(remaining_s, 3), reason=breaker.reason, count=breaker.ejections
-    )
+    reason, count = "", 0
+    if worker is not None and remaining_s:
+        reason, count = worker.breaker.reason, worker.breaker.ejections
+    return model.Ejection(remaining_s=round(remaining_s, 3), reason=reason, count=count)
 
 
 def _savings(lanes: tuple[protocol.LaneReport, ...]) -> model.Savings:
