@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Collection, Iterable
 from importlib.metadata import version
-from random import Random
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -115,9 +114,9 @@ class GatewayApp(PortApp):
             connection.check(now_s)
 
 
-async def create_app(settings: Settings, rng: Random | None = None) -> GatewayApp:
+async def create_app(settings: Settings) -> GatewayApp:
     """Build the gateway; its parts are not started. May raise `StartupError`."""
-    return GatewayApp(await build_gateway(settings, rng))
+    return GatewayApp(await build_gateway(settings))
 
 
 def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: bool) -> FastAPI:

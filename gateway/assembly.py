@@ -58,18 +58,15 @@ _USAGE_FLUSH_S = 5.0
 
 
 class Gateway:
-    """The parts of one gateway, built and closed in order; `open` loads the stored state.
-
-    `rng` breaks ties between equal workers. Raise `StartupError`.
-    """
+    """The parts of one gateway, built and closed in order; `open` loads the stored state."""
 
     traces: Traces | None
     policy_store: PolicyStore
     policy_file: PolicyFileWatcher
 
-    def __init__(self, settings: Settings, rng: Random, redis: RedisClient | None) -> None:
+    def __init__(self, settings: Settings, redis: RedisClient | None) -> None:
         self.settings = settings
-        self.rng = rng
+        self.rng = rng = Random()  # noqa: S311  # breaks ties between equal workers
         self.clock = clock = time.monotonic
         self.wall = wall = time.time
         """Seconds since 1970."""
@@ -224,7 +221,7 @@ class Gateway:
             ) from None
 
 
-async def build_gateway(settings: Settings, rng: Random | None = None) -> Gateway:
+async def build_gateway(settings: Settings) -> Gateway:
     """Build the parts and load the stored state; raise `StartupError`."""
     check_unique_ids(settings.workers)
     async with AsyncExitStack() as stack:
@@ -232,7 +229,7 @@ async def build_gateway(settings: Settings, rng: Random | None = None) -> Gatewa
         if settings.redis_url is not None:
             redis = RedisClient(settings.redis_url.get_secret_value())
             stack.push_async_callback(redis.close)
-        gateway = Gateway(settings, rng or Random(), redis)  # noqa: S311  # spreads load only
+        gateway = Gateway(settings, redis)
         await gateway.open()
         await gateway.exit_stack.enter_async_context(stack.pop_all())
         return gateway

@@ -88,7 +88,6 @@ def ref(name: str) -> Mapping[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_REF = "#/components/schemas/{model}"
 # The status has models of the same names as the policy.
 _POLICY_PART = "PolicyPart"
 _POLICY_REF = f"#/components/schemas/{_POLICY_PART}{{model}}"
@@ -165,7 +164,7 @@ def _schemas() -> dict[str, Any]:
     """Return the schemas of bodies that FastAPI does not parse, and of errors."""
     policy = policy_schema(_POLICY_REF)
     parts = {_POLICY_PART + name: told for name, told in policy.pop("$defs", {}).items()}
-    terms = KeyTerms.model_json_schema(ref_template=_REF)
+    terms = KeyTerms.model_json_schema(ref_template="#/components/schemas/{model}")
     return {
         **parts,
         **terms.pop("$defs", {}),

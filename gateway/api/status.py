@@ -152,7 +152,11 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
         responses=failures(*refused, FieldInvalid),
     )
     async def whole(request: Request, window: str = DEFAULT_WINDOW) -> Response:
-        _check_alone(request, "window")
+        given = [name for name, _ in request.query_params.multi_items()]
+        if given not in ([], ["window"]):
+            raise FieldInvalid(
+                "The only query parameter is 'window', at most once.", param="window"
+            )
         state = await take(window_s(window))
         return Response(state.model_dump_json(), media_type="application/json")
 
@@ -167,10 +171,3 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
         return StatusStream(feed, lambda: check_again(request))
 
     return router
-
-
-def _check_alone(request: Request, name: str) -> None:
-    """Raise `FieldInvalid` for other query parameters, and for a second one of this name."""
-    given = [known for known, _ in request.query_params.multi_items()]
-    if given not in ([], [name]):
-        raise FieldInvalid(f"The only query parameter is '{name}', at most once.", param=name)

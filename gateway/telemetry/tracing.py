@@ -16,7 +16,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Scope
 
@@ -29,6 +29,7 @@ from policies.request.profile import Endpoint, RequestProfile
 _OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETIONS: "text_completion"}
 _CONTEXT_HEADERS = ("traceparent", "tracestate")
 _SHUTDOWN_TIMEOUT_S = 3.0
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Traces:
@@ -39,7 +40,6 @@ class Traces:
         self._provider = TracerProvider(resource=Resource.create(service), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("paceline.gateway")
-        self._context = TraceContextTextMapPropagator()
 
     async def __aenter__(self) -> Self:
         return self
@@ -56,14 +56,26 @@ class Traces:
         carrier = {name: value.decode("latin-1") for name, value in values.items() if value}
         span = self._tracer.start_span(
             f"POST {scope['path']}",
-            context=self._context.extract(carrier) if carrier else None,
+            context=_PROPAGATOR.extract(carrier) if carrier else None,
             kind=SpanKind.SERVER,
             attributes={"http.request.method": "POST", "url.path": scope["path"]},
         )
-        return Trace(self, span)
+        return Trace(self._tracer, span)
 
-    def attempt(self, parent: Span, profile: RequestProfile, candidate: Candidate) -> Span:
-        """Start the span of one attempt at a worker."""
+
+class Trace:
+    """The spans of one request."""
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._attempt: Span | None = None
+
+    def attempt(self, profile: RequestProfile, candidate: Candidate) -> dict[str, str]:
+        """Start the next attempt and end the last; return the headers for the worker."""
+        if self._attempt is not None:
+            self._attempt.set_status(Status(StatusCode.ERROR))
+            self._attempt.end()
         operation = _OPERATIONS[profile.endpoint]
         attributes: dict[str, str | int | float | bool] = {
             "gen_ai.operation.name": operation,
@@ -79,35 +91,15 @@ class Traces:
         }
         if profile.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = profile.max_tokens
-        return self._tracer.start_span(
+        self._attempt = self._tracer.start_span(
             f"{operation} {profile.model}",
-            context=set_span_in_context(parent),
+            context=set_span_in_context(self._span),
             kind=SpanKind.CLIENT,
             attributes=attributes,
         )
-
-    def headers(self, span: Span) -> dict[str, str]:
-        """Return the headers that pass the span on to a worker."""
-        carrier: dict[str, str] = {}
-        self._context.inject(carrier, set_span_in_context(span))
-        return carrier
-
-
-class Trace:
-    """The spans of one request."""
-
-    def __init__(self, traces: Traces, span: Span) -> None:
-        self._traces = traces
-        self._span = span
-        self._attempt: Span | None = None
-
-    def attempt(self, profile: RequestProfile, candidate: Candidate) -> dict[str, str]:
-        """Start the next attempt and end the last; return the headers for the worker."""
-        if self._attempt is not None:
-            self._attempt.set_status(Status(StatusCode.ERROR))
-            self._attempt.end()
-        self._attempt = self._traces.attempt(self._span, profile, candidate)
-        return self._traces.headers(self._attempt)
+        headers: dict[str, str] = {}
+        _PROPAGATOR.inject(headers, set_span_in_context(self._attempt))
+        return headers
 
     def end(self, record: RequestRecord) -> None:
         """End all spans with the result of the request."""
