@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -30,9 +31,11 @@ _PIPED_WIDTH = 120
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench`."""
-    add = parser.add_argument
     parser.set_defaults(run=_run)
     add_gateway(parser)
+    add = parser.add_argument
+    add_count = functools.partial(add, type=_number(int), metavar="N")
+    add_fields = functools.partial(add, type=_json_object, metavar="JSON")
     add("--model", default="", help="default: the first model of the endpoint")
     add(
         "--compare",
@@ -61,35 +64,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="levels of requests per second instead; latencies count from the time at which each "
         "request is due",
     )
-    add(
-        "--requests",
-        type=_number(int),
-        metavar="N",
-        help="requests per measurement (default: at least 16)",
-    )
+    add_count("--requests", help="requests per measurement (default: at least 16)")
     add("--prompts", type=Path, metavar="FILE.jsonl", help="JSON lines with 'prompt' or 'messages'")
-    add("--max-tokens", type=_number(int), default=256, metavar="N", help="default: 256")
+    add_count("--max-tokens", default=256, help="default: 256")
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    add(
-        "--body",
-        type=_json_object,
-        default={},
-        metavar="JSON",
-        help="further fields of every request",
-    )
-    add(
+    add_fields("--body", default={}, help="further fields of every request")
+    add_fields(
         "--compare-body",
-        type=_json_object,
-        metavar="JSON",
         help="""for the second endpoint, e.g. '{"draft_tokens": 0}' (default: --body)""",
     )
     add("--seed", type=int, default=0, help="selects prompts and arrival times")
-    add(
-        "--repeat",
-        type=_number(int),
-        metavar="N",
-        help="repetitions (default: 1; 2 in a comparison)",
-    )
+    add_count("--repeat", help="repetitions (default: 1; 2 in a comparison)")
     add(
         "--json",
         type=_output_file,

@@ -19,13 +19,12 @@ _LABEL_HEIGHT: Final = 13
 _STYLE: Final = """
 text { font: 11px system-ui, sans-serif; fill: #374151; }
 .page { fill: #ffffff; } .head { font-size: 16px; font-weight: 600; } .title { font-weight: 600; }
-.grid { stroke: #e5e7eb; } .line { fill: none; stroke-width: 2; }
-.a { stroke: #2563eb; } .b { stroke: #d97706; } .dot.a, .name.a { fill: #2563eb; stroke: none; }
-.dot.b, .name.b { fill: #d97706; stroke: none; } .dashed { stroke-dasharray: 5 4; }
+.grid { stroke: #e5e7eb; } .line { fill: none; stroke: currentColor; stroke-width: 2; }
+.dot, .name { fill: currentColor; } .dashed { stroke-dasharray: 5 4; }
+.a { color: #2563eb; } .b { color: #d97706; }
 @media (prefers-color-scheme: dark) {
   text { fill: #d1d5db; } .page { fill: #111827; } .grid { stroke: #374151; }
-  .a { stroke: #60a5fa; } .dot.a, .name.a { fill: #60a5fa; }
-  .b { stroke: #fbbf24; } .dot.b, .name.b { fill: #fbbf24; }
+  .a { color: #60a5fa; } .b { color: #fbbf24; }
 }
 """
 _LINES: Final = {
