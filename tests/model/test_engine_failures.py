@@ -103,7 +103,9 @@ def test_a_prompt_whose_placeholders_do_not_match_its_pictures_is_rejected(
         Prompt(text=prompt_renderer.chat([message]), pictures=(picture,))
     )
     (placeholder,) = {
-        token for token in prepared.tokens if prompt_renderer.spell(token) == "<|image_pad|>"
+        token
+        for token in prepared.tokens
+        if prompt_renderer._tokenizer.decode([token]) == "<|image_pad|>"
     }
     lane = make_lane(LaneName.VLM)
     failing, healthy = submit(lane, "Hello"), submit(lane, "Hello")

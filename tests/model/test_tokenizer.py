@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "look", "description": PLAIN}}
 
 def control_tokens(prompts: PromptRenderer, text: str, *pictures: Picture) -> list[str]:
     tokens = prompts.prepare(Prompt(text=text, pictures=pictures)).tokens
-    spelled = [prompts.spell(token) for token in tokens]
+    spelled = [prompts._tokenizer.decode([token]) for token in tokens]
     return [text for text in spelled if text.startswith("<|") and text.endswith("|>")]
 
 
@@ -83,7 +83,7 @@ def test_the_model_reads_the_exact_characters(prompt_renderer: PromptRenderer) -
     tokens = prompt_renderer.prepare(
         Prompt(text=prompt_renderer.chat([{"role": "user", "content": ESCAPE}]))
     ).tokens
-    assert ESCAPE in "".join(prompt_renderer.spell(token) for token in tokens)
+    assert ESCAPE in "".join(prompt_renderer._tokenizer.decode([token]) for token in tokens)
 
 
 def test_ordinary_text_is_tokenized_in_one_piece(prompt_renderer: PromptRenderer) -> None:
@@ -131,7 +131,9 @@ def test_bytes_and_spelling_of_every_token_agree(
     prompt_renderer: PromptRenderer, checkpoint: Checkpoint
 ) -> None:
     for token in range(checkpoint.vocabulary):
-        assert prompt_renderer.raw(token).decode(errors="replace") == prompt_renderer.spell(token)
+        assert prompt_renderer.raw(token).decode(
+            errors="replace"
+        ) == prompt_renderer._tokenizer.decode([token])
 
 
 def test_bytes_of_a_sentencepiece_vocabulary_join_to_the_text() -> None:

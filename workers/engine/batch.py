@@ -13,7 +13,9 @@ import mlx.core as mx
 
 from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, LayerCache, MtpHead
+from workers.engine.prefix_cache import CacheState
 from workers.engine.row import Row
+from workers.engine.step_graph import State
 
 
 class Batch:
@@ -53,26 +55,6 @@ class Batch:
         """Move the cursors of all caches, the head's too."""
         for cache in self._row_caches():
             cache.offset = offset
-
-    @property
-    def state(self) -> list[tuple[mx.array, ...]]:
-        """Return the arrays of the target's caches, layer by layer."""
-        return [tuple(cache.state) for cache in self.caches]
-
-    @state.setter
-    def state(self, state: Sequence[tuple[mx.array, ...]]) -> None:
-        for cache, arrays in zip(self.caches, state, strict=True):
-            cache.state = list(arrays)
-
-    @property
-    def head_state(self) -> list[tuple[mx.array, ...]]:
-        """Return the arrays of the head's caches."""
-        return [cache.state for cache in self.head_caches]
-
-    @head_state.setter
-    def head_state(self, state: Sequence[tuple[mx.array, ...]]) -> None:
-        for cache, arrays in zip(self.head_caches, state, strict=True):
-            cache.state = arrays
 
     def reserve(self, tokens: int) -> None:
         """Reserve slots for `tokens` more tokens in every row."""
@@ -167,3 +149,14 @@ def row_cache(cache: LayerCache, room_tokens: int = 1) -> LayerCache:
     row = RowCache(cache.keys, cache.values, mx.array([cache.offset], dtype=mx.int32))
     row.resize(capacity(cache.offset + room_tokens))
     return row
+
+
+def states_of(caches: Sequence[LayerCache]) -> State:
+    """Return the arrays of caches, layer by layer."""
+    return [tuple(cache.state) for cache in caches]
+
+
+def set_states(caches: Sequence[LayerCache], states: Sequence[CacheState]) -> None:
+    """Replace the arrays of caches, which copy before they write."""
+    for cache, arrays in zip(caches, states, strict=True):
+        cache.state = list(arrays)

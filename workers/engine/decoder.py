@@ -20,15 +20,16 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from workers.engine.batch import Batch
+from workers.engine.batch import Batch, set_states, states_of
 from workers.engine.draft_head import DraftHead
 from workers.engine.draft_length import DraftLength
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import Target
+from workers.engine.model import Checkpoint, Target
 from workers.engine.prefill import Prefill, seed_head
 from workers.engine.row import Row
 from workers.engine.sampler import choose, token_logprobs
 from workers.engine.step_graph import StepGraph
+from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import DraftStep, TokenLogprob
 
 MAX_BACKLOG_STEPS = 32
@@ -52,23 +53,22 @@ class Decoder:
 
     def __init__(
         self,
-        target: Target,
+        checkpoint: Checkpoint,
+        prompts: PromptRenderer,
         head: DraftHead,
         counters: LaneCounters,
         *,
         draft_tokens: int,
-        eos: frozenset[int],
-        token_bytes: Callable[[int], bytes],
         clock: Callable[[], float],
     ) -> None:
-        self._target = target
+        self._target = target = checkpoint.target
         self._head = head
         # A family that finds positions in its caches is no pure function of arrays.
         self._graph = StepGraph(target, head.usable) if target.explicit_positions else None
         self._counters = counters
         self._draft_length = DraftLength(draft_tokens)
-        self._eos = eos
-        self._token_bytes = token_bytes
+        self._eos = checkpoint.eos
+        self._token_bytes = prompts.raw
         self._clock = clock
         # A family whose caches cannot hold rows of different lengths decodes row by row, and so
         # does a suspect row: both in the family's own caches, which a compiled step cannot take.
@@ -125,7 +125,7 @@ class Decoder:
         row, token = prefill.row, prefill.row.answer[-1]
         head, seed, outcome = self._head.for_row(row), None, Outcome()
         if head is not None:
-            try:  # the head's caches in the batch must hold as much as those of the row
+            try:  # the row can join once the head has read the backlog of the others
                 self._drafting.read_backlog(head)
             except Exception as error:  # noqa: BLE001  # only the head's caches are lost
                 self._head.record_error(error)
@@ -201,28 +201,26 @@ class Decoder:
         An error while a row takes its tokens belongs to that row alone.
         """
         outcome, appended = Outcome(), 0
-        for index, row in enumerate(rows):
+        for row, tokens, drafted, scores in zip(
+            rows, result.tokens, result.drafted, result.scores, strict=True
+        ):
             try:
-                appended += self._append_to(row, result, index, now_s)
+                logprobs = self._logprobs(row, scores, tokens)
+                fitted = row.append_tokens(tokens, self._eos, logprobs, now_s=now_s)
             except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
                 outcome.failed.append(row)
                 outcome.error = error
                 continue
+            appended += fitted
+            if drafted:
+                # An accepted draft token behind the end of the answer counts as rejected, so that
+                # the counts add up to `completion_tokens`.
+                step = DraftStep(drafted=drafted, accepted=min(fitted, len(tokens) - 1))
+                row.speculation.steps.append(step)
+                self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
             if row.finish_reason:
                 outcome.finished.append(row)
         return outcome, appended
-
-    def _append_to(self, row: Row, result: StepResult, index: int, now_s: float) -> int:
-        tokens, drafted = result.tokens[index], result.drafted[index]
-        logprobs = self._logprobs(row, result.scores[index], tokens)
-        appended = row.append_tokens(tokens, self._eos, logprobs, now_s=now_s)
-        if drafted:
-            # An accepted draft token behind the end of the answer counts as rejected, so that the
-            # counts add up to `completion_tokens`.
-            step = DraftStep(drafted=drafted, accepted=min(appended, len(tokens) - 1))
-            row.speculation.steps.append(step)
-            self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
-        return appended
 
     def _record_cost(
         self, result: StepResult, k: int | None, appended: int, duration_s: float
@@ -297,24 +295,28 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
     offset = batch.offset
     if length:
         assert batch.seed_hidden is not None
-        drafts, batch.head_state = graph.draft(batch.seed_hidden, batch.head_state, offset, length)
+        head_state = states_of(batch.head_caches)
+        drafts, head_state = graph.draft(batch.seed_hidden, head_state, offset, length)
         mx.async_eval(drafts)  # the device drafts while the host describes the verify
     else:
         drafts = mx.zeros((len(limits), 0), dtype=mx.int32)
     verified = graph.verify(
         mx.concatenate([batch.last_tokens[:, None], drafts], axis=1),
-        batch.state,
+        states_of(batch.caches),
         offset,
         batch.position_shift,
     )
     chosen = choose(verified.scores, [row.sampling_context() for row in batch.rows], drafts)
     if length:
-        drafted, head = (drafts, mx.array(limits)), (batch.head_state, offset)
+        drafted, head = (drafts, mx.array(limits)), (head_state, offset)
         committed = graph.commit(verified.layers, verified.hidden, chosen, drafted, head)
-        accepted, batch.last_tokens, batch.state, batch.head_state, batch.seed_hidden = committed
+        accepted, batch.last_tokens, state, head_state, batch.seed_hidden = committed
+        set_states(batch.caches, state)
+        set_states(batch.head_caches, head_state)
     else:
         accepted = mx.zeros((len(limits),), dtype=mx.int32)
-        batch.last_tokens, batch.state = chosen[:, 0], verified.state
+        batch.last_tokens = chosen[:, 0]
+        set_states(batch.caches, verified.state)
         if batch.head_caches:
             batch.backlog.append((chosen, verified.hidden))
     decided = mx.concatenate([accepted[:, None], chosen], axis=1)

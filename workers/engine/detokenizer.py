@@ -52,19 +52,14 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._pending += text
-        if not self._stop:
-            text, self._pending = self._pending, ""
-            return text
         matches = [at for at in (self._pending.find(stop) for stop in self._stop) if at >= 0]
         if matches:
             self.stopped = True
             text, self._pending = self._pending[: min(matches)], ""
             return text
-        keep = max(_overlap(self._pending, stop) for stop in self._stop)
-        text, self._pending = (
-            self._pending[: len(self._pending) - keep],
-            self._pending[len(self._pending) - keep :],
-        )
+        held_chars = max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        end = len(self._pending) - held_chars
+        text, self._pending = self._pending[:end], self._pending[end:]
         return text
 
 

@@ -27,11 +27,6 @@ class DraftHead:
         self._consecutive_errors = 0
 
     @property
-    def exists(self) -> bool:
-        """Return whether the lane has a head, healthy or not."""
-        return self._head is not None
-
-    @property
     def usable(self) -> MtpHead | None:
         """Return the head, or None if there is none or it is unhealthy."""
         return self._head if self._counters.head_healthy else None

@@ -37,6 +37,7 @@ class DraftLength:
 
     def __init__(self, max_draft_tokens: int) -> None:
         self._max_draft_tokens = max_draft_tokens
+        self._candidates = range(max_draft_tokens, -1, -1)
         self._acceptance = [0.75] * max_draft_tokens
         """Share of drafts accepted at a position, given that all before it were."""
         self._costs_s: dict[tuple[int, int], deque[float]] = {}
@@ -52,11 +53,11 @@ class DraftLength:
             return self._max_draft_tokens
         size = _size_class(rows)
         self._steps += 1
-        untried = [k for k in self._candidates() if len(self._samples(size, k)) < MIN_SAMPLES]
+        untried = [k for k in self._candidates if len(self._samples(size, k)) < MIN_SAMPLES]
         if untried:
             return untried[0]
         if self._steps >= PROBE_EVERY and self._steps % PROBE_EVERY < PROBE_STEPS:
-            others = [k for k in self._candidates() if k != self._current.get(size)]
+            others = [k for k in self._candidates if k != self._current.get(size)]
             return others[self._steps // PROBE_EVERY % len(others)] if others else 0
         return self._fastest(size)
 
@@ -93,16 +94,13 @@ class DraftLength:
 
     def _fastest(self, size: int) -> int:
         speed = {
-            k: self.tokens_per_step(k) / median(self._samples(size, k)) for k in self._candidates()
+            k: self.tokens_per_step(k) / median(self._samples(size, k)) for k in self._candidates
         }
         fastest = max(speed, key=lambda k: speed[k])
         current = self._current.setdefault(size, self._max_draft_tokens)
         if speed[fastest] > MARGIN * speed[current]:
             self._current[size] = current = fastest
         return current
-
-    def _candidates(self) -> range:
-        return range(self._max_draft_tokens, -1, -1)
 
     def _samples(self, size: int, k: int) -> deque[float]:
         return self._costs_s.setdefault((size, k), deque(maxlen=SAMPLES))

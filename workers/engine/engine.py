@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 
 import mlx.core as mx
@@ -39,8 +39,35 @@ class Engine:
     lanes: tuple[LaneScheduler, ...]
     prefix_cache: PrefixCache
     memory: MemoryEstimate
-    card: types.ModelCard
+    health: InitVar[HeadHealth | None]
+    spec_prefill: InitVar[str | None]
+    card: types.ModelCard = field(init=False)
     thread: EngineThread[Engine] = field(init=False)
+
+    def __post_init__(self, health: HeadHealth | None, spec_prefill: str | None) -> None:
+        parts = [self.checkpoint.target.model.parameters()]
+        if self.checkpoint.head is not None:
+            parts.append(self.checkpoint.head.parameters())
+        parameters = [array for _, array in tree_flatten(parts)]
+        reason = self.checkpoint.mtp_unavailable_reason
+        if health and not health.healthy:
+            reason = health.description
+        reports = self.lane_reports()
+        self.card = types.ModelCard(
+            model=self.settings.served_name,
+            family=self.checkpoint.family,
+            lanes=tuple(lane.name for lane in self.lanes),
+            context_tokens=self.checkpoint.context_tokens,
+            vision=self.prompts.has_vision,
+            parameters=sum(array.size for array in parameters),
+            weights_bytes=sum(array.nbytes for array in parameters),
+            native_verify=self.checkpoint.target.native_verify,
+            mtp=health is not None and health.healthy,
+            mtp_unavailable_reason=reason,
+            draft_tokens_requested=self.settings.draft_tokens,
+            draft_tokens_effective=max(report.effective_draft_tokens for report in reports),
+            spec_prefill=spec_prefill,
+        )
 
     @classmethod
     def start(cls, settings: types.EngineSettings) -> Engine:
@@ -234,45 +261,6 @@ def load_engine(settings: types.EngineSettings) -> Engine:
         lanes=tuple(lanes),
         prefix_cache=prefix_cache,
         memory=memory,
-        card=_card(
-            settings,
-            checkpoint,
-            lanes,
-            health,
-            vision=prompts.has_vision,
-            spec_prefill=sparse_prefill.description,
-        ),
-    )
-
-
-def _card(
-    settings: types.EngineSettings,
-    checkpoint: Checkpoint,
-    lanes: Sequence[LaneScheduler],
-    health: HeadHealth | None,
-    *,
-    vision: bool,
-    spec_prefill: str | None,
-) -> types.ModelCard:
-    parts = [checkpoint.target.model.parameters()]
-    if checkpoint.head is not None:
-        parts.append(checkpoint.head.parameters())
-    parameters = [array for _, array in tree_flatten(parts)]
-    reason = checkpoint.mtp_unavailable_reason
-    if health and not health.healthy:
-        reason = health.description
-    return types.ModelCard(
-        model=settings.served_name,
-        family=checkpoint.family,
-        lanes=tuple(lane.name for lane in lanes),
-        context_tokens=checkpoint.context_tokens,
-        vision=vision,
-        parameters=sum(array.size for array in parameters),
-        weights_bytes=sum(array.nbytes for array in parameters),
-        native_verify=checkpoint.target.native_verify,
-        mtp=health is not None and health.healthy,
-        mtp_unavailable_reason=reason,
-        draft_tokens_requested=settings.draft_tokens,
-        draft_tokens_effective=max(lane.counters.report().effective_draft_tokens for lane in lanes),
-        spec_prefill=spec_prefill,
+        health=health,
+        spec_prefill=sparse_prefill.description,
     )

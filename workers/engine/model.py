@@ -23,7 +23,6 @@ from mlx_vlm.models.paddleocr_vl.language import LanguageModel as PaddleOcrLangu
 from mlx_vlm.models.qwen2_5_vl.language import LanguageModel as Qwen25VlLanguage
 from mlx_vlm.models.qwen2_vl.language import LanguageModel as Qwen2VlLanguage
 from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35Language
-from mlx_vlm.models.qwen3_5_moe.language import LanguageModel as Qwen35MoeLanguage
 from mlx_vlm.models.qwen3_vl.language import LanguageModel as Qwen3VlLanguage
 from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLanguage
 from mlx_vlm.speculative.drafters import load_drafter
@@ -32,15 +31,7 @@ from mlx_vlm.utils import load
 
 from workers.engine.kv_cache import RecurrentCache, RowCache
 
-__all__ = [
-    "ArraysCache",
-    "Checkpoint",
-    "Forward",
-    "KVCache",
-    "MtpHead",
-    "Target",
-    "load_checkpoint",
-]
+__all__ = ["ArraysCache", "KVCache"]  # other modules import these classes from here
 
 LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
 
@@ -98,7 +89,7 @@ class Target:
         self.language = getattr(model, "language_model", model)
         # These families take explicit positions and return hidden states, which the MTP head needs;
         # the others find positions in their caches and return scores.
-        self.explicit_positions = isinstance(self.language, Qwen35Language | Qwen35MoeLanguage)
+        self.explicit_positions = isinstance(self.language, Qwen35Language)
         self.takes_positions = self.explicit_positions or isinstance(
             self.language, _ReturnsPositions | _StoresPositions
         )
@@ -168,19 +159,12 @@ class Target:
             if positions.ndim == 2:
                 positions = mx.broadcast_to(positions[None], (3, *positions.shape))
             arguments["position_ids"] = positions
-        if not self.explicit_positions:
-            return Forward(
-                hidden=None,
-                scores=self.language(tokens, cache=list(caches), **arguments).logits,
-            )
-        output = self.language(
-            tokens,
-            cache=list(caches),
-            return_hidden=True,
-            skip_logits=True,
-            **arguments,
-        )
-        return Forward(hidden=output.hidden_states[-1], scores=None)
+        if self.explicit_positions:
+            arguments |= {"return_hidden": True, "skip_logits": True}
+        output = self.language(tokens, cache=list(caches), **arguments)
+        if self.explicit_positions:
+            return Forward(hidden=output.hidden_states[-1], scores=None)
+        return Forward(hidden=None, scores=output.logits)
 
     def scores(self, forward: Forward, last: int | None = None) -> mx.array:
         """Return the scores [rows, L, vocabulary] of all positions, or of the last few."""

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from workers.engine.batch import set_states
 from workers.engine.model import KVCache, LayerCache, MtpHead, PromptEmbedding, Target
-from workers.engine.prefix_cache import (
-    CachedPrefix,
-    PrefixCache,
-    copy_caches,
-    detached,
-    restore_caches,
-)
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.row import Row
 from workers.engine.types import InvalidGeneration
@@ -31,8 +26,6 @@ class Prefill:
     head: MtpHead | None
     """None if there is no usable head, or it failed on this prompt."""
     head_caches: list[KVCache]
-    head_error: Exception | None = None
-    """Error of the head that the scheduler has not recorded yet."""
     prompt_embedding: PromptEmbedding | None = None
     read_indices: Sequence[int]
     """Indices of the tokens to read, in order: all, or the selection of a draft model."""
@@ -93,18 +86,21 @@ def _restore_prefix(prefill: Prefill, prefix_cache: PrefixCache) -> None:
     if entry is None or (prefill.head and not entry.head_caches):
         prefill.prefix_tokens = prefix.tokens
         return
-    restore_caches(prefill.caches, entry.caches)
+    set_states(prefill.caches, entry.caches)
     if prefill.head:
-        restore_caches(prefill.head_caches, entry.head_caches)
+        set_states(prefill.head_caches, entry.head_caches)
     prefill.last_hidden = entry.last_hidden
     prefill.read_count = len(entry.tokens)
     if not row.answer:
         row.cached_tokens = prefill.read_count
 
 
-def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
-    """Read up to `chunk_tokens` more tokens of the prompt, or of a requeued row's answer."""
-    row = prefill.row
+def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:
+    """Read up to `chunk_tokens` more tokens of the prompt, or of a requeued row's answer.
+
+    Returns the error of the head if it failed: the target then goes on without it.
+    """
+    row, head_error = prefill.row, None
     begin = prefill.read_count
     end = min(begin + chunk_tokens, len(prefill.read_indices))
     if begin < prefill.prefix_tokens:
@@ -130,7 +126,7 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
         try:
             _prefill_head(prefill, prefill.head, forward.hidden, begin, end)
         except Exception as error:  # noqa: BLE001  # the target needs no head to go on
-            prefill.head, prefill.head_caches, prefill.head_error = None, [], error
+            prefill.head, prefill.head_caches, head_error = None, [], error
             prefill.prefix_tokens = 0  # drafting rows could not use a prefix without the head
     prefill.read_count = end
     if forward.hidden is not None:
@@ -141,6 +137,7 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
         prefill.last_hidden if prefill.scores is None else (prefill.scores, prefill.last_hidden),
         [cache.state for cache in (*prefill.caches, *prefill.head_caches) if not cache.empty()],
     )
+    return head_error
 
 
 def _prefill_head(prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int, end: int) -> None:
@@ -149,42 +146,26 @@ def _prefill_head(prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int,
     Its positions are slot numbers, as they are when it drafts: skipped tokens leave no gap. This
     costs no acceptance (with true positions the demo model accepted no more drafts).
     """
-    tokens = prefill.tokens
     if prefill.last_hidden is not None:
         hidden = mx.concatenate([prefill.last_hidden, hidden[:, :-1]], axis=1)
         begin -= 1
     else:
         hidden = hidden[:, :-1]
-    indices = prefill.read_indices[begin : end - 1]
-    if indices:
-        head.forward(
-            mx.array([[tokens[at + 1] for at in indices]], dtype=mx.int32),
-            hidden,
-            prefill.head_caches,
-            mx.arange(begin, end - 1, dtype=mx.int32)[None],
-        )
-
-
-def make_cached_prefix(prefill: Prefill) -> CachedPrefix:
-    """Return the cache entry of the shared prefix, which has just been read."""
-    prefill.prefix_tokens = 0
-    entry = CachedPrefix(
-        tokens=prefill.row.prompt.tokens[: prefill.read_count],
-        caches=copy_caches(prefill.caches),
-        head_caches=copy_caches(prefill.head_caches),
-        last_hidden=None if prefill.last_hidden is None else detached(prefill.last_hidden),
-    )
-    mx.eval(entry.arrays)
-    return entry
+    following = [prefill.tokens[at + 1] for at in prefill.read_indices[begin : end - 1]]
+    if following:
+        _forward_head(prefill, head, following, hidden, begin)
 
 
 def seed_head(prefill: Prefill, head: MtpHead, last_token: int) -> mx.array:
     """Let the head read the last token of the answer; return its state [1, 1, width]."""
     assert prefill.last_hidden is not None
-    position = len(prefill.read_indices) - 1
-    return head.forward(
-        mx.array([[last_token]], dtype=mx.int32),
-        prefill.last_hidden,
-        prefill.head_caches,
-        mx.array([[position]], dtype=mx.int32),
-    )
+    begin = len(prefill.read_indices) - 1
+    return _forward_head(prefill, head, [last_token], prefill.last_hidden, begin)
+
+
+def _forward_head(
+    prefill: Prefill, head: MtpHead, tokens: list[int], hidden: mx.array, begin: int
+) -> mx.array:
+    positions = mx.arange(begin, begin + len(tokens), dtype=mx.int32)[None]
+    ids = mx.array([tokens], dtype=mx.int32)
+    return head.forward(ids, hidden, prefill.head_caches, positions)

@@ -8,6 +8,7 @@ clock is read.
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
 BLOCK_TOKENS = 64
 """Chunks are whole blocks: recurrent layers scan in blocks, and a part of a block costs as much as
@@ -25,7 +26,7 @@ class PrefillBudget:
         self._max_chunk_tokens = max_chunk_tokens
         self._budget_s = budget_s
         self._block_costs_s: deque[float] = deque(maxlen=SAMPLES)
-        self._best_block_s: float | None = None
+        self._best_block_s = inf
 
     def chunk_tokens(self, *, others_decode: bool) -> int:
         """Return the size of the next chunk; one block beside other rows if no cost is known."""
@@ -40,12 +41,11 @@ class PrefillBudget:
         """Record the duration of a chunk."""
         block_s = duration_s / _blocks(tokens)
         self._block_costs_s.append(block_s)
-        if self._best_block_s is None or block_s < self._best_block_s:
-            self._best_block_s = block_s
+        self._best_block_s = min(self._best_block_s, block_s)
 
     def best_case_s(self, tokens: int) -> float:
         """Return how long `tokens` tokens take at the best speed so far; 0 if none is known."""
-        return (self._best_block_s or 0.0) * _blocks(tokens)
+        return self._best_block_s * _blocks(tokens) if self._block_costs_s else 0.0
 
 
 def _blocks(tokens: int) -> int:

@@ -92,8 +92,22 @@ class PrefixCache:
             self._insert(key, entry)
         return entry
 
-    def store(self, key: str, entry: CachedPrefix) -> None:
-        """Insert a new entry, on disk too; evict others until all fit."""
+    def store(
+        self,
+        key: str,
+        tokens: tuple[int, ...],
+        caches: Sequence[LayerCache],
+        head_caches: Sequence[LayerCache],
+        last_hidden: mx.array | None,
+    ) -> None:
+        """Insert a copy of the caches, on disk too; evict other entries until all fit."""
+        entry = CachedPrefix(
+            tokens=tokens,
+            caches=[[_copy(array) for array in cache.state] for cache in caches],
+            head_caches=[[_copy(array) for array in cache.state] for cache in head_caches],
+            last_hidden=_copy(last_hidden),
+        )
+        mx.eval(entry.arrays)
         self._insert(key, entry)
         if self._files is not None:
             self._writer.submit(self._files.save, key, to_host(entry))
@@ -121,22 +135,9 @@ class PrefixCache:
             self.size_bytes -= removed.size_bytes
 
 
-def copy_caches(caches: Sequence[LayerCache]) -> list[CacheState]:
-    """Copy the contents of one row's caches; later appends do not change the copy."""
-    return [
-        [None if array is None else detached(array) for array in cache.state] for cache in caches
-    ]
-
-
-def detached(array: mx.array) -> mx.array:
+def _copy(array: mx.array | None) -> mx.array | None:
     """Return a copy that keeps no other memory alive, as a view of a larger array would."""
-    return mx.contiguous(array)
-
-
-def restore_caches(empty: Sequence[LayerCache], states: Sequence[CacheState]) -> None:
-    """Fill fresh caches; they copy before they write."""
-    for cache, state in zip(empty, states, strict=True):
-        cache.state = list(state)
+    return None if array is None else mx.contiguous(array)
 
 
 def to_host(entry: CachedPrefix) -> HostPrefix:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from workers.engine.batch import row_cache
+from workers.engine.batch import row_cache, states_of
 from workers.engine.model import LayerCache, Target
 from workers.engine.step_graph import State, StepGraph
 
@@ -58,7 +58,7 @@ def _scores_after(graph: StepGraph, target: Target, *, verified: int, kept: int)
     shift = mx.zeros_like(offset)
     tokens = mx.arange(length, length + verified, dtype=mx.int32)[None]
     caches = [row_cache(cache, verified + 1) for cache in _read_prompt(target, 0, length)]
-    result = graph.verify(tokens, [tuple(cache.state) for cache in caches], offset, shift)
+    result = graph.verify(tokens, states_of(caches), offset, shift)
     state: State = result.state
     if verified > 1:
         state = graph.roll_back(result.layers, mx.array([kept]), verified)

@@ -38,12 +38,13 @@ def choose(
     uses it only if it does.
     """
     greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
-    if all(row.sampling.greedy and not row.sampling.reshapes_logits for row in rows):
+    plain = [row.sampling.greedy and not row.sampling.reshapes_logits for row in rows]
+    if all(plain):
         return greedy
     return mx.stack(
         [
             greedy[index]
-            if row.sampling.greedy and not row.sampling.reshapes_logits
+            if plain[index]
             else _choose_row(logits[index], row, None if drafts is None else drafts[index])
             for index, row in enumerate(rows)
         ]

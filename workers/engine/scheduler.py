@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from policies.request.profile import Bypass
 from workers.engine import types
@@ -19,7 +20,7 @@ from workers.engine.draft_head import DraftHead
 from workers.engine.memory import GROWTH_TOKENS, MemoryEstimate
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
-from workers.engine.prefill import Prefill, make_cached_prefix, prefill_chunk, start_prefill
+from workers.engine.prefill import Prefill, prefill_chunk, start_prefill
 from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row
@@ -64,7 +65,9 @@ class LaneScheduler:
         self.name = name
         self.counters = LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens)
         self._target = checkpoint.target
-        self._head = DraftHead(checkpoint.head if draft_tokens else None, self.counters)
+        head = checkpoint.head if draft_tokens else None
+        self.has_head = head is not None
+        self._head = DraftHead(head, self.counters)
         self._clock = clock
         self._prefix_cache = prefix_cache
         self._siblings = siblings
@@ -75,12 +78,11 @@ class LaneScheduler:
         self._waiting: deque[Row] = deque()
         self._prefill: Prefill | None = None
         self._decoder = Decoder(
-            checkpoint.target,
+            checkpoint,
+            prompts,
             self._head,
             self.counters,
             draft_tokens=draft_tokens,
-            eos=checkpoint.eos,
-            token_bytes=prompts.raw,
             clock=clock,
         )
 
@@ -100,27 +102,15 @@ class LaneScheduler:
         return len(self._waiting)
 
     @property
-    def rows_in_memory(self) -> list[Row]:
-        """Return the rows that hold caches: the decoding ones and the one in prefill."""
-        rows = self._decoder.rows
-        return rows if self._prefill is None else [*rows, self._prefill.row]
-
-    @property
-    def has_head(self) -> bool:
-        """Return whether the lane has an MTP head; safe from any thread."""
-        return self._head.exists
-
-    @property
     def prefill_prefix_key(self) -> str | None:
         """Return the key of the prefix that the prefill reads and will store in the cache."""
         prefill = self._prefill
-        if prefill is None or not prefill.prefix_tokens or not prefill.row.prompt.prefix:
-            return None
-        return prefill.row.prompt.prefix.key
+        prefix = prefill.row.prompt.prefix if prefill and prefill.prefix_tokens else None
+        return prefix.key if prefix else None
 
     def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
         """Return why a generation must not speculate in this lane; safe from any thread."""
-        if not self._head.exists:
+        if not self.has_head:
             return generation.bypass
         draftable = DRAFTABLE_BYPASSES[self.name]
         reasons = tuple(reason for reason in generation.bypass if reason not in draftable)
@@ -150,7 +140,7 @@ class LaneScheduler:
 
     def close(self, reason: types.EngineError) -> None:
         """End every row with this error."""
-        rows = [*self._waiting, *self.rows_in_memory]
+        rows = [*self._waiting, *chain(*self.rows_by_batch())]
         self._waiting.clear()
         self._prefill = None
         self._decoder.clear()
@@ -191,7 +181,8 @@ class LaneScheduler:
 
     @property
     def _rows_in_all_lanes(self) -> int:
-        return sum(len(lane.rows_in_memory) for lane in {self, *self._siblings})
+        lanes = {self, *self._siblings}
+        return sum(len(rows) for lane in lanes for rows in lane.rows_by_batch())
 
     def _free_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
         """Return the bytes that the rows of all lanes leave, each grown by `growth_tokens`."""
@@ -237,14 +228,13 @@ class LaneScheduler:
         if prefill.scoring is not None:
             self._sparse_prefill.score_chunk(prefill, chunk_tokens, self.counters)
             return
-        prefill_chunk(prefill, self._target, chunk_tokens)
+        head_error = prefill_chunk(prefill, self._target, chunk_tokens)
         duration_s = self._clock() - begun_s
         self._prefill_budget.observe(prefill.read_count - before, duration_s)
         self.counters.record_prefill(prefill.read_count - before, duration_s)
-        if prefill.head_error is not None:
-            self._head.record_error(prefill.head_error)
+        if head_error is not None:
+            self._head.record_error(head_error)
             self._head.disable_for(row)
-            prefill.head_error = None
         self._store_prefix(prefill)
         if prefill.complete and not row.answer:
             assert prefill.scores is not None
@@ -256,12 +246,14 @@ class LaneScheduler:
         prefix = prefill.row.prompt.prefix
         if prefix is None or prefill.read_count != prefill.prefix_tokens:
             return
+        prefill.prefix_tokens = 0
         free_bytes = self._free_bytes() - self._memory.row_cache_bytes(prefill.read_count)
-        if free_bytes < 0:
-            prefill.prefix_tokens = 0
-            return
-        self._prefix_cache.evict_to(free_bytes)
-        self._prefix_cache.store(prefix.key, make_cached_prefix(prefill))
+        if free_bytes >= 0:
+            self._prefix_cache.evict_to(free_bytes)
+            tokens = prefill.row.prompt.tokens[: prefill.read_count]
+            self._prefix_cache.store(
+                prefix.key, tokens, prefill.caches, prefill.head_caches, prefill.last_hidden
+            )
 
     def _apply(self, outcome: Outcome) -> None:
         """Finish and fail the rows that ended; requeue the others first in the queue."""

@@ -85,13 +85,9 @@ def choose_scoring_range(
     for sparse prefill reads the prefix sparsely too.
     """
     keep_share = settings.keep_share if options.keep_share is None else options.keep_share
-    begin = cached_tokens
-    if not options.sparse:
-        begin = max(begin, prefix_tokens)
+    begin = cached_tokens if options.sparse else max(cached_tokens, prefix_tokens)
     tokens = prompt_tokens - begin
-    least = (
-        MIN_SCORED_TOKENS if options.sparse else max(settings.threshold_tokens, MIN_SCORED_TOKENS)
-    )
+    least = max(MIN_SCORED_TOKENS, 0 if options.sparse else settings.threshold_tokens)
     reasons = (
         (options.sparse is False, FullPrefillReason.SWITCHED_OFF),
         (pictures, FullPrefillReason.PICTURES),
@@ -99,10 +95,8 @@ def choose_scoring_range(
         (tokens > draft_context_tokens, FullPrefillReason.TOO_LONG_FOR_DRAFT),
         (keep_share >= 1, FullPrefillReason.KEEPS_ALL),
     )
-    for applies, reason in reasons:
-        if applies:
-            return reason
-    return ScoringRange(begin=begin, end=prompt_tokens, keep_share=keep_share)
+    scope = ScoringRange(begin=begin, end=prompt_tokens, keep_share=keep_share)
+    return next((reason for applies, reason in reasons if applies), scope)
 
 
 def select(scores: TokenScores, keep_share: float) -> tuple[int, ...]:

@@ -11,16 +11,14 @@ States are lists of layers: `(keys, values)` of an attention, the slots of a rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
 from workers.engine.kv_cache import History, RecurrentCache, RowCache, stack_history, state_after
 from workers.engine.model import KVCache, MtpHead, Target
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F")
 LayerState: TypeAlias = tuple[mx.array, ...]
 State: TypeAlias = list[LayerState]
 Layers: TypeAlias = list[LayerState | list[History]]
@@ -157,6 +155,6 @@ class StepGraph:
         ]
 
 
-def _compile(function: Callable[P, R]) -> Callable[P, R]:
+def _compile(function: F) -> F:
     """Compile a function; mypy cannot read the type that MLX gives the result."""
     return mx.compile(function)

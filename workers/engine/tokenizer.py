@@ -34,7 +34,7 @@ from PIL import Image
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from workers.engine.detokenizer import TextStream
-from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
+from workers.engine.types import Generation, InvalidGeneration, Prompt
 
 logger = logging.getLogger(__name__)
 TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
@@ -157,9 +157,11 @@ class PromptRenderer:
         if not self.has_vision:
             raise InvalidGeneration("messages", "This model does not support pictures.")
         try:
-            inputs = prepare_inputs(
-                self._processor, images=[_image(p) for p in prompt.pictures], prompts=[prompt.text]
-            )
+            images = [
+                Image.frombytes("RGB", (picture.width_px, picture.height_px), picture.rgb)
+                for picture in prompt.pictures
+            ]
+            inputs = prepare_inputs(self._processor, images=images, prompts=[prompt.text])
         except ValueError as error:
             # mlx-vlm wraps every error of its processors in a ValueError; only a ValueError within
             # concerns the inputs.
@@ -193,7 +195,8 @@ class PromptRenderer:
         shared = _common_length(self._tokenize(prompt.prefix_text), tokens[:-1])
         if shared < MIN_PREFIX_TOKENS:
             return None
-        return Prefix(key=prompt.prefix_key or _digest(tokens[:shared]), tokens=shared)
+        digest = blake2b(array("q", tokens[:shared]).tobytes(), digest_size=16).hexdigest()
+        return Prefix(key=prompt.prefix_key or digest, tokens=shared)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without control tokens."""
@@ -214,11 +217,19 @@ class PromptRenderer:
 
     @cached_property
     def _call_tokens(self) -> dict[int, str]:
-        return call_tokens(self._tokenizer, self.tool_parser_name)
+        """Return the special tokens that mlx-vlm's parser of tool calls looks for, by id.
 
-    def spell(self, token: int) -> str:
-        """Return the text of one token, also of a control token."""
-        return str(self._tokenizer.decode([token]))
+        A parser declares the tokens that open and close a call. Tokens within a call, such as
+        `[ARGS]`, occur only in its expressions, so its source is searched.
+        """
+        if self.tool_parser_name is None:
+            return {}
+        source = inspect.getsource(load_tool_module(self.tool_parser_name))
+        return {
+            index: token.content
+            for index, token in self._tokenizer.added_tokens_decoder.items()
+            if token.special and (token.content in source or re.escape(token.content) in source)
+        }
 
     def raw(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""
@@ -256,14 +267,6 @@ def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
     )
 
 
-def _digest(tokens: Sequence[int]) -> str:
-    return blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
-
-
-def _image(picture: Picture) -> Image.Image:
-    return Image.frombytes("RGB", (picture.width_px, picture.height_px), picture.rgb)
-
-
 class ControlTokenEscaper:
     """Spellings of the control tokens of one tokenizer."""
 
@@ -289,22 +292,6 @@ def split_pieces(text: str) -> list[str]:
 
 def _split_match(spelled: re.Match[str]) -> str:
     return spelled[0][:1] + _SEPARATOR + spelled[0][1:]
-
-
-def call_tokens(tokenizer: Any, parser_name: str | None) -> dict[int, str]:
-    """Return the special tokens that a parser of mlx-vlm looks for, by id.
-
-    A parser declares the tokens that open and close a call. Tokens within a call, such as `[ARGS]`,
-    occur only in its expressions, so its source is searched.
-    """
-    if parser_name is None:
-        return {}
-    source = inspect.getsource(load_tool_module(parser_name))
-    return {
-        index: token.content
-        for index, token in tokenizer.added_tokens_decoder.items()
-        if token.special and (token.content in source or re.escape(token.content) in source)
-    }
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
