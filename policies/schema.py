@@ -19,9 +19,12 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 def schema() -> str:
     """Return the published schema as text."""
-    made = policy_schema("#/$defs/{model}")
-    titled = {"$schema": _DIALECT, **made, "title": "Paceline policy"}
-    return json.dumps(titled, indent=2) + "\n"
+    return to_text(policy_schema("#/$defs/{model}"), "Paceline policy")
+
+
+def to_text(schema: dict[str, Any], title: str) -> str:
+    """Return a schema as the text of its published file."""
+    return json.dumps({"$schema": _DIALECT, **schema, "title": title}, indent=2) + "\n"
 
 
 def policy_schema(ref_template: str) -> dict[str, Any]:
@@ -29,8 +32,16 @@ def policy_schema(ref_template: str) -> dict[str, Any]:
     return PolicyDocument.model_json_schema(schema_generator=_Schema, ref_template=ref_template)
 
 
-class _Schema(GenerateJsonSchema):
-    """Pydantic's generator without nulls, null defaults and titles."""
+class UntitledSchema(GenerateJsonSchema):
+    """Pydantic's generator without titles, which only repeat the names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
+        """Omit the title of a field."""
+        return False
+
+
+class _Schema(UntitledSchema):
+    """The generator without nulls and null defaults."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         """Omit null, because the document rejects empty fields."""
@@ -46,10 +57,6 @@ class _Schema(GenerateJsonSchema):
         if schema.get("default", ...) is None:
             return self.generate_inner(schema["schema"])
         return super().default_schema(schema)
-
-    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
-        """Omit titles, which only repeat the names."""
-        return False
 
 
 if __name__ == "__main__":

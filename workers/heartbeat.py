@@ -12,6 +12,7 @@ import httpx
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
+from workers.lifecycle import first_of
 from workers.protocol import WorkerReport
 
 log = logging.getLogger(__name__)
@@ -42,16 +43,6 @@ class Membership:
 @contextlib.asynccontextmanager
 async def joined(membership: Membership) -> AsyncIterator[None]:
     """Send heartbeats within the context, and leave the gateway at its end."""
-    heartbeats = asyncio.create_task(send_heartbeats(membership))
-    try:
-        yield
-    finally:
-        heartbeats.cancel()
-        await asyncio.wait((heartbeats,))
-
-
-async def send_heartbeats(membership: Membership) -> None:
-    """Send heartbeats until cancelled, through any outage of the gateway; then leave it."""
     token = membership.token
     async with httpx.AsyncClient(
         base_url=f"{membership.gateway_url}/admin/v1/workers",
@@ -59,13 +50,12 @@ async def send_heartbeats(membership: Membership) -> None:
         timeout=REQUEST_TIMEOUT_S,
         trust_env=False,  # a proxy to the internet cannot reach the local network
     ) as client:
+        heartbeats = asyncio.create_task(_send_heartbeats(client, membership))
         try:
-            while True:
-                interval_s = await _send_heartbeat(client, membership)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(interval_s):
-                        await membership.changed.wait()
+            yield
         finally:
+            heartbeats.cancel()
+            await asyncio.wait((heartbeats,))
             await _leave(client, membership)
 
 
@@ -78,6 +68,13 @@ class HeartbeatRejected(Exception):
 
 class _HeartbeatResponse(BaseModel):
     interval_s: float = Field(default=2.0, gt=0, le=5)
+
+
+async def _send_heartbeats(client: httpx.AsyncClient, membership: Membership) -> None:
+    """Send heartbeats until cancelled, through any outage of the gateway."""
+    while True:
+        interval_s = await _send_heartbeat(client, membership)
+        await first_of(membership.changed.wait(), timeout_s=interval_s)
 
 
 async def _send_heartbeat(client: httpx.AsyncClient, membership: Membership) -> float:

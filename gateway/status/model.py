@@ -13,12 +13,12 @@ file is out of date.
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
-from pydantic.json_schema import GenerateJsonSchema
+
+from policies.schema import UntitledSchema, to_text
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -350,17 +350,8 @@ class Status(StatusModel):
 
 def schema() -> str:
     """Return the published JSON Schema."""
-    status = Status.model_json_schema(mode="serialization", schema_generator=_Schema)
-    dialect = "https://json-schema.org/draft/2020-12/schema"
-    return json.dumps({"$schema": dialect, **status, "title": "Paceline status"}, indent=2) + "\n"
-
-
-class _Schema(GenerateJsonSchema):
-    """Pydantic's schema without titles, which only repeat the names."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
-        """Omit the title of a field."""
-        return False
+    status = Status.model_json_schema(mode="serialization", schema_generator=UntitledSchema)
+    return to_text(status, "Paceline status")
 
 
 if __name__ == "__main__":

@@ -102,19 +102,15 @@ def _read_sampling(fields: Fields, defaults: Sampling) -> Sampling:
 def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not all(map(_TOKEN_ID.fullmatch, map(str, value))):
         raise FieldError("logit_bias", "'logit_bias' must map token ids to numbers.")
     if len(value) > 1024:
         raise FieldError("logit_bias", "'logit_bias' may name at most 1024 tokens.")
-    pairs = []
-    for token, bias in value.items():
-        if not _TOKEN_ID.fullmatch(str(token)):
-            raise FieldError("logit_bias", "'logit_bias' must map token ids to numbers.")
+    for bias in value.values():
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not -100 <= bias <= 100:
             raise FieldError("logit_bias", "'logit_bias' values must be between -100 and 100.")
-        pairs.append((int(token), float(bias)))
-    return tuple(sorted(pairs))
+    return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
 
 
 def _read_max_tokens(fields: Fields, endpoint: Endpoint) -> int | None:

@@ -81,29 +81,25 @@ class CompletionResponse(Response):
         async with aclosing(events_of(self._worker.engine, self._request.generations)) as events:
             async for index, event in events:
                 self._entries(index, event)
-        return {
-            **self._envelope(_OBJECT, [writer.build() for writer in self._writers]),
-            **self._totals(),
-        }
+        return self._envelope(_OBJECT, [one.build() for one in self._writers]) | self._totals()
 
     async def _stream(self, send: Send) -> None:
-        started = False
         async with aclosing(events_of(self._worker.engine, self._request.generations)) as events:
+            index, event = await anext(events)
+            await _send(send, self._start())
             try:
+                begun = [entry for writer in self._writers for entry in writer.begin()]
+                await self._send_entries(send, begun)
+                await self._send_entries(send, self._entries(index, event))
                 async for index, event in events:
-                    if not started:
-                        started = True
-                        await _send(send, self._start())
-                        first = [entry for writer in self._writers for entry in writer.begin()]
-                        await self._send_entries(send, first)
                     await self._send_entries(send, self._entries(index, event))
                 if self._request.profile.include_usage:
                     usage = self._envelope(_CHUNK, []) | self._totals()
                     await _send(send, _body(_encode_event(usage)))
                 await _send(send, _body(_DONE, last=True))
-            except Exception as error:
-                if not started or isinstance(error, ClientStalled):
-                    raise
+            except ClientStalled:
+                raise
+            except Exception as error:  # noqa: BLE001 - the head is sent: it becomes an event
                 failure = as_request_error(error, self._request.request_id)
                 await _send(send, _body(_encode_event(failure.body())))
                 await _send(send, _body(b"", last=True))
