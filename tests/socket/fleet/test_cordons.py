@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -185,10 +186,17 @@ def test_drain_returns_once_no_request_is_running(
             )
         )
         thread.start()
+        time.sleep(0.3)  # the drain has found the request at least once
+        assert not responses
         worker.resume.set()
         list(lines)
         thread.join(timeout=30)
     assert (responses[0]["drained"], responses[0]["in_flight"]) == (True, 0)
+
+
+def test_an_idle_worker_is_drained_without_a_wait(gateway_with_worker: RunningGateway) -> None:
+    response = gateway_with_worker.admin.post(f"{PATH}/fake-a/drain?timeout_s=0")
+    assert response.json()["drained"]
 
 
 def test_an_uncordon_ends_a_waiting_drain(

@@ -56,6 +56,13 @@ def test_f38_repeated_lag_is_an_overload_and_one_long_pause_is_not() -> None:
     assert lag.worst_s == 0.0
 
 
+def test_f26_the_bodies_of_all_requests_may_take_512_mib() -> None:
+    load = overload.Load(limit_requests=1)
+    load.hold(512 * 1024**2)
+    with pytest.raises(Overloaded):
+        load.hold(1)
+
+
 def test_f26_buffered_bodies_are_limited_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "BODIES_LIMIT_BYTES", 100)
     load = Load(limit_requests=1)

@@ -36,6 +36,10 @@ def test_a_percentile_is_correct_to_the_width_of_its_bucket(
     assert below <= found_s <= above
 
 
+def test_the_buckets_reach_from_ten_microseconds_to_800_seconds() -> None:
+    assert (BOUNDS_S[0], BOUNDS_S[-1]) == (1e-05, 800.0)
+
+
 class GrowingTotals:
     """Totals that a test increases, and a clock that it advances."""
 
