@@ -20,7 +20,7 @@ from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisClient
-from gateway.cluster.sync import ClusterSync, PeerWorkers, SharedState
+from gateway.cluster.sync import ClusterSync, PeerWorkers
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.config.policy_file import PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore, open_policy_store
@@ -102,15 +102,25 @@ class Gateway:
         self.accounting = Accounting(self.usage_store, self.access_log, wall)
         self.stats_history = SnapshotHistory(self.accounting.lane_totals, clock)
         self.recent_requests = RecentRequests()
-        shared = None if redis is None else self._shared_state(redis)
-        self.counters: CounterStore = (
-            shared.counters if shared else MemoryCounters(self.accounting.take_pending)
-        )
-        self.control = ReportClient(paceline, self.fleet, self.counters)
-        peers = shared and PeerWorkers(
-            shared.reports, self.fleet, self.control, self.prefix_index, clock=clock
-        )
-        self.cluster_sync = ClusterSync(shared, peers)
+        take_pending = self.accounting.take_pending
+        self.cluster_sync = ClusterSync()
+        if redis is None:
+            self.counters: CounterStore = MemoryCounters(take_pending)
+            self.control = ReportClient(paceline, self.fleet, self.counters)
+        else:
+            reports = SharedWorkerReports(redis)
+            self.counters = shared = SharedCounters(redis, reports, take_pending)
+            self.control = ReportClient(paceline, self.fleet, self.counters)
+            peers = PeerWorkers(reports, self.fleet, self.control, self.prefix_index, clock=clock)
+            limits = SharedRateLimits(redis, self.api_keys.rate_limiters, clock)
+            claims = SharedPrefixClaims(redis, self.prefix_index)
+            exchanges = (shared.exchange, limits.exchange, claims.exchange, peers.exchange)
+            self.cluster_sync = ClusterSync(
+                redis=redis,
+                rate_limits=limits,
+                exchanges=(*exchanges, peers.probe_silent),
+                final_exchanges=(shared.exchange, limits.leave),
+            )
         self.cordons = Cordons(records, self.fleet, self.control, wall)
         self.probes = HealthChecker(static, self.fleet, self.counters)
 
@@ -186,13 +196,6 @@ class Gateway:
             ),
             *self.probes.jobs(),
         ]
-
-    def _shared_state(self, redis: RedisClient) -> SharedState:
-        reports = SharedWorkerReports(redis)
-        counters = SharedCounters(redis, reports, self.accounting.take_pending)
-        limits = SharedRateLimits(redis, self.api_keys.rate_limiters, self.clock)
-        claims = SharedPrefixClaims(redis, self.prefix_index)
-        return SharedState(redis, counters, reports, limits, claims)
 
     async def _open_policy_store(self) -> PolicyStore:
         def warnings(policy: PolicyDocument) -> list[Problem]:

@@ -88,7 +88,7 @@ class SharedCounters:
                 summed = Counter(one.totals)
                 if earlier := self._shared.values.get(_SUM):
                     summed.update(earlier.totals)
-                new = _parse(f'{{"updated_ms":0,"totals":{_totals_json(summed)}}}')
+                new = f'{{"updated_ms":0,"totals":{_totals_json(summed)}}}'
                 await self._shared.fold(process, _SUM, new, tombstone=one.text, keep_s=_TOMBSTONE_S)
                 return
 

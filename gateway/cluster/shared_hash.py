@@ -150,16 +150,17 @@ class SharedHash(Generic[Value]):
         return Exchanged(now_ms, updated, folded, result)
 
     async def fold(
-        self, name: str, sum_name: str, summed: Value, *, tombstone: str, keep_s: int
+        self, name: str, sum_name: str, new_sum: str, *, tombstone: str, keep_s: int
     ) -> bool:
         """Replace a field and a sum by the new sum; return False where either has changed."""
-        folded, old = self.values[name], self.values.get(sum_name)
-        texts = [name, folded.text, sum_name, old.text if old else "", summed.text]
+        folded, old, summed = self.values[name], self.values.get(sum_name), self._parse(new_sum)
+        texts = [name, folded.text, sum_name, old.text if old else "", new_sum]
         if not await self._redis.call(
             self._part, lambda: self._run(self._fold, [*texts, tombstone, str(keep_s)])
         ):
             return False
         del self.values[name]
+        assert summed is not None, "a sum is of this version of Paceline"
         self.values[sum_name] = summed
         return True
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from gateway.cluster.counters import SharedCounters
-from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports, boot_name
@@ -24,16 +23,6 @@ from workers.protocol import WorkerReport
 
 # After one missed heartbeat, the gateway that gets them may be gone, or Redis.
 _PROBE_AFTER_S = 3.0
-
-
-class SharedState(NamedTuple):
-    """The parts that gateways share over one Redis."""
-
-    redis: RedisClient
-    counters: SharedCounters
-    reports: SharedWorkerReports
-    rate_limits: SharedRateLimits
-    prefix_claims: SharedPrefixClaims
 
 
 class PeerWorkers:
@@ -93,34 +82,25 @@ class PeerWorkers:
         await asyncio.gather(*(self._report_client.probe(worker.report) for worker in silent))
 
 
+@dataclass(frozen=True, slots=True)
 class ClusterSync:
     """The exchange with other gateways over Redis; without Redis it has no work."""
 
-    def __init__(self, shared: SharedState | None, peers: PeerWorkers | None) -> None:
-        self._shared = shared
-        self.exchanges: tuple[Work, ...] = ()
-        """Run periodically."""
-        self.final_exchanges: tuple[Work, ...] = ()
-        """Run once at the end."""
-        if shared is not None and peers is not None:
-            self.exchanges = (
-                shared.counters.exchange,
-                shared.rate_limits.exchange,
-                shared.prefix_claims.exchange,
-                peers.exchange,
-                peers.probe_silent,
-            )
-            self.final_exchanges = (shared.counters.exchange, shared.rate_limits.leave)
+    redis: RedisClient | None = None
+    rate_limits: SharedRateLimits | None = None
+    exchanges: tuple[Work, ...] = ()
+    """Run periodically."""
+    final_exchanges: tuple[Work, ...] = ()
+    """Run once at the end."""
 
     def status(self) -> dict[str, Any]:
         """Return the part `store` of `/v1/status`."""
-        if self._shared is None:
-            return {"kind": "memory", "state": "ok", "problem": "", "gateways": 1}
-        redis, gateways = self._shared.redis, self._shared.rate_limits.gateways
-        state = "degraded" if redis.problem else "ok"
-        return {"kind": "redis", "state": state, "problem": redis.problem, "gateways": gateways}
+        kind = "memory" if self.redis is None else "redis"
+        state = "degraded" if self.problem else "ok"
+        gateways = 1 if self.rate_limits is None else self.rate_limits.gateways
+        return {"kind": kind, "state": state, "problem": self.problem, "gateways": gateways}
 
     @property
     def problem(self) -> str:
         """Return the latest problem with Redis, or an empty string."""
-        return "" if self._shared is None else self._shared.redis.problem
+        return "" if self.redis is None else self.redis.problem

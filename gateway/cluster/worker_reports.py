@@ -10,8 +10,6 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import SharedHash
 from gateway.storage.counters import EARLIER_BOOTS, MAX_BOOTS, progress, sum_reports
@@ -132,13 +130,8 @@ class SharedWorkerReports:
         summed = sum_reports(earlier.report if earlier else None, report, boot_id)
         fields = {"first_seen_ms": 0, "left": False, "progress": progress(summed)}
         text = json.dumps({**fields, "report": summed.model_dump_json()})
-        if await self._shared.fold(
-            oldest,
-            sum_name,
-            _Boot(text, 0, None, left=False, report=summed),
-            tombstone="folded",
-            keep_s=_TOMBSTONE_S,
-        ):
+        fold = self._shared.fold
+        if await fold(oldest, sum_name, text, tombstone="folded", keep_s=_TOMBSTONE_S):
             self._folded[oldest] = None
 
 
@@ -155,5 +148,5 @@ def _parse(text: str) -> _Boot | None:
         return _Boot(
             text, boot["first_seen_ms"], boot.get("heartbeat_ms"), bool(boot["left"]), report
         )
-    except (KeyError, TypeError, ValueError, ValidationError):
+    except (KeyError, TypeError, ValueError):
         return None

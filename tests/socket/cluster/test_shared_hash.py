@@ -45,7 +45,7 @@ async def two_gateways(redis: RedisServer) -> AsyncIterator[tuple[Hash, Hash]]:
 
 
 async def fold(shared: Hash, name: str, total: str) -> bool:
-    return await shared.fold(name, "sum", Text(total), tombstone="folded", keep_s=60)
+    return await shared.fold(name, "sum", total, tombstone="folded", keep_s=60)
 
 
 async def test_a_fold_is_in_the_own_copy_at_once_and_in_others_after_an_exchange(
