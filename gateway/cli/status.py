@@ -95,7 +95,7 @@ def _workers(workers: Mapping[str, Any]) -> Table:
     table = plain_table("Worker", "Lane", no_wrap=("Lane",), numbers=_LOAD)
     for name, worker in workers.items():
         state = Text(worker["state"], style=_STATE_STYLES.get(worker["state"], "red"))
-        # The name stands beside the first lane, the model beside the second.
+        # The name is in the row of the first lane, the model in that of the second.
         labels = [Text.assemble(name, " ", state), Text(worker["model"], style="dim")]
         rows = [(lane_name, *_load(lane)) for lane_name, lane in worker["lanes"].items()]
         for label, row in itertools.zip_longest(labels, rows, fillvalue=()):

@@ -165,7 +165,7 @@ class _WorkerRunner:
             _print(f"worker | {line}", style="dim")
 
     async def _greet(self, client: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
-        """Print the ready message once the gateway knows the worker, so that the snippet works."""
+        """Print the ready message once the worker has joined, so that the snippet works."""
         await _wait_until_joined(client, ready["worker_id"], ready["url"])
         if self.greeted:
             _print("The worker is ready again.")
