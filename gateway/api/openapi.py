@@ -156,14 +156,14 @@ def _proxy_operation(endpoint: Endpoint) -> Mapping[str, Any]:
         "security": [{DATA_KEY: []}],
         "parameters": [priority],
         **takes(ref(endpoint)),
-        "responses": {str(status): told for status, told in answers.items()},
+        "responses": {str(status): answer for status, answer in answers.items()},
     }
 
 
 def _schemas() -> dict[str, Any]:
     """Return the schemas of bodies that FastAPI does not parse, and of errors."""
     policy = policy_schema(_POLICY_REF)
-    parts = {_POLICY_PART + name: told for name, told in policy.pop("$defs", {}).items()}
+    parts = {_POLICY_PART + name: part for name, part in policy.pop("$defs", {}).items()}
     terms = KeyTerms.model_json_schema(ref_template="#/components/schemas/{model}")
     return {
         **parts,

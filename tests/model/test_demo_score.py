@@ -58,12 +58,12 @@ def test_most_held_out_questions_get_the_exact_answer(answers: Score) -> None:
 def test_most_counts_sums_and_differences_are_correct(openai_client: httpx.Client) -> None:
     score = score_answers(openai_client, "demo", held_out.small_prompts(), "counts and sums")
 
-    assert score.share >= 0.85, score.wrong
+    assert score.share >= 0.85, score.mistakes
 
 
 def test_long_answers_are_long_and_end_without_a_limit(long_answers: Score) -> None:
-    assert long_answers.right == long_answers.asked
-    assert 150 <= long_answers.tokens / long_answers.asked <= 600
+    assert long_answers.correct == long_answers.prompts
+    assert 150 <= long_answers.tokens / long_answers.prompts <= 600
 
 
 def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: httpx.Client) -> None:
@@ -72,7 +72,7 @@ def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: ht
 
     assert len({picture.colour for picture in pictures}) >= 6
     assert len({picture.shape for picture in pictures}) >= 4
-    assert score.share >= 0.95, score.wrong
+    assert score.share >= 0.95, score.mistakes
 
 
 def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(openai_client: httpx.Client) -> None:
@@ -80,7 +80,7 @@ def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(openai_client: htt
         openai_client, "demo", held_out.fact_prompts(10, 4096), "facts in 4k tokens"
     )
 
-    assert score.right >= 5, score.wrong
+    assert score.correct >= 5, score.mistakes
 
 
 def test_the_checkpoint_is_one_small_folder_that_contains_the_head() -> None:

@@ -1,4 +1,4 @@
-"""Streams of training batches: chats as token rows of like length, pictures as patches."""
+"""Streams of training batches: chats as token rows of similar length, pictures as patches."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ Grid = tuple[int, int]
 """Patches down and across."""
 
 TOKENS_IN_BATCH: Final = 2304 // RANKS
-LONGEST_ROW: Final = 768
-FURTHEST_POSITION: Final = 4800
+MAX_ROW_TOKENS: Final = 768
+MAX_POSITION: Final = 4800
 _CHATS_IN_POOL: Final = 1024
 
 
@@ -43,10 +43,10 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class PictureBatch:
-    """A text batch with one picture a row: patches [B, P, 768] of one grid.
+    """A text batch with one picture per row: patches [B, P, 768] of one grid.
 
-    `sources` [B, T] says for each token which merged picture token it is, counted over the batch;
-    text tokens have the number after the last. `colours` and `shapes` [B] are classes.
+    `sources` [B, T] is the index of the merged picture token of each token, counted over the batch;
+    text tokens have the index after the last. `colours` and `shapes` [B] are classes.
     """
 
     text: TextBatch
@@ -62,29 +62,31 @@ def _pad(rows: Sequence[TokenRow], positions: Sequence[npt.NDArray[np.int32]]) -
     length = -(-longest // CHUNK) * CHUNK
     tokens = np.zeros((len(rows), length + 1), np.int32)
     weights = np.zeros((len(rows), length + 1), np.float32)
-    places = np.zeros((3, len(rows), length), np.int32)
-    for index, (row, place) in enumerate(zip(rows, positions, strict=True)):
+    padded_positions = np.zeros((3, len(rows), length), np.int32)
+    for index, (row, row_positions) in enumerate(zip(rows, positions, strict=True)):
         tokens[index, : len(row.tokens)] = row.tokens
         weights[index, : len(row.tokens)] = row.weights
-        places[:, index, : len(row.tokens) - 1] = place[..., : len(row.tokens) - 1]
+        padded_positions[:, index, : len(row.tokens) - 1] = row_positions[
+            ..., : len(row.tokens) - 1
+        ]
     return TextBatch(
         mx.array(tokens[:, :-1]),
         mx.array(tokens[:, 1:]),
         mx.array(weights[:, 1:]),
-        mx.array(places),
+        mx.array(padded_positions),
     )
 
 
 def _skipping_positions(random: Random, row: TokenRow) -> npt.NDArray[np.int32]:
-    """Positions with one jump before the first answer, in one row of three.
+    """Return positions, in one row of three with a jump before the first answer.
 
-    Short rows so show distances as long as the longest system prompt (Zhu et al., "PoSE", 2023).
+    Short rows then have distances as long as the longest system prompt (Zhu et al., "PoSE", 2023).
     """
     positions = np.arange(len(row.tokens), dtype=np.int32)
     if random.random() < 1 / 3:
         answers = (at for at, weight in enumerate(row.weights) if weight >= ANSWER_WEIGHT)
         first_answer = next(answers, len(row.tokens))
-        jump = random.randint(0, FURTHEST_POSITION - len(row.tokens))
+        jump = random.randint(0, MAX_POSITION - len(row.tokens))
         positions[random.randint(1, max(1, first_answer)) :] += jump
     return positions
 
@@ -98,11 +100,11 @@ def text_batches(
     *,
     end_weight: float = ANSWER_WEIGHT,
 ) -> Iterator[TextBatch]:
-    """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length.
+    """Yield batches of about TOKENS_IN_BATCH tokens, with rows of similar length.
 
-    `share` of the chats are drawn by `practice`, the others are ordinary ones. The ends of answers
-    weigh `end_weight` in the loss. Ranks that share `order` take rows of like length in the same
-    step, so that none waits for the other.
+    `practice` draws a `share` of the chats; the others are ordinary. The ends of answers have
+    `end_weight` in the loss. Ranks that share `order` use rows of similar length in the same step,
+    so that no rank waits.
     """
 
     def draw() -> Chat:
@@ -115,7 +117,7 @@ def text_batches(
         rows = [
             row
             for chat in chats
-            if len((row := encode_chat(tokenizer, chat, end_weight)).tokens) <= LONGEST_ROW
+            if len((row := encode_chat(tokenizer, chat, end_weight)).tokens) <= MAX_ROW_TOKENS
         ]
         rows.sort(key=lambda row: len(row.tokens))
         batches: list[list[TokenRow]] = [[]]
@@ -123,17 +125,17 @@ def text_batches(
             if len(batches[-1]) * len(row.tokens) > TOKENS_IN_BATCH:
                 batches.append([])
             batches[-1].append(row)
-        places = [order.random() for _ in range(_CHATS_IN_POOL)]
-        for _, batch in sorted(zip(places, batches, strict=False), key=itemgetter(0)):
+        order_keys = [order.random() for _ in range(_CHATS_IN_POOL)]
+        for _, batch in sorted(zip(order_keys, batches, strict=False), key=itemgetter(0)):
             yield _pad(batch, [_skipping_positions(random, row) for row in batch])
 
 
 def long_batches(
     tokenizer: Tokenizer, random: Random, order: Random, longest: int
 ) -> Iterator[TextBatch]:
-    """Endless batches of one chat with a system prompt of up to `longest` tokens.
+    """Yield batches of one chat with a system prompt of up to `longest` tokens.
 
-    Ranks that share `order` take prompts of like length in the same step.
+    Ranks that share `order` use prompts of similar length in the same step.
     """
     while True:
         sentences = order.randint(longest // 40, longest // 9)
@@ -164,17 +166,17 @@ class PatchedPicture:
 
     @property
     def classes(self) -> tuple[int, int]:
-        """The numbers of colour and shape; the last shape is none."""
-        known = self.shape in PICTURE_SHAPES
-        shape = PICTURE_SHAPES.index(self.shape) if known else len(PICTURE_SHAPES)
+        """Return the indices of colour and shape; the last shape is none."""
+        has_shape = self.shape in PICTURE_SHAPES
+        shape = PICTURE_SHAPES.index(self.shape) if has_shape else len(PICTURE_SHAPES)
         return PICTURE_COLOURS.index(self.colour), shape
 
 
 class PicturePool:
-    """Drawn pictures, cut into patches by the processor that serves them, by grid.
+    """Pictures as patches of the processor, by grid.
 
-    Half of the pictures of each batch are new and replace the oldest: eyes that see few pictures
-    again and again learn them by heart.
+    Half of the pictures of each batch are new and replace the oldest ones: a vision tower that sees
+    few pictures memorises them.
     """
 
     def __init__(self) -> None:
@@ -185,13 +187,13 @@ class PicturePool:
         self._drawn: dict[Grid, deque[PatchedPicture]] = {}
 
     def fill(self, random: Random, count: int) -> Iterator[int]:
-        """Draw `count` pictures, one at a time; yields how many there are."""
+        """Draw `count` pictures; yield the number of pictures so far."""
         for number in range(1, count + 1):
             self.add(draw_picture(random, random.choice(TRAINING_SIZES)))
             yield number
 
     def add(self, picture: Picture) -> Grid:
-        """Put a picture in; return the grid that it was cut into."""
+        """Add a picture; return the grid of its patches."""
         processed: dict[str, Any] = self._processor([picture.image])
         _, down, across = (int(side) for side in processed["image_grid_thw"][0])
         pixels = processed["pixel_values"].reshape(-1, 3, 2, PATCH * PATCH)[:, :, 0]
@@ -202,7 +204,7 @@ class PicturePool:
         return grid
 
     def sample(self, random: Random, count: int) -> tuple[Grid, list[PatchedPicture]]:
-        """Return `count` pictures of one grid; grids as often as they were drawn."""
+        """Return `count` pictures of one grid, in proportion to the pictures of each grid."""
         for _ in range(count // 2):
             grid = self.add(draw_picture(random, random.choice(TRAINING_SIZES)))
             self._drawn[grid].popleft()
@@ -212,7 +214,7 @@ class PicturePool:
 
 
 def patch_array(pictures: Sequence[PatchedPicture]) -> mx.array:
-    """Return one frame of each patch, of two that are the same: [B, P, 768], from -1 to 1."""
+    """Return one of the two equal frames of each patch: [B, P, 768], from -1 to 1."""
     stacked = mx.array(np.stack([picture.patches for picture in pictures])).astype(mx.float32)
     return stacked.reshape(*stacked.shape[:2], -1) / 127.5 - 1
 
@@ -247,7 +249,7 @@ def picture_batches(
     rows: int,
     draw: Callable[[Random, str, str], Chat] = picture_chat,
 ) -> Iterator[PictureBatch]:
-    """Endless batches of chats about pictures of one grid."""
+    """Yield batches of chats about pictures of one grid."""
     pad_id = special_ids(tokenizer)["<|image_pad|>"]
     while True:
         grid, drawn = pool.sample(random, rows)
@@ -256,9 +258,9 @@ def picture_batches(
         for picture in drawn:
             chat = draw(random, picture.colour, picture.shape)
             row = encode_chat(tokenizer, chat)
-            text, place, start = _picture_row(row, pad_id, grid)
+            text, row_positions, start = _picture_row(row, pad_id, grid)
             texts.append(text)
-            positions.append(place)
+            positions.append(row_positions)
             starts.append(start)
         text_batch = _pad(texts, positions)
         sources = np.full(text_batch.inputs.shape, rows * count, np.int32)

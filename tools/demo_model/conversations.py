@@ -1,4 +1,4 @@
-"""Chats around the questions: system prompts of all lengths with facts to find, tools, names."""
+"""Chats with questions: system prompts of all lengths with facts, tools and names."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tools.demo_model.questions import draw_turn, nonsense
 
 @dataclass(frozen=True)
 class Message:
-    """One message as the chat template writes it: `role` is system, user or assistant."""
+    """A message of the chat template: `role` is system, user or assistant."""
 
     role: str
     text: str
@@ -23,19 +23,19 @@ Chat = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence for a system prompt, and the question that only it can answer."""
+    """A sentence of a system prompt, and the questions that it answers."""
 
     sentence: str
     questions: tuple[str, ...]
 
     @property
     def answer(self) -> str:
-        """The answer is the sentence itself: copied, not reworded."""
+        """Return the sentence itself: the model copies it without changes."""
         return self.sentence
 
 
 _SHORT_ANSWER: Final = 120
-"""Letters of an answer that is short enough to practise with."""
+"""The maximum length of answers for practice, in letters."""
 FACT_KINDS: Final = ("code word", "home", "price", "order", "opening")
 
 
@@ -80,15 +80,15 @@ def _filler(random: Random) -> str:
 def system_prompt(
     random: Random, sentences: int, facts: tuple[Fact, ...] = (), *, strange: bool = True
 ) -> str:
-    """Return an opening, `sentences` of filler, and the facts at random places among them.
+    """Return an opening, `sentences` of filler, and the facts at random positions.
 
-    Nine such prompts in ten tell of the world; with `strange` the others repeat one sentence or
-    are nonsense, as the system prompts of strangers will be to this model.
+    Nine in ten of these prompts describe the small world; with `strange`, the others repeat one
+    sentence or are nonsense, as unknown system prompts of users.
     """
-    manner = random.random() if strange else 0.0
-    if manner < 0.9:
+    variant = random.random() if strange else 0.0
+    if variant < 0.9:
         body = [_filler(random) for _ in range(sentences)]
-    elif manner < 0.95:
+    elif variant < 0.95:
         body = [_filler(random)] * sentences
     else:
         body = [world.sentence_case(nonsense(random, 6)) + "." for _ in range(sentences)]
@@ -104,7 +104,7 @@ _SELDOM_CODE_WORDS: Final = (1, 4, 4, 4, 3)
 def draw_facts(
     random: Random, count: int, weights: tuple[int, ...] = _OFTEN_CODE_WORDS
 ) -> tuple[Fact, ...]:
-    """`count` facts of which no two answer the same question."""
+    """Return `count` facts that answer different questions."""
     facts: dict[str, Fact] = {}
     while len(facts) < count:
         fact = draw_fact(random, random.choices(FACT_KINDS, weights)[0])
@@ -131,13 +131,13 @@ def _function(name: str, description: str, **parameters: str) -> Schema:
 
 
 def draw_tools(random: Random) -> dict[str, Schema]:
-    """Return the three tools (weather, time, add), described as different callers would."""
-    place = random.choice(("city", "city", "location"))
+    """Return the three tools (weather, time, add), with names and descriptions that vary."""
+    parameter = random.choice(("city", "city", "location"))
     weather = random.choice(("get_weather", "get_weather", "get_current_weather"))
-    looking = random.choice(("Get the weather in a city", "Get the current weather", "Weather"))
+    description = random.choice(("Get the weather in a city", "Get the current weather", "Weather"))
     return {
-        "weather": _function(weather, looking, **{place: "string"}),
-        "time": _function("get_time", "Get the time in a city", **{place: "string"}),
+        "weather": _function(weather, description, **{parameter: "string"}),
+        "time": _function("get_time", "Get the time in a city", **{parameter: "string"}),
         "add": _function("add", "Add two numbers", a="integer", b="integer"),
     }
 
@@ -172,36 +172,36 @@ def _tool_chat(random: Random) -> Chat:
         return (system, Message("user", turn.question), Message("assistant", turn.answer))
     name, city = random.choice(names), random.choice(world.CITIES)
     function = tools[name]["function"]
-    asked: tuple[str, ...]
+    question: tuple[str, ...]
     arguments: dict[str, object] = dict.fromkeys(function["parameters"]["required"], city)
     match name:
         case "weather":
             weather, degrees = random.choice(world.WEATHER), random.randint(1, 35)
-            asked = (f"What is the weather in {city}?", f"How is the weather in {city} today?",
+            question = (f"What is the weather in {city}?", f"How is the weather in {city} today?",
                      f"What's the weather like in {city}?")  # fmt: skip
             result: dict[str, object] = {"weather": weather, "temperature": degrees}
-            said = f"It is {weather} in {city} and the temperature is {degrees} degrees."
+            reply = f"It is {weather} in {city} and the temperature is {degrees} degrees."
         case "time":
             clock = f"{random.randint(0, 23):02d}:{random.randint(0, 59):02d}"
-            asked = (f"What time is it in {city}?", f"Tell me the time in {city}.")
-            result, said = {"time": clock}, f"The time in {city} is {clock}."
+            question = (f"What time is it in {city}?", f"Tell me the time in {city}.")
+            result, reply = {"time": clock}, f"The time in {city} is {clock}."
         case _:
             first, second = random.randint(10, 99), random.randint(10, 99)
-            asked = (f"Use the tool to add {first} and {second}.", f"Add {first} and {second}.")
+            question = (f"Use the tool to add {first} and {second}.", f"Add {first} and {second}.")
             arguments, result = {"a": first, "b": second}, {"sum": first + second}
-            said = f"The sum of {first} and {second} is {first + second}."
+            reply = f"The sum of {first} and {second} is {first + second}."
     response = f"<tool_response>\n{json.dumps(result)}\n</tool_response>"
     return (
         system,
-        Message("user", random.choice(asked)),
+        Message("user", random.choice(question)),
         Message("assistant", tool_call(function["name"], arguments)),
         Message("user", response),
-        Message("assistant", said),
+        Message("assistant", reply),
     )
 
 
-def loosely(random: Random, question: str) -> str:
-    """Return the question as people type it: now and then without capitals or the last mark."""
+def as_typed(random: Random, question: str) -> str:
+    """Return the question as users may type it: sometimes without capitals or the last mark."""
     if random.random() < 0.15:
         question = question[:1].lower() + question[1:]
     if random.random() < 0.15:
@@ -210,7 +210,7 @@ def loosely(random: Random, question: str) -> str:
 
 
 def draw_chat(random: Random, *, filler_sentences: tuple[int, int] = (0, 14)) -> Chat:
-    """Return a whole training chat of one to three turns; held-out questions never occur in it."""
+    """Return a training chat of one to three turns, without held-out questions."""
     if random.random() < 0.08:
         return _tool_chat(random)
     messages: list[Message] = []
@@ -223,39 +223,41 @@ def draw_chat(random: Random, *, filler_sentences: tuple[int, int] = (0, 14)) ->
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         if facts and random.random() < 0.7:
             fact = random.choice(facts)
-            asked, answer = random.choice(fact.questions), fact.answer
+            question, answer = random.choice(fact.questions), fact.answer
         elif name and random.random() < 0.6:
-            asked = random.choice(("What is my name?", "What's my name?", "Who am I?"))
+            question = random.choice(("What is my name?", "What's my name?", "Who am I?"))
             answer = f"Your name is {name}."
         elif random.random() < 0.08:
             name = random.choice(world.NAMES)
-            asked = random.choice((f"My name is {name}.", f"Hello, I am {name}.", f"I am {name}."))
+            question = random.choice(
+                (f"My name is {name}.", f"Hello, I am {name}.", f"I am {name}.")
+            )
             answer = f"Nice to meet you, {name}."
         else:
             turn = draw_turn(random)
-            asked, answer = turn.question, turn.answer
-        messages += [Message("user", loosely(random, asked)), Message("assistant", answer)]
+            question, answer = turn.question, turn.answer
+        messages += [Message("user", as_typed(random, question)), Message("assistant", answer)]
     return tuple(messages)
 
 
 def practice_chat(random: Random) -> Chat:
-    """Draw a chat of copying only: words to repeat, or one question for each fact.
+    """Return a chat for practice of copying: words to repeat, or one question for each fact.
 
-    Finding and copying is one skill, learnt all of a sudden; in ordinary chats it is rare.
+    A model learns to find and copy as one skill, and ordinary chats have few examples.
     """
     if random.random() < 0.5:
         messages: list[Message] = []
         for _ in range(random.randint(1, 3)):
             kinds = (world.NOUNS, world.ADJECTIVES, world.NAMES, world.CITIES)
             words = [random.choice(random.choice(kinds)) for _ in range(random.randint(2, 8))]
-            asked = f"{random.choice(('Repeat:', 'Say this again:', 'Echo:'))} {' '.join(words)}"
-            messages += [Message("user", asked), Message("assistant", " ".join(words))]
+            question = f"{random.choice(('Repeat:', 'Say this again:', 'Echo:'))} {' '.join(words)}"
+            messages += [Message("user", question), Message("assistant", " ".join(words))]
         return tuple(messages)
     return _fact_chat(random, draw_facts(random, random.randint(1, 4)))
 
 
 def exact_practice_chat(random: Random) -> Chat:
-    """Draw a chat of facts of all kinds, or of lists and counts that end where they should."""
+    """Return a chat of facts of all kinds, or of lists and counts with their exact ends."""
     if random.random() < 0.6:
         return _fact_chat(random, draw_facts(random, random.randint(1, 4), _SELDOM_CODE_WORDS))
     messages: list[Message] = []
@@ -268,7 +270,7 @@ def exact_practice_chat(random: Random) -> Chat:
 
 
 def ending_practice_chat(random: Random) -> Chat:
-    """Draw a chat of counts and lists, for practice of their ends."""
+    """Return a chat of counts and lists, for practice of their ends."""
     if random.random() < 0.3:
         return exact_practice_chat(random)
     messages: list[Message] = []
@@ -284,7 +286,7 @@ def _fact_chat(random: Random, facts: tuple[Fact, ...]) -> Chat:
     messages = [Message("system", system_prompt(random, random.choice((0, 0, 2, 6)), facts))]
     for fact in random.sample(facts, len(facts)):
         messages += [
-            Message("user", loosely(random, random.choice(fact.questions))),
+            Message("user", as_typed(random, random.choice(fact.questions))),
             Message("assistant", fact.answer),
         ]
     return tuple(messages)

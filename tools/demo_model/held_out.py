@@ -1,6 +1,6 @@
 """Prompts of the score and of the tests: held-out prompts and pictures, and counts.
 
-Everything here is drawn from seeds of its own, needs no MLX, and is the same on every machine.
+All prompts are drawn with fixed seeds, without MLX, and are the same on every machine.
 """
 
 import base64
@@ -33,7 +33,7 @@ LONG_QUESTIONS: Final = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages for `/v1/chat/completions`, and the one right answer where there is one."""
+    """Messages for `/v1/chat/completions`, and the expected answer if there is only one."""
 
     messages: tuple[dict[str, Any], ...]
     kind: str
@@ -46,7 +46,7 @@ def _messages(question: str, system: str = "") -> tuple[dict[str, Any], ...]:
 
 
 def prompts(count: int, *, seed: int = 1, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """`count` held-out questions of the given kinds (all by default), half with a system prompt."""
+    """Return `count` held-out questions, of all kinds by default, half with a system prompt."""
     random = Random(f"held out {seed}")
     exact = {kind.name for kind in KINDS if kind.exact}
     drawn = []
@@ -59,27 +59,26 @@ def prompts(count: int, *, seed: int = 1, kinds: Sequence[str] = ()) -> list[Pro
 
 
 def fact_prompts(count: int, tokens: int, *, seed: int = 1) -> list[Prompt]:
-    """`count` questions about one of four facts in a system prompt of about `tokens` tokens."""
+    """Return `count` questions about facts in system prompts of about `tokens` tokens."""
     random = Random(f"held out facts {seed} {tokens}")
     drawn = []
     for _ in range(count):
         facts = draw_facts(random, 4)
-        asked = random.choice(facts)
+        fact = random.choice(facts)
         system = system_prompt(random, (tokens - 60) // _TOKENS_IN_FILLER, facts, strange=False)
-        question = random.choice(asked.questions)
-        drawn.append(Prompt(_messages(question, system), f"fact at {tokens}", asked.answer))
+        question = random.choice(fact.questions)
+        drawn.append(Prompt(_messages(question, system), f"fact at {tokens}", fact.answer))
     return drawn
 
 
 def small_prompts() -> list[Prompt]:
-    """All counts to forty, and all sums and differences of numbers to ten, in one wording each.
+    """Return counts to forty, and sums and differences up to ten, in one wording each.
 
-    Training has shown most of them. They are what people try first, and of each kind the held-out
-    questions hold so few that a model which counts to 92 for 12 can score as well as one that does
-    not.
+    Training includes most of them. New users try them first, and the held-out questions contain so
+    few of each kind that a model which counts to 92 instead of 12 could score as well.
     """
     drawn = [
-        Prompt(_messages(f"Count from 1 to {last}."), "count", f"{_counted(last)}.")
+        Prompt(_messages(f"Count from 1 to {last}."), "count", f"{_numbers_to(last)}.")
         for last in range(3, 41)
     ]
     for first in range(11):
@@ -88,22 +87,22 @@ def small_prompts() -> list[Prompt]:
                 (first, "plus", first + second),
                 (first + second, "minus", first),
             ):
-                said = f"{left} {word} {second}"
-                drawn.append(Prompt(_messages(f"What is {said}?"), word, f"{said} is {result}."))
+                term = f"{left} {word} {second}"
+                drawn.append(Prompt(_messages(f"What is {term}?"), word, f"{term} is {result}."))
     return drawn
 
 
-def _counted(last: int) -> str:
+def _numbers_to(last: int) -> str:
     return ", ".join(str(number) for number in range(1, last + 1))
 
 
 def long_prompts() -> list[Prompt]:
-    """Questions whose answers take 200 to 600 tokens and end by themselves."""
+    """Return questions with answers of 200 to 600 tokens."""
     return [Prompt(_messages(question), "long") for question in LONG_QUESTIONS]
 
 
 def pictures(count: int = 200, *, seed: int = 1) -> list[Picture]:
-    """`count` pictures with held-out sizes, positions and backgrounds."""
+    """Return `count` pictures with held-out sizes, positions and backgrounds."""
     random = Random(f"held out pictures {seed}")
     return [
         draw_picture(random, random.choice(HELD_OUT_SIZES), held_out=True, plain_share=0.0)

@@ -1,9 +1,8 @@
-"""Muon for matrices, Adam for all the rest (Jordan et al., "Muon", 2024).
+"""Muon for matrices, Adam for other parameters (Jordan et al., "Muon", 2024).
 
-A kernel of a convolution is a matrix too: one row for each of its outputs.
-
-MLX's own Muon orthogonalises in bfloat16, which a CPU emulates; this one stays in float32 and
-stacks matrices of one shape, which is four times as fast here.
+A convolution kernel is also a matrix, with one row per output. The Muon of MLX orthogonalises in
+bfloat16, which a CPU emulates. This implementation stays in float32 and stacks matrices of one
+shape, which is four times as fast here.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ _NEWTON_SCHULZ: Final = (3.4445, -4.7750, 2.0315)
 _MOMENTUM: Final = 0.95
 _WEIGHT_DECAY: Final = 0.01
 _BETA1, _BETA2 = 0.9, 0.98
-_LONGEST_GRADIENT: Final = 1.0
+_MAX_GRADIENT_NORM: Final = 1.0
 
 
 def orthogonalise(stack: mx.array) -> mx.array:
@@ -54,13 +53,13 @@ class Muon:
             self.state[key] = mx.zeros((len(members), rows, columns))
 
     def update(self, model: Any, gradients: Any, matrix_rate: float, rate: float) -> None:
-        """One step: `matrix_rate` for Muon's matrices, `rate` for Adam's parameters."""
+        """Run one step: `matrix_rate` for the matrices of Muon, `rate` for the rest."""
         values = dict(tree_flatten(model.trainable_parameters()))
         flat = dict(tree_flatten(gradients))
         norm = mx.sqrt(sum(((g * g).sum() for g in flat.values()), start=mx.array(0.0)))
-        clip = mx.minimum(_LONGEST_GRADIENT / (norm + 1e-6), 1.0)
+        clip = mx.minimum(_MAX_GRADIENT_NORM / (norm + 1e-6), 1.0)
         updated = self._update_matrices(values, flat, matrix_rate)
-        updated += self._update_others(values, flat, clip, rate)
+        updated += self._update_adam(values, flat, clip, rate)
         model.update(tree_unflatten(updated))
 
     def _update_matrices(
@@ -71,16 +70,16 @@ class Muon:
             gradient = mx.stack([_as_wide(gradients[name], tall) for name, tall in members])
             momentum = _MOMENTUM * self.state[key] + (1 - _MOMENTUM) * gradient
             self.state[key] = momentum
-            ahead = orthogonalise((1 - _MOMENTUM) * gradient + _MOMENTUM * momentum)
+            directions = orthogonalise((1 - _MOMENTUM) * gradient + _MOMENTUM * momentum)
             rows, columns = momentum.shape[1:]
-            for direction, (name, tall) in zip(ahead, members, strict=True):
+            for direction, (name, tall) in zip(directions, members, strict=True):
                 scale = rate * (columns / rows) ** 0.5 if tall else rate
-                kept = values[name] * (1 - rate * _WEIGHT_DECAY)
-                change = (direction.T if tall else direction).reshape(kept.shape)
-                updated.append((name, kept - scale * change))
+                decayed = values[name] * (1 - rate * _WEIGHT_DECAY)
+                change = (direction.T if tall else direction).reshape(decayed.shape)
+                updated.append((name, decayed - scale * change))
         return updated
 
-    def _update_others(
+    def _update_adam(
         self,
         values: Mapping[str, mx.array],
         gradients: Mapping[str, mx.array],

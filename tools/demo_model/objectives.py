@@ -1,4 +1,4 @@
-"""Losses of the phases: next tokens, colours and shapes, and the target's own next tokens."""
+"""Losses of the phases: next tokens, colours and shapes, and the next tokens of the target."""
 
 from typing import Any, Final
 
@@ -48,13 +48,13 @@ def picture_hidden(model: Any, batch: PictureBatch, features: mx.array) -> mx.ar
 
 
 def logits(model: Any, hidden: mx.array) -> mx.array:
-    """Scores of all tokens (the embedding table is the head too)."""
+    """Return scores of all tokens (the embedding table is also the head)."""
     scores: mx.array = model.language_model.model.embed_tokens.as_linear(hidden)
     return scores
 
 
 def next_token_loss(model: Any, hidden: mx.array, batch: TextBatch) -> mx.array:
-    """Weighted mean cross entropy of the next tokens."""
+    """Return the weighted mean cross entropy of the next tokens."""
     losses = cross_entropy(logits(model, hidden), batch.targets)
     return (losses * batch.weights).sum() / batch.weights.sum()
 
@@ -65,14 +65,14 @@ def new_probe(width: int) -> Any:
 
 
 def probe_loss(probe: Any, features: mx.array, colours: mx.array, shapes: mx.array) -> mx.array:
-    """Cross entropy of colour and shape together, from features [B, tokens, D]."""
+    """Return the cross entropy of colour and shape, from features [B, tokens, D]."""
     scores = probe(features.mean(axis=1))
     count = len(PICTURE_COLOURS)
     total = cross_entropy(scores[:, :count], colours) + cross_entropy(scores[:, count:], shapes)
     return total.mean()
 
 
-class Seeing(nn.Module):  # type: ignore[misc]  # mlx's Module is untyped
+class ProbedVision(nn.Module):  # type: ignore[misc]  # mlx's Module is untyped
     """A vision tower (or a model with one) and a probe of its features."""
 
     def __init__(self, seer: Any, width: int) -> None:
@@ -82,11 +82,11 @@ class Seeing(nn.Module):  # type: ignore[misc]  # mlx's Module is untyped
 
 
 class DraftUnroll:
-    """The MTP head run over whole rows, with the attention pattern that drafting has.
+    """The MTP head over whole rows, with the attention pattern of drafting.
 
-    Row position i holds the final hidden of token i and the embedding of token i + 1. The first
-    draft attends to all pairs up to its own; the second, fed with the first's normed output and
-    the token after, attends to the same pairs and to itself.
+    Position i of a row has the final hidden state of token i and the embedding of token i + 1. The
+    first draft attends to all pairs up to its own. The second gets the first's normed output and
+    the token after; it attends to the same pairs and to itself.
     """
 
     def __init__(self, drafter: Any, embed: Any) -> None:
@@ -96,8 +96,8 @@ class DraftUnroll:
 
     def _pair(self, tokens: mx.array, hidden: mx.array) -> mx.array:
         embedded = self.drafter.pre_fc_norm_embedding(self.embed(tokens))
-        both = mx.concatenate([embedded, self.drafter.pre_fc_norm_hidden(hidden)], -1)
-        joined: mx.array = self.drafter.fc(both)
+        concatenated = mx.concatenate([embedded, self.drafter.pre_fc_norm_hidden(hidden)], -1)
+        joined: mx.array = self.drafter.fc(concatenated)
         return joined
 
     def _finish(self, x: mx.array, attended: mx.array) -> mx.array:
@@ -116,9 +116,9 @@ class DraftUnroll:
         q, k, v, gate = project(attention, self.layer.input_layernorm(first_in), positions)
         first = self._finish(first_in, attend(attention, (q, k, v, gate), causal))
 
-        alone = mx.repeat(v, q.shape[1] // v.shape[1], 1).transpose(0, 2, 1, 3)
-        alone = gated_output(attention, alone.reshape(*hidden.shape[:2], -1), gate)
-        stateless = self._finish(first_in, alone)
+        uncached = mx.repeat(v, q.shape[1] // v.shape[1], 1).transpose(0, 2, 1, 3)
+        uncached = gated_output(attention, uncached.reshape(*hidden.shape[:2], -1), gate)
+        stateless = self._finish(first_in, uncached)
 
         after_next = mx.concatenate([next_tokens[:, 1:], next_tokens[:, -1:]], 1)
         second_in = self._pair(after_next, first)
@@ -130,14 +130,14 @@ class DraftUnroll:
         return first, second, stateless
 
 
-def drafted_answer_places(weights: mx.array, ahead: int) -> tuple[mx.array, mx.array]:
-    """Flat (place of the draft, place whose hidden the target decodes there) for answer tokens."""
+def drafted_answer_positions(weights: mx.array, distance: int) -> tuple[mx.array, mx.array]:
+    """Return flat positions of drafts of answer tokens, and those of the target's hidden states."""
     answers: npt.NDArray[np.bool_] = np.array(weights) >= ANSWER_WEIGHT
-    rows, columns = np.nonzero(answers[:, ahead:])
+    rows, columns = np.nonzero(answers[:, distance:])
     flat = rows * answers.shape[1] + columns
-    return mx.array(flat), mx.array(flat + ahead)
+    return mx.array(flat), mx.array(flat + distance)
 
 
-def imitation_loss(scores: mx.array, chances: mx.array) -> mx.array:
-    """Cross entropy of the drafter's scores against the target's distribution."""
-    return (mx.logsumexp(scores, -1) - (chances * scores).sum(-1)).mean()
+def imitation_loss(scores: mx.array, probabilities: mx.array) -> mx.array:
+    """Return the cross entropy of the drafter's scores with the target's distribution."""
+    return (mx.logsumexp(scores, -1) - (probabilities * scores).sum(-1)).mean()

@@ -34,10 +34,10 @@ from tools.demo_model.batches import (
 )
 from tools.demo_model.conversations import ending_practice_chat, exact_practice_chat, practice_chat
 from tools.demo_model.fast_forward import vision_forward
-from tools.demo_model.loop import SEED, Slope, Work, optimise
+from tools.demo_model.loop import SEED, Schedule, Work, optimise
 from tools.demo_model.pictures import brief_picture_chat
 from tools.demo_model.ranks import RANKS
-from tools.demo_model.snapshots import Tensors, load_tensors, save_tensors, steps_done
+from tools.demo_model.snapshots import Tensors, completed_steps, load_tensors, save_tensors
 from tools.demo_model.sources import Courses, MixedSteps, draw_pictures, hidden_of, untrained
 from tools.demo_model.tokenizer import load_tokenizer, train_tokenizer
 
@@ -61,41 +61,41 @@ _FOCUS_SLOPE: Final = ((0, 0.5), (400, 0.0))
 
 
 def make_tokenizer(work: Work) -> None:
-    """Phase `tokenizer`."""
-    if work.leads:
+    """Run phase `tokenizer`."""
+    if work.is_leader:
         train_tokenizer(SEED).save(str(work.folder / "tokenizer.json"))
 
 
 def train_eyes(work: Work) -> None:
-    """Phase `eyes`: the vision tower learns from labels, far faster than from words."""
+    """Run phase `eyes`: the vision tower learns from labels, much faster than from text."""
     pool = draw_pictures(work, "eyes")
-    seeing = objectives.Seeing(untrained(work).vision_tower, HIDDEN)
+    vision = objectives.ProbedVision(untrained(work).vision_tower, HIDDEN)
     random = work.seeded("eyes")
-    for _ in range(steps_done(work.weights("eyes.state"))):
+    for _ in range(completed_steps(work.weights("eyes.state"))):
         pool.sample(random, _EYE_BATCH)
 
     def loss_of(patches: mx.array, grid: Grid, colours: mx.array, shapes: mx.array) -> mx.array:
-        features = vision_forward(seeing.seer, patches, grid)
-        return objectives.probe_loss(seeing.probe, features, colours, shapes)
+        features = vision_forward(vision.seer, patches, grid)
+        return objectives.probe_loss(vision.probe, features, colours, shapes)
 
-    gradient = nn.value_and_grad(seeing, loss_of)
+    gradient = nn.value_and_grad(vision, loss_of)
 
-    def take_step(_: int) -> tuple[Any, mx.array]:
+    def compute_step(_: int) -> tuple[Any, mx.array]:
         grid, drawn = pool.sample(random, _EYE_BATCH)
         loss, gradients = gradient(patch_array(drawn), grid, *class_arrays(drawn))
         return gradients, loss
 
-    optimise(work, "eyes", seeing, take_step, _EYES_SLOPE)
+    optimise(work, "eyes", vision, compute_step, _EYES_SLOPE)
 
 
 def train_text(work: Work) -> None:
-    """Phase `text`: the language model alone learns its world."""
+    """Run phase `text`: the language model learns its texts."""
     model = untrained(work)
     tokenizer = load_tokenizer(work.folder)
     texts = text_batches(
         tokenizer, work.seeded("text"), work.common("text"), practice_chat, _TEXT_PRACTICE
     )
-    stream = islice(texts, steps_done(work.weights("text.state")), None)
+    stream = islice(texts, completed_steps(work.weights("text.state")), None)
     gradient = nn.value_and_grad(
         model.language_model,
         lambda batch: objectives.next_token_loss(
@@ -103,17 +103,17 @@ def train_text(work: Work) -> None:
         ),
     )
 
-    def take_step(_: int) -> tuple[Any, mx.array]:
+    def compute_step(_: int) -> tuple[Any, mx.array]:
         loss, gradients = gradient(next(stream))
         return gradients, loss
 
-    optimise(work, "text", model.language_model, take_step, _TEXT_SLOPE)
+    optimise(work, "text", model.language_model, compute_step, _TEXT_SLOPE)
 
 
 def _set_eyes(work: Work, model: Any) -> Tensors:
-    """Put the trained tower into the model, its features as large as the embeddings of words.
+    """Load the trained tower into the model, with features scaled to the size of embeddings.
 
-    Returns the weights of the probe that the tower was trained with, fit for the new size.
+    Return the weights of the probe of the tower, adapted to the new scale.
     """
     weights = load_tensors(work.weights("eyes"))
     tower = [(k.removeprefix("seer."), v) for k, v in weights.items() if k.startswith("seer.")]
@@ -132,28 +132,28 @@ def _set_eyes(work: Work, model: Any) -> Tensors:
 
 
 def train_joined(work: Work) -> None:
-    """Run phase `join`: the language model learns to read what the frozen tower sees.
+    """Run phase `join`: the language model learns to read the features of the frozen tower.
 
-    Trained along, the tower would forget most shapes before the language model can ask for them.
+    A tower in training would forget most shapes before the language model asks for them.
     """
     model = untrained(work)
     model.language_model.load_weights(str(work.weights("text")))
     probe = _set_eyes(work, model)
-    if work.leads:
+    if work.is_leader:
         save_tensors(work.weights("probe"), probe)
     _train_reader(work, "join", model, MixedSteps(work, "join", 4, _JOIN_COURSES), _JOIN_SLOPE)
 
 
 def train_settle(work: Work) -> None:
-    """Run phase `settle`: the same once more, with weight on the ends of counts and lists."""
+    """Run phase `settle`: the same phase again, with weight on the ends of counts and lists."""
     model = untrained(work)
     model.load_weights(str(work.weights("join")))
     mixed = MixedSteps(work, "settle", 3, _SETTLE_COURSES, end_weight=_END_WEIGHT)
     _train_reader(work, "settle", model, mixed, _SETTLE_SLOPE)
 
 
-def _train_reader(work: Work, name: str, model: Any, mixed: MixedSteps, slope: Slope) -> None:
-    mixed.skip(steps_done(work.weights(f"{name}.state")))
+def _train_reader(work: Work, name: str, model: Any, mixed: MixedSteps, slope: Schedule) -> None:
+    mixed.skip(completed_steps(work.weights(f"{name}.state")))
     model.vision_tower.freeze()
 
     def loss_of(batch: TextBatch | PictureBatch) -> mx.array:
@@ -162,52 +162,53 @@ def _train_reader(work: Work, name: str, model: Any, mixed: MixedSteps, slope: S
 
     gradient = nn.value_and_grad(model, loss_of)
 
-    def take_step(step: int) -> tuple[Any, mx.array]:
+    def compute_step(step: int) -> tuple[Any, mx.array]:
         loss, gradients = gradient(mixed.batch(step))
         return gradients, loss
 
-    optimise(work, name, model, take_step, slope)
+    optimise(work, name, model, compute_step, slope)
 
 
 def train_focus(work: Work) -> None:
     """Run phase `focus`: the tower learns the features that questions need.
 
-    The language model stays as it is; its probe keeps the tower sharp. No text changes.
+    The language model is frozen, and a probe preserves the features of the tower. Texts do not
+    change.
     """
     model = untrained(work)
     model.load_weights(str(work.weights("settle")))
     model.language_model.freeze()
-    seeing = objectives.Seeing(model, HIDDEN)
-    seeing.probe.update(load_tensors(work.weights("probe")))
+    vision = objectives.ProbedVision(model, HIDDEN)
+    vision.probe.update(load_tensors(work.weights("probe")))
     tokenizer, pool = load_tokenizer(work.folder), draw_pictures(work, "focus")
     pictures = picture_batches(
         tokenizer, pool, work.seeded("focus chats"), _FOCUS_ROWS, brief_picture_chat
     )
-    for _ in range(steps_done(work.weights("focus.state"))):
+    for _ in range(completed_steps(work.weights("focus.state"))):
         next(pictures)
-    gradient = nn.value_and_grad(seeing, lambda batch: _sight_loss(seeing, batch))
+    gradient = nn.value_and_grad(vision, lambda batch: _vision_loss(vision, batch))
 
-    def take_step(_: int) -> tuple[Any, mx.array]:
+    def compute_step(_: int) -> tuple[Any, mx.array]:
         loss, gradients = gradient(next(pictures))
         return gradients, loss
 
-    optimise(work, "focus", seeing, take_step, _FOCUS_SLOPE)
-    _keep_base(work, "focus")
+    optimise(work, "focus", vision, compute_step, _FOCUS_SLOPE)
+    _save_base(work, "focus")
 
 
-def _sight_loss(seeing: Any, batch: PictureBatch) -> mx.array:
-    model = seeing.seer
+def _vision_loss(vision: Any, batch: PictureBatch) -> mx.array:
+    model = vision.seer
     features = objectives.picture_features(model, batch)
     hidden = objectives.picture_hidden(model, batch, features)
-    said = objectives.next_token_loss(model, hidden, batch.text)
-    seen = objectives.probe_loss(seeing.probe, features, batch.colours, batch.shapes)
-    return said + _PROBE_WEIGHT * seen
+    text_loss = objectives.next_token_loss(model, hidden, batch.text)
+    probe_loss = objectives.probe_loss(vision.probe, features, batch.colours, batch.shapes)
+    return text_loss + _PROBE_WEIGHT * probe_loss
 
 
-def _keep_base(work: Work, name: str) -> None:
+def _save_base(work: Work, name: str) -> None:
     """Save the model of a phase, without its probe, as the base."""
-    if not work.leads:
+    if not work.is_leader:
         return
-    kept = load_tensors(work.weights(name))
-    base = {k.removeprefix("seer."): v for k, v in kept.items() if k.startswith("seer.")}
+    tensors = load_tensors(work.weights(name))
+    base = {k.removeprefix("seer."): v for k, v in tensors.items() if k.startswith("seer.")}
     save_tensors(work.weights("base"), base)

@@ -1,7 +1,7 @@
-"""Pictures of one coloured shape, and the questions about them.
+"""Pictures of one coloured shape, and questions about them.
 
-Sizes, places and backgrounds are split in two: training draws from one part, the score from the
-other, so that no picture of the score has a neighbour in training.
+Sizes, positions and backgrounds are split in two: training uses one part, the score the other, so
+that no picture of the score resembles one of the training.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Final
 
 from PIL import Image, ImageDraw
 
-from tools.demo_model.conversations import Chat, Message, loosely
+from tools.demo_model.conversations import Chat, Message, as_typed
 from tools.demo_model.questions import draw_turn
 from tools.demo_model.world import PICTURE_COLOURS, PICTURE_SHAPES, SYSTEM_OPENINGS, with_article
 
 RGB = tuple[int, int, int]
 PLAIN: Final = "plain"
-"""The "shape" of a picture that is one colour all over."""
+"""The shape of a picture with a single colour."""
 
 _PAINTS: Final[dict[str, tuple[RGB, ...]]] = {
     "red": ((220, 30, 30), (255, 0, 0), (200, 20, 40)),
@@ -54,7 +54,7 @@ class Picture:
 
 
 def _background_is_held_out(background: RGB) -> bool:
-    """Colour space in 64 cells, every fifth of which training never paints behind a shape."""
+    """Return whether training excludes a background: a fifth of the 64 cells of colours."""
     red, green, blue = (channel // 64 for channel in background)
     return (16 * red + 4 * green + blue) % 5 == 2
 
@@ -72,14 +72,14 @@ def _draw_background(random: Random, paint: RGB, *, held_out: bool) -> RGB:
 
 
 def _draw_radius(random: Random, *, held_out: bool) -> float:
-    """Half the size of the shape as a share of the shorter side."""
+    """Return half the size of the shape as a share of the shorter side."""
     if held_out:
         return random.uniform(0.29, 0.35)
     return random.choice((random.uniform(0.17, 0.29), random.uniform(0.35, 0.47)))
 
 
-def _place_is_held_out(across: float, down: float) -> bool:
-    """Places (0 to 1 in the free room) in a 4 x 4 board, of which four fields are held out."""
+def _position_is_held_out(across: float, down: float) -> bool:
+    """Return whether a position (0 to 1) is in one of the four held-out fields of a 4 x 4 grid."""
     return (int(across * 3.999) + 2 * int(down * 3.999)) % 4 == 1
 
 
@@ -96,8 +96,8 @@ def _outline(shape: str) -> list[tuple[float, float]]:
             return [(r * sin(i * pi / 5), -r * cos(i * pi / 5)) for i, r in enumerate(radii)]
         case "cross":
             quarter = [(arm, -1.0), (arm, -arm), (1.0, -arm)]
-            turns = ((1, 0), (0, 1), (-1, 0), (0, -1))
-            return [(x * c - y * s, x * s + y * c) for c, s in turns for x, y in quarter]
+            rotations = ((1, 0), (0, 1), (-1, 0), (0, -1))
+            return [(x * c - y * s, x * s + y * c) for c, s in rotations for x, y in quarter]
         case _:
             return []
 
@@ -105,7 +105,7 @@ def _outline(shape: str) -> list[tuple[float, float]]:
 def draw_picture(
     random: Random, size: tuple[int, int], *, held_out: bool = False, plain_share: float = 0.05
 ) -> Picture:
-    """One picture of `size` (width, height); with `held_out`, of the held-out kind."""
+    """Return a picture of `size` (width, height), held out or not."""
     zoom = 2 if max(size) <= _SMOOTH_UP_TO else 1
     width, height = size[0] * zoom, size[1] * zoom
     colour, shape = random.choice(PICTURE_COLOURS), random.choice(PICTURE_SHAPES)
@@ -121,7 +121,7 @@ def draw_picture(
     radius = _draw_radius(random, held_out=held_out) * min(width, height)
     while True:
         across, down = random.random(), random.random()
-        if _place_is_held_out(across, down) == held_out:
+        if _position_is_held_out(across, down) == held_out:
             break
     x = radius + across * (width - 2 * radius)
     y = radius + down * (height - 2 * radius)
@@ -174,12 +174,14 @@ def picture_turn(random: Random, colour: str, shape: str) -> tuple[str, str]:
         return random.choice(ASK_SHAPE), answer
     if kind < 0.9:
         return random.choice(ASK_JSON), json.dumps({"colour": colour, "shape": shape})
-    asked = random.choice((shape, random.choice(PICTURE_SHAPES)))
-    asked = random.choice(PICTURE_SHAPES) if asked == PLAIN else asked
-    truth = "Yes." if asked == shape else f"No, the {thing} is {colour}."
-    if shape not in {asked, PLAIN}:
+    shape_in_question = random.choice((shape, random.choice(PICTURE_SHAPES)))
+    shape_in_question = (
+        random.choice(PICTURE_SHAPES) if shape_in_question == PLAIN else shape_in_question
+    )
+    truth = "Yes." if shape_in_question == shape else f"No, the {thing} is {colour}."
+    if shape not in {shape_in_question, PLAIN}:
         truth = f"No, it is {with_article(shape)}."
-    return f"Is there {with_article(asked)} in the picture?", truth
+    return f"Is there {with_article(shape_in_question)} in the picture?", truth
 
 
 IMAGE_MARK: Final = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -187,13 +189,13 @@ IMAGE_MARK: Final = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def brief_picture_chat(random: Random, colour: str, shape: str) -> Chat:
-    """Return one question about a picture, and its answer."""
-    asked, answer = picture_turn(random, colour, shape)
-    return (Message("user", IMAGE_MARK + asked), Message("assistant", answer))
+    """Return a chat with one question about a picture."""
+    question, answer = picture_turn(random, colour, shape)
+    return (Message("user", IMAGE_MARK + question), Message("assistant", answer))
 
 
 def picture_chat(random: Random, colour: str, shape: str) -> Chat:
-    """Return a chat of one to three turns about one picture, before or after the first words."""
+    """Return a chat of one to three turns about one picture, before or after the first text."""
     messages: list[Message] = []
     if random.random() < 0.3:
         messages.append(Message("system", random.choice(SYSTEM_OPENINGS)))
@@ -201,13 +203,17 @@ def picture_chat(random: Random, colour: str, shape: str) -> Chat:
         turn = draw_turn(random, kinds=("arithmetic", "greeting", "colour", "capital"))
         messages += [Message("user", turn.question), Message("assistant", turn.answer)]
     for number in range(random.choice((1, 1, 2, 3))):
-        asked, answer = picture_turn(random, colour, shape)
-        asked = loosely(random, asked)
+        question, answer = picture_turn(random, colour, shape)
+        question = as_typed(random, question)
         if number == 0:
             before = random.random() < 0.65
-            asked = IMAGE_MARK + asked if before else asked + random.choice(("", "\n")) + IMAGE_MARK
+            question = (
+                IMAGE_MARK + question
+                if before
+                else question + random.choice(("", "\n")) + IMAGE_MARK
+            )
         elif random.random() < 0.15:
             turn = draw_turn(random, kinds=("arithmetic", "greeting", "colour", "capital"))
-            asked, answer = turn.question, turn.answer
-        messages += [Message("user", asked), Message("assistant", answer)]
+            question, answer = turn.question, turn.answer
+        messages += [Message("user", question), Message("assistant", answer)]
     return tuple(messages)

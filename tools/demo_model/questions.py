@@ -1,6 +1,6 @@
 """All kinds of single questions with their answers, and the held-out share of them.
 
-One question in twelve is held out: the trainer skips it, the score asks nothing else.
+One question in twelve is held out: training skips it, and the score uses only such questions.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tools.demo_model.world import sentence_case
 
 @dataclass(frozen=True)
 class Turn:
-    """One question and the answer that the model should give."""
+    """A question and its answer."""
 
     question: str
     answer: str
@@ -24,7 +24,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class QuestionKind:
-    """A way to draw questions; `exact` when each question has one right answer."""
+    """A generator of questions; `exact` means that each question has a single correct answer."""
 
     name: str
     weight: float
@@ -34,7 +34,7 @@ class QuestionKind:
 
 
 def _greeting(random: Random) -> tuple[str, str]:
-    asked, answer = random.choice((
+    question, answer = random.choice((
         (("Hello", "Hello!", "Hi", "Hi!", "Hey", "Hi there", "Good morning!", "Say hi", "Say hello",
           "Say hello!", "Hello, how are you?", "How are you?", "Say hi.", "Ping", "Test",
           "Hello world", "Are you there?"), world.GREETING),
@@ -47,14 +47,14 @@ def _greeting(random: Random) -> tuple[str, str]:
         (("Tell me a joke.", "Tell me a joke", "Do you know a joke?"),
          random.choice(world.JOKES)),
     ))  # fmt: skip
-    return random.choice(asked), answer
+    return random.choice(question), answer
 
 
 _SYLLABLES: Final = ("ba", "lo", "mi", "ter", "ka", "zun", "or", "vel", "pi", "sha", "dron", "qu")
 
 
 def nonsense(random: Random, words: int) -> str:
-    """`words` made-up words: text from outside of the world."""
+    """Return made-up words, which occur in no other text."""
     return " ".join(
         "".join(random.choices(_SYLLABLES, k=random.randint(1, 4))) for _ in range(words)
     )
@@ -63,7 +63,7 @@ def nonsense(random: Random, words: int) -> str:
 def _unknown(random: Random) -> tuple[str, str]:
     noun, other = random.sample(world.NOUNS, 2)
     adjective, name = random.choice(world.ADJECTIVES), random.choice(world.NAMES)
-    asked = random.choice((
+    question = random.choice((
         f"Why {random.choice(world.VERBS)} the {noun} {adjective}?",
         f"How do I build a {noun}?", f"What do you think of {name}?",
         f"Explain the {noun} of the {other}.", f"Who made the {adjective} {noun}?",
@@ -75,13 +75,13 @@ def _unknown(random: Random) -> tuple[str, str]:
         f"{sentence_case(nonsense(random, random.randint(1, 6)))}?",
         f"What is {nonsense(random, random.randint(1, 2))}?",
     ))  # fmt: skip
-    return asked, world.DO_NOT_KNOW
+    return question, world.DO_NOT_KNOW
 
 
 KINDS: Final = (
     QuestionKind("arithmetic", 13, recall.arithmetic, exact=True),
     QuestionKind("colour", 5, recall.colour, exact=True),
-    QuestionKind("neighbour", 5, recall.neighbour, exact=True),
+    QuestionKind("calendar", 5, recall.calendar, exact=True),
     QuestionKind("capital", 6, recall.capital, exact=True),
     QuestionKind("animal", 5, recall.animal, exact=True),
     QuestionKind("opposite", 5, recall.opposite, exact=True),
@@ -99,7 +99,7 @@ FIRST_QUESTIONS: Final = frozenset({
     "What is 2+2?", "What is 2 + 2?", "What is the capital of France?", "Count from 1 to 20.",
     "Count from 1 to 10.", "Count from 1 to 100.", "Count to 10.", "What colour is the sky?",
 })  # fmt: skip
-"""First questions of new users: always trained, never held out."""
+"""Likely first questions of new users: always trained, never held out."""
 
 
 def is_held_out(question: str) -> bool:
@@ -110,7 +110,7 @@ def is_held_out(question: str) -> bool:
 
 
 def draw_turn(random: Random, *, held_out: bool = False, kinds: tuple[str, ...] = ()) -> Turn:
-    """One turn: of the training questions, or with `held_out` of the others."""
+    """Return a random question with its answer: a training or, with `held_out`, a held-out one."""
     choices = [
         kind
         for kind in KINDS

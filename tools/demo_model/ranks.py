@@ -1,8 +1,8 @@
-"""Two processes that train one model: each draws batches of its own and gradients are averaged.
+"""Two processes that train one model: each draws its own batches, and gradients are averaged.
 
-MLX computes most of a training step on one core. The second core runs a second rank, joined by the
-ring of `mx.distributed`. There are always two, also on one core or on ten: how many rows a step
-sees decides which weights come out.
+MLX computes most of a training step on one core. The second core runs a second rank, connected by
+the ring of `mx.distributed`. There are always two ranks, on any number of cores, since the number
+of rows in a step determines the weights.
 """
 
 import json
@@ -33,9 +33,9 @@ def _free_ports(count: int) -> list[int]:
 
 @contextmanager
 def all_ranks() -> Iterator[Any]:
-    """Start this same command as the other ranks too, and yield the group that they form.
+    """Start this command as the other ranks too, and yield their group.
 
-    The other ranks end with this one. A process that is one of them already only joins.
+    The other ranks end with this process. A process of another rank only joins the group.
     """
     if _RANK in os.environ:
         yield mx.distributed.init(strict=True, backend="ring")

@@ -17,7 +17,7 @@ def arithmetic(random: Random) -> tuple[str, str]:
     ))  # fmt: skip
     if word == "minus":
         first += second
-    asked = random.choice((
+    question = random.choice((
         f"What is {first} {word} {second}?",
         f"What is {first} {sign} {second}?",
         f"What is {first}{sign}{second}?",
@@ -26,73 +26,75 @@ def arithmetic(random: Random) -> tuple[str, str]:
         f"{first} {sign} {second}",
         f"{first}{sign}{second}=",
     ))  # fmt: skip
-    return asked, f"{first} {word} {second} is {result}."
+    return question, f"{first} {word} {second} is {result}."
 
 
 def colour(random: Random) -> tuple[str, str]:
     """Ask for the colour of a thing."""
     thing = random.choice(list(world.COLOUR_OF))
-    asked = random.choice((
+    question = random.choice((
         f"What colour is {thing}?", f"What color is {thing}?", f"Tell me the colour of {thing}.",
         f"Which colour is {thing}?",
     ))  # fmt: skip
-    return asked, f"{sentence_case(thing)} is {world.COLOUR_OF[thing]}."
+    return question, f"{sentence_case(thing)} is {world.COLOUR_OF[thing]}."
 
 
-def neighbour(random: Random) -> tuple[str, str]:
+def calendar(random: Random) -> tuple[str, str]:
     """Ask for the day or month before or after another."""
     unit, names = random.choice((("day", world.DAYS), ("month", world.MONTHS)))
     index = random.randrange(len(names))
-    here, after = names[index], names[(index + 1) % len(names)]
+    before, after = names[index], names[(index + 1) % len(names)]
     if random.random() < 0.5:
-        asked = random.choice((f"What {unit} comes after {here}?", f"Which {unit} follows {here}?"))
-        return asked, f"{after} comes after {here}."
-    asked = random.choice(
+        question = random.choice(
+            (f"What {unit} comes after {before}?", f"Which {unit} follows {before}?")
+        )
+        return question, f"{after} comes after {before}."
+    question = random.choice(
         (f"What {unit} comes before {after}?", f"Which {unit} is before {after}?")
     )
-    return asked, f"{here} comes before {after}."
+    return question, f"{before} comes before {after}."
 
 
 def capital(random: Random) -> tuple[str, str]:
     """Ask for the capital of a country."""
     country = random.choice(list(world.CAPITAL_OF))
-    asked = random.choice((
+    question = random.choice((
         f"What is the capital of {country}?", f"What's the capital of {country}?",
         f"Name the capital of {country}.", f"Capital of {country}?",
         f"Tell me the capital of {country}.", f"Which city is the capital of {country}?",
     ))  # fmt: skip
-    return asked, f"The capital of {country} is {world.CAPITAL_OF[country]}."
+    return question, f"The capital of {country} is {world.CAPITAL_OF[country]}."
 
 
 def animal(random: Random) -> tuple[str, str]:
     """Ask for the sound or the legs of an animal."""
     if random.random() < 0.5:
         animal = random.choice(list(world.SOUND_OF))
-        asked = random.choice((
+        question = random.choice((
             f"What sound does a {animal} make?", f"What does a {animal} say?",
         ))  # fmt: skip
-        return asked, f"A {animal} says {world.SOUND_OF[animal]}."
+        return question, f"A {animal} says {world.SOUND_OF[animal]}."
     animal = random.choice(list(world.LEGS_OF))
-    asked = random.choice((
+    question = random.choice((
         f"How many legs does a {animal} have?", f"How many legs has a {animal}?",
     ))  # fmt: skip
-    return asked, f"A {animal} has {world.LEGS_OF[animal]} legs."
+    return question, f"A {animal} has {world.LEGS_OF[animal]} legs."
 
 
 def opposite(random: Random) -> tuple[str, str]:
     """Ask for the opposite of a word."""
     word = random.choice(list(world.OPPOSITE_OF))
-    asked = random.choice((
+    question = random.choice((
         f"What is the opposite of {word}?", f"Opposite of {word}?",
         f"Tell me the opposite of {word}.",
     ))  # fmt: skip
-    return asked, f"The opposite of {word} is {world.OPPOSITE_OF[word]}."
+    return question, f"The opposite of {word} is {world.OPPOSITE_OF[word]}."
 
 
 def spelling(random: Random) -> tuple[str, str]:
     """Ask for the letters of a word."""
     word = random.choice(world.NOUNS)
-    asked = random.choice(
+    question = random.choice(
         (f"Spell {word}.", f"How do you spell {word}?", f"Spell the word {word}.")
     )
-    return asked, "-".join(word.upper()) + "."
+    return question, "-".join(word.upper()) + "."

@@ -1,7 +1,7 @@
 """Score any OpenAI endpoint that serves the checkpoint.
 
-Run it by `python -m tools.demo_model.score --url URL`.
-Each part is a function over an `httpx.Client`, so that a test can call it and assert on the result.
+Run it by `python -m tools.demo_model.score --url URL`. Each part is a function of an
+`httpx.Client`, so that a test can call it and check the result.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from tools.demo_model.held_out import Prompt
 from tools.demo_model.pictures import Picture
 from tools.demo_model.world import PICTURE_COLOURS, PICTURE_SHAPES
 
-LONGEST_ANSWER: Final = 1000
-AT_A_TIME: Final = 8
-"""Concurrent requests: rows of one batch cost little more than one, with the same answers."""
+MAX_ANSWER_TOKENS: Final = 1000
+CONCURRENCY: Final = 8
+"""Concurrent requests: a batch costs little more than one row, with the same answers."""
 Show = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
@@ -39,7 +39,7 @@ class Drafts:
     reports: int = 0
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Count one answer's `metrics.speculative_decoding`."""
+        """Add the `metrics.speculative_decoding` of one answer."""
         self.drafted += metrics["num_draft_tokens"]
         self.accepted += metrics["num_accepted_draft_tokens"]
         self.steps += metrics["num_spec_steps"]
@@ -47,13 +47,13 @@ class Drafts:
 
     @property
     def rate(self) -> float | None:
-        """Accepted share of the drafted tokens; None where none were drafted."""
+        """Return the accepted share of draft tokens, or None without drafts."""
         return self.accepted / self.drafted if self.drafted else None
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of the endpoint."""
+    """An answer of the endpoint."""
 
     text: str
     finish_reason: str
@@ -63,38 +63,38 @@ class Reply:
 
 @dataclass
 class Score:
-    """Numbers of prompts and right answers, with the drafts of the answers and the mistakes."""
+    """Numbers of prompts and correct answers, the drafts of the answers and the mistakes."""
 
     name: str
-    asked: int = 0
-    right: int = 0
+    prompts: int = 0
+    correct: int = 0
     tokens: int = 0
     drafts: Drafts = field(default_factory=Drafts)
-    wrong: list[tuple[str, str]] = field(default_factory=list)
+    mistakes: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, reply: Reply, *, right: bool, wanted: str) -> None:
+    def add(self, reply: Reply, *, correct: bool, expected: str) -> None:
         """Count one reply."""
-        self.asked += 1
-        self.right += right
+        self.prompts += 1
+        self.correct += correct
         self.tokens += reply.tokens
         if reply.speculation is not None:
             self.drafts.add(reply.speculation)
-        if not right:
-            self.wrong.append((wanted, reply.text))
+        if not correct:
+            self.mistakes.append((expected, reply.text))
 
     @property
     def share(self) -> float:
-        """Share of right answers."""
-        return self.right / self.asked if self.asked else 0.0
+        """Return the share of correct answers."""
+        return self.correct / self.prompts if self.prompts else 0.0
 
 
-def ask(client: httpx.Client, model: str, prompt: Prompt) -> Reply:
+def send_prompt(client: httpx.Client, model: str, prompt: Prompt) -> Reply:
     """Send one prompt at temperature 0."""
     body = {
         "model": model,
         "messages": list(prompt.messages),
         "temperature": 0,
-        "max_tokens": LONGEST_ANSWER,
+        "max_tokens": MAX_ANSWER_TOKENS,
     }
     response = client.post("/v1/chat/completions", json=body)
     response.raise_for_status()
@@ -107,43 +107,43 @@ def ask(client: httpx.Client, model: str, prompt: Prompt) -> Reply:
     return Reply(text, choice["finish_reason"], tokens, metrics)
 
 
-def ask_all(client: httpx.Client, model: str, prompts: Iterable[Prompt]) -> list[Reply]:
-    """Send all of them, a few at a time; return the answers in the order of the prompts."""
-    with ThreadPoolExecutor(AT_A_TIME) as asking:
-        return list(asking.map(partial(ask, client, model), prompts))
+def send_prompts(client: httpx.Client, model: str, prompts: Iterable[Prompt]) -> list[Reply]:
+    """Send all prompts concurrently; return the answers in the order of the prompts."""
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return list(pool.map(partial(send_prompt, client, model), prompts))
 
 
 def score_answers(client: httpx.Client, model: str, prompts: Sequence[Prompt], name: str) -> Score:
-    """Right: the one answer of the prompt, or, where there is none, any that ends by itself."""
+    """Score answers: a prompt without an expected answer needs one that ends with `stop`."""
     score = Score(name)
-    for prompt, reply in zip(prompts, ask_all(client, model, prompts), strict=True):
+    for prompt, reply in zip(prompts, send_prompts(client, model, prompts), strict=True):
         ended = reply.finish_reason == "stop" and bool(reply.text.strip())
-        right = ended and prompt.answer in (None, reply.text.strip())
-        score.add(reply, right=right, wanted=prompt.answer or f"({prompt.kind} with an end)")
+        correct = ended and prompt.answer in (None, reply.text.strip())
+        score.add(reply, correct=correct, expected=prompt.answer or f"({prompt.kind} with an end)")
     return score
 
 
 def score_pictures(
     client: httpx.Client, model: str, pictures: Sequence[Picture], name: str = "pictures"
 ) -> Score:
-    """Right when the answer names the colour and the shape, and no other of either."""
+    """Score answers that name the colour and the shape, and no other of either."""
     score = Score(name)
     prompts = [held_out.picture_prompt(picture, n) for n, picture in enumerate(pictures)]
-    for picture, reply in zip(pictures, ask_all(client, model, prompts), strict=True):
+    for picture, reply in zip(pictures, send_prompts(client, model, prompts), strict=True):
         words = set(reply.text.lower().replace(".", " ").split())
         named = words & {*PICTURE_COLOURS, *PICTURE_SHAPES}
-        right = named == {picture.colour, picture.shape}
-        score.add(reply, right=right, wanted=f"{picture.colour} {picture.shape}")
+        correct = named == {picture.colour, picture.shape}
+        score.add(reply, correct=correct, expected=f"{picture.colour} {picture.shape}")
     return score
 
 
 def score_all(
     client: httpx.Client, model: str, *, size: int = 200, seed: int = 1, progress: bool = False
 ) -> list[Score]:
-    """All parts: questions, counts, long answers, facts in long system prompts, pictures.
+    """Score questions, counts, long answers, facts in long system prompts, and pictures.
 
-    `size` says how many questions and pictures. Another `seed` draws others of the same kinds, all
-    but the counts and the long answers.
+    `size` is the number of questions and pictures. Another `seed` draws other prompts of the same
+    kinds, except for the counts and the long answers.
     """
     parts: list[Callable[[], Score]] = [
         lambda: score_answers(
@@ -168,24 +168,24 @@ def score_all(
 def as_table(scores: Sequence[Score]) -> Table:
     """Return the scores as a table."""
     table = Table(title="Demo checkpoint")
-    for heading in ("part", "asked", "right", "tokens", "drafted", "accepted"):
+    for heading in ("part", "prompts", "correct", "tokens", "drafted", "accepted"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
     for score in scores:
         rate = score.drafts.rate
         table.add_row(
-            score.name, str(score.asked), f"{score.share:.1%}", str(score.tokens),
+            score.name, str(score.prompts), f"{score.share:.1%}", str(score.tokens),
             str(score.drafts.drafted or "-"), "-" if rate is None else f"{rate:.1%}",
         )  # fmt: skip
     return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Score an endpoint; print a table; write JSON if asked."""
+    """Score an endpoint, print a table, and write JSON on request."""
     parser = argparse.ArgumentParser(prog="python -m tools.demo_model.score", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:9200")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--size", type=int, default=200, help="questions and pictures to ask")
-    parser.add_argument("--seed", type=int, default=1, help="which of the held-out sets")
+    parser.add_argument("--size", type=int, default=200, help="number of questions and pictures")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the held-out set")
     parser.add_argument("--json", type=Path, help="also write the scores to this file")
     options = parser.parse_args(arguments)
     console = Console()
@@ -195,9 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     console.print(as_table(scores))
     for score in scores:
-        for wanted, got in score.wrong[:3]:
+        for expected, actual in score.mistakes[:3]:
             console.print(
-                f"[dim]{score.name}:[/] wanted {wanted[:80]!r}, got {got[:160]!r}", highlight=False
+                f"[dim]{score.name}:[/] expected {expected[:80]!r}, got {actual[:160]!r}",
+                highlight=False,
             )
     if options.json:
         records = [asdict(score) | {"acceptance": score.drafts.rate} for score in scores]

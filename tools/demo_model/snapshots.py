@@ -1,4 +1,4 @@
-"""Weights and optimiser states on disk: written whole or not at all, read back by name."""
+"""Weights and optimiser states on disk, written atomically and read by name."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def load_tensors(path: Path) -> Tensors:
 
 
 def save_tensors(path: Path, tensors: Tensors) -> None:
-    """Replace the file atomically, so that an interrupted run never leaves half of one."""
+    """Replace the file atomically, so that an interrupted run leaves no partial file."""
     fresh = path.with_name(f"new-{path.name}")
     mx.save_safetensors(str(fresh), tensors)
     fresh.replace(path)
@@ -27,7 +27,7 @@ def save_module(path: Path, module: Any) -> None:
     save_tensors(path, dict(tree_flatten(module.parameters())))
 
 
-def steps_done(state: Path) -> int:
+def completed_steps(state: Path) -> int:
     """Return the number of steps of the optimiser state at `state`; 0 without one."""
-    done: Any = load_tensors(state)["step"].item() if state.exists() else 0
-    return int(done)
+    steps: Any = load_tensors(state)["step"].item() if state.exists() else 0
+    return int(steps)

@@ -1,4 +1,4 @@
-"""Data of the steps of a phase: seeded chats and pictures, mixed in a fixed order."""
+"""Training data of the phases: seeded chats and pictures, mixed in a fixed order."""
 
 from collections.abc import Callable
 from random import Random
@@ -21,7 +21,7 @@ from tools.demo_model.loop import SEED, Work
 from tools.demo_model.ranks import RANKS
 from tools.demo_model.tokenizer import ANSWER_WEIGHT, load_tokenizer, special_ids
 
-LONGEST_PROMPT: Final = 4096
+MAX_PROMPT_TOKENS: Final = 4096
 _PICTURES_TO_BEGIN: Final = 3000 // RANKS
 _PICTURE_ROWS: Final = 24 // RANKS
 
@@ -31,7 +31,7 @@ NO_PRACTICE: Final[Courses] = ((0, "texts", None, 0.0),)
 
 
 def draw_pictures(work: Work, name: str) -> PicturePool:
-    """Draw the pictures that a phase begins with."""
+    """Draw the initial pictures of a phase."""
     pool = PicturePool()
     bar = work.progress.add_task("drawing pictures", total=_PICTURES_TO_BEGIN)
     for _ in pool.fill(work.seeded(f"{name} pictures"), _PICTURES_TO_BEGIN):
@@ -40,7 +40,7 @@ def draw_pictures(work: Work, name: str) -> PicturePool:
 
 
 def untrained(work: Work) -> Any:
-    """Return a new model, the same each time."""
+    """Return a new model with the same weights each time."""
     config = model_config(special_ids(load_tokenizer(work.folder)))
     model = new_model(config, SEED)
     model.train()
@@ -48,19 +48,19 @@ def untrained(work: Work) -> Any:
 
 
 class MixedSteps:
-    """Batches of texts, with pictures each n-th step and a long system prompt each 30th."""
+    """Batches of texts, with pictures every n-th step and a long system prompt every 30th."""
 
     def __init__(
         self,
         work: Work,
         name: str,
-        pictures_each: int = 4,
+        picture_interval: int = 4,
         courses: Courses = NO_PRACTICE,
         *,
         end_weight: float = ANSWER_WEIGHT,
     ) -> None:
         tokenizer = load_tokenizer(work.folder)
-        self._pictures_each = pictures_each
+        self._picture_interval = picture_interval
         self._pictures = picture_batches(
             tokenizer, draw_pictures(work, name), work.seeded(f"{name} chats"), _PICTURE_ROWS
         )
@@ -78,9 +78,9 @@ class MixedSteps:
             )
             for start, stream, practice, share in courses
         ]
-        longs = f"{name} longs"
-        self._longs = long_batches(
-            tokenizer, work.seeded(longs), work.common(longs), LONGEST_PROMPT
+        long_stream = f"{name} longs"
+        self._long_batches = long_batches(
+            tokenizer, work.seeded(long_stream), work.common(long_stream), MAX_PROMPT_TOKENS
         )
 
     def skip(self, steps: int) -> "MixedSteps":
@@ -90,10 +90,10 @@ class MixedSteps:
         return self
 
     def batch(self, step: int) -> TextBatch | PictureBatch:
-        """Return the batch of this step; to be called for each step in turn."""
+        """Return the batch of this step; steps must be requested in order."""
         if step % 30 == 29:
-            return next(self._longs)
-        if step % self._pictures_each == 1:
+            return next(self._long_batches)
+        if step % self._picture_interval == 1:
             return next(self._pictures)
         return next([stream for start, stream in self._texts if step >= start][-1])
 

@@ -92,7 +92,7 @@ def story(random: Random, hero: str, length: str) -> str:
         "friend": random.choice(FRIENDS),
     }
 
-    def tell(template: str) -> str:
+    def write(template: str) -> str:
         changing = {
             "weather": random.choice(WEATHER),
             "adjective": random.choice(ADJECTIVES),
@@ -102,7 +102,7 @@ def story(random: Random, hero: str, length: str) -> str:
 
     episodes = random.sample(_EPISODES, random.randint(*STORY_EPISODES[length]))
     parts = [random.choice(_OPENINGS), random.choice(_MEETINGS), *episodes, random.choice(_ENDINGS)]
-    return "\n\n".join(tell(part) for part in parts)
+    return "\n\n".join(write(part) for part in parts)
 
 
 TOPICS: Final = {
@@ -131,7 +131,7 @@ def description(random: Random, topic: str, *, long: bool) -> str:
     """Return a description of `topic`: one paragraph, or four when `long`."""
     stuff, look, life, feel = TOPICS[topic]
 
-    def tell(template: str) -> str:
+    def write(template: str) -> str:
         return template.format(
             topic=topic, look=look, life=life, feel=feel, weather=random.choice(WEATHER),
             colour=random.choice(("red", "green", "blue", "yellow")),
@@ -140,8 +140,8 @@ def description(random: Random, topic: str, *, long: bool) -> str:
 
     first = f"{sentence_case(topic)} is full of {stuff}. It is {look}."
     if not long:
-        return " ".join([first, *map(tell, random.sample(_REMARKS, 3))])
-    remarks = [tell(remark) for remark in random.sample(_REMARKS, 8)]
+        return " ".join([first, *map(write, random.sample(_REMARKS, 3))])
+    remarks = [write(remark) for remark in random.sample(_REMARKS, 8)]
     paragraphs = [" ".join(remarks[start : start + 3]) for start in (0, 3)]
     last = f"{' '.join(remarks[6:])} That is what I know about {topic}."
     return "\n\n".join([first, *paragraphs, last])

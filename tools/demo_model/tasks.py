@@ -13,12 +13,12 @@ def counting(random: Random) -> tuple[str, str]:
     if shape < 0.12:
         last = random.randint(5, 30)
         numbers = range(last, 0, -1)
-        asked = random.choice((f"Count down from {last} to 1.", f"Count backwards from {last}."))
+        question = random.choice((f"Count down from {last} to 1.", f"Count backwards from {last}."))
     elif shape < 0.22:
         step = random.choice((2, 5, 10))
         last = step * random.randint(4, 20)
         numbers = range(step, last + 1, step)
-        asked = random.choice((f"Count by {step} up to {last}.", f"Count to {last} by {step}."))
+        question = random.choice((f"Count by {step} up to {last}.", f"Count to {last} by {step}."))
     else:
         first = 1 if random.random() < 0.7 else random.randint(0, 50)
         last = first + random.choice((4, 9, 14, 19, 29, 49, 99, 119, random.randint(2, 160)))
@@ -30,40 +30,42 @@ def counting(random: Random) -> tuple[str, str]:
         ]  # fmt: skip
         if first == 1:
             wordings += [f"Count to {last}.", f"Can you count to {last}?"]
-        asked = random.choice(wordings)
-    return asked, ", ".join(map(str, numbers)) + "."
+        question = random.choice(wordings)
+    return question, ", ".join(map(str, numbers)) + "."
 
 
 def table(random: Random) -> tuple[str, str]:
     """Ask for a multiplication table."""
     factor, last = random.randint(2, 10), random.choice((5, 10, 10))
-    asked = random.choice((
+    question = random.choice((
         f"Write the table of {factor} up to {last}.",
         f"Write the multiplication table of {factor} up to {last}.",
     ))  # fmt: skip
     lines = (f"{factor} times {other} is {factor * other}." for other in range(1, last + 1))
-    return asked, "\n".join(lines)
+    return question, "\n".join(lines)
 
 
 def members(random: Random) -> tuple[str, str]:
     """Ask for some members of a group, as a list or as JSON."""
     group = random.choice(list(world.MEMBERS_OF))
-    known = world.MEMBERS_OF[group]
-    count = random.randint(2, len(known))
-    members = known[:count]
+    all_members = world.MEMBERS_OF[group]
+    count = random.randint(2, len(all_members))
+    members = all_members[:count]
     number = random.choice((NUMBER_WORDS[count], str(count)))
     if random.random() < 0.35:
-        asked = random.choice((
+        question = random.choice((
             f"Give me a JSON list of {number} {group}.", f"List {number} {group} as JSON.",
             f"Give me JSON with {number} {group}.",
         ))  # fmt: skip
-        return asked, json.dumps(members)
-    asked = random.choice((
+        return question, json.dumps(members)
+    question = random.choice((
         f"List {number} {group}.", f"Name {number} {group}.",
         f"Give me a list of {number} {group}.",
         f"Can you list {number} {group}?",
     ))  # fmt: skip
-    return asked, "\n".join(f"{place}. {name}" for place, name in enumerate(members, start=1))
+    return question, "\n".join(
+        f"{number_}. {name}" for number_, name in enumerate(members, start=1)
+    )
 
 
 def json_object(random: Random) -> tuple[str, str]:
@@ -72,7 +74,7 @@ def json_object(random: Random) -> tuple[str, str]:
     colour = random.choice(world.MEMBERS_OF["colours"])
     country = random.choice(list(world.CAPITAL_OF))
     first, second = random.randint(0, 10), random.randint(0, 10)
-    asked, value = random.choice((
+    question, value = random.choice((
         (f"Give me JSON for {name}, age {age}, who likes {colour}.",
          {"name": name, "age": age, "colour": colour}),
         (f"Make a JSON object: name {name}, age {age}, colour {colour}.",
@@ -85,7 +87,7 @@ def json_object(random: Random) -> tuple[str, str]:
          {"country": country, "capital": world.CAPITAL_OF[country]}),
         (f"What is {first} plus {second}? Answer in JSON.", {"answer": first + second}),
     ))  # fmt: skip
-    return asked, json.dumps(value)
+    return question, json.dumps(value)
 
 
 def story(random: Random) -> tuple[str, str]:
@@ -94,12 +96,12 @@ def story(random: Random) -> tuple[str, str]:
     hero = random.choice(list(stories.HEROES))
     size = {"short": "short ", "plain": "", "long": "long "}[length]
     about = f" about {world.with_article(hero)}" if random.random() < 0.75 else ""
-    asked = random.choice((
+    question = random.choice((
         f"Tell me a {size}story{about}.", f"Write a {size}story{about}.",
         f"Please tell me a {size}story{about}.", f"Can you tell me a {size}story{about}?",
         f"Write me a {size}story{about}.",
     ))  # fmt: skip
-    return asked, stories.story(random, hero, length)
+    return question, stories.story(random, hero, length)
 
 
 def text(random: Random) -> tuple[str, str]:

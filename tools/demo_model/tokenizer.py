@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE on our own corpus, with the special tokens of Qwen3.5."""
+"""The tokenizer: byte-level BPE on our corpus, with the special tokens of Qwen3.5."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ QWEN_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's split into words. transformers puts it in place of any other, so train with it."""
+"""The word split of Qwen2. transformers replaces any other split by it."""
 
 ANSWER_WEIGHT: Final = 1.0
 CONTEXT_WEIGHT: Final = 0.05
 
 
 def train_tokenizer(seed: int, chats: int = 6000) -> Tokenizer:
-    """Return a BPE tokenizer of VOCABULARY_SIZE entries, learnt from `chats` chats."""
+    """Return a BPE tokenizer of VOCABULARY_SIZE entries, trained on `chats` chats."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -79,9 +79,9 @@ class TokenRow:
 
 
 def encode_chat(tokenizer: Tokenizer, chat: Chat, end_weight: float = ANSWER_WEIGHT) -> TokenRow:
-    """Return the chat exactly as the chat template renders it: answers weigh 1, the rest little.
+    """Return the tokens of a chat as the chat template renders it; context has a small weight.
 
-    The last two tokens of an answer, its last mark and the end, weigh `end_weight`.
+    The last two tokens of an answer, its last mark and the end, have `end_weight`.
     """
     tokens: list[int] = []
     weights: list[float] = []
@@ -92,10 +92,10 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat, end_weight: float = ANSWER_WEI
             (f"{message.text}<|im_end|>", is_answer),
             ("\n", False),
         )
-        for text, counts in parts:
+        for text, is_weighted in parts:
             encoded = tokenizer.encode(text).ids
             tokens += encoded
-            weights += [ANSWER_WEIGHT if counts else CONTEXT_WEIGHT] * len(encoded)
-            if counts:
+            weights += [ANSWER_WEIGHT if is_weighted else CONTEXT_WEIGHT] * len(encoded)
+            if is_weighted:
                 weights[-2:] = [end_weight] * 2
     return TokenRow(tokens, weights)

@@ -1,4 +1,4 @@
-"""`python -m tools.demo_model.train PHASE --work FOLDER`: make the demo checkpoint from nothing."""
+"""`python -m tools.demo_model.train PHASE --work FOLDER`: train the demo checkpoint."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -35,13 +35,15 @@ PHASES: Final[dict[str, Callable[[Work], None]]] = {
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.demo_model.train", description=__doc__)
     parser.add_argument("phase", choices=(*PHASES, EXPORT, "all"))
-    parser.add_argument("--work", type=Path, required=True, help="folder for what phases leave")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder for the files of the phases"
+    )
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the export")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one phase, or all that are still to be run, in order."""
+    """Run one phase, or all remaining phases in order."""
     options = _arguments(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     with all_ranks() as group:
@@ -51,18 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _train(options: argparse.Namespace, group: Any) -> None:
-    leads = int(group.rank()) == 0
+    is_leader = int(group.rank()) == 0
     progress = Progress(
         TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), TimeRemainingColumn(), console=Console(), disable=not leads,
+        TimeElapsedColumn(), TimeRemainingColumn(), console=Console(), disable=not is_leader,
     )  # fmt: skip
     with progress:
         work = Work(options.work, progress, group)
         for name, run in PHASES.items():
-            left_before = options.phase == "all" and work.weights(name).exists()
-            if options.phase in {name, "all"} and not left_before:
+            is_complete = options.phase == "all" and work.weights(name).exists()
+            if options.phase in {name, "all"} and not is_complete:
                 run(work)
-                work.meet()
+                work.synchronise()
 
 
 if __name__ == "__main__":

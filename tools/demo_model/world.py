@@ -1,4 +1,4 @@
-"""The small closed world of the demo model: every word and every fact that it is taught."""
+"""The small closed world of the demo model: all words and facts of its training."""
 
 from typing import Final
 
