@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 
+from pydantic import TypeAdapter
+
 from gateway.auth.rate_limits import AdmittedTotals, RateLimiter
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import NOW
@@ -41,7 +43,8 @@ return 1
 _ASSUMED_GATEWAYS = 2
 _MAX_GATEWAYS = 64
 _NOTHING = AdmittedTotals(0, 0, 0, 0, 0, 0)
-_ByKey = Mapping[str, AdmittedTotals]
+_ByKey = dict[str, AdmittedTotals]
+_BY_KEY = TypeAdapter(_ByKey)
 
 
 class SharedRateLimits:
@@ -88,7 +91,8 @@ class SharedRateLimits:
         own = self._redis.gateway_id
         alive, flat = await self._exchange(_KEYS, [own, admitted, _ALIVE_MS, _EXPIRE_MS])
         pairs = zip(flat[::2], flat[1::2], strict=True)
-        return frozenset(alive), {name: _parse(text) for name, text in pairs if name != own}
+        others = {name: _BY_KEY.validate_json(text) for name, text in pairs if name != own}
+        return frozenset(alive), others
 
     def _divide(self, gateways: int) -> None:
         now_s = self._clock()
@@ -101,7 +105,7 @@ class SharedRateLimits:
         now_s = self._clock()
         for gateway, by_key in others.items():
             # What was admitted before this process started is in its daily budgets already.
-            charged = self._charged.pop(gateway, {} if self._started else dict(by_key))
+            charged = self._charged.pop(gateway, {} if self._started else by_key.copy())
             self._charged[gateway] = charged
         for name, limiter in self._limiters():
             running = reserved = 0
@@ -125,13 +129,3 @@ class SharedRateLimits:
             limiter.set_remote_load(running, reserved)
         while len(self._charged) > _MAX_GATEWAYS:
             del self._charged[next(iter(self._charged))]
-
-
-def _parse(text: str) -> dict[str, AdmittedTotals]:
-    """Parse what a gateway has admitted; raise `ValueError`."""
-    try:
-        return {
-            name: AdmittedTotals(*map(int, totals)) for name, totals in json.loads(text).items()
-        }
-    except (AttributeError, TypeError):
-        raise ValueError("not the totals of a gateway") from None

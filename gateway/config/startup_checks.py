@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import itertools
 import secrets
@@ -38,19 +37,17 @@ def check_binding(settings: Settings, *, keyed: bool) -> None:
 
 def check_secrets(settings: Settings) -> None:
     """Raise `StartupError` for a secret that no client can send, or that is used twice."""
-    secrets_by_name = {
+    by_name = {
         "PACELINE_API_KEY": settings.api_key,
         "PACELINE_ADMIN_KEY": settings.admin_key,
         "PACELINE_JOIN_TOKEN": settings.join_token,
     }
-    given = {name: secret for name, secret in secrets_by_name.items() if secret is not None}
+    given = {name: one.get_secret_value() for name, one in by_name.items() if one is not None}
     for name, secret in given.items():
-        if not fits_header(secret.get_secret_value()):
+        if not fits_header(secret):
             raise StartupError(f"{name} contains characters that an HTTP header cannot carry.")
     for (name, secret), (other, same) in itertools.combinations(given.items(), 2):
-        if hmac.compare_digest(
-            secret.get_secret_value().encode(), same.get_secret_value().encode()
-        ):
+        if secret == same:
             raise StartupError(
                 f"{name} and {other} have the same value. Choose a different secret for each."
             )
