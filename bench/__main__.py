@@ -9,7 +9,7 @@ from bench.gateway import __main__ as gateway
 
 def main() -> None:
     gateway.main()
-    sys.stdout.write("The engine has a benchmark of its own: python -m bench.engine\n")
+    sys.stdout.write("`python -m bench.engine` measures the engine.\n")
 
 
 if __name__ == "__main__":

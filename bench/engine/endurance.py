@@ -2,7 +2,7 @@
 
 `python -m bench.engine.endurance` sends short requests of every kind to a real worker over HTTP, a
 few at a time. After each hundred it waits until no request runs, and samples the memory of MLX and
-of the process. The prefix cache has a limit of its own and is shown separately.
+of the process. The prefix cache has a separate limit and column.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sample:
 
     @property
     def steady_bytes(self) -> int:
-        """Return the memory of MLX without cached prefixes, which have a limit of their own."""
+        """Return the memory of MLX without cached prefixes, which have a separate limit."""
         return self.active_bytes - self.prefix_cache_bytes
 
 

@@ -1,4 +1,4 @@
-"""A load generator for OpenAI endpoints: prompts, requests over time, answers and reports."""
+"""A load generator for OpenAI endpoints: prompts, load, measurements and reports."""
 
 from __future__ import annotations
 

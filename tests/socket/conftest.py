@@ -8,7 +8,7 @@ from tests.support.gateway_fixtures import (  # noqa: F401
     gateway_behind_proxy,
     gateway_with_traffic,
     gateway_with_worker,
-    keep_joined,
+    join_with_heartbeats,
     log_capture,
     long_status_timeout,
     make_cluster_gateway,

@@ -75,7 +75,7 @@ def worker() -> Iterator[ScriptedWorker]:
 
 
 @pytest.fixture
-def keep_joined(worker: ScriptedWorker) -> Iterator[Callable[[RunningGateway], None]]:
+def join_with_heartbeats(worker: ScriptedWorker) -> Iterator[Callable[[RunningGateway], None]]:
     """Return a function that makes the worker join and send heartbeats until the test ends."""
     with contextlib.ExitStack() as stack:
         yield lambda gateway: stack.enter_context(send_heartbeats(gateway, worker))
@@ -157,7 +157,7 @@ def canary_listener() -> Iterator[CanaryListener]:
 
 MakeGateway = Callable[..., RunningGateway]
 StartGateway = Callable[..., RunningGateway]
-KeepJoined = Callable[[RunningGateway], None]
+JoinWithHeartbeats = Callable[[RunningGateway], None]
 BreakRedis = Callable[[RedisServer], None]
 
 

@@ -13,24 +13,24 @@ class MemoryRecords:
     remote = False
 
     def __init__(self) -> None:
-        self.shelves: TextsByKind = {}
+        self.texts: TextsByKind = {}
 
     def is_current(self, _kind: str) -> bool:
         return True
 
     async def all(self, kind: str) -> Mapping[str, str]:
-        return dict(self.shelves.get(kind, {}))
+        return dict(self.texts.get(kind, {}))
 
     async def add(self, kind: str, name: str, text: str) -> bool:
-        shelf = self.shelves.setdefault(kind, {})
-        new = name not in shelf
-        shelf.setdefault(name, text)
+        texts_by_name = self.texts.setdefault(kind, {})
+        new = name not in texts_by_name
+        texts_by_name.setdefault(name, text)
         return new
 
     async def replace(self, kind: str, name: str, text: str) -> None:
-        shelf = self.shelves.get(kind, {})
-        if name in shelf:
-            shelf[name] = text
+        texts_by_name = self.texts.get(kind, {})
+        if name in texts_by_name:
+            texts_by_name[name] = text
 
     async def remove(self, kind: str, name: str) -> None:
-        self.shelves.get(kind, {}).pop(name, None)
+        self.texts.get(kind, {}).pop(name, None)

@@ -29,7 +29,7 @@ def tiny_llama_sliding_window(vocabulary: int) -> Target:
 
 
 def tiny_qwen2_5_vl(vocabulary: int) -> Target:
-    """Make the language model of a family that takes the positions of its tokens."""
+    """Make the language model of a family with positions of tokens as an argument."""
     mx.random.seed(0)
     text = qwen2_5_vl.TextConfig(
         model_type="qwen2_5_vl", **_sizes(vocabulary), rope_scaling=_positions()

@@ -12,5 +12,5 @@ STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
 
 
 def prefix_holders(prefixes: PrefixIndex, name: str = "p") -> set[tuple[str, str]]:
-    """Return the workers and boots that are believed to have a system prompt cached."""
+    """Return the workers and boots with a claim for a system prompt."""
     return set(prefixes.annotate(FleetView.of((), frozenset()), name).prefix_boots)

@@ -47,7 +47,7 @@ def is_near_tie(
 ) -> bool:
     """Return whether two answers first differ where the two best scores differ by float noise.
 
-    The scores are computed anew, in one pass over the common beginning: noise is at most four
+    The scores are recomputed in one pass over the common beginning: noise is at most four
     steps of bfloat16 at the size of the score.
     """
     at = next(i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b)

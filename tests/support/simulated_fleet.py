@@ -246,7 +246,7 @@ class Simulation:
         )
 
     def _status_counts(self, reports: tuple[WorkerReport, ...]) -> Counter[tuple[str, ...]]:
-        found: Counter[tuple[str, ...]] = Counter()
+        counts: Counter[tuple[str, ...]] = Counter()
         lanes_by_group: dict[tuple[str, ...], list[LaneReport]] = {}
         for report in reports:
             lanes_by_group.setdefault(("fleet",), []).extend(report.lanes)
@@ -256,17 +256,17 @@ class Simulation:
             mtp = mtp_status(tuple(lanes))
             assert mtp.enabled
             assert mtp.attempted == mtp.accepted + mtp.rejected + mtp.errors
-            found[*group, "drafts"] = mtp.drafts
-            found[*group, "attempted"] = mtp.attempted
-            found[*group, "accepted"] = mtp.accepted
-            found[*group, "bypass"] = mtp.bypass_counts.get("media", 0)
+            counts[*group, "drafts"] = mtp.drafts
+            counts[*group, "attempted"] = mtp.attempted
+            counts[*group, "accepted"] = mtp.accepted
+            counts[*group, "bypass"] = mtp.bypass_counts.get("media", 0)
             for position, share in enumerate(mtp.acceptance_rate_per_position):
-                found[*group, f"position {position}"] = round(share * mtp.drafts)
-            found[*group, "requests"] = sum(lane.requests for lane in lanes)
-            found[*group, "prompt"] = sum(lane.prompt_tokens for lane in lanes)
-            found[*group, "completion"] = sum(lane.completion_tokens for lane in lanes)
-            found[*group, "cached"] = sum(lane.prefix.cached_tokens for lane in lanes)
-        return +found
+                counts[*group, f"position {position}"] = round(share * mtp.drafts)
+            counts[*group, "requests"] = sum(lane.requests for lane in lanes)
+            counts[*group, "prompt"] = sum(lane.prompt_tokens for lane in lanes)
+            counts[*group, "completion"] = sum(lane.completion_tokens for lane in lanes)
+            counts[*group, "cached"] = sum(lane.prefix.cached_tokens for lane in lanes)
+        return +counts
 
     def _prometheus_counts(self, text: str) -> Counter[tuple[str, ...]]:
         names = {
@@ -274,12 +274,12 @@ class Simulation:
             "vllm:spec_decode_num_draft_tokens_total": "attempted",
             "vllm:spec_decode_num_accepted_tokens_total": "accepted",
         }
-        found: Counter[tuple[str, ...]] = Counter()
+        counts: Counter[tuple[str, ...]] = Counter()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 worker = ("worker", sample.labels["worker"])
                 if sample.name in names:
-                    found[*worker, names[sample.name]] += int(sample.value)
+                    counts[*worker, names[sample.name]] += int(sample.value)
                 elif "per_pos" in sample.name:
-                    found[*worker, f"position {sample.labels['position']}"] += int(sample.value)
-        return +found
+                    counts[*worker, f"position {sample.labels['position']}"] += int(sample.value)
+        return +counts

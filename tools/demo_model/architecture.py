@@ -96,7 +96,7 @@ def new_model(config: Mapping[str, Any], seed: int) -> Any:
     """Return a float32 model with small random weights.
 
     The library draws `A_log` from log(U(0, 16)) and sets `dt_bias` to 1, with which a Gated
-    DeltaNet forgets within a few tokens; here its heads begin with half-lives of 40 tokens to one.
+    DeltaNet forgets within a few tokens; here its heads start with half-lives of one to 40 tokens.
     """
     mx.random.seed(seed)
     model = Model(ModelConfig.from_dict(dict(config)))

@@ -57,8 +57,8 @@ def gated_delta(
     reading = mx.concatenate([state_keys, state_queries], -2)
     every = (mx.split(part, chunks) for part in (reading, fading, writes, new_values))
     outputs = []
-    for asked, fade, write, new in zip(*every, strict=True):
-        read, query = mx.split(asked[0] @ state, 2, -2)
+    for queries, fade, write, new in zip(*every, strict=True):
+        read, query = mx.split(queries[0] @ state, 2, -2)
         outputs.append(query)
         state = fade[0] * state + write[0] @ (new[0] - read)
     stacked = (mx.stack(outputs) + own).transpose(1, 0, 3, 2, 4)

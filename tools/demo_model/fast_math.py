@@ -88,14 +88,14 @@ def _masked_softmax_backward(
 
 
 def _losses_and_slopes(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    numbers, wanted = _numbers(logits), np.asarray(targets)[..., None]
+    numbers, target_ids = _numbers(logits), np.asarray(targets)[..., None]
     top = numbers.max(-1, keepdims=True)
     slopes = numbers - top
     np.exp(slopes, out=slopes)
     total = slopes.sum(-1, keepdims=True)
-    losses = np.log(total) + top - np.take_along_axis(numbers, wanted, -1)
+    losses = np.log(total) + top - np.take_along_axis(numbers, target_ids, -1)
     slopes /= total
-    np.put_along_axis(slopes, wanted, np.take_along_axis(slopes, wanted, -1) - 1, -1)
+    np.put_along_axis(slopes, target_ids, np.take_along_axis(slopes, target_ids, -1) - 1, -1)
     return mx.array(losses[..., 0]), mx.array(slopes)
 
 

@@ -74,5 +74,5 @@ def load_accepted(path: Path = FOLDER / "equivalent.toml") -> tuple[Accepted, ..
     accepted = tuple(Accepted(**entry) for entry in entries)
     for entry in accepted:
         if not entry.reason.strip():
-            raise ValueError(f"{path.name}: the entry for {entry.line!r} gives no reason")
+            raise ValueError(f"{path.name}: the entry for {entry.line!r} has no reason")
     return accepted

@@ -128,7 +128,7 @@ def make(mutation: MutationSpec, module: str, source: str) -> Mutant | None:
 def _differs(source: str, mutated: str) -> bool:
     try:
         with warnings.catch_warnings():
-            # pytest makes errors of warnings: `is` beside a literal would be found at import.
+            # pytest turns warnings into errors: `is` with a literal would fail at import.
             warnings.simplefilter("error", SyntaxWarning)
             compile(mutated, "mutant", "exec")
     except SyntaxError:

@@ -60,7 +60,7 @@ class SwitchableRecords(MemoryRecords):
         if not self.writable:
             raise RecordsUnwritable
         self.writes += 1
-        self.shelves.setdefault(kind, {})[name] = text
+        self.texts.setdefault(kind, {})[name] = text
 
 
 def usage_store(process: str, records: MemoryRecords | None = None) -> UsageStore:
@@ -135,7 +135,7 @@ async def test_a_stored_day_is_written_again_only_after_a_change() -> None:
     ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
     for _ in range(2):
         await ledger.flush()
-        ((name, text),) = records.shelves["usage"].items()
+        ((name, text),) = records.texts["usage"].items()
         assert name == f"{date_of(TODAY)}/life"
         assert json.loads(text)["rows"] == [["key-a", "lab", 1, 5, 2, 1, 0]]
         assert records.writes == 1
@@ -153,7 +153,7 @@ async def test_a_past_day_is_dropped_from_memory_once_it_is_stored() -> None:
     records.writable = True
     await ledger.flush()
     assert ledger.records() == {}
-    assert totals(records.shelves["usage"]) == {(TODAY - 9, "key-a"): (1, 7)}
+    assert totals(records.texts["usage"]) == {(TODAY - 9, "key-a"): (1, 7)}
 
 
 def test_an_unreadable_record_is_skipped() -> None:
@@ -165,7 +165,7 @@ def test_an_unreadable_record_is_skipped() -> None:
 async def test_tokens_used_today_include_earlier_processes() -> None:
     records = MemoryRecords()
     ledger = usage_store("life-2", records)
-    records.shelves["usage"] = stored_records(
+    records.texts["usage"] = stored_records(
         [("life-1", ANN, 9, 0), ("life-3", ANN, 1, 0), ("life-1", ANN, 100, 1)]
     )
     await ledger.open()

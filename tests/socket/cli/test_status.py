@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from gateway.cli import main
 from tests.support.fault_proxy import FaultProxy, running_proxy
-from tests.support.gateway_fixtures import KeepJoined
+from tests.support.gateway_fixtures import JoinWithHeartbeats
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 
@@ -109,9 +109,9 @@ def test_a_piped_watch_prints_every_refresh(gateway_with_worker: RunningGateway)
 
 
 def test_a_json_watch_prints_one_line_per_refresh(
-    gateway: RunningGateway, keep_joined: KeepJoined
+    gateway: RunningGateway, join_with_heartbeats: JoinWithHeartbeats
 ) -> None:
-    keep_joined(gateway)
+    join_with_heartbeats(gateway)
     with watch_status(gateway.url, "--json", terminal=False) as watch:
         wait_until(lambda: watch.output.count("\n") >= 2, within_s=TIMEOUT_S)
         assert watch.end() == (0, "")

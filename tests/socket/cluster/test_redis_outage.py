@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
-from tests.support.gateway_fixtures import BreakRedis, KeepJoined, StartGateway
+from tests.support.gateway_fixtures import BreakRedis, JoinWithHeartbeats, StartGateway
 from tests.support.redis_server import RedisServer
 from tests.support.redis_status import is_connected, is_degraded, redis_status
 from tests.support.running_gateway import (
@@ -29,7 +29,10 @@ def local_copy_contains(gateway_folder: Path, text: str) -> bool:
 
 
 def test_f29_a_start_without_redis_serves_stored_keys_and_recovers(
-    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined, tmp_path: Path
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    join_with_heartbeats: JoinWithHeartbeats,
+    tmp_path: Path,
 ) -> None:
     before = start_gateway()
     active, revoked = before.create_key(), before.create_key()
@@ -41,7 +44,7 @@ def test_f29_a_start_without_redis_serves_stored_keys_and_recovers(
     private_redis.kill()
 
     after = start_gateway()
-    keep_joined(after)
+    join_with_heartbeats(after)
     assert after.chat().status_code == 401
     after.use_key(revoked["secret"])
     assert after.chat().status_code == 401, "the key is still revoked"
@@ -90,11 +93,13 @@ def test_f29_an_idle_gateway_reconnects_after_an_outage(
 
 
 def test_f29_a_gateway_without_any_stored_keys_returns_401_until_redis_is_back(
-    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    join_with_heartbeats: JoinWithHeartbeats,
 ) -> None:
     private_redis.kill()
     gateway = start_gateway()
-    keep_joined(gateway)
+    join_with_heartbeats(gateway)
     assert gateway.chat().status_code == 401
     private_redis.start()
     wait_until(lambda: gateway.chat().status_code == 200)
@@ -115,11 +120,11 @@ def _freeze(redis: RedisServer) -> None:
 def test_f30_f31_requests_do_not_wait_for_redis_and_counts_are_written_later(
     private_redis: RedisServer,
     start_gateway: StartGateway,
-    keep_joined: KeepJoined,
+    join_with_heartbeats: JoinWithHeartbeats,
     break_redis: BreakRedis,
 ) -> None:
     gateway = start_gateway()
-    keep_joined(gateway)
+    join_with_heartbeats(gateway)
     assert gateway.chat().status_code == 200
     break_redis(private_redis)
     # A frozen Redis never replies, so a request that waited for it would never end.
@@ -137,10 +142,12 @@ def test_f30_f31_requests_do_not_wait_for_redis_and_counts_are_written_later(
 
 
 def test_f30_without_redis_a_gateway_admits_its_share_of_a_limit(
-    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    join_with_heartbeats: JoinWithHeartbeats,
 ) -> None:
     first, second = start_gateway("a"), start_gateway("b")
-    keep_joined(first)
+    join_with_heartbeats(first)
     key = first.create_key(requests_a_minute=8)
     wait_until(lambda: second.client.get("/v1/models", headers=bearer_headers(key)).is_success)
     first.use_key(key["secret"])
@@ -162,11 +169,13 @@ def test_f30_without_redis_a_gateway_admits_its_share_of_a_limit(
 
 
 def test_f31_a_redis_that_replies_after_two_seconds_counts_as_unreachable(
-    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    join_with_heartbeats: JoinWithHeartbeats,
 ) -> None:
     with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
         gateway = start_gateway("a", redis_url(proxy))
-        keep_joined(gateway)
+        join_with_heartbeats(gateway)
         proxy.fault = Fault(drip_bytes=65536, drip_pause_s=2.0)
         proxy.reset_all()
         wait_until(lambda: is_degraded(gateway))
@@ -227,11 +236,13 @@ def redis_url(proxy: FaultProxy) -> str:
 
 
 def test_f32_a_disconnected_gateway_admits_its_share_and_sums_converge_later(
-    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    join_with_heartbeats: JoinWithHeartbeats,
 ) -> None:
     with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
         first, second = start_gateway("a"), start_gateway("b", redis_url(proxy))
-        keep_joined(first)
+        join_with_heartbeats(first)
         key = first.create_key(tokens_a_day=200)
         for gateway in (first, second):
             wait_until(
@@ -271,10 +282,12 @@ def test_f32_a_disconnected_gateway_admits_its_share_and_sums_converge_later(
 
 
 def test_f33_gateways_restore_their_records_to_an_empty_redis(
-    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    join_with_heartbeats: JoinWithHeartbeats,
 ) -> None:
     first, second = start_gateway("a"), start_gateway("b")
-    keep_joined(first)
+    join_with_heartbeats(first)
     active, revoked = first.create_key(), first.create_key()
     first.admin.delete(f"/admin/v1/keys/{revoked['id']}")
     for gateway in (first, second):
@@ -335,12 +348,12 @@ FAILURES = (
 def test_f34_a_redis_that_rejects_commands_degrades_the_gateway_and_loses_no_record(
     private_redis: RedisServer,
     start_gateway: StartGateway,
-    keep_joined: KeepJoined,
+    join_with_heartbeats: JoinWithHeartbeats,
     failure: tuple[BreakRedis, BreakRedis, str],
 ) -> None:
     break_redis, mend_redis, problem = failure
     gateway = start_gateway()
-    keep_joined(gateway)
+    join_with_heartbeats(gateway)
     key = gateway.create_key(requests_a_minute=100)
     gateway.use_key(key["secret"])
     assert gateway.chat().status_code == 200

@@ -138,10 +138,10 @@ def state_of(gateway: RunningGateway, worker_id: str = "fake-a") -> str:
 
 
 def test_the_last_cordon_or_uncordon_applies_at_both_gateways(
-    make_cluster_gateway: MakeClusterGateway, keep_joined: Callable[[RunningGateway], None]
+    make_cluster_gateway: MakeClusterGateway, join_with_heartbeats: Callable[[RunningGateway], None]
 ) -> None:
     first, second = make_cluster_gateway(), make_cluster_gateway()
-    keep_joined(first)
+    join_with_heartbeats(first)
     wait_until(lambda: second.client.get("/readyz").is_success)
     assert first.admin.put(CORDON).is_success
     # The second gateway removes the cordon before its periodic refresh has loaded it.
@@ -180,10 +180,10 @@ def test_a_worker_is_drained_once_no_gateway_has_a_request_on_it(
 def test_a_drain_ends_when_another_gateway_uncordons_the_worker(
     make_cluster_gateway: MakeClusterGateway,
     worker: ScriptedWorker,
-    keep_joined: Callable[[RunningGateway], None],
+    join_with_heartbeats: Callable[[RunningGateway], None],
 ) -> None:
     first, second = make_cluster_gateway(), make_cluster_gateway()
-    keep_joined(first)
+    join_with_heartbeats(first)
     wait_until(lambda: second.client.get("/readyz").is_success)
     worker.script = Script(hang_after=1)
     with first.stream() as response, ThreadPoolExecutor(1) as executor:

@@ -190,7 +190,7 @@ async def test_a_stored_version_without_confirmation_is_activated_on_refresh() -
     records = MemoryRecords()
     store = await make_policy_store(records)
     store._records = unconfirmed = _UnconfirmedRecords()
-    unconfirmed.shelves = records.shelves
+    unconfirmed.texts = records.texts
     with pytest.raises(RecordsUnwritable):
         await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
     assert store.current == proposal().policy
@@ -284,7 +284,7 @@ class PolicyStoreMachine(RuleBasedStateMachine):
             self.runner.close()
 
     def text(self, number: int) -> str:
-        return self.records.shelves[POLICY_KIND][str(number)]
+        return self.records.texts[POLICY_KIND][str(number)]
 
     def edit(self, at: int, document: Any, reason: Reason, onto: PolicyVersion) -> None:
         """Apply an edit at one gateway and check its result."""
@@ -371,7 +371,7 @@ class PolicyStoreMachine(RuleBasedStateMachine):
     def no_version_is_lost_or_changed(self) -> None:
         if hasattr(self, "stored"):
             numbers = map(str, range(1, len(self.stored) + 1))
-            assert list(self.records.shelves[POLICY_KIND].items()) == list(
+            assert list(self.records.texts[POLICY_KIND].items()) == list(
                 zip(numbers, self.stored, strict=True)
             )
 

@@ -1,6 +1,6 @@
 """The scheduler of one process: queues, slots, spilling and timeouts; no slot is ever lost.
 
-Pools may have slots of their own, which bound them in addition to the slots of their workers.
+A pool may have slots, which bound it in addition to the slots of its workers.
 """
 
 from __future__ import annotations

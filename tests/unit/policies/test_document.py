@@ -211,20 +211,20 @@ def test_the_last_of_any_number_of_routes_may_match_every_request(number: int) -
 )
 def test_an_error_names_its_field(document: Any, field: str, message: str) -> None:
     with pytest.raises(PolicyInvalid) as invalid:
-        read_policy(document, "mine.yaml")
+        read_policy(document, "policy.yaml")
     assert [
         problem
         for problem in invalid.value.problems
         if problem.field == field and message in problem.message
     ]
-    assert "mine.yaml" in str(invalid.value)
+    assert "policy.yaml" in str(invalid.value)
 
 
 def test_two_errors_of_shape_are_both_reported() -> None:
     document = changed("version", to=2)
     document["x"] = 1
     with pytest.raises(PolicyInvalid) as invalid:
-        read_policy(document, "mine.yaml")
+        read_policy(document, "policy.yaml")
     assert {problem.field for problem in invalid.value.problems} == {"version", "x"}
 
 
@@ -232,7 +232,7 @@ def test_two_errors_of_meaning_are_both_reported() -> None:
     document = changed("routes", 1, "to", to=["fast"])
     document["routes"][1]["name"] = "media"
     with pytest.raises(PolicyInvalid) as invalid:
-        read_policy(document, "mine.yaml")
+        read_policy(document, "policy.yaml")
     assert {problem.field for problem in invalid.value.problems} == {
         *("routes.1.to.0", "routes.1.name")
     }
@@ -240,7 +240,7 @@ def test_two_errors_of_meaning_are_both_reported() -> None:
 
 def test_of_very_many_errors_the_first_are_reported_and_the_rest_are_counted() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
-        read_policy(changed("routes", to=[{"name": "?"}] * 1000), "mine.yaml")
+        read_policy(changed("routes", to=[{"name": "?"}] * 1000), "policy.yaml")
     problems = invalid.value.problems
     assert len(problems) == 32
     assert problems[-1].field == "routes.15.to"
@@ -249,7 +249,7 @@ def test_of_very_many_errors_the_first_are_reported_and_the_rest_are_counted() -
 
 def test_an_invalid_route_is_not_reported_as_missing() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
-        read_policy(changed("routes", to=[{"name": "all", "to": ["vlm"], "x": 1}]), "mine.yaml")
+        read_policy(changed("routes", to=[{"name": "all", "to": ["vlm"], "x": 1}]), "policy.yaml")
     assert [problem.field for problem in invalid.value.problems] == ["routes.0.x"]
 
 
@@ -288,12 +288,12 @@ def test_a_dumped_policy_is_read_as_the_same_policy() -> None:
 def test_a_text_that_is_no_policy_is_rejected_with_the_name_of_its_file(
     text: str, sentence: str
 ) -> None:
-    with pytest.raises(PolicyInvalid, match=rf"mine\.yaml is invalid: .*{sentence}"):
-        parse_policy(text, "mine.yaml")
+    with pytest.raises(PolicyInvalid, match=rf"policy\.yaml is invalid: .*{sentence}"):
+        parse_policy(text, "policy.yaml")
 
 
 def test_json_is_accepted_as_well_as_yaml() -> None:
-    assert parse_policy(json.dumps(VALID), "mine.json") == read_policy(VALID, "x")
+    assert parse_policy(json.dumps(VALID), "policy.json") == read_policy(VALID, "x")
 
 
 POLICY_TEXT = """\
@@ -314,7 +314,7 @@ pools:
 
 def test_errors_in_a_text_are_listed_in_order_of_their_lines() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
-        parse_policy(POLICY_TEXT.replace("name: media", "nam: media"), "mine.yaml")
+        parse_policy(POLICY_TEXT.replace("name: media", "nam: media"), "policy.yaml")
     assert [(problem.line, problem.field) for problem in invalid.value.problems] == [
         (3, "routes.0.name"),
         (3, "routes.0.nam"),
@@ -325,9 +325,9 @@ def test_errors_in_a_text_are_listed_in_order_of_their_lines() -> None:
 
 def test_an_error_of_meaning_in_a_text_has_a_line() -> None:
     with pytest.raises(PolicyInvalid, match=r"line 7: routes\.0\.to\.1: there is no pool 'fast'"):
-        parse_policy(POLICY_TEXT.replace("    colour: red\n", ""), "mine.yaml")
+        parse_policy(POLICY_TEXT.replace("    colour: red\n", ""), "policy.yaml")
 
 
 def test_a_duplicate_field_is_rejected() -> None:
     with pytest.raises(PolicyInvalid, match="line 13: 'pools' is a duplicate key"):
-        parse_policy(POLICY_TEXT + "pools: {}\n", "mine.yaml")
+        parse_policy(POLICY_TEXT + "pools: {}\n", "policy.yaml")

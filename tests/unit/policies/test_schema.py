@@ -102,7 +102,7 @@ def test_any_value_of_a_field_is_accepted_or_rejected_with_its_line(
     parent[last] = value
     problems: tuple[Problem, ...] = ()
     try:
-        parse_policy(yaml.safe_dump(document), "mine.yaml")
+        parse_policy(yaml.safe_dump(document), "policy.yaml")
     except PolicyInvalid as invalid:
         problems = invalid.problems
     assert [problem for problem in problems if not (problem.message and problem.line)] == []

@@ -125,7 +125,7 @@ def test_only_the_trailing_usage_chunk_is_hidden() -> None:
 
 
 def test_text_of_the_model_is_never_read_as_a_field_of_the_stream() -> None:
-    text = 'he said "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
+    text = 'text "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
     output, state = scan([chunk({"content": text})])
     assert output == chunk({"content": text})
     assert (state.finished, state.done, state.usage, state.broken) == (

@@ -78,7 +78,7 @@ def worker_order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> st
 
 
 def test_the_cost_of_a_lane_is_the_sum_of_its_terms_in_seconds() -> None:
-    """An answer of 100 tokens takes 2 s here, and each row makes all answers 12% longer."""
+    """A worker needs 2 s for 100 tokens, and each row makes all answers 12% longer."""
     measured = report("a", memory=0.9, decode_tokens_per_s=50.0, prefill_tokens_per_s=500.0)
     throughput, lane = throughput_of(measured), measured.lanes[0]
     assert throughput.prefill_token_s == pytest.approx(1 / 500)
