@@ -119,24 +119,21 @@ class WorkerState:
             occupied = tuple([self.occupied(lane) for lane in self.slots])
             view = self._views.get(occupied)
             if view is None:
-                view = self._views[occupied] = self._new_view()
+                report, remote = self.report, self.remote_requests
+                lanes = [
+                    LaneView.of(lane, self.occupied(lane.name), remote.get(lane.name, 0))
+                    for lane in report.lanes
+                ]
+                view = self._views[occupied] = WorkerView.of(
+                    report.worker_id,
+                    self.models,
+                    lanes,
+                    report.labels,
+                    report.boot_id,
+                    throughput=self.throughput,
+                )
             self._view = view.at_time(self.prefill_until_s, self.answered_at_s)
         return self._view
-
-    def _new_view(self) -> WorkerView:
-        report = self.report
-        lanes = tuple(
-            LaneView.of(lane, self.occupied(lane.name), self.remote_requests.get(lane.name, 0))
-            for lane in report.lanes
-        )
-        return WorkerView.of(
-            report.worker_id,
-            self.models,
-            lanes,
-            report.labels,
-            report.boot_id,
-            throughput=self.throughput,
-        )
 
 
 @dataclass(slots=True, eq=False)

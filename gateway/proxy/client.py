@@ -26,10 +26,10 @@ def read_caller(scope: Scope, policy: PolicyDocument, api_key: ApiKey) -> Caller
     requested = header(scope, PRIORITY_HEADER.encode())
     if requested is None:
         return api_key.caller
-    permitted = [priority for priority in policy.priorities if priority in api_key.priorities]
-    for priority in permitted:
-        if requested == priority.encode():
-            return api_key.caller._replace(priority=Priority(priority))
+    priority = requested.decode("latin-1")
+    permitted = [name for name in policy.priorities if name in api_key.priorities]
+    if priority in permitted:
+        return api_key.caller._replace(priority=Priority(priority))
     allowed = ", ".join(permitted) or "nothing"
     raise FieldInvalid(f"'{PRIORITY_HEADER}' must be one of: {allowed}.", param=PRIORITY_HEADER)
 

@@ -8,7 +8,7 @@ read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -90,18 +90,15 @@ class WorkerView:
 
     worker_id: str
     models: tuple[str, ...]
-    lanes: tuple[LaneView, ...]
     lane_costs: tuple[LaneCost, ...]
-    """One for each lane, in the same order."""
-    labels: tuple[str, ...] = ()
-    boot_id: str = ""
+    """One for each lane, in the order of the report."""
 
     @classmethod
     def of(
         cls,
         worker_id: str,
         models: tuple[str, ...],
-        lanes: tuple[LaneView, ...],
+        lanes: Sequence[LaneView],
         labels: tuple[str, ...] = (),
         boot_id: str = "",
         *,
@@ -123,7 +120,7 @@ class WorkerView:
             )
             for lane in lanes
         ]
-        return cls(worker_id, models, lanes, tuple(costs), labels, boot_id)
+        return cls(worker_id, models, tuple(costs))
 
     def at_time(self, prefill_until_s: float, answered_at_s: float) -> WorkerView:
         """Return a view with the same requests and these times."""
@@ -133,9 +130,7 @@ class WorkerView:
             )
             for cost in self.lane_costs
         ]
-        return WorkerView(
-            self.worker_id, self.models, self.lanes, tuple(costs), self.labels, self.boot_id
-        )
+        return WorkerView(self.worker_id, self.models, tuple(costs))
 
 
 @dataclass(slots=True)

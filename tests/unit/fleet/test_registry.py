@@ -117,7 +117,7 @@ def acquired(fleet: WorkerRegistry, worker_id: str = "mac") -> Lease:
 
 
 def in_flight(fleet: WorkerRegistry) -> int:
-    return fleet.view().workers[0].lanes[0].in_flight
+    return fleet.view().workers[0].lane_costs[0].ref.lane.in_flight
 
 
 def test_a_new_boot_on_the_same_address_replaces_the_old_one_with_no_load(
@@ -138,11 +138,11 @@ def test_a_lane_leases_no_more_slots_than_it_has(
 ) -> None:
     fleet.heartbeat(report())
     leases = [acquired(fleet) for _ in range(4)]
-    assert fleet.view().workers[0].lanes[0].load == 1
+    assert fleet.view().workers[0].lane_costs[0].ref.lane.load == 1
     assert acquire(fleet) is None
     for lease in leases:
         fleet.release(lease, AttemptResult.ABANDONED)
-    assert fleet.view().workers[0].lanes[0].load == 0
+    assert fleet.view().workers[0].lane_costs[0].ref.lane.load == 0
     assert acquire(fleet) is not None
 
 
@@ -272,7 +272,7 @@ def test_a_snapshot_does_not_change_with_the_registry(fleet: WorkerRegistry) -> 
     view = fleet.view()
     acquired(fleet)
     fleet.remove("mac")
-    assert view.workers[0].lanes[0].in_flight == 0
+    assert view.workers[0].lane_costs[0].ref.lane.in_flight == 0
 
 
 def test_every_change_that_may_add_capacity_calls_back_and_a_stale_report_does_not(

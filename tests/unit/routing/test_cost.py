@@ -276,7 +276,7 @@ class TestFleet:
         return registry
 
     def rows(self, fleet: WorkerRegistry) -> int:
-        return fleet.view().workers[0].lanes[0].busy_rows
+        return fleet.view().workers[0].lane_costs[0].ref.lane.busy_rows
 
     def prefill_left_s(self, fleet: WorkerRegistry) -> float:
         view = fleet.view()
