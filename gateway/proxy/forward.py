@@ -23,7 +23,7 @@ from gateway.protocols.event_stream import StreamScanner, has_facts, read_drafts
 from gateway.proxy.context import RequestContext
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
-from gateway.types import UNUSED, Headers
+from gateway.types import UNUSED
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,9 @@ class Forwarder:
         failure: errors.GatewayError = errors.WorkerLost()
         response.set_read_timeout(self._settings.answer_timeout_s)
         try:
-            last = await relay.run([*_STREAM_HEADERS, *context.route_headers()])
+            await writer.open([*_STREAM_HEADERS, *context.route_headers()], response.pause)
+            end = await response.pour(relay.relay_data, relay.relay_chunk)
+            last = relay.scan(end) + scanner.close()
         except upstream.ReadTimeout:
             failure = errors.WorkerStalled() if writer.started else errors.WorkerSilent()
         except upstream.ConnectionLost as error:
@@ -263,19 +265,10 @@ class StreamRelay:
     begun: bool = False
     send_chunk: Callable[[bytes], None] | None = None
 
-    async def run(self, headers: Headers) -> bytes:
-        """Relay up to the end, or to the first event that must not be relayed.
-
-        Return the last bytes, which go out with the end; raise `ConnectionLost`.
-        """
-        await self.writer.open(headers, self.response.pause)
-        last = await self.response.pour(self._relay, self._relay_chunk)
-        return self._scan(last) + self.scanner.close()
-
-    def _relay(self, piece: bytes) -> bool:
+    def relay_data(self, piece: bytes) -> bool:
         """Relay a piece; return whether more is wanted."""
         state = self.scanner.state
-        if encoded := self._scan(piece):
+        if encoded := self.scan(piece):
             self.writer.write(encoded)
         if state.done:
             self.response.set_read_timeout(_AFTER_DONE_S)
@@ -285,7 +278,7 @@ class StreamRelay:
         self.send_chunk = self.writer.chunk_sender() if self.scanner.quiet else None
         return not state.broken
 
-    def _relay_chunk(self, chunk: bytes) -> bool:
+    def relay_chunk(self, chunk: bytes) -> bool:
         """Relay an HTTP chunk as it came, if it carries text alone; return whether it was relayed.
 
         Nearly every token takes this path, which changes no state.
@@ -295,7 +288,8 @@ class StreamRelay:
         self.send_chunk(chunk)
         return True
 
-    def _scan(self, piece: bytes) -> bytes:
+    def scan(self, piece: bytes) -> bytes:
+        """Scan a piece, and return what the client gets of it."""
         encoded = self.scanner.feed(piece)
         if self.context.first_token_at_s is None and self.scanner.state.content_seen:
             self.context.first_token_at_s = self.clock()
