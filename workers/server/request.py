@@ -168,12 +168,11 @@ def _choose_lane(
 ) -> tuple[LaneName, tuple[Bypass, ...]]:
     """Return the lane that the gateway requested, else the one the request is eligible for."""
     bypass = bypass_reasons(profile)
-    if requested is None:
-        lane = LaneName.VLM if bypass or LaneName.TEXT_MTP not in card.lanes else LaneName.TEXT_MTP
-    else:
-        lane = next((name for name in LaneName if name == requested), LaneName.VLM)
-    if lane not in card.lanes or requested not in (None, lane):
-        raise BadRequest(f"This worker does not run the lane '{(requested or lane)[:64]}'.")
+    eligible = LaneName.VLM if bypass or LaneName.TEXT_MTP not in card.lanes else LaneName.TEXT_MTP
+    wanted = eligible if requested is None else requested
+    lane = next((lane for lane in card.lanes if lane == wanted), None)
+    if lane is None:
+        raise BadRequest(f"This worker does not run the lane '{wanted[:64]}'.")
     if lane is LaneName.TEXT_MTP and profile.media_count:
         raise BadRequest("The lane 'text-mtp' does not accept images.", param="messages")
     if not bypass and LaneName.TEXT_MTP not in card.lanes:

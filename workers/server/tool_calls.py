@@ -104,10 +104,8 @@ class ToolCallSplitter:
 
 def _overlap(text: str, marker: str) -> int:
     """Return the length of the longest end of `text` that begins `marker`."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
-    return 0
+    sizes = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(marker[:size])), 0)
 
 
 class ToolFormat:
