@@ -172,7 +172,7 @@ def _state_after(target: Target, context_tokens: int) -> State:
     """Read a prompt once and copy its state for all rows."""
     caches = target.new_caches()
     tokens = mx.arange(context_tokens, dtype=mx.int32)[None]
-    mx.eval(target.forward(tokens % 512, caches, tokens).hidden)
+    mx.eval(target.forward(tokens % 512, caches, tokens))
     state: State = []
     for cache in caches:
         arrays = cache.state

@@ -142,8 +142,7 @@ def test_a_repeated_prefill_of_a_picture_uses_the_same_positions(
     hidden = None
     for at, token in enumerate(answer[:-1]):
         position = len(prepared.tokens) + at + first.row.position_offset
-        forward = target.forward(mx.array([[token]]), first.caches, mx.array([[position]]))
-        hidden = forward.hidden
+        hidden = target.forward(mx.array([[token]]), first.caches, mx.array([[position]]))
 
     assert first.row.position_offset < 0
     assert hidden is not None

@@ -46,13 +46,13 @@ def test_recurrent_caches_have_the_methods_for_joins_removals_and_rollbacks() ->
 def test_the_language_model_accepts_positions_and_returns_hidden_states(
     checkpoint: Checkpoint,
 ) -> None:
-    forward = checkpoint.target.forward(
+    hidden = checkpoint.target.forward(
         mx.array([TOKENS]), checkpoint.target.new_caches(), positions(0, len(TOKENS))
     )
 
-    assert forward.hidden is not None
-    assert forward.hidden.shape[:2] == (1, len(TOKENS))
-    assert checkpoint.target.scores(forward, last=1).shape == (1, 1, checkpoint.vocabulary)
+    width = checkpoint.target.language.model.embed_tokens.weight.shape[1]
+    assert hidden.shape == (1, len(TOKENS), width)
+    assert checkpoint.target.scores(hidden, last=1).shape == (1, 1, checkpoint.vocabulary)
 
 
 def test_scores_of_hidden_states_equal_the_logits_of_the_model(checkpoint: Checkpoint) -> None:

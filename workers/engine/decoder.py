@@ -330,10 +330,10 @@ def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
     """Advance every row by one token, for families whose steps are no pure functions of arrays."""
     batch.reserve(1)
     positions = [[row.context_tokens + row.position_offset] for row in batch.rows]
-    forward = target.forward(
+    output = target.forward(
         batch.last_tokens[:, None], batch.caches, mx.array(positions, dtype=mx.int32)
     )
-    scores = target.scores(forward)
+    scores = target.scores(output)
     chosen = choose(scores, [row.sampling_context() for row in batch.rows])
     batch.last_tokens = chosen[:, 0]
     decided = mx.concatenate([mx.zeros_like(chosen), chosen], axis=1)

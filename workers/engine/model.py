@@ -60,14 +60,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
-    """Output of a forward pass: hidden states [rows, L, width], or scores if it has none."""
-
-    hidden: mx.array | None
-    scores: mx.array | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEmbedding:
     """Embeddings of a prompt with pictures, which replace its token ids in the prefill."""
 
@@ -147,10 +139,12 @@ class Target:
         *,
         embeddings: mx.array | None = None,
         extras: dict[str, mx.array] | None = None,
-    ) -> Forward:
+    ) -> mx.array:
         """Run tokens [rows, L] at positions [rows, L] or [3, rows, L] and append to the caches.
 
-        Families that find positions in their caches ignore `positions`.
+        Returns the hidden states [rows, L, width] of a family with explicit positions, and the
+        scores [rows, L, vocabulary] of any other. Families that find positions in their caches
+        ignore `positions`.
         """
         arguments: dict[str, Any] = dict(extras or {})
         if embeddings is not None:
@@ -162,17 +156,15 @@ class Target:
         if self.explicit_positions:
             arguments |= {"return_hidden": True, "skip_logits": True}
         output = self.language(tokens, cache=list(caches), **arguments)
-        if self.explicit_positions:
-            return Forward(hidden=output.hidden_states[-1], scores=None)
-        return Forward(hidden=None, scores=output.logits)
+        return output.hidden_states[-1] if self.explicit_positions else output.logits
 
-    def scores(self, forward: Forward, last: int | None = None) -> mx.array:
-        """Return the scores [rows, L, vocabulary] of all positions, or of the last few."""
-        if forward.hidden is None:
-            assert forward.scores is not None
-            return forward.scores if last is None else forward.scores[:, -last:]
-        hidden = forward.hidden if last is None else forward.hidden[:, -last:]
-        return self.language.speculative_logits_from_hidden(hidden)
+    def scores(self, output: mx.array, last: int | None = None) -> mx.array:
+        """Return the scores [rows, L, vocabulary] of all positions of a pass, or of the last."""
+        if last is not None:
+            output = output[:, -last:]
+        if not self.explicit_positions:
+            return output
+        return self.language.speculative_logits_from_hidden(output)
 
 
 class MtpHead:

@@ -115,24 +115,24 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
         positions = embedding.positions[..., begin:end]
     elif begin >= len(row.prompt.tokens):
         positions = positions + row.position_offset
-    forward = target.forward(
+    output = target.forward(
         mx.array([[prefill.tokens[at] for at in indices]], dtype=mx.int32),
         prefill.caches,
         positions,
         embeddings=embedding.embeddings[:, begin:end] if embedding else None,
         extras=embedding.extras if embedding else None,
     )
-    if prefill.head is not None and forward.hidden is not None:
+    if prefill.head is not None:
         try:
-            _prefill_head(prefill, prefill.head, forward.hidden, begin, end)
+            _prefill_head(prefill, prefill.head, output, begin, end)
         except Exception as error:  # noqa: BLE001  # the target needs no head to go on
             prefill.head, prefill.head_caches, head_error = None, [], error
             prefill.prefix_tokens = 0  # drafting rows could not use a prefix without the head
     prefill.read_count = end
-    if forward.hidden is not None:
-        prefill.last_hidden = forward.hidden[:, -1:]
+    if target.explicit_positions:
+        prefill.last_hidden = output[:, -1:]
     if prefill.complete:
-        prefill.scores = target.scores(forward, last=1)
+        prefill.scores = target.scores(output, last=1)
     mx.eval(
         prefill.last_hidden if prefill.scores is None else (prefill.scores, prefill.last_hidden),
         [cache.state for cache in (*prefill.caches, *prefill.head_caches) if not cache.empty()],

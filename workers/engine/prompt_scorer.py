@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from workers.engine.model import Checkpoint, Forward, KVCache, LayerCache, Target
+from workers.engine.model import Checkpoint, KVCache, LayerCache, Target
 from workers.engine.spec_prefill import ScoringRange, TokenScores, select
 
 QUESTION_TOKENS = 24
@@ -90,7 +90,7 @@ class PromptScoring:
                 self._draft, tokens, self._caches, mx.arange(begin, end, dtype=mx.int32)[None]
             )
             attention.append(weights[:, :count])
-            scores = self._draft.scores(Forward(hidden=hidden, scores=None))
+            scores = self._draft.scores(hidden)
             tokens = mx.argmax(scores[:, -1], axis=-1, keepdims=True).astype(mx.int32)
             begin = end
         return np.array(mx.concatenate(attention).max(axis=0), dtype=np.float32)

@@ -78,12 +78,7 @@ class LaneScheduler:
         self._waiting: deque[Row] = deque()
         self._prefill: Prefill | None = None
         self._decoder = Decoder(
-            checkpoint,
-            prompts,
-            self._head,
-            self.counters,
-            draft_tokens=draft_tokens,
-            clock=clock,
+            checkpoint, prompts, self._head, self.counters, draft_tokens=draft_tokens, clock=clock
         )
 
     @property

@@ -86,13 +86,12 @@ class StepGraph:
         positions = (offset + position_shift)[:, None] + mx.arange(length, dtype=mx.int32)
         if length == 1 or self._target.native_verify:
             caches = self._open(state, offset)
-            forward = self._target.forward(tokens, caches, positions)
-            assert forward.hidden is not None
+            hidden = self._target.forward(tokens, caches, positions)
             layers = [
                 cache.history() if isinstance(cache, RecurrentCache) and length > 1 else cache.state
                 for cache in caches
             ]
-            return self._target.scores(forward), forward.hidden, layers
+            return self._target.scores(hidden), hidden, layers
         return self._trace_one_by_one(tokens, state, offset, positions)
 
     def _trace_one_by_one(
@@ -104,10 +103,8 @@ class StepGraph:
         for at in range(tokens.shape[1]):
             caches = self._open(steps[-1] if steps else state, offset + at)
             one = slice(at, at + 1)
-            forward = self._target.forward(tokens[:, one], caches, positions[:, one])
-            assert forward.hidden is not None
-            hidden.append(forward.hidden)
-            scores.append(self._target.scores(forward))
+            hidden.append(self._target.forward(tokens[:, one], caches, positions[:, one]))
+            scores.append(self._target.scores(hidden[-1]))
             steps.append([cache.state for cache in caches])
         layers = [
             after[-1] if attends else stack_history(after)
