@@ -60,39 +60,18 @@ import math
 from pydantic_core import to_json
 
 from gateway.types import Headers
-from workers.protocol import error_body
+from workers.protocol import ApiError
 
 
 class StartupError(Exception):
     """A reason not to start; the message is one sentence that tells the operator what to change."""
 
 
-class GatewayError(Exception):
+class GatewayError(ApiError):
     """A request that cannot be answered as the client expects; the message is for the client."""
 
-    status = 500
-    type = "server_error"
-    code = "internal_error"
+    code: str = "internal_error"
     message = "The gateway failed to process this request."
-    param: str | None = None
-    retry_after_s: float | None = None
-
-    def __init_subclass__(
-        cls, *, status: int | None = None, kind: str | None = None, code: str | None = None
-    ) -> None:
-        """Set the status, the type and the code of a class; others are those of its parent."""
-        super().__init_subclass__()
-        cls.status = status or cls.status
-        cls.type = kind or cls.type
-        if code is not None:
-            cls.code = code
-
-    def __init__(self, message: str | None = None, *, param: str | None = None) -> None:
-        super().__init__(message or self.message)
-        if message is not None:
-            self.message = message
-        if param is not None:
-            self.param = param
 
     @property
     def counted_as(self) -> str:
@@ -338,9 +317,8 @@ class RefusedByWorker(RequestRefused):
     """The worker rejects the request in OpenAI's shape."""
 
     def __init__(self, status: int, message: str, *, param: str | None, code: str | None) -> None:
-        super().__init__(message, param=param)
+        super().__init__(message, param=param, code=code)
         self.status = status
-        self.code = code or self.code
 
     @property
     def counted_as(self) -> str:
@@ -460,7 +438,7 @@ class WorkerStalled(WorkerSilent, code="worker_stalled"):
 
 def to_body(error: GatewayError) -> bytes:
     """Render an error in OpenAI's shape."""
-    return to_json(error_body(error.message, kind=error.type, param=error.param, code=error.code))
+    return to_json(error.body())
 
 
 def to_event(error: GatewayError) -> bytes:

@@ -296,11 +296,38 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """An `x-request-id` of a client that is safe to log and to send on."""
 
 
-def error_body(
-    message: str, *, kind: str, param: str | None, code: str | None
-) -> dict[str, dict[str, str | None]]:
-    """Return an error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+class ApiError(Exception):
+    """A request that gets an error response in OpenAI's shape; the message is for the client."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = "internal_error"
+    message = ""
+    param: str | None = None
+    retry_after_s: float | None = None
+
+    def __init_subclass__(
+        cls, *, status: int | None = None, kind: str | None = None, code: str | None = None
+    ) -> None:
+        """Set the status, the type and the code of a class; others are those of its parent."""
+        super().__init_subclass__()
+        cls.status = status or cls.status
+        cls.type = kind or cls.type
+        if code is not None:
+            cls.code = code
+
+    def __init__(
+        self, message: str | None = None, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message or self.message)
+        self.message = self.message if message is None else message
+        self.param = self.param if param is None else param
+        self.code = code or self.code
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """Return the body of the response."""
+        fields = {"type": self.type, "param": self.param, "code": self.code}
+        return {"error": {"message": self.message, **fields}}
 
 
 def is_loopback(host: str) -> bool:

@@ -27,58 +27,24 @@ from starlette.responses import JSONResponse
 
 from policies.request.fields import FieldError
 from workers.engine.types import EngineBusy, EngineStopped, InvalidGeneration
-from workers.protocol import error_body
-from workers.server.ports import Json
+from workers.protocol import ApiError
 
 log = logging.getLogger(__name__)
 
 
-class RequestError(Exception):
+class RequestError(ApiError, code="generation_failed"):
     """A request that gets an error response instead of a completion; itself, a failure."""
 
-    status = 500
-    kind = "server_error"
-    code: str | None = "generation_failed"
     message = "The worker failed while it generated this completion."
     headers: Mapping[str, str] = MappingProxyType({})
-    retry_after_s: float | None = None
-
-    def __init__(
-        self, message: str | None = None, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message or self.message)
-        self.message = message or self.message
-        self.param = param
-        self.code = code or self.code
-
-    def body(self) -> Json:
-        """Return OpenAI's error object."""
-        return error_body(self.message, kind=self.kind, param=self.param, code=self.code)
 
 
-class BadRequest(RequestError):
+class BadRequest(RequestError, status=400, kind="invalid_request_error", code="invalid_value"):
     """The request is invalid or not supported; `param` names the field."""
 
-    status = 400
-    kind = "invalid_request_error"
-    code = "invalid_value"
 
-
-class NotAuthorised(RequestError):
-    """The join token is missing or wrong."""
-
-    status = 401
-    kind = "authentication_error"
-    code = "invalid_token"
-    message = "Send the join token of this worker as a bearer token."
-    headers = MappingProxyType({"www-authenticate": "Bearer"})
-
-
-class UnknownModel(BadRequest):
+class UnknownModel(BadRequest, status=404, code="model_not_found"):
     """The request names a model that the worker does not serve."""
-
-    status = 404
-    code = "model_not_found"
 
     def __init__(self, requested: str, served: str) -> None:
         super().__init__(
@@ -87,64 +53,58 @@ class UnknownModel(BadRequest):
         )
 
 
-class BodyTooLarge(BadRequest):
+class BodyTooLarge(BadRequest, status=413, code="body_too_large"):
     """The body exceeds the limit."""
-
-    status = 413
-    code = "body_too_large"
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The request body is larger than {limit_bytes} bytes.")
 
 
-class WorkerDraining(RequestError):
-    """The worker is shutting down and accepts no new requests."""
-
-    status = 503
-    code = "worker_draining"
-    message = "This worker is shutting down."
-    retry_after_s = 1
-
-
-class ClientLeft(BadRequest):
+class ClientLeft(BadRequest, status=499, code="client_left"):
     """The client closed the connection before the response was complete."""
 
-    status = 499
-    code = "client_left"
     message = "The client closed the connection."
 
 
-class ClientStalled(ClientLeft):
+class ClientStalled(ClientLeft, code="client_stalled"):
     """The client stopped reading while other requests waited for its row of the batch."""
 
-    code = "client_stalled"
     message = "The client stopped reading."
 
 
-class _EngineStopped(WorkerDraining):
-    code = "engine_stopped"
-    message = "The engine of this worker has stopped."
-
-
-class _Busy(RequestError):
-    status = 429
-    kind = "rate_limit_error"
-    code = "queue_full"
-    message = "The queue of this worker is full."
-
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__()
-        self.retry_after_s = retry_after_s
-
-
-class _HttpError(RequestError):
-    kind = "invalid_request_error"
+class _HttpError(BadRequest):
     code = None
 
     def __init__(self, error: HTTPException) -> None:
         super().__init__(f"{HTTPStatus(error.status_code).phrase}.")
         self.status = error.status_code
         self.headers = error.headers or {}
+
+
+class NotAuthorised(RequestError, status=401, kind="authentication_error", code="invalid_token"):
+    """The join token is missing or wrong."""
+
+    message = "Send the join token of this worker as a bearer token."
+    headers = MappingProxyType({"www-authenticate": "Bearer"})
+
+
+class WorkerDraining(RequestError, status=503, code="worker_draining"):
+    """The worker is shutting down and accepts no new requests."""
+
+    message = "This worker is shutting down."
+    retry_after_s = 1
+
+
+class _EngineStopped(WorkerDraining, code="engine_stopped"):
+    message = "The engine of this worker has stopped."
+
+
+class _Busy(RequestError, status=429, kind="rate_limit_error", code="queue_full"):
+    message = "The queue of this worker is full."
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__()
+        self.retry_after_s = retry_after_s
 
 
 def as_request_error(error: Exception, request_id: str = "") -> RequestError:
