@@ -13,14 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from policies.request.profile import Endpoint
-from workers.engine.types import (
-    Delta,
-    Event,
-    Finished,
-    Generation,
-    GenerationFailed,
-    InvalidGeneration,
-)
+from workers.engine import types
 from workers.lifecycle import first_of
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
 from workers.server.openai_format import ChatChoice, CompletionChoice, render_metrics, render_usage
@@ -59,7 +52,7 @@ class CompletionResponse(Response):
         self._worker = worker
         self._request = request
         self._writers = [_writer(request, index) for index in range(len(request.generations))]
-        self._finished: dict[int, Finished] = {}
+        self._finished: dict[int, types.Finished] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send; count as a request in flight until the last byte."""
@@ -71,7 +64,7 @@ class CompletionResponse(Response):
                     body = await while_connected(receive, self._complete())
                     headers = {"x-request-id": self._request.request_id}
                     await JSONResponse(body, headers=headers)(scope, receive, send)
-            except InvalidGeneration as error:
+            except types.InvalidGeneration as error:
                 raise self._name_param(error) from error
             except ClientLeft as gone:
                 # No error response: the server closes the connection.
@@ -111,14 +104,14 @@ class CompletionResponse(Response):
         chunks = (self._envelope(_CHUNK, [entry]) | no_usage for entry in entries)
         await _send(send, _body(b"".join(_encode_event(chunk) for chunk in chunks)))
 
-    def _name_param(self, error: InvalidGeneration) -> BadRequest:
+    def _name_param(self, error: types.InvalidGeneration) -> BadRequest:
         # The engine calls every prompt by the field of a chat.
         completion = self._request.profile.endpoint is Endpoint.COMPLETIONS
         param = "prompt" if completion and error.param == "messages" else error.param
         return BadRequest(error.message, param=param, code=error.code)
 
-    def _entries(self, index: int, event: Event) -> Sequence[Json]:
-        if isinstance(event, Delta):
+    def _entries(self, index: int, event: types.Event) -> Sequence[Json]:
+        if isinstance(event, types.Delta):
             return self._writers[index].add(event)
         self._finished[index] = event
         return self._writers[index].finish(event)
@@ -177,8 +170,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def events_of(
-    engine: ServingEngine, generations: Sequence[Generation]
-) -> AsyncGenerator[tuple[int, Event], None]:
+    engine: ServingEngine, generations: Sequence[types.Generation]
+) -> AsyncGenerator[tuple[int, types.Event], None]:
     """Yield the events of all choices in order of arrival, each with the index of its choice.
 
     Closing the generator removes every row; the first error of any choice ends all of them and is
@@ -189,9 +182,9 @@ async def events_of(
             async for event in events:
                 yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, types.Event | Exception]] = asyncio.Queue()
 
-    async def collect(index: int, generation: Generation) -> None:
+    async def collect(index: int, generation: types.Generation) -> None:
         try:
             async with aclosing(_generate(engine, generation)) as events:
                 async for event in events:
@@ -207,21 +200,23 @@ async def events_of(
             if isinstance(outcome, Exception):
                 raise outcome
             yield index, outcome
-            running -= isinstance(outcome, Finished)
+            running -= isinstance(outcome, types.Finished)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _generate(engine: ServingEngine, generation: Generation) -> AsyncGenerator[Event, None]:
+async def _generate(
+    engine: ServingEngine, generation: types.Generation
+) -> AsyncGenerator[types.Event, None]:
     """Yield events up to `Finished`; raise if the engine ends without it."""
     async with aclosing(engine.generate(generation)) as events:
         async for event in events:
             yield event
-            if isinstance(event, Finished):
+            if isinstance(event, types.Finished):
                 return
-    raise GenerationFailed("The engine ended a generation without finishing it.")
+    raise types.GenerationFailed("The engine ended a generation without finishing it.")
 
 
 async def _send(send: Send, message: Json) -> None:
