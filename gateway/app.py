@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -33,8 +30,6 @@ from gateway.status.events import StatusFeed
 from gateway.status.render import DEFAULT_WINDOW, window_s
 from policies.document import PolicyInvalid
 from policies.error_messages import message_of
-
-_CONNECTION_CHECK_S = 1.0
 
 
 class PortApp:
@@ -66,8 +61,6 @@ class GatewayApp(PortApp):
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self.proxy = ProxyHandler(gateway)
-        self.connections: list[Collection[Any]] = []
-        """The live connections of each server."""
         self.admin_app: PortApp | None = None
         take = status.snapshots(gateway, self.proxy)
         self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
@@ -94,10 +87,7 @@ class GatewayApp(PortApp):
 
     def jobs(self) -> list[Job]:
         """List the periodic jobs of the data plane."""
-        return [
-            Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True),
-            Job(work=self._check_connections, period_s=_CONNECTION_CHECK_S),
-        ]
+        return [Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True)]
 
     def cut(self) -> None:
         """Cancel the requests that still run: streams end with an error event."""
@@ -107,11 +97,6 @@ class GatewayApp(PortApp):
     async def _measure_load(self) -> None:
         # Heartbeats may have been processed late by as much.
         self.gateway.fleet.compensate_stall(self.proxy.load.lag.measure())
-
-    async def _check_connections(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        for connection in tuple(itertools.chain(*self.connections)):
-            connection.check(now_s)
 
 
 async def create_app(settings: Settings) -> GatewayApp:

@@ -3,7 +3,6 @@
 StartupError                the gateway cannot start; one sentence for the operator
 GatewayError                a request that cannot be answered as the client expects
 +-- RequestRefused          the request is at fault
-|   +-- NotHttp             400  the bytes are not an HTTP/1.1 request
 |   +-- BodyNotJson         400  the body is not a JSON object
 |   +-- FieldInvalid        400  a field is invalid; `param` names it
 |   |   +-- NoteMissing     400  an edit of the policy gives no reason
@@ -21,7 +20,6 @@ GatewayError                a request that cannot be answered as the client expe
 |   |   +-- WorkerUnknown   404  no worker with the id has joined
 |   |   +-- VersionUnknown  404  the policy has no version with the number
 |   +-- MethodRefused       405  the path does not support the method
-|   +-- HeadTooSlow         408  the headers did not arrive in time
 |   +-- BodyTooSlow         408  the body did not arrive in time
 |   +-- WorkerIdTaken       409  another live worker has the id
 |   +-- KeyIsRevoked        409  a revoked key cannot be changed
@@ -32,7 +30,6 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- Quarantined         422  two workers crashed while processing this body
 |   +-- EditUnconditional   428  an edit of the policy has no `If-Match`
 |   +-- LimitReached        429  a rate limit of the key is reached
-|   +-- HeadTooLarge        431  the headers are larger, or more, than the limit
 |   +-- RefusedByWorker     4xx  the worker rejects the request in OpenAI's shape
 +-- Unavailable             503  a later retry may succeed
 |   +-- NoWorker            503  no worker can take the request now
@@ -51,6 +48,9 @@ GatewayError                a request that cannot be answered as the client expe
     +-- WorkerFailed        502  the worker reports a failure, or sends an invalid response
     +-- WorkerSilent        504  no response began in time
         +-- WorkerStalled   504  the response paused for too long
+
+`workers.http` sends three more before there is a request: `NotHttp` 400, `HeadTooSlow` 408 and
+`HeadTooLarge` 431.
 """
 
 from __future__ import annotations
@@ -83,12 +83,6 @@ class RequestRefused(
     GatewayError, status=400, kind="invalid_request_error", code="invalid_request"
 ):
     """The request is at fault; a retry fails too."""
-
-
-class NotHttp(RequestRefused, code="invalid_http"):
-    """The bytes are not an HTTP/1.1 request."""
-
-    message = "This is not a valid HTTP/1.1 request."
 
 
 class BodyNotJson(RequestRefused, code="invalid_json"):
@@ -213,12 +207,6 @@ class MethodRefused(RequestRefused, status=405, code="method_not_allowed"):
         self.allowed = allowed
 
 
-class HeadTooSlow(RequestRefused, status=408, code="headers_timeout"):
-    """The headers did not arrive in time."""
-
-    message = "The headers of the request did not arrive in time."
-
-
 class BodyTooSlow(RequestRefused, status=408, code="body_timeout"):
     """The body did not arrive in time."""
 
@@ -302,15 +290,6 @@ class LimitReached(RequestRefused, status=429, kind="rate_limit_error"):
         self.code = f"{name}_exceeded"
         # Rounded up: an earlier retry would fail.
         self.retry_after_s = math.ceil(wait_s)
-
-
-class HeadTooLarge(RequestRefused, status=431, code="headers_too_large"):
-    """The headers are larger, or more, than the limit."""
-
-    def __init__(self, limit_bytes: int, limit_headers: int) -> None:
-        super().__init__(
-            f"A request may have at most {limit_headers} headers with {limit_bytes} bytes in total."
-        )
 
 
 class RefusedByWorker(RequestRefused):

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import os
 import socket
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple, TypeVar
 
-import uvicorn
-
 from gateway.app import PortApp, create_app
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import base_url, check_secrets, ensure_join_token
 from gateway.errors import StartupError
 from gateway.http.downstream import DownstreamProtocol
-from workers.lifecycle import Server, Shutdown
+from workers.http import Server, raise_open_file_limit
+from workers.lifecycle import Shutdown
 from workers.protocol import is_loopback
 
 Result = TypeVar("Result")
-
-# Longer than common clients keep a connection (5 s), so that a client closes it first.
-_KEEP_ALIVE_S = 75
-# For clients that have not read their responses when the server closes.
-_LINGER_S = 2
 
 
 def settle_collector() -> None:
@@ -73,6 +66,7 @@ async def serve(
     """
     settings = ensure_join_token(settings)
     check_secrets(settings)
+    raise_open_file_limit()
     async with contextlib.AsyncExitStack() as stack:
         # First, because the rest may activate another policy for gateways that share the state.
         listener = stack.enter_context(
@@ -90,36 +84,21 @@ async def serve(
             gateway.api_keys.require_always()
         admin_url = ""
         if app.admin_app is not None and admin_listener is not None:
-            admin_server = Server(_config(app.admin_app, settings))
-            app.connections.append(admin_server.server_state.connections)
-            await stack.enter_async_context(admin_server.on(admin_listener))
+            await stack.enter_async_context(_server(app.admin_app, settings).on(admin_listener))
             admin_url = _address(settings.admin_host, admin_listener)
-        server = Server(_config(app, settings))
-        app.connections.append(server.server_state.connections)
+        server = _server(app, settings)
         await stack.enter_async_context(server.on(listener))
         url = _address(settings.host, listener)
         started(Listening(url, admin_url, keyed=gateway.api_keys.required))
         await gateway.run_until_drained(shutdown, server.serving, app.proxy.idle.wait, app.cut)
 
 
-def _config(app: PortApp, settings: Settings) -> uvicorn.Config:
-    connection = functools.partial(
-        DownstreamProtocol,
+def _server(app: PortApp, settings: Settings) -> Server:
+    return Server(
+        app,
+        connection=DownstreamProtocol,
         head_timeout_s=settings.head_timeout_s,
         write_timeout_s=settings.write_timeout_s,
-    )
-    return uvicorn.Config(
-        app,
-        http=connection,  # type: ignore[arg-type]  # any callable that makes a protocol will do
-        lifespan="off",
-        ws="none",
-        access_log=False,
-        log_config=None,
-        log_level="warning",  # below, uvicorn logs whole paths and queries
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_LINGER_S,
     )
 
 

@@ -1,4 +1,4 @@
-"""Start and shutdown of an HTTP server, alike in gateways and workers."""
+"""The shutdown of a process that serves, alike in gateways and workers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import functools
 import signal
-import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
-
-import uvicorn
 
 
 class Shutdown:
@@ -44,39 +41,6 @@ class Shutdown:
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             loop.remove_signal_handler(signal.SIGTERM)
-
-
-class Server(uvicorn.Server):
-    """A uvicorn server without signal handlers; `serving` is the task that runs it."""
-
-    serving: asyncio.Task[None]
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._listening = asyncio.Event()
-
-    @contextlib.asynccontextmanager
-    async def on(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Accept connections within the context; the listener listens already."""
-        self.serving = asyncio.create_task(self.serve(sockets=[listener]), name="server")
-        try:
-            await first_of(self.serving, self._listening.wait())
-            if self.serving.done():
-                self.serving.result()
-            yield
-        finally:
-            self.should_exit = True
-            await self.serving
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and report that connections are accepted."""
-        await super().startup(sockets)
-        self._listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `Shutdown`: uvicorn would close the listener at once."""
-        yield
 
 
 async def first_of(

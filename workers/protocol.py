@@ -330,6 +330,29 @@ class ApiError(Exception):
         return {"error": {"message": self.message, **fields}}
 
 
+class NotHttp(ApiError, status=400, kind="invalid_request_error", code="invalid_http"):
+    """The bytes are not an HTTP/1.1 request."""
+
+    message = "This is not a valid HTTP/1.1 request."
+
+
+class HeadTooSlow(NotHttp, status=408, code="headers_timeout"):
+    """The headers did not arrive in time."""
+
+    message = "The headers of the request did not arrive in time."
+
+
+class HeadTooLarge(NotHttp, status=431, code="headers_too_large"):
+    """The headers are larger, or more, than the limit."""
+
+    limit_bytes = 32 * 1024
+    """As much as nginx takes."""
+    limit_headers = 100
+    message = (
+        f"A request may have at most {limit_headers} headers with {limit_bytes} bytes in total."
+    )
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches the address; of names, only localhost does."""
     if host == "localhost":

@@ -19,6 +19,7 @@ from policies.document import Priority
 from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
 from policies.schema import policy_schema
+from workers.protocol import ApiError, HeadTooLarge, HeadTooSlow, NotHttp
 
 JSON = "application/json"
 Responses = dict[int | str, dict[str, Any]]
@@ -41,11 +42,11 @@ ERROR_SCHEMA = {
         }
     },
 }
-EVERYWHERE: tuple[type[errors.GatewayError], ...] = (
-    errors.NotHttp,
-    errors.HeadTooSlow,
+EVERYWHERE: tuple[type[ApiError], ...] = (
+    NotHttp,
+    HeadTooSlow,
     errors.HostRefused,
-    errors.HeadTooLarge,
+    HeadTooLarge,
     errors.GatewayError,
 )
 """Errors of every route."""
@@ -55,7 +56,7 @@ FOR_ADMINS = (errors.KeyRefused, errors.NotAllowedHere)
 STORED = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
 
 
-def failures(*known: type[errors.GatewayError]) -> Responses:
+def failures(*known: type[ApiError]) -> Responses:
     """Describe the responses of these errors and of those that every route may return."""
     statuses: dict[int, list[str]] = {}
     for error in sorted({*known, *EVERYWHERE}, key=lambda one: (one.status, one.__name__)):

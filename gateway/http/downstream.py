@@ -1,9 +1,5 @@
 """HTTP/1.1 with clients: their connections, the bodies of requests, and the responses to them.
 
-uvicorn leaves three bounds open: the time and the size of a request head, and the time for which a
-reader may stall. A connection stores a few numbers for that, and one task checks all connections
-each second, so that no request pays for a timer.
-
 By ASGI each piece of a response is a message, sent by a task that waits until it is taken: for one
 token of a stream that costs more than reading and writing it. A `ResponseWriter` writes a piece to
 the connection at once, and a head leaves in one packet with what follows it.
@@ -14,63 +10,35 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from http import HTTPStatus
 from typing import Any, Self
 
-import httptools
 from starlette.types import Receive, Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
 from gateway.types import Header, Headers
+from workers.http import BoundedProtocol, encode_head
 from workers.protocol import REQUEST_ID
 
-HEAD_LIMIT_BYTES = 32 * 1024
-"""As much as nginx takes."""
-HEADERS_LIMIT = 100
-
-# How long the rest of a refused request is read and dropped. Closing at once would send a reset,
-# which destroys the refusal before the client can read it.
-_LINGER_S = 2.0
-_UPGRADE_HEADERS = frozenset((b"connection", b"upgrade", b"http2-settings"))
 _RESPONSE = "paceline.response"  # the ASGI extension that holds the writer of the response
 _CLOSE = (b"connection", b"close")
 _CHUNKED = (b"transfer-encoding", b"chunked")
-_STATUS_LINES = {
-    status.value: b"HTTP/1.1 %d %b" % (status.value, status.phrase.encode())
-    for status in HTTPStatus
-}
 
 
 class ClientDisconnected(Exception):
     """The client closed its connection, or stopped reading."""
 
 
-class DownstreamProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with a client. `head_timeout_s` and `write_timeout_s` as in the settings."""
+class DownstreamProtocol(BoundedProtocol):
+    """HTTP/1.1 with a client, whose responses have a `ResponseWriter`."""
 
-    def __init__(self, *, head_timeout_s: float, write_timeout_s: float, **given: Any) -> None:
+    def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._head_timeout_s = head_timeout_s
-        self._write_timeout_s = write_timeout_s
-        self._head_since_s: float | None = None
-        self._head_bytes = 0
-        self._receiving = False
-        self._rejection: errors.RequestRefused | None = None
-        self._unsent_bytes = 0
-        self._sent_at_s = 0.0
-        self._buffered: _BufferedTransport
         self._writer: ResponseWriter | None = None
         """Of the running request, or of the last one."""
         # Not the writer itself: each request would be a cycle of garbage.
         self._extensions: dict[str, dict[object, object]]
         self._extensions = {_RESPONSE: {"writer": lambda: self._writer}}
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time of the first request head."""
-        self._head_since_s = self.loop.time()
-        self._buffered = _BufferedTransport(transport, unread=lambda: self._receiving)
-        super().connection_made(self._buffered)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the running request."""
@@ -90,188 +58,21 @@ class DownstreamProtocol(HttpToolsProtocol):
         if self._writer is not None:
             self._writer.set_write_paused(False)
 
-    def data_received(self, data: bytes) -> None:
-        """Parse; reject a head that is too long."""
-        if not self._receiving:
-            self._receiving = True
-            self._head_bytes = 0
-            if self._head_since_s is None:
-                self._head_since_s = self.loop.time()
-        if self._buffered.closing_since_s is not None and self.cycle is None:
-            return  # rejected before there was a request; the rest is dropped
-        self._head_bytes += len(data)
-        self._unset_keepalive_if_required()
-        self._feed(data)
-        if self._head_since_s is not None and self._head_bytes > HEAD_LIMIT_BYTES:
-            self._reject(errors.HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT))
-
     def on_message_begin(self) -> None:
-        """Start the time of this head, also if it came in one packet with the request before."""
+        """Offer the writer of the response to the application."""
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
-        if self._head_since_s is None:
-            self._receiving, self._head_bytes = True, 0
-            self._head_since_s = self.loop.time()
-
-    def on_headers_complete(self) -> None:
-        """Start the request, unless its head is too large."""
-        self._head_since_s = None
-        size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
-        if size > HEAD_LIMIT_BYTES or len(self.headers) > HEADERS_LIMIT:
-            self._rejection = errors.HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT)
-            raise self._rejection
-        if self.parser.should_upgrade():
-            return  # `_feed` parses the request again without it
-        if self._buffered.closing_since_s is None:
-            super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """Record that the whole request has been read."""
-        if self.parser.should_upgrade():
-            return
-        super().on_message_complete()
-        self._receiving = False
-        self._buffered.finish_closing()
 
     def check(self, now_s: float) -> None:
-        """Close the connection if the client is too slow: to read, to close, or to send a head."""
-        self._check_reader(now_s)
-        self._check_head(now_s)
+        """Check the time limits of the connection and of its running request."""
+        super().check(now_s)
         if self._writer is not None:
             self._writer.check(now_s)
-
-    def _check_reader(self, now_s: float) -> None:
-        """Abort a client that reads nothing; close after the time to read a rejected request."""
-        closing_since_s = self._buffered.closing_since_s
-        unsent_bytes = self._buffered.get_write_buffer_size()
-        if not unsent_bytes or unsent_bytes != self._unsent_bytes:
-            self._unsent_bytes, self._sent_at_s = unsent_bytes, now_s
-            if closing_since_s is not None and now_s - closing_since_s > _LINGER_S:
-                self._buffered.finish_closing()
-        elif now_s - self._sent_at_s > self._write_timeout_s:
-            self._buffered.abort()
-
-    def _check_head(self, now_s: float) -> None:
-        """Reject a head that takes too long, and close a connection without one."""
-        if self._head_since_s is None:
-            return
-        if self.cycle and not self.cycle.response_complete:
-            self._head_since_s = now_s  # the time of the next head starts after this response
-        late = now_s - self._head_since_s > self._head_timeout_s
-        if late and self._buffered.closing_since_s is None:
-            if self._head_bytes:
-                self._reject(errors.HeadTooSlow())
-            else:
-                self._buffered.abort()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Create the writer of the response, then start the request."""
         self._writer = ResponseWriter(cycle, self._buffered.write_now)
         super()._start_asgi_task(cycle, app)
-
-    def _feed(self, data: bytes) -> None:
-        """Parse; ignore a request to upgrade to another protocol, as HTTP allows.
-
-        Java's own client sends one with each first request. The parser stops at such a head
-        for good, so a new one parses the head again without these headers.
-        """
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            method = self.parser.get_method()
-            if method == b"CONNECT":
-                self._reject(errors.NotHttp())
-                return
-            lines = [b"%s %s HTTP/1.1" % (method, self.url)]
-            lines += [b"%s: %s" % pair for pair in self.headers if pair[0] not in _UPGRADE_HEADERS]
-            self.parser = httptools.HttpRequestParser(self)
-            self._feed(b"\r\n".join((*lines, b"", data[upgrade.args[0] :])))
-        except httptools.HttpParserError:
-            self._reject(self._rejection or errors.NotHttp())
-
-    def _reject(self, error: errors.GatewayError) -> None:
-        """Send an error in place of the application, and read no further request."""
-        self._head_since_s = None
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if self._buffered.is_closing() or busy:
-            self._buffered.abort()  # a response that has begun cannot be replaced by another
-            return
-        body = errors.to_body(error)
-        headers = (*errors.to_headers(error), (b"content-length", b"%d" % len(body)), _CLOSE)
-        self._buffered.write(_encode_head(error.status, headers) + body)
-        self._buffered.close()
-
-
-class _BufferedTransport(asyncio.Transport):
-    """A transport that sends everything written in one iteration of the event loop as one packet.
-
-    uvicorn writes a head and its body one by one, and system calls are most of a server's cost.
-    """
-
-    def __init__(self, transport: asyncio.Transport, *, unread: Callable[[], bool]) -> None:
-        super().__init__()
-        self._transport = transport
-        self._loop = asyncio.get_running_loop()
-        self._unread = unread
-        self._held: list[bytes] = []
-        self.closing_since_s: float | None = None
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: object = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        if self.closing_since_s is not None:
-            return
-        if not self._held:
-            self._loop.call_soon(self._send)
-        self._held.append(bytes(data))
-
-    def write_now(self, data: bytes) -> None:
-        """Send a whole piece now, behind what is held."""
-        if self._held:
-            self.write(data)
-            self._send()
-        elif self.closing_since_s is None and not self._transport.is_closing():
-            self._transport.write(data)
-
-    def is_closing(self) -> bool:
-        return self.closing_since_s is not None or self._transport.is_closing()
-
-    def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size()
-
-    def close(self) -> None:
-        """Close once all is sent and the rest of the request has been read, within bounds."""
-        if self.closing_since_s is not None:
-            return
-        self.closing_since_s = self._loop.time()
-        self._send()
-        if self._unread() and not self._transport.is_closing():
-            self._transport.resume_reading()
-            self._transport.write_eof()
-        else:
-            self._transport.close()
-
-    def finish_closing(self) -> None:
-        """Close without the rest of the request."""
-        if self.closing_since_s is not None:
-            self._transport.close()
-
-    def abort(self) -> None:
-        self._held.clear()
-        self._transport.abort()
-
-    def _send(self) -> None:
-        held, self._held = self._held, []
-        # A client may have disconnected in this iteration.
-        if held and not self._transport.is_closing():
-            self._transport.writelines(held)
 
 
 class ResponseWriter:
@@ -406,7 +207,7 @@ class ResponseWriter:
             cycle.keep_alive = False
         elif not cycle.keep_alive:
             headers = (*headers, _CLOSE)
-        return _encode_head(status, (*cycle.default_headers, *headers))
+        return encode_head(status, (*cycle.default_headers, *headers))
 
     def _complete(self) -> None:
         """Free the connection for the next request, or close it."""
@@ -416,15 +217,6 @@ class ResponseWriter:
         if not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()
-
-
-def _encode_head(status: int, headers: tuple[Header, ...]) -> bytes:
-    """Encode a head; a header that would end its line early is a defect of the gateway."""
-    lines = [_STATUS_LINES[status], *[b"%b: %b" % pair for pair in headers], b"\r\n"]
-    head = b"\r\n".join(lines)
-    if head.count(b"\n") != len(headers) + 2:
-        raise ValueError("a header holds the end of a line")
-    return head
 
 
 def response_writer(scope: Scope) -> ResponseWriter:

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from pydantic import SecretStr
 
 from workers.engine.types import (
@@ -22,7 +21,7 @@ from workers.engine.types import (
     ModelCard,
     Usage,
 )
-from workers.lifecycle import Server
+from workers.http import Server
 from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
 from workers.server.runtime import Worker
@@ -152,7 +151,6 @@ async def serve_app(app: Any, port: int = 0) -> AsyncIterator[str]:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
-    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     listener.listen()
-    async with Server(config).on(listener):
+    async with Server(app).on(listener):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

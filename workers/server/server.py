@@ -9,12 +9,12 @@ import socket
 import sys
 from collections.abc import Callable
 
-import uvicorn
 from pydantic import SecretStr
 
 from workers.config_file import InvalidSettings
 from workers.heartbeat import Membership, joined
-from workers.lifecycle import Server, Shutdown, first_of
+from workers.http import Server, raise_open_file_limit
+from workers.lifecycle import Shutdown, first_of
 from workers.server.app import create_app
 from workers.server.runtime import Worker
 
@@ -22,9 +22,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
 """Time for running requests to finish after a shutdown was requested."""
-_LAST_WRITES_S = 2
-_KEEP_ALIVE_S = 75
-"""Longer than gateways reuse idle connections: if both ends close at once, a request is lost."""
+_BACKLOG = 2048
 _ENGINE_CHECK_S = 0.5
 
 
@@ -46,19 +44,11 @@ async def serve(
 
     Raises `InvalidSettings` if the listener cannot listen.
     """
-    config = uvicorn.Config(
-        create_app(worker, token),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_LAST_WRITES_S,
-    )
+    raise_open_file_limit()
     try:
         # After the weights are loaded: until then connections are refused, and the gateway sends
         # requests elsewhere. Not by uvicorn: uvloop ignores that another process listens already.
-        listener.listen(config.backlog)
+        listener.listen(_BACKLOG)
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise cannot_listen(host, port, error) from error
@@ -70,7 +60,7 @@ async def serve(
         changed=worker.changed,
     )
     async with (
-        Server(config).on(listener),
+        Server(create_app(worker, token)).on(listener),
         joined(membership) if gateway_url else contextlib.nullcontext(),
     ):
         on_ready()

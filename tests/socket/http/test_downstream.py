@@ -10,20 +10,20 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.http.downstream import HEAD_LIMIT_BYTES, HEADERS_LIMIT
 from tests.support.raw_client import PATH, chat_request, open_socket, read_error, read_stream
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import DONE, ScriptedWorker, chunk, stream_events
+from workers.protocol import HeadTooLarge
 
 
 def test_f43_endless_headers_return_431(gateway_with_worker: RunningGateway) -> None:
     with open_socket(gateway_with_worker) as raw:
-        raw.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * HEAD_LIMIT_BYTES)
+        raw.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * HeadTooLarge.limit_bytes)
         assert read_error(raw) == (431, "headers_too_large", True)
 
 
 def test_f43_too_many_headers_return_431(gateway_with_worker: RunningGateway) -> None:
-    headers = b"".join(b"x-%d: y\r\n" % number for number in range(HEADERS_LIMIT))
+    headers = b"".join(b"x-%d: y\r\n" % number for number in range(HeadTooLarge.limit_headers))
     with open_socket(gateway_with_worker) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n")
         assert read_error(raw) == (431, "headers_too_large", True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from gateway.auth.records import KeyTerms
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError, LimitReached, WorkerError
+from workers.protocol import ApiError, NotHttp
 from workers.server.errors import RequestError
 from workers.server.settings import WorkerSettings
 
@@ -47,7 +48,8 @@ def test_the_page_on_errors_names_exactly_the_codes_of_the_error_trees() -> None
     limits = {LimitReached(name, 1, 1.0).code for name in LIMITS}
     engine = literal_codes(ROOT / "workers/engine") | literal_codes(ROOT / "workers/server")
     gateway = literal_codes(ROOT / "gateway/api") | literal_codes(ROOT / "gateway/protocols")
-    codes = class_codes(GatewayError) | class_codes(RequestError) | limits | engine | gateway
+    assert RequestError in ApiError.__subclasses__()
+    codes = class_codes(ApiError) | limits | engine | gateway
     assert set(documented) == codes
 
 
@@ -59,8 +61,8 @@ def test_the_page_on_errors_names_the_status_and_type_of_each_class() -> None:
             r"^\| `(\w+)` \| (\d+) \| (?:`(\w+)` )?\|", page, re.MULTILINE
         )
     }
-    for cls in subclasses(GatewayError):
-        if cls not in GROUPS and issubclass(cls, GatewayError) and "code" in vars(cls):
+    for cls in (*subclasses(GatewayError), *subclasses(NotHttp)):
+        if cls not in GROUPS and issubclass(cls, ApiError) and "code" in vars(cls):
             assert rows[cls.code] == (cls.status, cls.type), cls
 
 

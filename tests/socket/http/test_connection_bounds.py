@@ -1,0 +1,188 @@
+"""The bounds of a connection, at the port of a gateway and at that of a worker, without any key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import resource
+from collections.abc import AsyncIterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from tests.support.running_gateway import RunningGateway, make_settings
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
+from workers import http
+from workers.http import PIPELINE_LIMIT, TRAILERS_LIMIT, TRAILERS_LIMIT_BYTES, BoundedProtocol
+
+CHUNKED = b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+class Connection:
+    """A client that sends and reads bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, raw: bytes) -> None:
+        self.writer.write(raw)
+        with contextlib.suppress(ConnectionError):
+            await self.writer.drain()
+
+    async def read_to_end(self) -> bytes:
+        """Read until the server closes the connection, with or without a reset."""
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(10):  # less than the time for a body
+                while piece := await self.reader.read(65536):
+                    received += piece
+        return received
+
+    async def read_response(self) -> tuple[int, bytes]:
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 30)
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        return int(head.split()[1]), head + await self.reader.readexactly(int(length[1]))
+
+
+@pytest.fixture(params=["gateway", "worker"])
+async def port(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[int]:
+    """The port of a gateway, then that of a worker."""
+    if request.param == "gateway":
+        gateway = RunningGateway(make_settings(tmp_path))
+        await asyncio.to_thread(gateway.__enter__)
+        try:
+            yield int(gateway.url.rpartition(":")[2])
+        finally:
+            await asyncio.to_thread(gateway.__exit__)
+    else:
+        async with serve_worker(make_worker(ScriptedEngine([])), "token") as url:
+            yield int(url.rpartition(":")[2])
+
+
+@pytest.fixture
+async def connection(port: int) -> AsyncIterator[Connection]:
+    connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
+    try:
+        yield connection
+    finally:
+        connection.writer.close()
+
+
+@pytest.mark.parametrize(
+    "trailers",
+    [
+        b"a: b\r\n" * (TRAILERS_LIMIT + 2),  # a header ends where the next begins
+        b"a: " + b"b" * TRAILERS_LIMIT_BYTES + b"\r\n",
+        b"a" * (TRAILERS_LIMIT_BYTES + 1),
+    ],
+    ids=["many", "long", "endless"],
+)
+async def test_c1_a_connection_with_too_many_trailers_is_closed(
+    connection: Connection, trailers: bytes
+) -> None:
+    await connection.send(CHUNKED)
+    status, _ = await connection.read_response()
+    assert 400 <= status < 500
+    await connection.send(b"0\r\n" + trailers)
+    assert await connection.read_to_end() == b""
+
+
+async def test_c1_the_extension_of_a_chunk_is_bounded_like_a_trailer(
+    connection: Connection,
+) -> None:
+    await connection.send(CHUNKED)
+    await connection.read_response()
+    await connection.send(b"1;x=" + b"y" * (TRAILERS_LIMIT_BYTES + 1))
+    assert await connection.read_to_end() == b""
+
+
+async def test_c1_a_request_with_a_few_trailers_is_served(connection: Connection) -> None:
+    await connection.send(
+        CHUNKED + b"1\r\nx\r\n0\r\n" + b"a: b\r\n" * TRAILERS_LIMIT + b"\r\n" + GET
+    )
+    await connection.read_response()
+    status, _ = await connection.read_response()
+    assert status == 200
+
+
+async def test_c13_a_trailer_is_no_header(connection: Connection) -> None:
+    trailers = b"x-request-id: from-a-trailer\r\nhost: evil.example\r\nauthorization: Bearer x\r\n"
+    await connection.send(CHUNKED + b"0\r\n" + trailers + b"\r\n")
+    status, response = await connection.read_response()
+    assert status != 421
+    assert b"from-a-trailer" not in response
+
+
+async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(
+    connection: Connection,
+) -> None:
+    paths = [b"/livez", b"/unknown"] * 1000
+    sending = asyncio.create_task(
+        connection.send(b"".join(GET.replace(b"/livez", path) for path in paths))
+    )
+    for path in paths:
+        status, _ = await connection.read_response()
+        assert (status == 200) == (path == b"/livez")
+    await sending
+
+
+async def test_c9_a_connection_whose_body_does_not_end_after_the_response_is_closed(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_BODY_AFTER_RESPONSE_S", 0.2)
+    await connection.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\nx")
+    status, _ = await connection.read_response()
+    assert status == 200
+    assert await connection.read_to_end() == b""
+
+
+async def test_c10_a_head_without_end_is_a_431(connection: Connection) -> None:
+    await connection.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 40_000)
+    assert b"headers_too_large" in await connection.read_to_end()
+
+
+async def slow_app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    """Answer nothing."""
+    await asyncio.sleep(60)
+
+
+async def test_c2_sixteen_requests_of_a_connection_are_parsed_ahead() -> None:
+    protocol = BoundedProtocol(
+        config=Config(slow_app),
+        server_state=ServerState(),
+        app_state={},
+        head_timeout_s=10,
+        write_timeout_s=10,
+    )
+    transport = Mock(**{"is_closing.return_value": False, "get_extra_info.return_value": None})
+    protocol.connection_made(transport)
+    try:
+        # In pieces that end within a head, and in one.
+        for piece in (GET[:-2], GET[-2:] + GET[:-2], (GET[-2:] + GET[:-2]) * 7000):
+            protocol.data_received(piece)
+        assert PIPELINE_LIMIT - 1 <= len(protocol.pipeline) <= PIPELINE_LIMIT
+        transport.pause_reading.assert_called()
+        transport.resume_reading.assert_not_called()
+    finally:
+        for task in protocol.tasks:
+            task.cancel()
+
+
+def test_a_server_may_open_as_many_files_as_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 256), before[1]))
+    try:
+        http.raise_open_file_limit()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1]
+        assert soft == min(http.OPEN_FILES, hard if hard != resource.RLIM_INFINITY else soft)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
