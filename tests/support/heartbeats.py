@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 
@@ -17,13 +17,20 @@ _INTERVAL_S = 1.0
 @contextlib.contextmanager
 def send_heartbeats(gateway: RunningGateway, worker: ScriptedWorker) -> Iterator[None]:
     """Let a worker join and send heartbeats while the context lasts."""
-    assert gateway.send_heartbeat(worker).status_code == 200
+    with repeated(lambda: gateway.send_heartbeat(worker)):
+        yield
+
+
+@contextlib.contextmanager
+def repeated(send_heartbeat: Callable[[], httpx.Response]) -> Iterator[None]:
+    """Send a heartbeat each second while the context lasts."""
+    assert send_heartbeat().status_code == 200
     ended = threading.Event()
 
     def send_until_ended() -> None:
         while not ended.wait(_INTERVAL_S):
             with contextlib.suppress(httpx.TransportError, RuntimeError):  # the gateway may stop
-                gateway.send_heartbeat(worker)
+                send_heartbeat()
 
     thread = threading.Thread(target=send_until_ended)
     thread.start()
