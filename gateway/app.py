@@ -21,7 +21,7 @@ from gateway.api import explain, keys, models, openapi, pages, policy, status, u
 from gateway.assembly import LOOP_CHECK_S, Gateway, build_gateway
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
-from gateway.http.downstream import response_writer
+from gateway.http.downstream import ClientDisconnected, response_writer
 from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
 from gateway.protocols import WIRE_FORMATS
@@ -117,9 +117,15 @@ def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: b
     for error in (errors.GatewayError, PolicyInvalid, RequestValidationError, HTTPException):
         app.add_exception_handler(error, _render)
     app.add_exception_handler(Exception, _render)  # uvicorn logs it as well
+    app.add_exception_handler(ClientDisconnected, _end)
     for router in (*routers, openapi.published(app, proxied=proxied)):
         app.include_router(router)
     return app
+
+
+async def _end(_request: Request, _error: Exception) -> Response:
+    """Return the response to a client that has disconnected, which nobody reads."""
+    return Response(status_code=499)
 
 
 async def _render(request: Request, error: Exception) -> Response:

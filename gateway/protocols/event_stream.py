@@ -98,7 +98,7 @@ class StreamScanner:
         upto = fact.start() if fact else len(data)
         done = data.find(_DONE, start, upto)
         end = data.rfind(b"\n\n", start, done if done >= 0 else upto)
-        return end + 2 if end >= 0 else 0
+        return end + 2 if end >= 0 and _is_utf8(data[start:end]) else 0
 
     def _read(self, event: bytes, passed: bytearray) -> None:
         """Read the facts of one event and add its encoding to what is passed on."""
@@ -123,7 +123,7 @@ class StreamScanner:
     def _read_frame(self, event: bytes, text: bytes) -> bytes:
         """Read the facts of one event with a frame; return its encoding."""
         try:
-            frame = from_json(text)
+            frame = from_json(text, allow_inf_nan=False)
         except ValueError:
             frame = None
         if not isinstance(frame, dict):
@@ -173,9 +173,19 @@ class StreamState:
 
 
 def has_facts(events: bytes) -> bool:
-    """Return whether these events, however framed, may carry facts."""
+    """Return whether these events, however framed, may carry facts, or are no text."""
     # `in` would create and drop an error for each call
-    return events.find(_DONE) >= 0 or _FACT.search(events) is not None
+    if events.find(_DONE) >= 0 or _FACT.search(events) is not None:
+        return True
+    return not (events.isascii() or _is_utf8(events))
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def read_usage(answer: Mapping[str, Any]) -> Usage | None:

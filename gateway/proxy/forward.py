@@ -202,7 +202,8 @@ class Forwarder:
         response.set_read_timeout(self._settings.idle_timeout_s)  # the rest is on its way
         try:
             body = await response.read(_WHOLE_LIMIT_BYTES)
-            answer = from_json(body) if len(body) < _WHOLE_LIMIT_BYTES else None
+            whole = len(body) < _WHOLE_LIMIT_BYTES
+            answer = from_json(body, allow_inf_nan=False) if whole else None
         except upstream.ReadTimeout as error:
             raise errors.WorkerStalled from error
         except upstream.ConnectionLost as error:

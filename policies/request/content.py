@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import to_json
+
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 
@@ -141,6 +143,8 @@ MEDIA_KINDS = {
     "audio": "audio",
     "file": "file",
 }
+MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content")
+"""Optional texts of a message, for the chat template."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_KINDS = frozenset({"text", "input_text", "output_text"})
 
@@ -198,6 +202,13 @@ def _read_message(message: Any, where: str, found: Content) -> None:
             _read_part(part, f"{where}.content[{index}]", found)
     elif content is not None or not message.get("tool_calls"):
         raise FieldError(f"{where}.content", "The content must be a string or a list of parts.")
+    for name in MESSAGE_TEXTS:
+        text = message.get(name) or ""
+        if not isinstance(text, str):
+            raise FieldError(f"{where}.{name}", f"'{name}' must be a string.")
+        found.text_chars += len(text)
+    if calls := message.get("tool_calls"):
+        found.text_chars += len(to_json(calls))
 
 
 def _read_part(part: Any, where: str, found: Content) -> None:

@@ -10,12 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import to_json
+
 from policies.request.content import read_content
 from policies.request.fields import FieldError, Fields
 from policies.request.profile import OPENAI_DEFAULTS, Endpoint, RequestProfile, Sampling
 
 STRUCTURED_FIELDS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
+_FUNCTION_FIELDS = (("description", str, "a string"), ("parameters", Mapping, "an object"))
 # OpenAI allows as many tools; no useful schema has more levels.
 _TOOLS_LIMIT = 128
 _SCHEMA_LIMIT_LEVELS = 32
@@ -60,6 +63,7 @@ def read_profile(
     content = read_content(body, endpoint)
     _check_template_kwargs(body)
     stream = fields.flag("stream")
+    tools = _read_tools(body)
     return RequestProfile(
         endpoint=endpoint,
         model=fields.text("model"),
@@ -72,14 +76,14 @@ def read_profile(
         stop=_read_stop(body),
         choices=fields.integer("n", 1, low=1, high=16) or 1,
         top_logprobs=_read_logprobs(fields, endpoint),
-        tools=bool(_read_tools(body)),
+        tools=bool(tools),
         structured_output=_structured(body),
         thinking_budget=fields.integer("thinking_budget", None, low=0),
         draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),
         spec_prefill=fields.choice("specprefill"),
         spec_prefill_keep=fields.number("specprefill_keep_pct", None, low=0, high=1, positive=True),
         messages=content.messages,
-        text_chars=content.text_chars,
+        text_chars=content.text_chars + (len(to_json(tools)) if tools else 0),
         pixels=content.pixels,
     )
 
@@ -158,6 +162,9 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise FieldError(f"tools[{index}]", "Each tool must be a function with a name.")
+        for name, kind, text in _FUNCTION_FIELDS:
+            if not isinstance(function.get(name), kind | None):
+                raise FieldError(f"tools[{index}].function.{name}", f"'{name}' must be {text}.")
         _check_schema(tool, f"tools[{index}]")
     return tools if body.get("tool_choice") != "none" else ()
 

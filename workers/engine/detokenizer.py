@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
 """A tokenizer's output for the bytes of an incomplete character."""
+# A character has at most four bytes; more tokens without a whole one are no character.
+_CHARACTER_TOKENS = 8
 
 
 class TextStream:
@@ -44,7 +46,10 @@ class TextStream:
     def _newly_decoded(self, *, final: bool) -> str:
         previous = self._decode(self._tokens[self._prefix_offset : self._read_offset])
         text = self._decode(self._tokens[self._prefix_offset :])
-        if len(text) <= len(previous) or (text.endswith(REPLACEMENT) and not final):
+        if len(text) <= len(previous):
+            return ""
+        delayed = len(self._tokens) - self._read_offset
+        if text.endswith(REPLACEMENT) and not final and delayed < _CHARACTER_TOKENS:
             return ""
         self._prefix_offset, self._read_offset = self._read_offset, len(self._tokens)
         self.decided_chars += len(text) - len(previous)

@@ -123,9 +123,11 @@ class PromptRenderer:
             )
         except RecursionError as error:
             raise InvalidGeneration("messages", "These messages are nested too deeply.") from error
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template adds, indexes and calls what a client has sent
+            logger.info("template.rejected", exc_info=error)
+            reason = f": {error}" if isinstance(error, jinja2.TemplateError) else "."
             raise InvalidGeneration(
-                "messages", f"The model's chat template rejects these messages: {error}"
+                "messages", f"The model's chat template rejects these messages{reason}"
             ) from error
         return str(rendered)
 

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from policies.request.content import (
     MEDIA_KINDS,
+    MESSAGE_TEXTS,
     PIXELS_LIMIT,
     PictureInvalid,
     content_of,
@@ -35,8 +36,6 @@ PREFIX_HEADER = "x-paceline-prefix-key"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _PARSE_INLINE_BYTES = 64 * 1024
 """JSON of this size parses in under a millisecond; a larger body is parsed in a thread."""
-_MESSAGE_FIELDS = ("name", "tool_call_id", "reasoning_content")
-"""Optional fields of a message that go to the chat template unchanged."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
@@ -226,7 +225,7 @@ def _read_messages(
         role = "system" if message["role"] == "developer" else message["role"]
         entry: dict[str, Json] = {"role": role}
         entry["content"] = _read_content(message.get("content"), f"{where}.content", images)
-        entry.update({name: message[name] for name in _MESSAGE_FIELDS if message.get(name)})
+        entry.update({name: message[name] for name in MESSAGE_TEXTS if message.get(name)})
         if calls := message.get("tool_calls"):
             entry["tool_calls"] = _read_tool_calls(calls, f"{where}.tool_calls")
         rendered.append(entry)

@@ -3,11 +3,13 @@ none."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.gateway_fixtures import MakeGateway
+from tests.support.log_capture import LogCapture
 from tests.support.raw_client import (
     RawClient,
     in_flight,
@@ -141,3 +143,20 @@ def test_f12_a_half_close_after_the_request_counts_as_a_disconnect(
         wait_until(lambda: worker.in_flight == 0)
         assert client.read_to_end() == b""
     wait_for_outcomes(gateway_with_worker, client_left=1)
+
+
+@pytest.mark.parametrize("path", ["/v1/route/explain", "/admin/v1/keys"])
+def test_c19_a_disconnect_during_the_body_of_another_route_is_no_error(
+    gateway_with_worker: RunningGateway, log_capture: LogCapture, path: str
+) -> None:
+    with raw_client(gateway_with_worker) as client:
+        request = request_bytes(b"{" + b" " * 1000, path=path)
+        client.send(
+            request[:-500].replace(
+                b"content-length", b"content-type: application/json\r\ncontent-length"
+            )
+        )
+        time.sleep(0.2)  # the gateway reads the body
+        client.reset()
+    assert gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0
+    assert not [text for text in log_capture.texts if "Traceback" in text]

@@ -198,6 +198,28 @@ def test_f21_a_400_in_openais_error_format_is_relayed(
     }
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.02])
+def test_l11_text_that_is_no_utf_8_ends_the_stream_in_an_error_event(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, pause_s: float
+) -> None:
+    broken = chunk({"content": "a-b"}).replace(b"a-b", b"a\xffb")
+    worker.script.pause_s = pause_s
+    worker.script.events = (FIRST, TEXT, TEXT, broken, TEXT, STOP, DONE)
+    status, received = read_stream(gateway_with_worker)
+    assert status == 200
+    assert b"\xff" not in received
+    assert stream_error_code(received) == "worker_failed"
+
+
+def test_l11_an_answer_with_nan_is_a_502(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    body = json.dumps({**chat_completion("here"), "score": float("nan")}).encode()
+    worker.script = Script(status=200, body=body)
+    response = gateway_with_worker.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+
+
 def test_f57_an_http_1_0_worker_is_relayed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:

@@ -106,6 +106,22 @@ def test_a_route_matches_requests_with_its_header(tmp_path: Path, worker: Script
         ]
 
 
+def test_l4_a_header_matches_in_utf_8_as_the_policy_is_written(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    routes = [
+        {"name": "team", "when": {"header": {"x-team": "Zürich"}}, "to": "team"},
+        DEFAULT_ROUTE,
+    ]
+    pools = {"team": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
+    with gateway_with_policy(tmp_path, worker, routes=routes, pools=pools) as gateway:
+        for encoding in ("utf-8", "latin-1"):
+            gateway.client.headers = httpx.Headers([(b"x-team", "Zürich".encode(encoding))])
+            assert pool_of(gateway.chat()) == "team"
+        gateway.client.headers = httpx.Headers([(b"x-team", b"Z\xffrich")])
+        assert pool_of(gateway.chat()) == "vlm"
+
+
 def test_a_route_matches_requests_in_its_hours_and_days(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:

@@ -62,3 +62,18 @@ def test_an_ending_that_may_become_a_stop_string_is_delayed() -> None:
 
     assert [out.push(byte) for byte in b"a st"] == ["a", " ", "", ""]
     assert out.push(ord("x")) == "stx"
+
+
+def test_c17_each_token_of_an_invalid_text_decodes_a_bounded_window() -> None:
+    longest = 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode_bytes(tokens)
+
+    out = TextStream(decode)
+    pieces = [out.push(0xE5) for _ in range(1000)]
+
+    assert longest < 20
+    assert "".join([*pieces, out.flush()]) == "\ufffd" * 1000

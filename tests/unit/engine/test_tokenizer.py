@@ -1,4 +1,4 @@
-"""Tool calls that special tokens mark."""
+"""Chat templates that fail, and tool calls that special tokens mark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from policies.request.profile import Sampling
 from workers.engine.tokenizer import PromptRenderer
-from workers.engine.types import Generation, LaneName, Prompt
+from workers.engine.types import Generation, InvalidGeneration, LaneName, Prompt
 from workers.server.tool_calls import ToolCallSplitter, ToolFormat
 
 # mlx-vlm recognizes Mistral's template by the token that opens a call.
@@ -82,3 +82,25 @@ def test_special_tokens_outside_tool_calls_are_no_text(renderer: PromptRenderer)
 def test_without_tools_no_special_token_is_text(renderer: PromptRenderer) -> None:
     pieces = stream_answer(renderer, f"[IMG]One{NEW_FORMAT}</s>", keep_call_tokens=False)
     assert "".join(pieces) == 'Oneadd{"a": 3}'
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ '// ' + tools[0].function.description }}", "these messages."),
+        ("{{ messages[0].content.missing.more }}", "these messages: "),
+        ("{% for name in messages[0].content | items %}{% endfor %}", "these messages"),
+        ("{{ raise_exception('Roles must alternate.') }}", "Roles must alternate."),
+    ],
+)
+def test_c11_an_error_of_the_template_is_an_error_of_the_request(
+    renderer: PromptRenderer, template: str, reason: str
+) -> None:
+    failing = PromptRenderer(renderer._templated)
+    failing._templated.chat_template = template
+    try:
+        with pytest.raises(InvalidGeneration, match=reason) as invalid:
+            failing.chat([{"role": "user", "content": "x"}], [{"function": {"description": 5}}])
+        assert invalid.value.param == "messages"
+    finally:
+        failing._templated.chat_template = TEMPLATE

@@ -59,6 +59,18 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"٣": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 100.5}}, "logit_bias"),
+        (
+            {"tools": [{"function": {"name": "a", "description": 5}}]},
+            "tools[0].function.description",
+        ),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        *(
+            ({"messages": [{"role": "user", "content": "", name: 5}]}, f"messages[0].{name}")
+            for name in ("name", "tool_call_id", "reasoning_content")
+        ),
         ({"logit_bias": {"5": -100.5}}, "logit_bias"),
         ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),

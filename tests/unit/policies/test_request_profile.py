@@ -45,6 +45,29 @@ def test_every_kind_of_media_is_counted(part: dict[str, Any], kind: str) -> None
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"function": {"name": "f", "description": "x" * 100}}]},
+        {"messages": [{"role": "assistant", "content": "", "reasoning_content": "x" * 100}]},
+        {"messages": [{"role": "tool", "content": "", "tool_call_id": "x" * 100}]},
+        {"messages": [{"role": "user", "content": "", "name": "x" * 100}]},
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "x" * 100}}],
+                }
+            ]
+        },
+    ],
+    ids=["tools", "reasoning", "call-id", "name", "calls"],
+)
+def test_c6_all_text_of_a_request_is_counted(fields: dict[str, Any]) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": ""}], **fields}
+    assert 100 <= read_profile(body, Endpoint.CHAT).text_chars <= 200
+
+
+@pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({}, Bypass.NON_GREEDY_SAMPLING),
