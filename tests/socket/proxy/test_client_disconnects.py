@@ -150,12 +150,7 @@ def test_c19_a_disconnect_during_the_body_of_another_route_is_no_error(
     gateway_with_worker: RunningGateway, log_capture: LogCapture, path: str
 ) -> None:
     with raw_client(gateway_with_worker) as client:
-        request = request_bytes(b"{" + b" " * 1000, path=path)
-        client.send(
-            request[:-500].replace(
-                b"content-length", b"content-type: application/json\r\ncontent-length"
-            )
-        )
+        client.send(request_bytes(b"{" + b" " * 1000, path=path)[:-500])
         time.sleep(0.2)  # the gateway reads the body
         client.reset()
     assert gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0
