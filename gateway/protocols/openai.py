@@ -67,8 +67,11 @@ class OpenAIFormat:
     def encoder(self, request: RoutingRequest) -> OpenAIStreamEncoder:
         """Return the encoder of a stream."""
         include_usage = request.profile.include_usage
-        include_metrics = _includes_metrics(request, usage=include_usage)
-        return OpenAIStreamEncoder(include_usage=include_usage, include_metrics=include_metrics)
+        return OpenAIStreamEncoder(
+            include_usage=include_usage,
+            include_metrics=_includes_metrics(request, usage=include_usage),
+            running_usage=request.profile.running_usage,
+        )
 
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""
@@ -84,21 +87,32 @@ class OpenAIStreamEncoder:
 
     passthrough = True
 
-    def __init__(self, *, include_usage: bool, include_metrics: bool) -> None:
+    def __init__(
+        self, *, include_usage: bool, include_metrics: bool, running_usage: bool = False
+    ) -> None:
         self._include_usage = include_usage
         self._include_metrics = include_metrics
+        self._running_usage = running_usage
 
     def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
         """Return an event as it came, or without what the client did not request."""
         has_metrics = frame.get("metrics") is not None
         # The trailing chunk carries nothing else; it is there because the gateway requests it.
-        trailing = isinstance(frame.get("usage"), dict) and not frame.get("choices")
+        has_usage = isinstance(frame.get("usage"), dict)
+        trailing = has_usage and not frame.get("choices")
         if trailing and not (self._include_usage or (has_metrics and self._include_metrics)):
             return b""
-        if has_metrics and not self._include_metrics:
+        drop_metrics = has_metrics and not self._include_metrics
+        drop_usage = has_usage and not trailing and not self._running_usage
+        if not (drop_metrics or drop_usage):
+            return event
+        if drop_metrics:
             del frame["metrics"]
-            return b"data: " + to_json(frame) + b"\n\n"
-        return event
+        if drop_usage:
+            del frame["usage"]
+        if drop_usage and self._include_usage:
+            frame["usage"] = None
+        return b"data: " + to_json(frame) + b"\n\n"
 
     def done(self, event: bytes) -> bytes:
         """Return `[DONE]` as it came."""
@@ -141,17 +155,21 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
         sent["messages"] = normalise(body["messages"])
     if profile.stream:
         # Every request is accounted; the encoder removes usage that the client did not request.
-        sent["stream_options"] = {"include_usage": True}
+        # A key pays for a stream that its client leaves by the usage so far.
+        sent["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return sent
 
 
 def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a body without the fields that only Paceline's workers need."""
-    return {
+    sent = {
         name: value
         for name, value in body.items()
         if name not in _NEUTRAL or value != _NEUTRAL[name]
     }
+    if "stream_options" in sent:
+        sent["stream_options"] = {"include_usage": True}
+    return sent
 
 
 def normalise(messages: Sequence[Message]) -> list[Message]:

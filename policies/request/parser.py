@@ -64,11 +64,13 @@ def read_profile(
     _check_template_kwargs(body)
     stream = fields.flag("stream")
     tools = _read_tools(body)
+    stream_options = _read_stream_options(body, stream)
     return RequestProfile(
         endpoint=endpoint,
         model=fields.text("model"),
         stream=stream,
-        include_usage=_include_usage(body, stream),
+        include_usage=stream_options.flag("include_usage"),
+        running_usage=stream_options.flag("continuous_usage_stats"),
         metrics=body.get("metrics") is not None,
         media=tuple(sorted(content.media.items())),
         sampling=_read_sampling(fields, defaults),
@@ -222,12 +224,12 @@ def _check_template_kwargs(body: Mapping[str, Any]) -> None:
         raise FieldError("chat_template_kwargs", "'enable_thinking' must be true or false.")
 
 
-def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
+def _read_stream_options(body: Mapping[str, Any], stream: bool) -> Fields:
     options = body.get("stream_options")
     if options is None:
-        return False
+        return Fields({})
     if not stream:
         raise FieldError("stream_options", "'stream_options' needs 'stream': true.")
     if not isinstance(options, Mapping):
         raise FieldError("stream_options", "'stream_options' must be an object.")
-    return Fields(options).flag("include_usage")
+    return Fields(options)

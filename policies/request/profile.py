@@ -74,6 +74,9 @@ class RequestProfile(NamedTuple):
     model: str
     stream: bool = False
     include_usage: bool = False
+    running_usage: bool = False
+    """Chunks of a stream have the usage so far, at least every 32 tokens (vLLM's name for it is
+    `continuous_usage_stats`)."""
     metrics: bool = False
     """Whether the request asks for draft metrics."""
     media: tuple[tuple[str, int], ...] = ()

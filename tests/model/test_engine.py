@@ -132,7 +132,7 @@ async def test_logprobs_are_those_of_the_chosen_tokens(engine: Engine) -> None:
     events = [event async for event in engine.generate(generation)]
     tokens = [token for event in events if isinstance(event, Delta) for token in event.logprobs]
 
-    assert len(tokens) == events[-1].usage.completion_tokens  # type: ignore[union-attr]
+    assert len(tokens) == events[-1].usage.completion_tokens
     for token in tokens:
         assert len(token.top) == 3
         assert token.top[0].token_id == token.token_id, (

@@ -172,5 +172,6 @@ class Row:
 
     def _emit_delta(self, now_s: float) -> None:
         if self._pending_text or self._pending_logprobs:
-            self.sink(types.Delta(text=self._pending_text, logprobs=tuple(self._pending_logprobs)))
+            logprobs = tuple(self._pending_logprobs)
+            self.sink(types.Delta(text=self._pending_text, logprobs=logprobs, usage=self.usage()))
             self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []

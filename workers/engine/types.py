@@ -113,6 +113,8 @@ class Delta:
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    usage: Usage = Usage(prompt_tokens=0, completion_tokens=0)
+    """The counts of the generation so far."""
 
 
 class DraftStep(NamedTuple):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from workers.engine.types import Delta, Finished, FinishReason, ScoredToken, TokenLogprob
+from workers.engine.types import (
+    Delta,
+    Finished,
+    FinishReason,
+    ScoredToken,
+    TokenLogprob,
+    Usage,
+)
 from workers.server.ports import Json
 from workers.server.tool_calls import ToolCall, ToolCallSplitter
 
@@ -131,10 +138,10 @@ class CompletionChoice(_Choice):
         }
 
 
-def render_usage(finished: Sequence[Finished]) -> Json:
+def render_usage(usages: Sequence[Usage]) -> Json:
     """Return the summed usage of all choices; their common prompt counts once."""
-    usage = finished[0].usage
-    completion_tokens = sum(end.usage.completion_tokens for end in finished)
+    usage = usages[0]
+    completion_tokens = sum(one.completion_tokens for one in usages)
     details = {"cached_tokens": usage.cached_tokens}
     if usage.skipped_tokens:
         details["skipped_tokens"] = usage.skipped_tokens  # left out by SpecPrefill

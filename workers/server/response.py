@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from policies.request.profile import Endpoint
 from workers.engine import types
 from workers.lifecycle import first_of
+from workers.protocol import RUNNING_USAGE_TOKENS
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
 from workers.server.openai_format import ChatChoice, CompletionChoice, render_metrics, render_usage
 from workers.server.ports import Json, ServingEngine
@@ -53,6 +54,10 @@ class CompletionResponse(Response):
         self._request = request
         self._writers = [_writer(request, index) for index in range(len(request.generations))]
         self._finished: dict[int, types.Finished] = {}
+        self._usages: dict[int, types.Usage] = {}
+        """Of each choice so far."""
+        # The first text has the usage of the prompt.
+        self._reported_tokens = -RUNNING_USAGE_TOKENS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send; count as a request in flight until the last byte."""
@@ -101,8 +106,18 @@ class CompletionResponse(Response):
         if not entries:
             return
         no_usage = {"usage": None} if self._request.profile.include_usage else {}
-        chunks = (self._envelope(_CHUNK, [entry]) | no_usage for entry in entries)
+        chunks = [self._envelope(_CHUNK, [entry]) | no_usage for entry in entries]
+        if self._request.profile.running_usage:
+            chunks[-1] |= self._running_usage()
         await _send(send, _body(b"".join(_encode_event(chunk) for chunk in chunks)))
+
+    def _running_usage(self) -> dict[str, Json]:
+        """Return the usage so far, if many tokens were generated since it was sent."""
+        tokens = sum(usage.completion_tokens for usage in self._usages.values())
+        if not tokens or tokens - self._reported_tokens < RUNNING_USAGE_TOKENS:
+            return {}
+        self._reported_tokens = tokens
+        return {"usage": render_usage([*self._usages.values()])}
 
     def _name_param(self, error: types.InvalidGeneration) -> BadRequest:
         # The engine calls every prompt by the field of a chat.
@@ -112,6 +127,7 @@ class CompletionResponse(Response):
 
     def _entries(self, index: int, event: types.Event) -> Sequence[Json]:
         if isinstance(event, types.Delta):
+            self._usages[index] = event.usage
             return self._writers[index].add(event)
         self._finished[index] = event
         return self._writers[index].finish(event)
@@ -119,7 +135,7 @@ class CompletionResponse(Response):
     def _totals(self) -> dict[str, Json]:
         finished = [self._finished[index] for index in range(len(self._writers))]
         metrics = render_metrics(finished, detailed=self._request.detailed_metrics)
-        return {"usage": render_usage(finished), **metrics}
+        return {"usage": render_usage([one.usage for one in finished]), **metrics}
 
     def _envelope(self, objects: dict[Endpoint, str], choices: Sequence[Json]) -> dict[str, Json]:
         endpoint = self._request.profile.endpoint

@@ -17,7 +17,15 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
-from tests.support.scripted_worker import DONE, USAGE, Script, ScriptedWorker, lane_report
+from tests.support.scripted_worker import (
+    DONE,
+    USAGE,
+    Script,
+    ScriptedWorker,
+    event,
+    lane_report,
+)
+from workers.protocol import RUNNING_USAGE_TOKENS
 
 USED_TOKENS = sum(cast("int", USAGE[name]) for name in ("prompt_tokens", "completion_tokens"))
 
@@ -138,6 +146,30 @@ def test_a_client_that_disconnects_early_is_charged_the_reservation(
     reserved = 4 + 100
     wait_until(lambda: gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0)
     assert remaining_tokens(gateway_with_worker.chat(max_tokens=100)) == 2000 - 2 * reserved
+
+
+def test_c6_a_stream_that_is_left_costs_the_usage_that_the_worker_reported_so_far(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
+    frame = {"choices": [{"index": 0, "delta": {"content": "x"}}]}
+    usage = {"prompt_tokens": 950, "completion_tokens": 3}
+    events = (event(frame | {"usage": usage}), event(frame), event(frame))
+    worker.script = Script(events=events, hang_after=3)
+    with gateway_with_worker.stream(max_tokens=8) as response:
+        received = b""
+        for piece in response.iter_raw():
+            received += piece
+            if received.count(b"content") == 3:
+                break
+    assert worker.client_disconnected.wait(10)
+    assert b"usage" not in received
+    worker.script = Script()
+    reserved = 4 + 100
+    wait_until(lambda: gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0)
+    charged = 950 + 3 + RUNNING_USAGE_TOKENS
+    remaining = remaining_tokens(gateway_with_worker.chat(max_tokens=100))
+    assert remaining == 2000 - charged - reserved
 
 
 def test_a_client_that_disconnects_while_queued_is_charged_nothing(

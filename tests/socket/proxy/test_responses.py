@@ -70,7 +70,7 @@ def test_the_worker_gets_effective_values_and_no_client_headers(
         "messages": body["messages"],
         "seed": 5,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,

@@ -20,18 +20,32 @@ def scan(
     *,
     hide_usage: bool = True,
     hide_metrics: bool = True,
+    running_usage: bool = False,
     limit_bytes: int = 4096,
 ) -> tuple[bytes, StreamState]:
-    scanner = scanner_of(hide_usage=hide_usage, hide_metrics=hide_metrics, limit_bytes=limit_bytes)
+    scanner = scanner_of(
+        hide_usage=hide_usage,
+        hide_metrics=hide_metrics,
+        running_usage=running_usage,
+        limit_bytes=limit_bytes,
+    )
     output = b"".join([scanner.feed(piece) for piece in pieces] + [scanner.close()])
     return output, scanner.state
 
 
 def scanner_of(
-    *, hide_usage: bool = True, hide_metrics: bool = True, limit_bytes: int
+    *,
+    hide_usage: bool = True,
+    hide_metrics: bool = True,
+    running_usage: bool = False,
+    limit_bytes: int,
 ) -> StreamScanner:
     """Return a scanner whose events a chat client receives."""
-    encoder = OpenAIStreamEncoder(include_usage=not hide_usage, include_metrics=not hide_metrics)
+    encoder = OpenAIStreamEncoder(
+        include_usage=not hide_usage,
+        include_metrics=not hide_metrics,
+        running_usage=running_usage,
+    )
     return StreamScanner(encoder, limit_bytes=limit_bytes)
 
 
@@ -115,13 +129,22 @@ def test_a_chunk_without_metrics_is_hidden_if_only_metrics_were_requested() -> N
     assert scan([stream], hide_metrics=False)[0] == chunk({}, "stop") + DONE
 
 
-def test_only_the_trailing_usage_chunk_is_hidden() -> None:
-    with_content = event(
-        {"choices": [{"index": 0, "delta": {"content": "x"}}], "usage": {"prompt_tokens": 4}}
-    )
-    output, state = scan([with_content, chunk({}, "stop"), usage_chunk(), DONE])
-    assert output == with_content + chunk({}, "stop") + DONE
-    assert state.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
+@pytest.mark.parametrize(
+    ("shown", "usage"),
+    [
+        ({}, {}),
+        ({"hide_usage": False}, {"usage": None}),
+        ({"hide_usage": False, "running_usage": True}, {"usage": {"prompt_tokens": 4}}),
+    ],
+)
+def test_a_client_gets_the_usage_so_far_if_it_asks_for_it(
+    shown: dict[str, bool], usage: dict[str, Any]
+) -> None:
+    frame = {"choices": [{"index": 0, "delta": {"content": "x"}}]}
+    stream = [event(frame | {"usage": {"prompt_tokens": 4}}), chunk({}, "stop"), DONE]
+    output, state = scan(stream, **shown)
+    assert output == event(frame | usage) + chunk({}, "stop") + DONE
+    assert state.usage == Usage(prompt_tokens=4, completion_tokens=0)
 
 
 def test_text_of_the_model_is_never_read_as_a_field_of_the_stream() -> None:

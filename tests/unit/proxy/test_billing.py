@@ -32,6 +32,7 @@ PROFILE = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, ma
 def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
     assert estimate(PROFILE) == 4 + 6
     assert estimate(PROFILE._replace(choices=3)) == 4 + 18
+    assert estimate(PROFILE._replace(media=(("image", 2),))) == 4 + 6 + 2 * 512
     assert estimate(PROFILE._replace(max_tokens=None)) == 4 + ANSWER_TOKENS
 
 
@@ -40,11 +41,11 @@ def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
     [
         # Complete or cancelled: the key owes what the worker did, reported or not.
         (None, Spent(1, 10, 10), Spent(1, 7)),
-        (ClientDisconnected(), Spent(1, 10, 10), Spent(1, 7)),
-        (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 7)),
-        (RequestTooLong(), Spent(1, 10, 10), Spent(1, 7)),
-        (KeyEnded(), Spent(1, 10, 10), Spent(1, 7)),
-        (ShuttingDown(), Spent(1, 10, 10), Spent(1, 7)),
+        (ClientDisconnected(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
+        (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
+        (RequestTooLong(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
+        (KeyEnded(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
+        (ShuttingDown(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
         # The worker failed: no key pays for an estimate.
         (WorkerLost(), Spent(1, 0), Spent(1, 7)),
         (RuntimeError(), Spent(1, 0), Spent(1, 7)),

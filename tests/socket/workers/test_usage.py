@@ -1,0 +1,62 @@
+"""The usage that a stream of a worker reports on its way."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
+from workers.engine.types import Delta, Event, Finished, FinishReason, Usage
+from workers.protocol import RUNNING_USAGE_TOKENS
+
+TOKENS = 100
+
+
+def answer() -> list[Event]:
+    """Return an answer of 100 tokens, each in a delta of its own."""
+    deltas: list[Event] = [
+        Delta(text="x", usage=Usage(prompt_tokens=7, completion_tokens=number))
+        for number in range(1, TOKENS + 1)
+    ]
+    usage = Usage(prompt_tokens=7, completion_tokens=TOKENS)
+    return [*deltas, Finished(reason=FinishReason.STOP, usage=usage)]
+
+
+async def read_chunks(**fields: Any) -> list[dict[str, Any]]:
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    async with (
+        serve_worker(make_worker(ScriptedEngine(answer()))) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        response = await client.post("/v1/chat/completions", json={**body, **fields})
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n")]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_c6_a_stream_reports_its_usage_so_far_if_the_request_asks_for_it(
+    choices: int,
+) -> None:
+    chunks = await read_chunks(n=choices, stream_options={"continuous_usage_stats": True})
+    seen, unreported, most_unreported, prompts = 0, 0, 0, set()
+    for chunk in chunks:
+        seen += sum(bool(choice["delta"].get("content")) for choice in chunk["choices"])
+        if usage := chunk.get("usage"):
+            unreported = usage["completion_tokens"]
+            prompts.add(usage["prompt_tokens"])
+        most_unreported = max(most_unreported, seen - unreported)
+    assert seen == choices * TOKENS
+    assert most_unreported < RUNNING_USAGE_TOKENS
+    assert prompts == {7}
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": True}])
+async def test_without_the_option_only_the_trailing_chunk_may_have_usage(
+    options: dict[str, bool],
+) -> None:
+    *chunks, last = await read_chunks(stream_options=options)
+    assert not any(chunk.get("usage") for chunk in chunks)
+    assert bool(last.get("usage")) == bool(options)
