@@ -50,11 +50,12 @@ class SharedPrefixClaims:
         """Send the claims made here since the last exchange, and merge those of other gateways."""
         self._unsent = [*self._unsent, *self._prefixes.take_pending()][-MAX_PENDING_CLAIMS:]
         claims = [json.dumps(claim) for claim in self._unsent]
+        connections = self._redis.connections
         # Behind a new connection may be another Redis.
-        last_read = self._last_read if self._connections == self._redis.connections else ""
+        last_read = self._last_read if self._connections == connections else ""
         now_ms, entries = await self._redis.call("prefixes", lambda: self._ask(last_read, claims))
         self._unsent = []
-        self._connections = self._redis.connections
+        self._connections = connections
         for entry_id, gateway, claim in entries:
             self._last_read = entry_id
             if claim is not None and gateway != self._redis.gateway_id:

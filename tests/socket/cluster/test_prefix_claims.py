@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -93,6 +96,29 @@ async def test_a_gateway_ignores_its_own_claims_from_redis(
     first.prefixes.record_dispatch("p", STUDIO, RULES)
     await syncing
     assert first.workers() == {STUDIO}, "a returning claim is older than the gateway's own"
+
+
+async def test_a_gateway_reads_all_claims_after_a_reconnect(
+    two_indexes: tuple[PeerGateway, PeerGateway], redis: RedisServer
+) -> None:
+    first, second = two_indexes
+    first.prefixes.record_dispatch("p", STUDIO, RULES)
+    for gateway in (first, second, second):
+        await gateway.sync()
+    # Another Redis behind the connection has an entry that is older than the last one read.
+    stream = "paceline:{prefixes}:claims"
+    claim = json.dumps(["q", *LAPTOP, 900])
+    redis.client.delete(stream)
+    redis.client.xadd(
+        stream, {"gateway": "other", "claim": claim}, id=f"{int(time.time() * 1000) - 5000}-0"
+    )
+    await second.sync()
+    assert second.workers("q") == set()
+    redis.client.client_kill_filter(_type="normal", skipme=True)
+    for _ in range(3):
+        with contextlib.suppress(RecordsUnwritable):
+            await second.sync()
+    assert second.workers("q") == {LAPTOP}
 
 
 async def test_a_claim_ages_while_it_is_stored_in_redis(

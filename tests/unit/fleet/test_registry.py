@@ -176,6 +176,7 @@ def test_f20_a_worker_that_fails_five_times_is_ejected_for_ten_seconds(
     clock.now_s = START_S + 5.0
     add_two_workers(fleet)
     assert worker_ids(fleet) == ["b"], "a heartbeat ends no ejection"
+    assert [fleet.ejected_for_s(worker) for worker in fleet.workers()] == [5.0, 0.0]
     clock.now_s = START_S + 10.0
     add_two_workers(fleet)
     assert worker_ids(fleet) == ["a", "b"]

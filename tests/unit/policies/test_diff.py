@@ -72,6 +72,8 @@ def test_each_change_is_reported_once_with_its_field(change: Any, expected: Any)
 @given(VALUES, VALUES)
 @example([False], [0])
 @example([[{"a": 1}]], [[{"a": True}]])
+@example([{"a": 1}], [{"a": 1, "b": 2}])
+@example([{"a": 1, "b": 2}], [{"a": 1}])
 def test_only_different_documents_have_differences(old: Any, new: Any) -> None:
     assert diff(old, old) == ()
     written = [json.dumps(value, sort_keys=True) for value in (old, new)]

@@ -71,6 +71,16 @@ def test_the_usage_of_a_response_confirms_or_drops_a_claim(prefixes: PrefixIndex
     assert prefixes.mispredicted == 1
 
 
+def test_only_a_response_that_reports_cached_tokens_sets_the_length_of_a_prefix(
+    prefixes: PrefixIndex,
+) -> None:
+    prefixes.record_dispatch("p", STUDIO, RULES)
+    for key, cached_tokens in (("p", 90), ("p", 0), ("unclaimed", 40)):
+        prefixes.record_usage(key, STUDIO, Usage(100, 5, cached_tokens), expected=False)
+    views = [prefixes.annotate(FleetView.of((), frozenset()), key) for key in ("p", "unclaimed")]
+    assert [view.prefix_tokens for view in views] == [90, 0]
+
+
 def report_of(worker: ScriptedWorker, *names: str, prefix_count: int | None = None) -> WorkerReport:
     return worker.report(
         prefixes=names, prefix_count=len(names) if prefix_count is None else prefix_count
