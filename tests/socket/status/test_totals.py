@@ -238,3 +238,14 @@ def test_metrics_have_vllms_names_with_one_sample_per_worker_and_model(
     assert by_name["paceline_requests_in_flight"] == [0]
     assert by_name["paceline_time_to_first_token_seconds_count"] == [1]
     assert by_name["paceline_added_latency_seconds_count"] == [1]
+
+
+def test_a_gateway_without_redis_stores_its_state_in_memory_and_alone(
+    gateway: RunningGateway,
+) -> None:
+    assert gateway.status()["store"] == {
+        "kind": "memory",
+        "state": "ok",
+        "problem": "",
+        "gateways": 1,
+    }
