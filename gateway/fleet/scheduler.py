@@ -11,7 +11,7 @@ requests of several policy versions may wait in it, also after the newest has dr
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from random import Random
@@ -185,7 +185,8 @@ class Scheduler:
             self._pools[name]  # exists before a request spills to it
         preferred = decision.candidates[0].pool
         queue = policy.pools[preferred].queue
-        if self.waiting(preferred) >= queue.limit:
+        full = self.waiting(preferred) >= queue.limit
+        if full and not self._make_room(preferred, caller.client):
             raise errors.QueueFull(retry_after_s=self.retry_after_s(preferred))
         assigned: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         # The route of one policy may be another under the same name in the next.
@@ -211,7 +212,8 @@ class Scheduler:
             lease.waited_s = self._clock() - waiter.queued_at_s
             return lease
         except BaseException:
-            if assigned.done():  # the request ended as it was assigned a slot
+            # The request ended as it was assigned a slot.
+            if assigned.done() and assigned.exception() is None:
                 self.release(assigned.result(), AttemptResult.ABANDONED)
             raise
         finally:
@@ -219,6 +221,17 @@ class Scheduler:
             self._waiting -= 1
             for name in waiter.pools:
                 self._pools[name].queue.remove(waiter)
+
+    def _make_room(self, pool: str, client: str) -> bool:
+        """Reject the last queued request of the client with the most, if this one has fewer."""
+        waiters = [one for one in self._pools[pool].queue if not one.assigned.done()]
+        counts = Counter(one.caller.client for one in waiters)
+        most = max(counts.values(), default=0)
+        if counts[client] + 1 >= most:
+            return False
+        last = next(one for one in reversed(waiters) if counts[one.caller.client] == most)
+        last.assigned.set_exception(errors.QueueFull(retry_after_s=self.retry_after_s(pool)))
+        return True
 
     def _enqueue(self, waiter: _Waiter, pool: str) -> None:
         self._entries += 1

@@ -97,6 +97,28 @@ async def test_a_full_queue_rejects_a_request_with_a_retry_after(
     await cancel_all(waiting[1:])
 
 
+async def test_c7_a_full_queue_makes_room_for_the_client_with_the_fewest_requests(
+    scheduler: SchedulerHarness,
+) -> None:
+    first = await scheduler.acquire()
+    flood = [scheduler.acquire(client="a") for _ in range(3)]
+    await run_ready_tasks()
+    modest = [scheduler.acquire(client=client) for client in ("b", "c")]
+    await run_ready_tasks()
+    assert [task.done() for task in flood] == [False, True, True], "the last ones had to leave"
+    for task in flood[1:]:
+        with pytest.raises(QueueFull):
+            await task
+    assert await scheduler.queue_length() == 3
+    for client in ("a", "b", "d"):  # each has as many as any other
+        with pytest.raises(QueueFull):
+            await scheduler.acquire(client=client)
+    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
+    await flood[0]
+    await cancel_all(modest)
+    assert await scheduler.queue_length() == 0
+
+
 async def test_a_request_that_waits_too_long_times_out_and_holds_no_slot() -> None:
     scheduler = SchedulerHarness(policy_of(timeout_s=0.02))
     scheduler.fleet.heartbeat(worker_report())
