@@ -9,6 +9,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- PolicyRefused       400  a document that is not a valid policy; every problem is named
 |   +-- TokensOverLimit     400  more tokens than the key may ever use at once
 |   +-- KeyRefused          401  the API key is missing or unknown
+|   |   +-- AdminKeyRefused 401  the admin key is missing or wrong
 |   |   +-- KeyEnded        401  the key was revoked or expired while the request ran
 |   +-- NotAllowedHere      403  the route is closed to this client
 |   |   +-- PageRefused     403  a page of another site, while no key is needed
@@ -127,6 +128,15 @@ class KeyRefused(RequestRefused, status=401, kind="authentication_error", code="
     message = "A valid API key is required: 'Authorization: Bearer KEY'."
 
 
+class AdminKeyRefused(KeyRefused):
+    """The admin key is missing or wrong."""
+
+    message = (
+        "A valid admin key is required: 'Authorization: Bearer KEY'. It is PACELINE_ADMIN_KEY of "
+        "the gateway, or else the content of 'admin-key' in its state folder."
+    )
+
+
 class KeyEnded(KeyRefused, code="key_revoked"):
     """The key was revoked, or expired, while the request ran."""
 
@@ -135,10 +145,6 @@ class KeyEnded(KeyRefused, code="key_revoked"):
 
 class NotAllowedHere(RequestRefused, status=403, kind="permission_error", code="permission_denied"):
     """The route is closed to this client."""
-
-    message = (
-        "While PACELINE_ADMIN_KEY is not set, only the gateway's own machine may use this route."
-    )
 
 
 class PageRefused(NotAllowedHere):

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from gateway.app import PortApp, create_app
 from gateway.config.settings import Settings
-from gateway.config.startup_checks import base_url, check_secrets, ensure_join_token
+from gateway.config.startup_checks import base_url, check_secrets, ensure_secrets
 from gateway.errors import StartupError
 from gateway.http.downstream import DownstreamProtocol
 from workers.http import Server, raise_open_file_limit
@@ -52,6 +52,8 @@ class Listening(NamedTuple):
     """That of the port for admins; empty without such a port."""
     keyed: bool
     """Whether clients need an API key."""
+    settings: Settings
+    """The settings with the stored secrets."""
 
 
 async def serve(
@@ -64,7 +66,7 @@ async def serve(
 
     `started` is called once, when requests are answered.
     """
-    settings = ensure_join_token(settings)
+    settings = ensure_secrets(settings)
     check_secrets(settings)
     raise_open_file_limit()
     async with contextlib.AsyncExitStack() as stack:
@@ -89,7 +91,7 @@ async def serve(
         server = _server(app, settings)
         await stack.enter_async_context(server.on(listener))
         url = _address(settings.host, listener)
-        started(Listening(url, admin_url, keyed=gateway.api_keys.required))
+        started(Listening(url, admin_url, gateway.api_keys.required, settings))
         await gateway.run_until_drained(shutdown, server.serving, app.proxy.idle.wait, app.cut)
 
 

@@ -43,6 +43,7 @@ _TOKENS: Final = 4000
 _ANSWER_TOKENS: Final = 4
 _BLOCKS: Final = 4
 _TOKEN: Final = "bench-join-token"
+_ADMIN_KEY: Final = "bench-admin-key"
 _TIMEOUT_S: Final = 120.0
 # Twice the interval of synchronisation between gateways.
 _SYNC_WAIT_S: Final = 1.0
@@ -119,7 +120,8 @@ def _fleet() -> Iterator[list[httpx.Client]]:
             port = str(free.getsockname()[1])
         environment = {
             **preload(), "PATH": "/usr/bin:/bin", "HOME": home, "PYTHONPATH": str(_ROOT),
-            "PACELINE_JOIN_TOKEN": _TOKEN, "PACELINE_REDIS_URL": f"redis://127.0.0.1:{port}/0",
+            "PACELINE_JOIN_TOKEN": _TOKEN, "PACELINE_ADMIN_KEY": _ADMIN_KEY,
+            "PACELINE_REDIS_URL": f"redis://127.0.0.1:{port}/0",
         }  # fmt: skip
 
         def start(name: str, command: Sequence[str], ready_pattern: str, **settings: str) -> str:
@@ -178,7 +180,8 @@ def _send(
 def _add_pin_routes(clients: Sequence[httpx.Client]) -> None:
     """Add routes by the pin header, and wait until both gateways use them."""
     path = "/admin/v1/policy"
-    current = clients[0].get(path)
+    admin = {"authorization": f"Bearer {_ADMIN_KEY}"}
+    current = clients[0].get(path, headers=admin)
     document = current.json()
     for n in range(len(clients)):
         name = f"mac-{n}"
@@ -186,11 +189,12 @@ def _add_pin_routes(clients: Sequence[httpx.Client]) -> None:
         route = {"name": name, "when": {"header": {_PIN_HEADER: str(n)}}, "to": [name]}
         document["routes"].insert(0, route)
     headers = {
+        **admin,
         "if-match": current.headers["etag"],
         "x-paceline-note": "to compare with round robin",
     }
     clients[0].put(path, json=document, headers=headers).raise_for_status()
-    while len({client.get(path).headers["etag"] for client in clients}) > 1:
+    while len({client.get(path, headers=admin).headers["etag"] for client in clients}) > 1:
         time.sleep(0.1)
 
 

@@ -18,8 +18,8 @@ from starlette.responses import Response
 
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_secret
-from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
-from gateway.errors import FieldInvalid, KeyRefused, NotAllowedHere, NoteMissing, PageRefused
+from gateway.auth.origins import comes_from_foreign_page
+from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
 from gateway.http.downstream import header, read_small_body
 from gateway.protocols.openai import parse
 
@@ -27,7 +27,7 @@ DATA_KEY = "dataKey"
 """The security scheme of API keys in the published OpenAPI."""
 _SCHEMES = {
     DATA_KEY: "An API key.",
-    "adminKey": "`PACELINE_ADMIN_KEY`.",
+    "adminKey": "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
     "joinToken": "The token with which workers join.",
 }
 _BODY_LIMIT_BYTES = 256 * 1024
@@ -35,6 +35,7 @@ AUTHOR_HEADER = "x-paceline-author"
 NOTE_HEADER = "x-paceline-note"
 _AUTHOR_CHARS = 100
 _NOTE_CHARS = 500
+_DEFAULT_AUTHOR = "admin"
 
 
 async def gateway_of(request: Request) -> Gateway:
@@ -57,7 +58,7 @@ def worker_router(prefix: str) -> APIRouter:
 
 
 def admin_router(prefix: str = "", body_limit_bytes: int = _BODY_LIMIT_BYTES) -> APIRouter:
-    """Return a router whose routes need the admin key, or without one a client on this machine."""
+    """Return a router whose routes need the admin key."""
     return _router(prefix, "adminKey", _check_admin_key, body_limit_bytes)
 
 
@@ -125,19 +126,9 @@ def _check_join_token(request: Request, gateway: Gateway) -> None:
 
 
 def _check_admin_key(request: Request, gateway: Gateway) -> None:
-    settings = gateway.settings
-    offered = header(request.scope, b"authorization")
-    if matches_secret(offered, settings.admin_key):
-        request.state.default_author = "admin"
-        return
-    if settings.admin_key is not None:
-        raise KeyRefused
-    peer = request.client.host if request.client else None
-    if not comes_from_this_machine(peer, request.scope["headers"]):
-        raise NotAllowedHere
-    if matches_secret(offered, settings.join_token) or gateway.api_keys.accepts(offered):
-        raise KeyRefused
-    request.state.default_author = "loopback"
+    # Also on loopback: a proxy on this machine forwards the requests of others.
+    if not matches_secret(header(request.scope, b"authorization"), gateway.settings.admin_key):
+        raise AdminKeyRefused
 
 
 async def api_key_of(request: Request) -> ApiKey:
@@ -150,13 +141,11 @@ CurrentKey = Annotated[ApiKey, Depends(api_key_of)]
 
 
 async def _author(
-    request: Request,
     value: Annotated[
         str, Header(alias=AUTHOR_HEADER, description="The author of the edit; percent-encoded.")
     ] = "",
 ) -> str:
-    default: str = request.state.default_author
-    return _decoded(value, AUTHOR_HEADER, _AUTHOR_CHARS) or default
+    return _decoded(value, AUTHOR_HEADER, _AUTHOR_CHARS) or _DEFAULT_AUTHOR
 
 
 _NOTE = Header(alias=NOTE_HEADER, description="The reason for the edit; percent-encoded.")

@@ -52,7 +52,7 @@ EVERYWHERE: tuple[type[ApiError], ...] = (
 """Errors of every route."""
 WITH_BODY = (errors.BodyNotJson, errors.FieldInvalid, errors.BodyTooSlow, errors.BodyTooLarge)
 FOR_CLIENTS = (errors.KeyRefused, errors.PageRefused)
-FOR_ADMINS = (errors.KeyRefused, errors.NotAllowedHere)
+FOR_ADMINS = (errors.AdminKeyRefused,)
 STORED = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
 
 

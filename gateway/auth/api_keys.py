@@ -95,11 +95,6 @@ class ApiKeys:
             raise KeyRefused
         return api_key
 
-    def accepts(self, authorization: bytes | None) -> bool:
-        """Return whether the header has a valid key."""
-        secret = bearer_token(authorization)
-        return secret is not None and digest_of(secret) in self._by_digest
-
     def replace(self, records: Iterable[KeyRecord]) -> None:
         """Replace all keys."""
         self.records = {record.id: record for record in records}

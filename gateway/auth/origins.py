@@ -1,4 +1,4 @@
-"""Checks of the Host header, of the origin of web pages, and for callers on this machine."""
+"""Checks of the Host header and of the origin of web pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from gateway.config.settings import Settings
 from gateway.config.startup_checks import is_address
 from gateway.errors import HostRefused
 from gateway.types import Header
-from workers.protocol import is_loopback
 
 _MAX_CACHED_HOSTS = 64
 _BROWSER_HEADERS = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"))
@@ -44,19 +43,6 @@ class Hosts:
 
     def _allows(self, host: str) -> bool:
         return host in self._names or is_address(host)
-
-
-def comes_from_this_machine(peer: str | None, headers: Sequence[Header]) -> bool:
-    """Return whether a process on this machine sent a request, not a proxy and not a foreign page.
-
-    A page of another site can reach loopback by DNS rebinding, and a proxy on this machine forwards
-    requests of others; the headers reveal both.
-    """
-    if peer is None or not is_loopback(peer) or comes_from_foreign_page(headers):
-        return False
-    if any(name in (b"x-forwarded-for", b"forwarded") for name, _ in headers):
-        return False
-    return is_loopback(_without_port(_host(headers).decode("latin-1")))
 
 
 def comes_from_foreign_page(headers: Sequence[Header]) -> bool:

@@ -17,12 +17,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from gateway.cli import CommandError
-from gateway.cli.up import local_url
 from gateway.config.settings import load_settings
+from gateway.config.startup_checks import local_url, secret_file
 from gateway.types import fits_header
+from workers.protocol import is_loopback
 
 # A diff of the policy replays the last ten thousand requests.
 _TIMEOUT_S = 30.0
+_ADMIN_KEY = "PACELINE_ADMIN_KEY"
 
 
 class GatewayUnavailable(CommandError):
@@ -48,13 +50,13 @@ class Gateway:
 
         `conflict_hint` follows the gateway's message if another edit came first.
         """
-        secret = os.environ.get(self.key_variable)
-        if secret and not fits_header(secret):
-            raise CommandError(
-                f"{self.key_variable} contains characters that an HTTP header cannot carry."
-            )
-        headers = {"authorization": f"Bearer {secret}"} if secret else {}
         try:
+            secret, source = self._key()
+            if not fits_header(secret):
+                raise CommandError(
+                    f"{source} contains characters that an HTTP header cannot carry."
+                )
+            headers = {"authorization": f"Bearer {secret}"} if secret else {}
             with httpx.Client(headers=headers, timeout=_TIMEOUT_S) as client:
                 response = client.request(method, self.url + path, **request)
         except (httpx.InvalidURL, httpx.UnsupportedProtocol):
@@ -66,7 +68,7 @@ class Gateway:
         if response.is_error:
             hints: dict[int, str] = {
                 httpx.codes.PRECONDITION_FAILED: conflict_hint,
-                httpx.codes.UNAUTHORIZED: f"The command reads it from {self.key_variable}.",
+                httpx.codes.UNAUTHORIZED: f"The command reads it from {source}.",
             }
             reason = f"status {response.status_code}"
             match self.json_of(response):
@@ -75,6 +77,26 @@ class Gateway:
             hint = hints.get(response.status_code, "")
             raise GatewayUnavailable(f"the gateway refused: {reason} {hint}".rstrip())
         return response
+
+    def _key(self) -> tuple[str, str]:
+        """Return the key and where it comes from; no other machine gets the stored admin key."""
+        secret = os.environ.get(self.key_variable, "")
+        host = httpx.URL(self.url).host
+        if secret or self.key_variable != _ADMIN_KEY:
+            return secret, self.key_variable
+        settings = load_settings()
+        if not is_loopback(host) and host not in (settings.host, settings.admin_host):
+            return "", _ADMIN_KEY
+        if settings.admin_key is not None:
+            return settings.admin_key.get_secret_value(), _ADMIN_KEY
+        path = secret_file(settings, "admin_key")
+        source = f"{_ADMIN_KEY}, or else from {path}"
+        try:
+            return path.read_text().strip(), source
+        except FileNotFoundError:
+            return "", source
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(f"cannot read {path}: {error}") from None
 
     def json_of(self, response: httpx.Response) -> Mapping[str, Any]:
         """Return the JSON object of a response."""
@@ -90,7 +112,7 @@ def add_gateway(parser: argparse.ArgumentParser, *, admin: bool = False) -> None
 
     With `admin`, the default is the port for admins, if the settings name one.
     """
-    key_variable = "PACELINE_ADMIN_KEY" if admin else "PACELINE_API_KEY"
+    key_variable = _ADMIN_KEY if admin else "PACELINE_API_KEY"
     parser.add_argument(
         "--url",
         dest="gateway",

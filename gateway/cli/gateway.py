@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
 from gateway.config.settings import Settings, load_settings
+from gateway.config.startup_checks import local_url, secret_source
 from gateway.server import Listening, serve, settle_collector
 from gateway.server import run as run_loop
 from workers.lifecycle import Shutdown
 
 _UNKEYED = (
-    "No API key exists yet: the gateway serves this machine only, without a key. "
-    "`paceline keys create NAME` creates the first one.\n"
+    "No API key exists yet: the gateway serves this machine only, without a key. Create the first "
+    "one with `paceline keys create NAME` before you put a proxy in front of the gateway.\n"
 )
 
 
@@ -45,13 +48,32 @@ def _run(options: argparse.Namespace) -> int:
 async def _serve(settings: Settings) -> None:
     shutdown = Shutdown()
     with shutdown.on_signals():
-        await serve(settings, shutdown=shutdown, started=_print_addresses)
+        await serve(
+            settings, shutdown=shutdown, started=functools.partial(_print_addresses, settings)
+        )
 
 
-def _print_addresses(listening: Listening) -> None:
+def admin_page(given: Settings, listening: Listening) -> str:
+    """Return the address of the page for admins and the place of the admin key.
+
+    On a terminal this is a link with a stored key in its fragment, which browsers never send. The
+    readers of a pipe or a log need not be admins.
+    """
+    settings = listening.settings
+    separate = bool(listening.admin_url)
+    host = settings.admin_host if separate else settings.host
+    port = urlsplit(listening.admin_url or listening.url).port or 0
+    page = f"{local_url(host, port)}/admin"
+    if given.admin_key is None and settings.admin_key is not None and sys.stdout.isatty():
+        return f"{page}#admin-key={settings.admin_key.get_secret_value()}"
+    return f"{page} (admin key: {secret_source(given, 'admin_key')})"
+
+
+def _print_addresses(given: Settings, listening: Listening) -> None:
     if not listening.keyed:
         sys.stdout.write(_UNKEYED)
     if listening.admin_url:
         sys.stdout.write(f"The admin port listens on {listening.admin_url}\n")
+    sys.stdout.write(f"Admin page: {admin_page(given, listening)}\n")
     sys.stdout.write(f"Paceline listens on {listening.url}\n")
     sys.stdout.flush()

@@ -28,7 +28,7 @@ _STATE_STYLES = {"active": "green", "expired": "yellow", "revoked": "red"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the commands under `keys`; each sends PACELINE_ADMIN_KEY if it is set."""
+    """Add the commands under `keys`; each sends the admin key."""
     create, listing, revoke, usage = add_admin_commands(
         parser,
         {

@@ -23,7 +23,7 @@ from rich.text import Text
 from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.config.settings import Settings
-from gateway.config.startup_checks import base_url, ensure_join_token
+from gateway.config.startup_checks import base_url, local_url, secret_source
 from gateway.server import Listening, settle_collector
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
@@ -54,7 +54,6 @@ restart it:
     {command} keys create NAME
     {command} up --host 0.0.0.0"""
 
-_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - recognised, not bound
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
@@ -67,14 +66,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def local_url(host: str, port: int) -> str:
-    """Return the address that reaches the gateway from this machine: no wildcard."""
-    return base_url(_LOOPBACK_OF.get(host, host), port)
-
-
 def _run(options: argparse.Namespace) -> int:
     """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot run."""
-    settings = ensure_join_token(serve.settings_from(options))
+    settings = serve.settings_from(options)
     settle_collector()
     return run_loop(_serve(settings, options))
 
@@ -95,8 +89,7 @@ async def _serve(settings: Settings, options: argparse.Namespace) -> int:
         if listening.admin_url:
             _print(f"The admin port listens on {listening.admin_url}.")
         _print(f"Gateway listens on {listening.url}.")
-        port = urlsplit(listening.url).port or 0
-        runner = _WorkerRunner(settings=settings, options=options, port=port, keyed=listening.keyed)
+        runner = _WorkerRunner(given=settings, options=options, listening=listening)
         worker = asyncio.create_task(runner.run(), name="worker")
         try:
             await asyncio.wait({gateway, worker}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,18 +113,16 @@ def _print(text: str, style: str = "") -> None:
 class _WorkerRunner:
     """Starts the worker of this `up`, and prints the ready message once."""
 
-    settings: Settings
+    given: Settings
+    """The settings without the stored secrets."""
     options: argparse.Namespace
-    port: int
-    """The port on which the gateway listens."""
-    keyed: bool
-    """Whether clients need an API key."""
+    listening: Listening
     greeted: bool = False
     muted: bool = False
 
     async def run(self) -> str:
         """Run the worker; return the reason why it cannot run."""
-        gateway_url = local_url(self.settings.host, self.port)
+        gateway_url = self._local_address
         name = worker_id(socket.gethostname())
         command = (
             *(sys.executable, "-m", "workers", "--leash", "--port", "0"),
@@ -156,8 +147,16 @@ class _WorkerRunner:
             ).run()
 
     @property
+    def _port(self) -> int:
+        return urlsplit(self.listening.url).port or 0
+
+    @property
+    def _local_address(self) -> str:
+        return local_url(self.given.host, self._port)
+
+    @property
     def _join_token(self) -> str:
-        token = self.settings.join_token
+        token = self.listening.settings.join_token
         return token.get_secret_value() if token else ""
 
     def _print_worker_line(self, line: str) -> None:
@@ -175,27 +174,31 @@ class _WorkerRunner:
 
     def _ready_message(self, model: str) -> str:
         """Return the address, a snippet that uses it, and the command that joins a Mac."""
-        host, port = self.settings.host, self.port
+        host, keyed = self.given.host, self.listening.keyed
         local_only = is_loopback(host)
-        local_address = local_url(host, port)
-        network_address = base_url(
-            _network_host() if local_only or host in _LOOPBACK_OF else host, port
-        )
+        local_address = self._local_address
+        other_host = local_only or local_address != base_url(host, self._port)
+        network_address = base_url(_network_host() if other_host else host, self._port)
         snippet = _SNIPPET.format(
             address=local_address,
-            api_key='os.environ["PACELINE_API_KEY"]' if self.keyed else '"none"',
+            api_key='os.environ["PACELINE_API_KEY"]' if keyed else '"none"',
             model=model,
             question=_QUESTION,
         )
         shown = local_address if local_only else network_address
+        token, token_hint = self._join_token, ""
+        if not sys.stdout.isatty():  # the readers of a pipe or a log may not join workers
+            source = secret_source(self.given, "join_token")
+            token, token_hint = "TOKEN", f"\nThe join token: {source}"
         # The shell may not find `paceline`.
         command = "paceline" if shutil.which("paceline") else os.path.relpath(sys.argv[0])
         return "\n\n".join(
             (
-                f"Paceline is ready on {shown} (model {model}).\nDashboard: {shown}/dashboard",
-                ("import os\n" if self.keyed else "") + snippet,
+                f"Paceline is ready on {shown} (model {model}).\nDashboard: {shown}/dashboard\n"
+                f"Admin page: {serve.admin_page(self.given, self.listening)}",
+                ("import os\n" if keyed else "") + snippet,
                 *((_OPEN_FIRST.format(command=command),) if local_only else ()),
-                _JOIN.format(command=command, address=network_address, token=self._join_token),
+                _JOIN.format(command=command, address=network_address, token=token) + token_hint,
             )
         )
 

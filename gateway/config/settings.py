@@ -31,12 +31,12 @@ class Settings(BaseSettings):
     policy: Path | None = None
     """The policy file; None starts with the shipped policy."""
     state_dir: Path = Path("~/.paceline")
-    """The folder of the join token, policy versions, API keys and their usage."""
+    """The folder of the join token, the admin key, policy versions, API keys and their usage."""
 
     api_key: SecretStr | None = None
     """An API key without limits, besides those that admins create."""
     admin_key: SecretStr | None = None
-    """The key of the admin API; None restricts the admin API to this machine."""
+    """The key of the admin API; created in `state_dir` if not set."""
     join_token: SecretStr | None = None
     """The secret that workers join with; created in `state_dir` if not set."""
 

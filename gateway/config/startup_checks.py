@@ -1,10 +1,12 @@
-"""Checks before a gateway listens: addresses, secrets and the join token. Address helpers."""
+"""Checks before a gateway listens: addresses and secrets. Address helpers."""
 
 from __future__ import annotations
 
 import ipaddress
 import itertools
 import secrets
+from pathlib import Path
+from typing import Literal
 
 from pydantic import SecretStr
 
@@ -13,6 +15,10 @@ from gateway.errors import StartupError
 from gateway.storage.records import exclusive_writer, replace_file
 from gateway.types import fits_header
 from workers.protocol import is_loopback
+
+StoredSecret = Literal["join_token", "admin_key"]
+"""A setting that is created and stored in the state folder if it is not given."""
+_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - recognised, not bound
 
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:
@@ -25,13 +31,6 @@ def check_binding(settings: Settings, *, keyed: bool) -> None:
             f"Listening on {settings.host} would let anyone on the network use the models. "
             "Set PACELINE_API_KEY first, or listen on 127.0.0.1 and create keys there with "
             "`paceline keys create`."
-        )
-    has_admin_port = settings.admin_port is not None
-    if has_admin_port and not is_loopback(settings.admin_host) and settings.admin_key is None:
-        raise StartupError(
-            f"Serving the admin API on {settings.admin_host} would let anyone on the network "
-            "administer the gateway. Set PACELINE_ADMIN_KEY first, or leave PACELINE_ADMIN_HOST at "
-            "127.0.0.1."
         )
 
 
@@ -53,27 +52,53 @@ def check_secrets(settings: Settings) -> None:
             )
 
 
-def ensure_join_token(settings: Settings) -> Settings:
-    """Return settings with a join token: the given one, else the stored one, else a new one."""
-    if settings.join_token is not None:
-        return settings
-    path = settings.state_dir.expanduser() / "join-token"
+def ensure_secrets(settings: Settings) -> Settings:
+    """Return settings with a join token and an admin key: given, else stored, else new ones."""
+    if settings.redis_url is not None and settings.admin_key is None:
+        raise StartupError(
+            "Gateways that share PACELINE_REDIS_URL need a common admin key: set "
+            "PACELINE_ADMIN_KEY to the same secret for all of them."
+        )
+    join_token = settings.join_token or _ensure_stored(settings, "join_token")
+    admin_key = settings.admin_key or _ensure_stored(settings, "admin_key")
+    return settings.model_copy(update={"join_token": join_token, "admin_key": admin_key})
+
+
+def _ensure_stored(settings: Settings, name: StoredSecret) -> SecretStr:
+    """Return the stored secret; store a new one if there is none."""
+    path = secret_file(settings, name)
+    title = f"The {name.replace('_', ' ')} in {path}"
     try:
         if not path.exists():
             with exclusive_writer(path):
                 if not path.exists():  # another gateway started at the same moment
                     replace_file(path, secrets.token_urlsafe(32))
-        token = path.read_text().strip()
+        secret = path.read_text().strip()
     except OSError as error:
         raise StartupError(
-            f"The join token in {path} cannot be read or created ({error.strerror}). "
-            "Set PACELINE_JOIN_TOKEN or PACELINE_STATE_DIR."
+            f"{title} cannot be read or created ({error.strerror}). "
+            f"Set PACELINE_{name.upper()} or PACELINE_STATE_DIR."
         ) from None
-    if not token:
-        raise StartupError(
-            f"The join token in {path} is empty. Delete the file to create a new one."
-        )
-    return settings.model_copy(update={"join_token": SecretStr(token)})
+    if not secret:
+        raise StartupError(f"{title} is empty. Delete the file to create a new one.")
+    return SecretStr(secret)
+
+
+def secret_file(settings: Settings, name: StoredSecret) -> Path:
+    """Return the path of a secret that is not given in the settings."""
+    return settings.state_dir.expanduser() / name.replace("_", "-")
+
+
+def secret_source(given: Settings, name: StoredSecret) -> str:
+    """Return where an operator finds a secret: its variable or its file."""
+    if getattr(given, name) is not None:
+        return f"PACELINE_{name.upper()}"
+    return str(secret_file(given, name))
+
+
+def local_url(host: str, port: int) -> str:
+    """Return the address that reaches the gateway from this machine: no wildcard."""
+    return base_url(_LOOPBACK_OF.get(host, host), port)
 
 
 def base_url(host: str, port: int) -> str:

@@ -15,7 +15,7 @@ async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_admin(gateway_with_worker.url, "#keys")
+    await tab.open_admin(gateway_with_worker, "#keys")
     await expect(page.locator("#keys")).to_contain_text("There is no key yet")
     await tab.button("New key").click()
     form = page.get_by_role("dialog")
@@ -58,7 +58,7 @@ async def test_the_form_shows_why_terms_were_rejected(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_admin(gateway_with_worker.url, "#keys")
+    await tab.open_admin(gateway_with_worker, "#keys")
     await tab.button("New key").click()
     form = page.get_by_role("dialog")
     await form.get_by_label("Name").fill("Ann")

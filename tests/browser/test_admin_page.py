@@ -31,7 +31,7 @@ async def test_the_page_rejects_a_wrong_key_with_a_message_and_accepts_the_right
     gateway_with_keys: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_admin(gateway_with_keys.url)
+    await tab.open_sign_in(gateway_with_keys)
     refusal = page.locator("#sign-in-refusal")
     for invalid_key in ("wrong", "schlüssel", "two words"):
         await page.get_by_label("Admin key").fill(invalid_key)
@@ -62,7 +62,7 @@ async def test_an_invalid_stored_key_leads_back_to_the_sign_in_form(
     gateway_with_keys: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_admin(gateway_with_keys.url)
+    await tab.open_sign_in(gateway_with_keys)
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
     await page.evaluate("sessionStorage.setItem('paceline-admin-key', 'expired')")
     await page.reload()
@@ -70,13 +70,25 @@ async def test_an_invalid_stored_key_leads_back_to_the_sign_in_form(
 
 
 @IN_BROWSER
-async def test_a_gateway_that_trusts_only_its_machine_shows_a_message_to_other_machines(
+async def test_c3_a_link_with_the_stored_key_signs_in_and_loses_the_key(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    await tab.context.set_extra_http_headers({"x-forwarded-for": "192.168.1.7"})
-    await tab.open_admin(gateway_with_worker.url)
-    refusal = tab.page.locator("#sign-in-refusal")
-    await expect(refusal).to_contain_text("only the gateway's own machine may use")
+    page, url = tab.page, gateway_with_worker.url
+    for visit in ("a new page", "the open sign-in form"):
+        await tab.open_sign_in(gateway_with_worker)
+        await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+        if visit == "a new page":
+            await page.goto("about:blank")
+        await tab.open_admin(gateway_with_worker)
+        await expect(page.locator("#active-version")).to_contain_text("Version 1 is active")
+        assert page.url == f"{url}/admin", visit
+        await page.reload()
+        await expect(page.locator("#active-version")).to_contain_text("Version 1 is active")
+        await tab.button("Sign out").click()
+    await tab.open_admin(gateway_with_worker)
+    await page.goto(f"{url}/admin#admin-key=wrong")
+    await expect(page.locator("#sign-in-refusal")).to_contain_text("This is not the admin key")
+    assert page.url == f"{url}/admin"
 
 
 @IN_BROWSER
@@ -94,11 +106,11 @@ async def test_no_section_is_wider_than_a_phone(
         ("#keys", "#keys tbody tr"),
         ("#workers", "article"),
     ):
-        await tab.open_admin(gateway_with_worker.url, section)
+        await tab.open_admin(gateway_with_worker, section)
         await page.reload()
         await expect(page.locator(selector).first).to_be_visible()
         assert not await page.evaluate(is_too_wide), section
-    await tab.open_admin(gateway_with_worker.url, "#keys")
+    await tab.open_admin(gateway_with_worker, "#keys")
     await tab.button("New key").click()
     dialog = page.get_by_role("dialog")
     await expect(dialog).to_be_visible()
@@ -111,15 +123,15 @@ async def test_the_page_works_with_the_keyboard(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_admin(gateway_with_worker.url)
+    await tab.open_admin(gateway_with_worker)
     await expect(page.locator("#active-version")).to_contain_text("is active")
     focused = "document.activeElement.textContent.trim() || document.activeElement.id"
     focused_elements = []
-    for _ in range(6):
+    for _ in range(7):
         await page.keyboard.press("Tab")
         focused_elements.append(await page.evaluate(focused))
     assert focused_elements == [
-        *("Skip to the content", "Policy", "Keys", "Workers", "policy-text"),
+        *("Skip to the content", "Policy", "Keys", "Workers", "Sign out", "policy-text"),
         "apply-author",
     ]
 
@@ -137,7 +149,7 @@ async def test_text_of_other_admins_is_escaped(
         gateway_with_worker.admin.patch("/admin/v1/policy", json=patch, headers=headers).status_code
         == 200
     )
-    await tab.open_admin(gateway_with_worker.url)
+    await tab.open_admin(gateway_with_worker)
     await expect(tab.page.locator("#history li").first).to_contain_text(script)
     assert await tab.page.locator("main img").count() == 0
     assert "owned" not in await tab.page.title()

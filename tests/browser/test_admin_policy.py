@@ -33,7 +33,7 @@ async def test_an_invalid_edit_is_reported_during_typing_with_a_link_to_its_line
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_admin(gateway_with_worker.url)
+    await tab.open_admin(gateway_with_worker)
     assert "text-mtp" in await editor_text(tab)
     invalid = ALL_TO_VLM.replace("- all", "- fast")
     await tab.fill_policy(invalid)
@@ -59,7 +59,7 @@ async def test_an_edit_is_compared_activated_and_rolled_back(
 ) -> None:
     page = tab.page
     assert [pool_of(gateway_with_worker, temperature=0) for _ in range(3)] == ["text-mtp"] * 3
-    await tab.open_admin(gateway_with_worker.url)
+    await tab.open_admin(gateway_with_worker)
     await editor_text(tab)
 
     await tab.fill_policy(ALL_TO_VLM)
@@ -101,11 +101,11 @@ async def test_the_second_of_two_edits_conflicts_and_its_text_is_kept(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_admin(gateway_with_worker.url)
+    await tab.open_admin(gateway_with_worker)
     await editor_text(tab)
     await tab.fill_policy(ALL_TO_VLM)
     await expect(page.locator("#check")).to_have_text("Valid")
-    with PolicyAdmin(gateway_with_worker.url) as bob:
+    with PolicyAdmin(gateway_with_worker.url, gateway_with_worker.admin_key) as bob:
         assert bob.put(single_pool_policy("slow"), x_paceline_author="bob").status_code == 200
     await page.get_by_label("Purpose").fill("second edit")
     await tab.button("Apply as version 2").click()
@@ -127,9 +127,9 @@ async def test_the_second_of_two_edits_conflicts_and_its_text_is_kept(
 async def test_the_page_loads_the_edit_of_another_admin_if_the_editor_is_unchanged(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    await tab.open_admin(gateway_with_worker.url)
+    await tab.open_admin(gateway_with_worker)
     await editor_text(tab)
-    with PolicyAdmin(gateway_with_worker.url) as bob:
+    with PolicyAdmin(gateway_with_worker.url, gateway_with_worker.admin_key) as bob:
         bob.put(single_pool_policy("slow"), x_paceline_author="bob")
     await expect(tab.page.locator("#active-version")).to_contain_text("Version 2 is active · bob")
     assert await editor_text(tab) == write_yaml(single_pool_policy("slow"))

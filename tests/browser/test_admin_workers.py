@@ -29,13 +29,13 @@ async def test_a_cordoned_worker_receives_no_request_until_it_is_uncordoned(
 ) -> None:
     page = tab.page
     with send_heartbeats(gateway_with_worker, second_worker):
-        await tab.open_admin(gateway_with_worker.url, "#workers")
+        await tab.open_admin(gateway_with_worker, "#workers")
         card = page.get_by_role("article", name="fake-a")
         await expect(card).to_contain_text("ready")
         await expect(page.locator("#fleet-line")).to_contain_text("2 of 2 workers ready")
         await tab.button("Cordon fake-a").click()
         await expect(card).to_contain_text("cordoned")
-        await expect(card).to_contain_text("by loopback. It runs no request and can be stopped.")
+        await expect(card).to_contain_text("by admin. It runs no request and can be stopped.")
         assert send_six_requests(gateway_with_worker, worker, second_worker) == [0, 6]
         await tab.button("Uncordon fake-a").click()
         await expect(card).to_contain_text("ready")
@@ -47,7 +47,7 @@ async def test_a_drained_worker_finishes_its_answers_and_the_page_shows_when_it_
 ) -> None:
     worker.script = Script(hang_after=1)
     page = tab.page
-    await tab.open_admin(gateway_with_worker.url, "#workers")
+    await tab.open_admin(gateway_with_worker, "#workers")
     card = page.get_by_role("article", name="fake-a")
     with gateway_with_worker.stream() as stream:
         lines = stream.iter_lines()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.openai_requests import LONG_TEXT, TEXT, text_body
 from tests.support.paceline_process import LISTENS, TIMEOUT_S, running_gateway_only
-from tests.support.running_gateway import wait_until
+from tests.support.running_gateway import ADMIN_KEY, wait_until
 from tests.support.worker_process import RunningWorker, wait_until_ready, worker_process
 from workers.demo import CHECKPOINT
 
@@ -76,7 +76,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 def wait_until_joined(url: str, expected: set[str]) -> None:
     """Wait until exactly these workers are members of the fleet."""
-    with httpx.Client(base_url=url) as client:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    with httpx.Client(base_url=url, headers=headers) as client:
 
         def worker_ids() -> set[str]:
             response = client.get("/admin/v1/workers").raise_for_status()

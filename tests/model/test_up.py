@@ -48,10 +48,29 @@ def test_up_reports_that_the_demo_is_a_toy_model(up: UpProcess) -> None:
     assert any("toy model" in text and "--model" in text for text in up.lines)
 
 
-def test_up_prints_the_command_to_join_and_protects_the_token(up: UpProcess) -> None:
-    (join,) = [text for text in up.lines if " worker --join " in text]
+def test_l9_c3_up_prints_its_secrets_on_a_terminal(tmp_path: Path) -> None:
+    with running_up(tmp_path, terminal=True) as up:
+        up.wait_for(f" worker --join .* --token {(up.state_dir / 'join-token').read_text()} ")
+        link = up.wait_for(r"^Admin page: (\S+)$")[1]
+    assert link == f"{up.url}/admin#admin-key={(up.state_dir / 'admin-key').read_text()}"
+
+
+def test_l9_c3_up_prints_only_the_place_of_its_secrets_into_a_pipe(up: UpProcess) -> None:
+    up.wait_for(" worker --join .* --token TOKEN ")
+    up.wait_for(f"^The join token: {up.state_dir}/join-token$")
+    up.wait_for(rf"^Admin page: {up.url}/admin \(admin key: {up.state_dir}/admin-key\)$")
+    for name in ("join-token", "admin-key"):
+        assert (up.state_dir / name).read_text() not in "\n".join(up.lines)
+
+
+def test_c3_a_newcomer_creates_a_key_beside_up_without_settings(tmp_path: Path) -> None:
+    with running_up(tmp_path) as up:
+        result = run_paceline(tmp_path, "keys", "create", "Ann", "--json", "--url", up.url)
+        assert json.loads(result.stdout)["secret"].startswith("pk-"), result.stderr
+
+
+def test_up_protects_the_join_token(up: UpProcess) -> None:
     token_file = up.state_dir / "join-token"
-    assert f"--token {token_file.read_text()}" in join
     assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
     arguments = Path(f"/proc/{up.worker_pid()}/cmdline")
     if arguments.exists():  # macOS has no such file

@@ -15,6 +15,8 @@ from playwright.async_api import (
     Request,
 )
 
+from tests.support.running_gateway import RunningGateway
+
 # The console reports each error response; the tests check the message on the page instead.
 _REFUSED = "Failed to load resource: the server responded with a status of "
 
@@ -42,9 +44,15 @@ class BrowserTab:
         browser_context.set_default_timeout(20_000)
         return cls(browser_context, await browser_context.new_page())
 
-    async def open_admin(self, url: str, section: str = "") -> None:
-        """Open the page for admins of a gateway."""
-        await self._go(url, f"/admin{section}")
+    async def open_admin(self, gateway: RunningGateway, section: str = "") -> None:
+        """Open the page for admins by the link that a gateway prints on a terminal."""
+        await self._go(gateway.url, f"/admin#admin-key={gateway.admin_key}")
+        if section:
+            await self._go(gateway.url, f"/admin{section}")
+
+    async def open_sign_in(self, gateway: RunningGateway) -> None:
+        """Open the page for admins without a key."""
+        await self._go(gateway.url, "/admin")
 
     async def open_dashboard(self, url: str) -> None:
         """Open the dashboard of a gateway."""

@@ -32,7 +32,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in tuple(os.environ):
         if name.startswith("PACELINE_"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
 
@@ -104,8 +104,8 @@ def gateway_with_worker(gateway: RunningGateway, worker: ScriptedWorker) -> Runn
 
 @pytest.fixture
 def admin(gateway: RunningGateway) -> Iterator[PolicyAdmin]:
-    """Yield an admin of the gateway, which needs no key."""
-    with PolicyAdmin(gateway.url) as policy_admin:
+    """Yield an admin of the gateway."""
+    with PolicyAdmin(gateway.url, gateway.admin_key) as policy_admin:
         yield policy_admin
 
 

@@ -10,6 +10,7 @@ import httpx
 
 from tests.support.heartbeats import repeated
 from tests.support.paceline_process import TIMEOUT_S, PacelineProcess, start_paceline
+from tests.support.running_gateway import ADMIN_KEY
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 
@@ -19,7 +20,7 @@ def running_gateway_process(
 ) -> Iterator[tuple[PacelineProcess, httpx.Client]]:
     """Run `start_paceline gateway` with a worker that joins it and sends heartbeats."""
     environment = {f"PACELINE_{name}": value for name, value in settings.items()}
-    environment["PACELINE_JOIN_TOKEN"] = JOIN_TOKEN
+    environment |= {"PACELINE_JOIN_TOKEN": JOIN_TOKEN, "PACELINE_ADMIN_KEY": ADMIN_KEY}
     with start_paceline(
         "gateway", "--port", "0", environment=environment, folder=folder
     ) as process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.support.running_gateway import ADMIN_KEY
 from tests.support.worker_process import environment_without_paceline
 
 LISTENS = r"listens on (http://\S+?)\.?$"
@@ -57,10 +59,11 @@ class PacelineProcess:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._output_changed:
-                self.lines.append(line.rstrip("\n"))
-                self._output_changed.notify_all()
+        with contextlib.suppress(OSError):  # on Linux, the end of a terminal
+            for line in self.process.stdout:
+                with self._output_changed:
+                    self.lines.append(line.rstrip("\n"))
+                    self._output_changed.notify_all()
         with self._output_changed:
             self._ended = True
             self._output_changed.notify_all()
@@ -79,25 +82,35 @@ class UpProcess(PacelineProcess):
         return int(self.wait_for(STARTED, times=boot)[1])
 
     def workers(self) -> list[dict[str, str]]:
-        response = httpx.get(f"{self.url}/admin/v1/workers").raise_for_status()
+        headers = {"authorization": f"Bearer {(self.state_dir / 'admin-key').read_text()}"}
+        response = httpx.get(f"{self.url}/admin/v1/workers", headers=headers).raise_for_status()
         workers: list[dict[str, str]] = response.json()["workers"]
         return workers
 
 
 @contextlib.contextmanager
 def start_paceline(
-    *arguments: str, environment: Mapping[str, str], folder: Path
+    *arguments: str, environment: Mapping[str, str], folder: Path, terminal: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start `paceline ARGUMENTS` in a new folder; stop it at the end of the context."""
+    """Start `paceline ARGUMENTS` in a new folder; stop it at the end of the context.
+
+    It prints into a pipe, or to a terminal.
+    """
+    output = subprocess.PIPE
+    if terminal:
+        screen, output = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "gateway", *arguments],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env={**process_environment(folder), **environment},
+        env={**process_environment(folder), "TERM": "dumb", **environment},
     )
+    if terminal:
+        os.close(output)
+        process.stdout = os.fdopen(screen)
     with process:
         try:
             yield process
@@ -108,16 +121,18 @@ def start_paceline(
 
 
 @contextlib.contextmanager
-def running_up(folder: Path) -> Iterator[UpProcess]:
+def running_up(folder: Path, *, terminal: bool = False) -> Iterator[UpProcess]:
     """Run `paceline up` on a free port with the demo model."""
-    with start_paceline("up", "--port", "0", environment={}, folder=folder) as process:
+    with start_paceline(
+        "up", "--port", "0", environment={}, folder=folder, terminal=terminal
+    ) as process:
         yield UpProcess(process, _state_dir(folder))
 
 
 @contextlib.contextmanager
 def running_gateway_only(folder: Path, *, token: str) -> Iterator[PacelineProcess]:
     """Run `paceline gateway` on a free port."""
-    environment = {"PACELINE_JOIN_TOKEN": token}
+    environment = {"PACELINE_JOIN_TOKEN": token, "PACELINE_ADMIN_KEY": ADMIN_KEY}
     with start_paceline(
         "gateway", "--port", "0", environment=environment, folder=folder
     ) as process:

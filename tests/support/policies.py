@@ -91,7 +91,7 @@ ROUTES = (
 class PolicyAdmin:
     """An admin of a running gateway, which edits its policy over HTTP."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(self, url: str, key: str) -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.client = httpx.Client(base_url=url, headers=headers, timeout=30)
 

@@ -22,6 +22,9 @@ from tests.support.http_server import Request, ServerConnection, serve_connectio
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from workers.lifecycle import Shutdown
 
+ADMIN_KEY = "the-admin-key-of-all-gateways"
+"""The key of gateways that share a Redis; others store one in their state folder."""
+
 
 @contextlib.contextmanager
 def running_server(
@@ -72,10 +75,12 @@ class RunningGateway:
 
     def __enter__(self) -> RunningGateway:
         self._thread.start()
-        self.url, self.admin_url, _ = self._listening.result(timeout=30)
+        self.url, self.admin_url, _, settings = self._listening.result(timeout=30)
         self.client = httpx.Client(base_url=self.url, timeout=30)
-        key = self._settings.admin_key
-        headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+        key = settings.admin_key
+        assert key is not None
+        self.admin_key = key.get_secret_value()
+        headers = {"authorization": f"Bearer {self.admin_key}"}
         self.admin = httpx.Client(base_url=self.admin_url or self.url, timeout=30, headers=headers)
         return self
 
@@ -169,6 +174,8 @@ def make_settings(state_dir: Path, **changes: Any) -> Settings:
     On a busy machine a connection may take longer than the default timeout of two seconds.
     """
     values = {"connect_timeout_s": 10.0, **changes}
+    if "redis_url" in changes:
+        values.setdefault("admin_key", SecretStr(ADMIN_KEY))
     return Settings(port=0, join_token=SecretStr(JOIN_TOKEN), state_dir=state_dir, **values)
 
 

@@ -10,6 +10,16 @@ import { workers } from "./workers.js";
 const SECTIONS = { policy, keys, workers };
 let shown = null;
 
+// `paceline up` prints a link with the key in its fragment, which browsers do not send. Take the key
+// out of the address, and return whether there was one.
+function takeKeyFromAddress() {
+  const key = new URLSearchParams(location.hash.slice(1)).get("admin-key");
+  if (key === null) return false;
+  history.replaceState(null, "", location.pathname);
+  if (isValidKey(key)) admin.storeKey(key);
+  return true;
+}
+
 function selected() {
   const name = location.hash.slice(1);
   return name in SECTIONS ? name : (shown ?? "policy");
@@ -44,7 +54,7 @@ function askForKey(rejected) {
   admin.removeKey();
   show("sign-in");
   byId("sign-in-refusal").textContent = rejected
-    ? "This is not the admin key of this gateway. The key is the value of PACELINE_ADMIN_KEY on the gateway's machine."
+    ? "This is not the admin key of this gateway. On the gateway's machine it is the value of PACELINE_ADMIN_KEY, or else the content of ~/.paceline/admin-key."
     : "";
   byId("admin-key").value = "";
   byId("admin-key").focus();
@@ -63,7 +73,10 @@ async function enter() {
 }
 
 admin.onSignedOut = askForKey;
-window.addEventListener("hashchange", () => shown && go());
+window.addEventListener("hashchange", () => {
+  if (takeKeyFromAddress()) enter();
+  else if (shown) go();
+});
 byId("sign-out").addEventListener("click", () => askForKey(false));
 byId("sign-in-form").addEventListener("submit", async (event) => {
   event.preventDefault();
@@ -72,4 +85,5 @@ byId("sign-in-form").addEventListener("submit", async (event) => {
   admin.storeKey(key);
   await enter();
 });
+takeKeyFromAddress();
 await enter();

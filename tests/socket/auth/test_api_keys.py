@@ -428,7 +428,7 @@ def test_each_policy_change_logs_a_warning_about_keys_without_a_pool(
             record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
         ]
 
-    with RunningGateway(settings) as gateway, PolicyAdmin(gateway.url) as admin:
+    with RunningGateway(settings) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         gateway.create_key(name="Ann", pools=["a"])
         assert not warnings()
         if change == "an admin":

@@ -54,12 +54,46 @@ def test_the_admin_key_comes_from_the_environment(
     )
     with RunningGateway(settings) as gateway:
         monkeypatch.setenv("PACELINE_API_KEY", "static-key")
-        with pytest.raises(SystemExit, match="A valid API key is required"):
+        with pytest.raises(SystemExit, match="A valid admin key is required"):
             main(["keys", "list", "--url", gateway.url])
         monkeypatch.setenv("PACELINE_ADMIN_KEY", "admin-key")
         assert main(["keys", "create", "ci", "--json", "--url", gateway.url]) == 0
         assert json.loads(capsys.readouterr().out)["secret"].startswith("pk-")
         assert main(["status", "--json", "--url", gateway.url]) == 1, "no worker"
+
+
+def test_c3_commands_send_the_stored_admin_key_to_this_machine_only(
+    gateway: RunningGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["keys", "list", "--url", gateway.url]
+    assert main(command) == 0
+    file = tmp_path / "admin-key"
+    file.write_text("another")
+    with pytest.raises(SystemExit, match=f"PACELINE_ADMIN_KEY, or else from {file}"):
+        main(command)
+    file.write_text("two\nlines")
+    with pytest.raises(SystemExit, match="cannot carry"):
+        main(command)
+    Path("paceline.yaml").write_text(f"admin_key: {gateway.admin_key}\n")
+    assert main(command) == 0
+    Path("paceline.yaml").unlink()
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", gateway.admin_key)
+    assert main(command) == 0
+    monkeypatch.delenv("PACELINE_ADMIN_KEY")
+    file.unlink()
+    with pytest.raises(SystemExit, match="A valid admin key is required"):
+        main(command)
+    file.mkdir()
+    with pytest.raises(SystemExit, match=f"cannot read {file}"):
+        main(command)
+
+
+def test_c3_commands_send_the_stored_admin_key_to_no_other_machine(
+    gateway: RunningGateway,
+) -> None:
+    not_loopback = gateway.url.replace("127.0.0.1", "0.0.0.0")
+    with pytest.raises(SystemExit, match=r"reads it from PACELINE_ADMIN_KEY\.$"):
+        main(["keys", "list", "--url", not_loopback])
 
 
 def test_a_rejection_is_one_message_with_the_field(

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.paceline_process import LISTENS, TIMEOUT_S, PacelineProcess, start_paceline
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import chat_body, wait_until
+from tests.support.running_gateway import ADMIN_KEY, chat_body, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.scripted_worker_process import ScriptedWorkerProcess, scripted_worker_process
 
@@ -54,7 +54,11 @@ class Cluster:
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         port = str(self._ports.get(name, 0))
-        environment = {"PACELINE_JOIN_TOKEN": JOIN_TOKEN, "PACELINE_REDIS_URL": self._redis.url}
+        environment = {
+            "PACELINE_JOIN_TOKEN": JOIN_TOKEN,
+            "PACELINE_ADMIN_KEY": ADMIN_KEY,
+            "PACELINE_REDIS_URL": self._redis.url,
+        }
         process = start_paceline("gateway", "--port", port, environment=environment, folder=folder)
         gateway = PacelineProcess(self._stack.enter_context(process))
         self._gateways[name], self.urls[name] = gateway, gateway.wait_for(LISTENS)[1]

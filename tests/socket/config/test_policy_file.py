@@ -64,7 +64,7 @@ def reports(gateway: RunningGateway, message: str) -> bool:
 
 
 def test_an_edit_of_an_admin_survives_a_restart(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         assert active_policy(gateway) == (1, ["a"], "file")
         admin.put(single_pool_policy("b"))
     for _ in range(2):
@@ -73,7 +73,7 @@ def test_an_edit_of_an_admin_survives_a_restart(file: Path, tmp_path: Path) -> N
 
 
 def test_an_edit_of_an_admin_survives_restart_and_upgrade_without_a_file(tmp_path: Path) -> None:
-    with running(None, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+    with running(None, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         assert active_policy(gateway) == (1, ["text-mtp", "vlm"], "shipped")
         admin.put(single_pool_policy("b"))
     with running(None, tmp_path) as gateway:
@@ -81,10 +81,10 @@ def test_an_edit_of_an_admin_survives_restart_and_upgrade_without_a_file(tmp_pat
 
 
 def test_a_file_edited_between_two_runs_is_loaded_at_the_start(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         admin.put(single_pool_policy("b"))
     file.write_text(to_yaml(single_pool_policy("c")))
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         assert active_policy(gateway) == (3, ["c"], "file")
         reasons = [version["reason"] for version in admin.get("/history").json()["versions"]]
         assert reasons == ["file", "edit", "file"]
@@ -94,7 +94,7 @@ def test_a_file_edited_between_two_runs_is_loaded_at_the_start(file: Path, tmp_p
 
 
 def test_a_changed_comment_in_the_file_creates_no_version(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         admin.put(single_pool_policy("b"))
     file.write_text(f"# as agreed on Monday\n{file.read_text()}")
     with running(file, tmp_path) as gateway:
@@ -179,7 +179,7 @@ def test_unreadable_and_damaged_state_fails_the_start(file: Path, tmp_path: Path
 def test_a_changed_file_is_loaded_at_run_time(
     file: Path, tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         gateway.send_heartbeat(worker)
         assert gateway.chat().headers["x-paceline-pool"] == "a"
         file.write_text(to_yaml(single_pool_policy("b")))
@@ -233,7 +233,7 @@ def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_act
 
 
 def test_a_file_equal_to_an_admins_edit_is_loaded_only_once(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         admin.put(single_pool_policy("b"))
         file.write_text(to_yaml(single_pool_policy("b")))
         wait_until(is_active(gateway, 3, ["b"], "file"))
@@ -245,16 +245,16 @@ def test_a_file_equal_to_an_admins_edit_is_loaded_only_once(file: Path, tmp_path
 def test_f47_gateways_with_shared_state_converge_on_one_version(file: Path, tmp_path: Path) -> None:
     with running(file, tmp_path) as first, running(file, tmp_path) as second:
         assert active_policy(first) == active_policy(second) == (1, ["a"], "file")
-        with PolicyAdmin(first.url) as admin:
+        with PolicyAdmin(first.url, first.admin_key) as admin:
             admin.put(single_pool_policy("b"))
         wait_until(is_active(second, 2, ["b"], "admin"))
-        with PolicyAdmin(second.url) as admin:
+        with PolicyAdmin(second.url, second.admin_key) as admin:
             admin.put(single_pool_policy("c"))
         wait_until(is_active(first, 3, ["c"], "admin"))
         file.write_text(to_yaml(single_pool_policy("d")))
         wait_until(is_active(first, 4, ["d"], "file"))
         wait_until(is_active(second, 4, ["d"], "file"))
-        with PolicyAdmin(first.url) as admin:
+        with PolicyAdmin(first.url, first.admin_key) as admin:
             assert len(admin.get("/history").json()["versions"]) == 4
 
 
@@ -268,7 +268,7 @@ def worker_settings(pool: str) -> dict[str, Any]:
 def test_a_policy_that_would_fail_the_next_start_is_rejected(file: Path, tmp_path: Path) -> None:
     with (
         running(file, tmp_path, **worker_settings("a")) as gateway,
-        PolicyAdmin(gateway.url) as admin,
+        PolicyAdmin(gateway.url, gateway.admin_key) as admin,
     ):
         for response in (admin.put(single_pool_policy("b")), admin.patch({"pools": {"a": None}})):
             assert response.status_code == 400
@@ -282,7 +282,7 @@ def test_a_policy_that_would_fail_the_next_start_is_rejected(file: Path, tmp_pat
 def test_static_workers_are_checked_against_the_active_policy_not_the_file(
     file: Path, tmp_path: Path
 ) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         admin.put(single_pool_policy("b"))
     with running(file, tmp_path, **worker_settings("b")) as gateway:
         assert active_policy(gateway) == (2, ["b"], "admin")

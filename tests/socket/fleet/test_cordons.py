@@ -67,9 +67,9 @@ def test_a_cordon_records_its_time_and_author(tmp_path: Path, worker: ScriptedWo
     with RunningGateway(settings) as gateway:
         gateway.send_heartbeat(worker)
         cordon(gateway)
-        assert workers(gateway)["fake-a"]["cordoned_by"] == "loopback"
+        assert workers(gateway)["fake-a"]["cordoned_by"] == "admin"
         gateway.admin.put(f"{PATH}/fake-a/cordon", headers=author)
-        assert workers(gateway)["fake-a"]["cordoned_by"] == "loopback", (
+        assert workers(gateway)["fake-a"]["cordoned_by"] == "admin", (
             "a second cordon does not change the author"
         )
         uncordon(gateway)
@@ -213,7 +213,8 @@ def test_an_uncordon_ends_a_waiting_drain(
             )
         )
         thread.start()
-        with httpx.Client(base_url=gateway_with_worker.url) as client:
+        headers = gateway_with_worker.admin.headers
+        with httpx.Client(base_url=gateway_with_worker.url, headers=headers) as client:
             wait_until(lambda: workers(gateway_with_worker)["fake-a"]["state"] == "cordoned")
             assert client.delete(f"{PATH}/fake-a/cordon").status_code == 204
         thread.join(timeout=30)

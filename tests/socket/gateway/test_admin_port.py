@@ -8,11 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pydantic import SecretStr
 
 from gateway.cli import main
 from gateway.errors import StartupError
-from gateway.server import Listening, serve
+from gateway.server import serve
 from tests.support.policies import ROUTES, PolicyAdmin, single_pool_policy
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, status_and_code
 from tests.support.scripted_worker import ScriptedWorker
@@ -29,8 +28,8 @@ def split_gateway(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGat
 
 def test_policy_routes_are_only_on_the_admin_port(split_gateway: RunningGateway) -> None:
     with (
-        PolicyAdmin(split_gateway.url) as data_client,
-        PolicyAdmin(split_gateway.admin_url) as admin,
+        PolicyAdmin(split_gateway.url, split_gateway.admin_key) as data_client,
+        PolicyAdmin(split_gateway.admin_url, split_gateway.admin_key) as admin,
     ):
         for method, path in ROUTES:
             assert status_and_code(data_client.request(method, path)) == (404, "path_not_found")
@@ -54,7 +53,8 @@ def test_keys_created_on_the_admin_port_authorize_the_data_port(
 
 
 def test_the_admin_port_serves_only_admin_routes(split_gateway: RunningGateway) -> None:
-    with httpx.Client(base_url=split_gateway.admin_url) as client:
+    headers = split_gateway.admin.headers
+    with httpx.Client(base_url=split_gateway.admin_url, headers=headers) as client:
         for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
             assert status_and_code(client.get(path)) == (404, "path_not_found")
         response = client.post("/v1/chat/completions", json=chat_body())
@@ -100,16 +100,13 @@ def test_commands_use_the_gateways_settings_to_find_its_ports(
     assert "PACELINE_ADMIN_PORT" in capsys.readouterr().err
 
 
-async def test_an_admin_port_beyond_loopback_requires_the_admin_key(tmp_path: Path) -> None:
+def test_an_admin_port_beyond_loopback_requires_the_stored_admin_key(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, admin_port=0, admin_host="0.0.0.0")
-    with pytest.raises(StartupError, match="Set PACELINE_ADMIN_KEY first"):
-        await serve(settings, shutdown=Shutdown())
-    shutdown = Shutdown()
-    shutdown.request()
-    settings_with_key = settings.model_copy(update={"admin_key": SecretStr("k")})
-    started: list[Listening] = []
-    await serve(settings_with_key, shutdown=shutdown, started=started.append)
-    assert started[0].admin_url.startswith("http://0.0.0.0:")
+    with RunningGateway(settings) as gateway:
+        assert gateway.admin_url.startswith("http://0.0.0.0:")
+        rejected = httpx.get(f"{gateway.admin_url}/admin/v1/keys")
+        assert status_and_code(rejected) == (401, "invalid_api_key")
+        assert gateway.admin.get("/admin/v1/keys").status_code == 200
 
 
 async def test_an_occupied_admin_port_fails_the_start_with_one_message(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_s46_schemas_of_requests_are_not_stored(
     def file_sizes() -> dict[str, int]:
         return {str(file): file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()}
 
-    with PolicyAdmin(gateway_with_worker.url) as admin:
+    with PolicyAdmin(gateway_with_worker.url, gateway_with_worker.admin_key) as admin:
         admin.patch({"limits": {}})
     before = file_sizes()
     for number in range(50):
@@ -315,7 +315,7 @@ def test_s09_s47_templates_in_text_and_arguments_are_relayed_verbatim(
     sent = worker.requests[0].body["messages"]
     assert [message.get("content") for message in sent] == [text, text, None, text]
     assert sent[2]["tool_calls"] == [call]
-    with PolicyAdmin(gateway_with_worker.url) as admin:
+    with PolicyAdmin(gateway_with_worker.url, gateway_with_worker.admin_key) as admin:
         assert admin.put(single_pool_policy(), x_paceline_note=quote(text)).status_code == 200
         assert admin.get("/history").json()["versions"][0]["note"] == text
 

@@ -12,10 +12,11 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.config.settings import Settings, load_settings
-from gateway.config.startup_checks import ensure_join_token
+from gateway.config.startup_checks import StoredSecret, ensure_secrets, secret_file
 from gateway.errors import StartupError
 from gateway.server import Listening, serve
 from tests.support.gateway_process import running_gateway_process
+from tests.support.paceline_process import LISTENS, PacelineProcess, start_paceline
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
 from tests.support.scripted_worker import DONE, ScriptedWorker
 from workers.lifecycle import Shutdown
@@ -152,19 +153,40 @@ def test_a_missing_settings_file_fails_the_start(tmp_path: Path) -> None:
         load_settings(tmp_path / "nothing.yaml")
 
 
-def test_the_join_token_survives_a_restart_and_is_readable_by_its_owner_only(
-    tmp_path: Path,
+@pytest.mark.parametrize("name", ["join_token", "admin_key"])
+def test_a_stored_secret_survives_a_restart_and_is_readable_by_its_owner_only(
+    tmp_path: Path, name: StoredSecret
 ) -> None:
     settings = Settings(state_dir=tmp_path / "state")
-    first = ensure_join_token(settings)
-    second = ensure_join_token(settings)
-    assert first.join_token is not None
-    assert first.join_token == second.join_token
-    assert len(first.join_token.get_secret_value()) >= 32
-    token_file = tmp_path / "state" / "join-token"
-    assert token_file.stat().st_mode & 0o777 == 0o600
-    assert {path.name for path in token_file.parent.iterdir()} == {"join-token", ".join-token.lock"}
-    assert first.join_token.get_secret_value() not in repr(first)
+    first = ensure_secrets(settings)
+    second = ensure_secrets(settings)
+    secret: SecretStr = getattr(first, name)
+    assert secret == getattr(second, name)
+    assert len(secret.get_secret_value()) >= 32
+    file = secret_file(settings, name)
+    assert file.read_text() == secret.get_secret_value()
+    assert file.stat().st_mode & 0o777 == 0o600
+    files = {"join-token", ".join-token.lock", "admin-key", ".admin-key.lock"}
+    assert {path.name for path in file.parent.iterdir()} == files
+    assert secret.get_secret_value() not in repr(first)
+
+
+def test_a_stored_secret_that_is_empty_or_unreadable_fails_the_start(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    file = secret_file(settings, "admin_key")
+    file.write_text("\n")
+    with pytest.raises(StartupError, match=r"The admin key in \S+ is empty\."):
+        ensure_secrets(settings)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(StartupError, match=r"The admin key in .* Set PACELINE_ADMIN_KEY or"):
+        ensure_secrets(settings)
+
+
+async def test_c3_gateways_that_share_a_redis_need_a_common_admin_key(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, redis_url=SecretStr("redis://127.0.0.1:1"), admin_key=None)
+    with pytest.raises(StartupError, match="set PACELINE_ADMIN_KEY to the same secret"):
+        await serve(settings, shutdown=Shutdown())
 
 
 def ready(client: httpx.Client) -> bool:
@@ -220,3 +242,33 @@ def test_f35_a_stream_beyond_the_drain_timeout_gets_an_error_event(
             received += b"".join(chunks)
         assert b'"code":"shutting_down"' in received
         assert gateway.wait_for_end() == 0
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["a terminal", "a pipe"])
+def test_c3_the_gateway_prints_a_link_with_the_stored_key_on_a_terminal_only(
+    tmp_path: Path, terminal: bool
+) -> None:
+    state = tmp_path / "state"
+    with start_paceline(
+        "gateway", "--port", "0", environment={}, folder=tmp_path, terminal=terminal
+    ) as process:
+        gateway = PacelineProcess(process)
+        page = gateway.wait_for(r"^Admin page: (.*)$")[1]
+        url = gateway.wait_for(LISTENS)[1]
+    key = (state / "admin-key").read_text()
+    if terminal:
+        assert page == f"{url}/admin#admin-key={key}"
+    else:
+        assert page == f"{url}/admin (admin key: {state}/admin-key)"
+        assert key not in "\n".join(gateway.lines)
+
+
+def test_c3_a_given_admin_key_is_never_printed(tmp_path: Path) -> None:
+    environment = {"PACELINE_ADMIN_KEY": "given-canary"}
+    with start_paceline(
+        "gateway", "--port", "0", environment=environment, folder=tmp_path, terminal=True
+    ) as process:
+        gateway = PacelineProcess(process)
+        gateway.wait_for(LISTENS)
+    assert any("/admin (admin key: PACELINE_ADMIN_KEY)" in line for line in gateway.lines)
+    assert "given-canary" not in "\n".join(gateway.lines)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import grp
 import json
-import os
-import pwd
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +13,8 @@ import httpx
 import pytest
 
 from tests.support.compose_file import ROOT, SECRETS
-from tests.support.compose_stack import AS_CLIENT, Stack, answers, free_port
+from tests.support.compose_stack import AS_CLIENT, Stack, free_port
+from tests.support.nginx import nginx_process, require_nginx
 from tests.support.paceline_process import PacelineProcess
 from tests.support.running_gateway import chat_body, running_server, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
@@ -82,22 +78,14 @@ def running_nginx(stack: Stack) -> Iterator[None]:
         )
     configuration = configuration.replace("listen 8000;", f"listen 127.0.0.1:{port};")
     configuration = configuration.replace("/tmp/", f"{stack.folder}/nginx-")
-    file = stack.folder / "nginx.conf"
-    file.write_text(configuration)
-    user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name
-    with subprocess.Popen(["nginx", "-c", file, "-g", f"user {user} {group};"]) as process:
-        try:
-            wait_until(lambda: answers(port))
-            yield
-        finally:
-            process.terminate()
+    with nginx_process(configuration, stack.folder, port):
+        yield
 
 
 @pytest.fixture
 def nginx(tmp_path: Path) -> Iterator[NginxClient]:
     """Return nginx with two gateways and a worker that has not joined yet."""
-    if not shutil.which("nginx"):
-        pytest.skip("nginx is not installed")
+    require_nginx()
     stack, worker = Stack(tmp_path), ScriptedWorker()
     stack.ports["redis"] = free_port()
     with contextlib.ExitStack() as processes:
