@@ -81,10 +81,9 @@ class Gateway:
     def _key(self) -> tuple[str, str]:
         """Return the key and where it comes from; no other machine gets the stored admin key."""
         secret = os.environ.get(self.key_variable, "")
-        host = httpx.URL(self.url).host
         if secret or self.key_variable != _ADMIN_KEY:
             return secret, self.key_variable
-        settings = load_settings()
+        host, settings = httpx.URL(self.url).host, load_settings()
         if not is_loopback(host) and host not in (settings.host, settings.admin_host):
             return "", _ADMIN_KEY
         if settings.admin_key is not None:
@@ -92,10 +91,10 @@ class Gateway:
         path = secret_file(settings, "admin_key")
         source = f"{_ADMIN_KEY}, or else from {path}"
         try:
-            return path.read_text().strip(), source
+            return path.read_text(errors="replace").strip(), source
         except FileNotFoundError:
             return "", source
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise CommandError(f"cannot read {path}: {error}") from None
 
     def json_of(self, response: httpx.Response) -> Mapping[str, Any]:

@@ -73,7 +73,7 @@ def _ensure_stored(settings: Settings, name: StoredSecret) -> SecretStr:
             with exclusive_writer(path):
                 if not path.exists():  # another gateway started at the same moment
                     replace_file(path, secrets.token_urlsafe(32))
-        secret = path.read_text().strip()
+        secret = path.read_text(errors="replace").strip()
     except OSError as error:
         raise StartupError(
             f"{title} cannot be read or created ({error.strerror}). "

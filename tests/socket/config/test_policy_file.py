@@ -132,7 +132,6 @@ def test_f45_an_invalid_file_fails_the_start_with_file_line_and_field(
     [
         {"host": "0.0.0.0"},
         {"host": "0.0.0.0", "admin_port": 0},
-        {"admin_host": "0.0.0.0", "admin_port": 0},
         {"port": None},
         {"admin_port": None},
     ],

@@ -105,7 +105,7 @@ def test_s35_compressed_bodies_are_not_decompressed(
     """Twenty kilobytes of gzip would decompress to twenty megabytes."""
     compressed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
-    response = gateway_with_worker.client.post(path, content=compressed, headers=headers)
+    response = gateway_with_worker.admin.post(path, content=compressed, headers=headers)
     assert status_and_code(response) == (status, "invalid_json")
     assert not worker.requests
 
@@ -371,7 +371,7 @@ def test_s16_a_form_is_rejected_and_not_parsed(
     form = (
         b"--x" + b"-" * 100_000 + b'\r\ncontent-disposition: form-data; name="a"\r\n\r\n1\r\n--x--'
     )
-    response = gateway_with_worker.client.post(
+    response = gateway_with_worker.admin.post(
         path, content=form, headers={"content-type": content_type}
     )
     assert response.status_code in {400, 413, 415}
