@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import pytest
 
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import SharedHash
+from gateway.errors import RecordsUnwritable
 from tests.support.redis_server import RedisServer
 
 _WRITES = """
@@ -77,3 +79,18 @@ async def test_a_fold_of_an_outdated_field_changes_nothing(
     assert not await fold(first, "x", "1")
     await first.exchange([])
     assert first.values == {"x": Text("10"), "y": Text("2")}
+
+
+async def test_a_gateway_reads_all_fields_after_a_reconnect(
+    two_gateways: tuple[Hash, Hash], redis: RedisServer
+) -> None:
+    first, _ = two_gateways
+    # Another Redis behind the connection has a field that no gateway has announced.
+    redis.client.hset("paceline:{test}:hash", "z", "3")
+    await first.exchange([])
+    assert "z" not in first.values
+    redis.client.client_kill_filter(_type="normal", skipme=True)
+    for _ in range(3):
+        with contextlib.suppress(RecordsUnwritable):
+            await first.exchange([])
+    assert first.values["z"] == Text("3")

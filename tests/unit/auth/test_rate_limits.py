@@ -201,7 +201,11 @@ def test_headers_are_openais_and_report_the_nearest_limit() -> None:
         "x-ratelimit-remaining-tokens": "599",
         "x-ratelimit-reset-tokens": "63ms",
     }
-    assert RateLimiter(Limits(concurrent_requests=1), START_S, NOON).headers(START_S, NOON) == []
+    limiter = RateLimiter(Limits(concurrent_requests=1), START_S, NOON)
+    assert limiter.headers(START_S, NOON) == []
+    limiter.reserve(1, START_S, NOON)
+    with pytest.raises(LimitReached):
+        limiter.reserve(1, START_S, NOON)
 
 
 @pytest.mark.parametrize(

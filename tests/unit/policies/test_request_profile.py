@@ -72,6 +72,7 @@ def test_c6_all_text_of_a_request_is_counted(fields: dict[str, Any]) -> None:
     [
         ({}, Bypass.NON_GREEDY_SAMPLING),
         ({"temperature": 0.1}, Bypass.NON_GREEDY_SAMPLING),
+        ({"top_k": 2}, Bypass.NON_GREEDY_SAMPLING),
         ({"temperature": 0, "presence_penalty": 1}, Bypass.LOGITS_PROCESSORS),
         ({"temperature": 0, "frequency_penalty": -1}, Bypass.LOGITS_PROCESSORS),
         ({"temperature": 0, "repetition_penalty": 1.1}, Bypass.LOGITS_PROCESSORS),
