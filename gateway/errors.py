@@ -225,6 +225,13 @@ class WorkerIdTaken(RequestRefused, status=409, code="worker_id_taken"):
     message = "Another live worker has this id. Start this worker with another id."
 
 
+class WorkerUnconfirmed(RequestRefused, status=422, code="worker_unconfirmed"):
+    """The URL of a heartbeat does not answer as the worker that sent the heartbeat."""
+
+    message = "The gateway did not get the report of this worker and boot from its 'url'."
+    param = "url"
+
+
 class KeyIsRevoked(RequestRefused, status=409, code="key_is_revoked"):
     """A revoked key cannot be changed."""
 

@@ -24,6 +24,7 @@ LONGEST_RETRY_S = 2.0
 
 _STATUS_MESSAGES = {
     401: "it has another join token",
+    422: "it does not get this worker's report at its URL; check --host and firewalls",
     409: "another worker uses this id; start this one with another --id",
 }
 

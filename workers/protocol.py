@@ -13,25 +13,66 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from enum import IntEnum
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from policies.base import Label
+from policies.base import Label, Name
 
 MAX_REPORTED_PREFIXES = 64
 """Cached prefixes that a report lists; a worker may have more."""
 MAX_PREFIX_NAME_CHARS = 128
 """The longest key of a prefix that a gateway may send."""
-PrefixName = Annotated[str, Field(max_length=MAX_PREFIX_NAME_CHARS)]
+MAX_REPORT_BYTES = 256 * 1024
+"""The largest body of a heartbeat, and of a worker's response with its report."""
+MAX_COUNT = 2**53
+"""The largest number of a report: JSON and Lua hold no larger one exactly."""
+MAX_DRAFT_TOKENS = 64
+MAX_LANES = 16
+MAX_LABELS = 64
+EARLIER_BOOTS = "earlier:"
+"""Begins the boot id of the sum of a worker's earlier boots; no worker may report one."""
+
+# No control character: names reach terminals, logs and headers.
+_PRINTABLE = r"[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+PrefixName = Annotated[str, Field(pattern=rf"^{_PRINTABLE}{{1,{MAX_PREFIX_NAME_CHARS}}}$")]
+ModelName = Annotated[str, Field(pattern=rf"^{_PRINTABLE}{{1,255}}$")]
+"""The name of a repository or of a folder, which may have any letters and spaces."""
+_EARLIER = rf"{EARLIER_BOOTS}{_PRINTABLE}{{1,255}}"
+BootId = Annotated[str, Field(pattern=rf"^([A-Za-z0-9][A-Za-z0-9._-]{{0,63}}|{_EARLIER})$")]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+DraftTokens = Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)]
+_Reason = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+CountsByReason = Annotated[dict[_Reason, Count], Field(max_length=64)]
+
+
+def _check_speed(speed: float) -> float:
+    """Return a speed, or 0 for one that is too slow to be a measurement and to divide by."""
+    return speed if speed >= 0.001 else 0.0
+
+
+Speed = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_check_speed)]
+
+
+_URL = re.compile(r"https?://[!-~]{1,2000}")
+
+
+def _check_url(url: str) -> str:
+    """Reject a URL that no request can be sent to."""
+    try:
+        parts = urlsplit(url)
+        usable = bool(parts.hostname) and parts.port != 0  # an invalid port raises
+    except ValueError:
+        usable = False
+    usable = usable and _URL.fullmatch(url) is not None
+    if not usable or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("must be like http://192.168.1.20:9200")
+    return url
+
+
+BaseUrl = Annotated[str, AfterValidator(_check_url)]
 
 
 class Record(BaseModel):
@@ -48,14 +89,14 @@ class Speculation(Record):
     per-request metrics. `drafted == accepted + rejected + errors` always holds.
     """
 
-    num_spec_tokens: NonNegativeInt = 0
+    num_spec_tokens: DraftTokens = 0
     """k: the length of the longest draft."""
-    steps: NonNegativeInt = 0
-    drafted: NonNegativeInt = 0
-    accepted: NonNegativeInt = 0
-    errors: NonNegativeInt = 0
+    steps: Count = 0
+    drafted: Count = 0
+    accepted: Count = 0
+    errors: Count = 0
     """Draft tokens lost to a failure of the draft head or of the verification."""
-    histogram: tuple[NonNegativeInt, ...] = ()
+    histogram: tuple[Count, ...] = Field(default=(), max_length=MAX_DRAFT_TOKENS + 1)
 
     @property
     def rejected(self) -> int:
@@ -65,7 +106,7 @@ class Speculation(Record):
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
         """Number of steps that accepted the token, for each position of the draft."""
-        return tuple(sum(self.histogram[i + 1 :]) for i in range(len(self.histogram) - 1))
+        return tuple(accumulate(reversed(self.histogram[1:])))[::-1]
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -79,8 +120,8 @@ class Speculation(Record):
         return self.accepted / verified if verified else 0.0
 
     def __add__(self, other: Speculation) -> Speculation:
-        """Return the sum of the counts, and the larger k."""
-        return Speculation(
+        """Return the sum of the counts, and the larger k; a sum may exceed the bound of a count."""
+        return Speculation.model_construct(
             num_spec_tokens=max(self.num_spec_tokens, other.num_spec_tokens),
             steps=self.steps + other.steps,
             drafted=self.drafted + other.drafted,
@@ -116,7 +157,8 @@ class Counters(Record):
 
     def __add__(self, other: Self) -> Self:
         """Return the sum of each field; of counts by reason, the sum for each reason."""
-        return type(self)(**{name: _add(count, getattr(other, name)) for name, count in self})
+        sums = {name: _add(count, getattr(other, name)) for name, count in self}
+        return self.model_construct(**sums)
 
 
 def _add(first: Any, second: Any) -> Any:
@@ -126,36 +168,36 @@ def _add(first: Any, second: Any) -> Any:
 class SpecPrefillCounts(Counters):
     """Counts of sparse prefills of long prompts (SpecPrefill)."""
 
-    prompts: NonNegativeInt = 0
+    prompts: Count = 0
     """Prompts that were prefilled sparsely."""
-    scored_tokens: NonNegativeInt = 0
+    scored_tokens: Count = 0
     """Their tokens that the draft model scored."""
-    selected_tokens: NonNegativeInt = 0
+    selected_tokens: Count = 0
     """Scored tokens that were prefilled."""
-    full_prefills: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    full_prefills: CountsByReason = Field(default_factory=dict)
     """Other prompts, which were prefilled in full, by reason."""
 
 
 class PrefixCounts(Counters):
     """Counts of the prefix cache."""
 
-    hits: NonNegativeInt = 0
+    hits: Count = 0
     """Prompts with a prefix in the cache, in memory or on disk."""
-    misses: NonNegativeInt = 0
+    misses: Count = 0
     """Prompts with a cacheable prefix that was not in the cache."""
-    cached_tokens: NonNegativeInt = 0
+    cached_tokens: Count = 0
     """Prompt tokens read from the cache."""
 
 
 class TimeSaved(Counters):
     """Time saved by speculative decoding and by the prefix cache."""
 
-    decode_ms: int = 0
+    decode_ms: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
     """Time of plain steps for the same tokens, less the time of the steps with drafts.
 
     Negative if drafts cost more time than they save; steps count only once the time of a plain
     step has been measured."""
-    prefill_ms: NonNegativeInt = 0
+    prefill_ms: Count = 0
     """Time of prefilling the cached tokens again, at the best measured speed."""
 
 
@@ -172,36 +214,36 @@ _LANE_COUNTS = (
 class LaneReport(Record):
     """State and counts of one lane."""
 
-    name: str
-    running: NonNegativeInt = 0
-    waiting: NonNegativeInt = 0
-    slots: NonNegativeInt = 1
+    name: Name
+    running: Count = 0
+    waiting: Count = 0
+    slots: Count = 1
     """Maximum number of rows in a batch."""
-    pending_prefill_tokens: NonNegativeInt = 0
+    pending_prefill_tokens: Count = 0
     """Prompt tokens of waiting and running requests that are not prefilled yet."""
-    prefill_tokens_per_s: NonNegativeFloat = 0.0
+    prefill_tokens_per_s: Speed = 0.0
     """Recent prefill speed; 0 before the first measurement."""
-    decode_tokens_per_s: NonNegativeFloat = 0.0
+    decode_tokens_per_s: Speed = 0.0
     """Recent decode speed of one request; 0 before the first measurement."""
     mtp_enabled: bool = False
-    requested_draft_tokens: NonNegativeInt = 0
-    effective_draft_tokens: NonNegativeInt = 0
+    requested_draft_tokens: DraftTokens = 0
+    effective_draft_tokens: DraftTokens = 0
     """Current draft length; 0 if drafts slow down the current batch size, as measured."""
-    draft_tokens_by_rows: tuple[NonNegativeInt, ...] = ()
+    draft_tokens_by_rows: tuple[DraftTokens, ...] = Field(default=(), max_length=256)
     """Best draft length for batches of 1, 2, 3 ... rows, as far as measured."""
     head_healthy: bool = True
     """False if the MTP head failed its self-test, or repeatedly since: the lane stops drafting."""
     speculation: Annotated[Speculation, AfterValidator(_check_consistency)] = Field(
         default_factory=Speculation
     )
-    bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    bypass_counts: CountsByReason = Field(default_factory=dict)
     spec_prefill: SpecPrefillCounts = Field(default_factory=SpecPrefillCounts)
     prefix: PrefixCounts = Field(default_factory=PrefixCounts)
     time_saved: TimeSaved = Field(default_factory=TimeSaved)
-    requests: NonNegativeInt = 0
+    requests: Count = 0
     """Finished requests since boot, including cancelled and failed ones."""
-    prompt_tokens: NonNegativeInt = 0
-    completion_tokens: NonNegativeInt = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
 
     def __add__(self, later: LaneReport) -> LaneReport:
         """Return the later report with the sums of the counts."""
@@ -214,30 +256,39 @@ class LaneReport(Record):
         return not measured or measured[min(rows, len(measured)) - 1] > 0
 
 
+def _check_unique(lanes: tuple[LaneReport, ...]) -> tuple[LaneReport, ...]:
+    """Reject lanes that nothing can tell apart."""
+    if len({lane.name for lane in lanes}) < len(lanes):
+        raise ValueError("two lanes have the same name")
+    return lanes
+
+
 class WorkerReport(Record):
-    """One consistent snapshot of a worker."""
+    """One consistent snapshot of a worker; every number, name and list is bounded."""
 
     worker_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    boot_id: str
+    boot_id: BootId
     """New at every start, so that the counts of two boots are never mixed."""
-    url: str
+    url: BaseUrl
     """Base URL for the gateway, such as http://192.168.1.20:9200."""
-    model: str
-    labels: tuple[Label, ...] = ()
+    model: ModelName
+    labels: tuple[Label, ...] = Field(default=(), max_length=MAX_LABELS)
     """Labels from its settings, for pools of the policy."""
-    context_tokens: NonNegativeInt
+    context_tokens: Count
     ready: bool = True
     draining: bool = False
-    memory_bytes: NonNegativeInt = 0
-    memory_limit_bytes: NonNegativeInt = 0
+    memory_bytes: Count = 0
+    memory_limit_bytes: Count = 0
     """Memory limit of MLX; 0 if unknown."""
-    prefix_cache_bytes: NonNegativeInt = 0
+    prefix_cache_bytes: Count = 0
     """Part of `memory_bytes` in use by the prefix cache."""
     prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=MAX_REPORTED_PREFIXES)
     """Keys of cached prefixes, the most recently used first."""
-    prefix_count: NonNegativeInt = 0
+    prefix_count: Count = 0
     """Number of cached prefixes; if `prefixes` lists fewer, a missing one may still be cached."""
-    lanes: tuple[LaneReport, ...]
+    lanes: Annotated[
+        tuple[LaneReport, ...], Field(max_length=MAX_LANES), AfterValidator(_check_unique)
+    ]
 
 
 VLLM_COUNTERS = {

@@ -22,6 +22,7 @@ from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
 from gateway.http.downstream import header, read_small_body
 from gateway.protocols.openai import parse
+from workers.protocol import MAX_REPORT_BYTES
 
 DATA_KEY = "dataKey"
 """The security scheme of API keys in the published OpenAPI."""
@@ -54,7 +55,7 @@ def data_router(prefix: str = "") -> APIRouter:
 
 def worker_router(prefix: str) -> APIRouter:
     """Return a router whose routes need the join token; without one no worker joins."""
-    return _router(prefix, "joinToken", _check_join_token, _BODY_LIMIT_BYTES)
+    return _router(prefix, "joinToken", _check_join_token, MAX_REPORT_BYTES)
 
 
 def admin_router(prefix: str = "", body_limit_bytes: int = _BODY_LIMIT_BYTES) -> APIRouter:

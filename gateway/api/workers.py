@@ -11,15 +11,22 @@ from typing_extensions import TypedDict
 from gateway.api.auth import Author, CurrentGateway, admin_router, worker_router
 from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures
 from gateway.assembly import Gateway
-from gateway.errors import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
+from gateway.errors import (
+    FieldInvalid,
+    KeyRefused,
+    WorkerIdTaken,
+    WorkerUnconfirmed,
+    WorkerUnknown,
+)
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
 from gateway.status.render import worker_state
-from workers.protocol import WorkerReport
+from workers.protocol import EARLIER_BOOTS, WorkerReport
 
 PREFIX = "/admin/v1/workers"
 heartbeats = worker_router(PREFIX)
 router = admin_router(PREFIX)
+_HEARTBEAT = failures(KeyRefused, *WITH_BODY, WorkerIdTaken, WorkerUnconfirmed)
 _CHANGE = failures(*FOR_ADMINS, *STORED, WorkerUnknown, FieldInvalid)
 
 
@@ -75,13 +82,17 @@ class DrainedWorker(WorkerDetails):
     """Its last request has ended."""
 
 
-@heartbeats.put("/{worker_id}", responses=failures(KeyRefused, *WITH_BODY, WorkerIdTaken))
+@heartbeats.put("/{worker_id}", responses=_HEARTBEAT)
 async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGateway) -> Interval:
-    """Record a heartbeat; the first one joins."""
-    if not _is_base_url(report.url):
+    """Record a heartbeat; the first one joins, once the worker answers at its URL."""
+    if urlsplit(report.url).path:
         raise FieldInvalid("'url' must be like http://192.168.1.20:9200.", param="url")
     if report.worker_id != worker_id:
         raise FieldInvalid("The path names another worker than the report.", param="worker_id")
+    if report.boot_id.startswith(EARLIER_BOOTS):
+        raise FieldInvalid("'boot_id' is the name of a sum.", param="boot_id")
+    if gateway.fleet.is_new(report) and not await gateway.control.confirm(report):
+        raise WorkerUnconfirmed
     gateway.fleet.heartbeat(report)
     gateway.prefix_index.record_report(report)
     await gateway.counters.store_report(report)
@@ -169,13 +180,3 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
     if cordon is not None:
         worker |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}
     return worker
-
-
-def _is_base_url(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        has_address = bool(url.hostname) and url.port != 0  # an invalid port raises
-    except ValueError:
-        return False
-    plain = text == f"{url.scheme}://{url.netloc}" and url.username is None
-    return has_address and plain and url.scheme in {"http", "https"}

@@ -10,10 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, Json, ValidationError
+
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import SharedHash
-from gateway.storage.counters import EARLIER_BOOTS, MAX_BOOTS, progress, sum_reports
-from workers.protocol import WorkerReport
+from gateway.storage.counters import MAX_BOOTS, progress, sum_reports
+from workers.protocol import EARLIER_BOOTS, Count, WorkerReport
 
 # The argument maps the names of boots to updates; all fields of an update are optional:
 # {"report": text, "progress": number, "heartbeat_age_ms": number, "left": true}
@@ -53,6 +55,15 @@ class _Boot(NamedTuple):
     """None: no gateway had a heartbeat, because the worker is configured by hand."""
     left: bool
     report: WorkerReport
+
+
+class _StoredBoot(BaseModel):
+    """The value of a boot in Redis."""
+
+    report: Json[WorkerReport]
+    first_seen_ms: Count
+    heartbeat_ms: Count | None = None
+    left: bool
 
 
 class SharedWorkerReports:
@@ -124,7 +135,7 @@ class SharedWorkerReports:
         if oldest is None:
             return
         report = self._shared.values[oldest].report
-        boot_id = f"{EARLIER_BOOTS}:{report.model}"
+        boot_id = f"{EARLIER_BOOTS}{report.model}"
         sum_name = f"{report.worker_id}/{boot_id}"
         earlier = self._shared.values.get(sum_name)
         summed = sum_reports(earlier.report if earlier else None, report, boot_id)
@@ -141,12 +152,9 @@ def boot_name(report: WorkerReport) -> str:
 
 
 def _parse(text: str) -> _Boot | None:
-    """Parse a boot; return None for text of another version of Paceline."""
+    """Parse a boot; return None for text of another version of Paceline, or a damaged one."""
     try:
-        boot = json.loads(text)
-        report = WorkerReport.model_validate_json(boot["report"])
-        return _Boot(
-            text, boot["first_seen_ms"], boot.get("heartbeat_ms"), bool(boot["left"]), report
-        )
-    except (KeyError, TypeError, ValueError):
+        stored = _StoredBoot.model_validate_json(text)
+    except ValidationError:
         return None
+    return _Boot(text, stored.first_seen_ms, stored.heartbeat_ms, stored.left, stored.report)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -17,7 +16,7 @@ from gateway.errors import StartupError
 from gateway.types import fits_header
 from policies.base import Label, Name
 from policies.document import PolicyDocument
-from workers.protocol import MTP_LANE, LaneReport, WorkerReport
+from workers.protocol import MAX_LABELS, MAX_LANES, MTP_LANE, BaseUrl, LaneReport, WorkerReport
 
 
 class StaticWorker(BaseModel):
@@ -27,29 +26,22 @@ class StaticWorker(BaseModel):
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     kind: Literal["openai"]
-    url: str
+    url: BaseUrl
     """Base URL of its API, with or without the trailing /v1."""
     models: Annotated[tuple[Name, ...], Field(min_length=1)]
     """By the names that the server itself uses."""
-    pools: Annotated[tuple[Name, ...], Field(min_length=1)]
+    pools: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_LANES)]
     """Names of pools or lanes of the policy."""
-    labels: tuple[Label, ...] = ()
+    labels: tuple[Label, ...] = Field(default=(), max_length=MAX_LABELS)
     """Labels by which pools of the policy select workers."""
-    slots: int = Field(ge=1)
+    slots: int = Field(ge=1, le=1_000_000)
     """The most requests at a time, over all its pools."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?[A-Za-z0-9_]*$")
     """The environment variable that holds its API key, so that no key is in the file."""
 
     @field_validator("url")
     @classmethod
-    def _is_base_url(cls, value: str) -> str:
-        try:
-            parts = urlsplit(value)
-            usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
-        except ValueError:
-            usable = False
-        if not usable or "@" in parts.netloc or parts.query or parts.fragment:
-            raise ValueError("must be like http://192.168.1.20:8080/v1")
+    def _strip_path(cls, value: str) -> str:
         return value.rstrip("/").removesuffix("/v1").rstrip("/")
 
     @property
@@ -64,7 +56,7 @@ class StaticWorker(BaseModel):
             labels=self.labels,
             lanes=tuple(
                 LaneReport(name=pool, slots=self.slots, mtp_enabled=pool == MTP_LANE)
-                for pool in self.pools
+                for pool in dict.fromkeys(self.pools)
             ),
         )
 

@@ -17,13 +17,16 @@ from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.http.upstream import certificate_authorities
 from gateway.periodic import Job
 from gateway.storage.counters import CounterStore
-from workers.protocol import WorkerReport
+from workers.protocol import MAX_REPORT_BYTES, WorkerReport
 
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 1.5
+CALL_BACK_TIMEOUT_S = 3.0
+"""Shorter than a worker waits for the response to its heartbeat."""
 REPORT_TIMEOUT_S = 0.5
 MAX_ATTEMPTS = 2
+_MAX_CALL_BACKS = 64
 _RETRY_DELAY_S = 0.05
 
 
@@ -76,7 +79,7 @@ class HealthChecker:
         url = backend.report.url + backend.probe_path
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S * MAX_ATTEMPTS):
-                response = await _get_with_retry(self.client, url, backend.authorization)
+                status, _ = await _get_with_retry(self.client, url, backend.authorization)
         except (httpx.TimeoutException, TimeoutError) as error:
             # A server with one thread answers no probe while it answers a request; the timeouts of
             # requests show whether it still works on that.
@@ -84,7 +87,6 @@ class HealthChecker:
         except Exception as error:  # noqa: BLE001  # the job must go on after any error
             return repr(error)
         # Not every server lists its models, but a rejected API key fails every request.
-        status = response.status_code
         return f"status {status}" if status >= 500 or status in (401, 403) else ""
 
 
@@ -97,19 +99,30 @@ class ReportClient:
         self._backend = backend
         self._fleet = fleet
         self._store = store
+        self._call_backs = asyncio.Semaphore(_MAX_CALL_BACKS)
         self.client = httpx.AsyncClient(
-            headers=backend.authorization,
-            timeout=REPORT_TIMEOUT_S,
+            # Not compressed: a small response could hold a large report.
+            headers={**backend.authorization, "accept-encoding": "identity"},
+            timeout=CALL_BACK_TIMEOUT_S,
             # No task reads an idle connection, so the end of one would go unnoticed.
             limits=httpx.Limits(max_keepalive_connections=0),
             verify=certificate_authorities(),
             trust_env=False,
         )
 
+    async def confirm(self, worker: WorkerReport) -> bool:
+        """Return whether the URL of a report answers as that boot of that worker."""
+        if self._call_backs.locked():
+            return False  # too many at once: the worker sends its heartbeat again
+        async with self._call_backs:
+            report = await self._fetch(worker, CALL_BACK_TIMEOUT_S)
+        return report is not None and report.boot_id == worker.boot_id
+
     async def refresh_all(self) -> None:
         """Update the reports of all live workers; one that times out keeps its last report."""
         current = [one.report for one in self._fleet.workers() if one.backend.sends_reports]
-        reports = await asyncio.gather(*(self._fetch(report) for report in current))
+        fetches = (self._fetch(report, REPORT_TIMEOUT_S) for report in current)
+        reports = await asyncio.gather(*fetches)
         for report in reports:
             if report is not None:
                 self._fleet.update_report(report)
@@ -123,34 +136,37 @@ class ReportClient:
 
     async def probe(self, worker: WorkerReport) -> bool:
         """Return whether a worker answers; its answer counts as a heartbeat."""
-        report = await self._fetch(worker)
+        report = await self._fetch(worker, REPORT_TIMEOUT_S)
         if report is None:
             return False
         self._fleet.probe_succeeded(report)
         await self._store.store_report(report)
         return True
 
-    async def _fetch(self, worker: WorkerReport) -> WorkerReport | None:
-        """Return the present report of a worker, or None."""
+    async def _fetch(self, worker: WorkerReport, timeout_s: float) -> WorkerReport | None:
+        """Return the present report of a worker; None without one that names the same URL."""
         url = worker.url + self._backend.probe_path
         try:
-            async with asyncio.timeout(REPORT_TIMEOUT_S):
-                response = await _get_with_retry(self.client, url)
-            response.raise_for_status()
-            report = WorkerReport.model_validate(from_json(response.content)["report"])
+            async with asyncio.timeout(timeout_s):
+                status, body = await _get_with_retry(self.client, url)
+            if status != httpx.codes.OK:
+                raise ValueError(f"status {status}")
+            report = WorkerReport.model_validate(from_json(body)["report"])
         # The client library raises arbitrary errors, such as AttributeError for a connection that
         # is reset while it is made; the reports of other workers must still arrive.
         except Exception as error:  # noqa: BLE001
             # The text alone: a stored exception would keep its broken connection open.
-            log.warning("report.failed worker=%s error=%s", worker.worker_id, repr(error))
+            text = " ".join(repr(error).split())
+            log.warning("report.failed worker=%s error=%.300s", worker.worker_id, text)
             return None
-        return report if report.worker_id == worker.worker_id else None
+        same = (report.worker_id, report.url) == (worker.worker_id, worker.url)
+        return report if same else None
 
 
 async def _get_with_retry(
     client: httpx.AsyncClient, url: str, headers: Mapping[str, str] | None = None
-) -> httpx.Response:
-    """Return the response, whatever its status; raise httpx's error of the last attempt.
+) -> tuple[int, bytes]:
+    """Return the status and the first bytes of the body; raise httpx's error of the last attempt.
 
     The caller limits the time of all attempts together.
     """
@@ -160,4 +176,16 @@ async def _get_with_retry(
         retry=retry_if_exception_type(httpx.TransportError),
         reraise=True,
     )
-    return await retrying(client.get, url, headers=headers)
+    return await retrying(_get, client, url, headers)
+
+
+async def _get(
+    client: httpx.AsyncClient, url: str, headers: Mapping[str, str] | None
+) -> tuple[int, bytes]:
+    body = bytearray()
+    async with client.stream("GET", url, headers=headers) as response:
+        async for piece in response.aiter_raw():
+            body += piece
+            if len(body) > MAX_REPORT_BYTES:
+                break  # as JSON, what has come is incomplete
+    return response.status_code, bytes(body[:MAX_REPORT_BYTES])

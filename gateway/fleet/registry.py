@@ -56,6 +56,16 @@ class WorkerRegistry:
         worker.local = True
         worker.local_heartbeat_at_s = worker.heartbeat_at_s
 
+    def is_new(self, report: WorkerReport) -> bool:
+        """Return whether the worker's boot or URL is new; raise `WorkerIdTaken` as `heartbeat`."""
+        worker = self._workers.get(report.worker_id)
+        if worker is None:
+            return True
+        if self._is_taken(worker, report, self._backend):
+            raise WorkerIdTaken
+        known = worker.report.boot_id, worker.report.url
+        return known != (report.boot_id, report.url) or worker.backend is not self._backend
+
     def merge_remote(self, report: WorkerReport, age_s: float) -> bool:
         """Record a heartbeat that another gateway received; return whether it is news."""
         heartbeat_at_s = self._clock() - age_s
@@ -224,8 +234,15 @@ class WorkerRegistry:
         A new boot begins without requests or failures; requests of an earlier one count there.
         """
         now_s = self._clock()
+        backend = backend or self._backend
         worker = self._workers.get(report.worker_id)
-        if worker is not None and worker.report.boot_id == report.boot_id:
+        if worker is not None and self._is_taken(worker, report, backend):
+            return None
+        if (
+            worker is not None
+            and worker.backend is backend
+            and worker.report.boot_id == report.boot_id
+        ):
             before = worker.report
             worker.update(report, now_s)
             worker.heartbeat_at_s = heartbeat_at_s
@@ -233,20 +250,26 @@ class WorkerRegistry:
                 self._views.add_changed(worker)
             else:
                 self._views.invalidate()
-        elif worker is None or worker.report.url == report.url or not worker.is_live(now_s):
+        else:
             worker = WorkerState(
                 report,
                 heartbeat_at_s,
-                backend or self._backend,
+                backend,
                 cordoned=report.worker_id in self._cordoned,
             )
             self._workers[report.worker_id] = worker
             self._views.invalidate()
-        else:
-            return None
         self._known_models |= {*worker.models}
         self.on_capacity()
         return worker
+
+    def _is_taken(self, worker: WorkerState, report: WorkerReport, backend: Backend) -> bool:
+        """Return whether the id of a report belongs to this live worker, which is another one."""
+        same = (worker.report.boot_id, worker.report.url)
+        # A heartbeat of the id of a static worker must not get the key of that worker.
+        if worker.backend is backend and (report.boot_id == same[0] or report.url == same[1]):
+            return False
+        return worker.is_live(self._clock())
 
     def _rebuild_views(self, now_s: float) -> None:
         """Take views of all available workers, valid until time alone changes which these are."""

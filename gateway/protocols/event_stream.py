@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from gateway.protocols.base import StreamEncoder
 from gateway.types import Drafts, Usage
+from workers.protocol import MAX_DRAFT_TOKENS
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 
@@ -31,7 +32,7 @@ _CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
 # More than any context.
 _TOKENS_LIMIT = 10_000_000
 # More than any worker drafts at once.
-_DRAFT_LIMIT = 65
+_DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
 
 
 class StreamScanner:

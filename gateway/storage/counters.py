@@ -9,7 +9,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from workers.protocol import LaneReport, WorkerReport
+from pydantic import ValidationError
+
+from workers.protocol import EARLIER_BOOTS, LaneReport, WorkerReport
 
 CounterKey = tuple[str, ...]
 """The name of a counter, from general to special: ("decisions", "vlm", "pictures", "media")."""
@@ -18,7 +20,6 @@ TakePending = Callable[[], Mapping[CounterKey, int]]
 """Returns the counts of this gateway since the last call."""
 
 MAX_BOOTS = 16
-EARLIER_BOOTS = "earlier"
 _FOLDED_KNOWN = 1024
 
 
@@ -62,7 +63,7 @@ class MemoryCounters:
             # A crash loop must not fill memory.
             oldest = next(boot for boot in boots if not boot.startswith(EARLIER_BOOTS))
             folded = boots.pop(oldest)
-            name = f"{EARLIER_BOOTS}:{folded.model}"
+            name = f"{EARLIER_BOOTS}{folded.model}"
             summed = sum_reports(boots.pop(name, None), folded, name)
             # Put first, so that the order stays the order of boots.
             self._boots[report.worker_id] = {name: summed, **boots}
@@ -91,11 +92,19 @@ def progress(report: WorkerReport) -> int:
 
 
 def sum_reports(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
-    """Return the sum of earlier boots and another one, under this boot id."""
+    """Return the sum of earlier boots and another one, under this boot id.
+
+    A sum beyond the bounds of a report, which no true reports have, leaves out the other boot.
+    """
     lanes = report.lanes if earlier is None else sum_lanes((*earlier.lanes, *report.lanes))
-    return report.model_copy(
-        update={"boot_id": name, "lanes": lanes, "ready": False, "prefixes": ()}
-    )
+    past = {"boot_id": name, "lanes": lanes, "ready": False, "prefixes": ()}
+    summed = report.model_copy(update=past)
+    try:
+        return WorkerReport.model_validate(summed.model_dump())
+    except ValidationError:
+        if earlier is None:
+            raise
+        return earlier
 
 
 def sum_lanes(lanes: Iterable[LaneReport]) -> tuple[LaneReport, ...]:

@@ -100,8 +100,9 @@ class RunningGateway:
         _await_end(self._thread, self.loop)
 
     def send_heartbeat(self, worker: ScriptedWorker, **changes: Any) -> httpx.Response:
-        """Send the heartbeat of a worker."""
+        """Send the heartbeat of a worker, which answers the gateway's call back as that boot."""
         report = worker.report(**changes)
+        worker.boot_id = report.boot_id
         return self.client.put(
             f"/admin/v1/workers/{report.worker_id}",
             headers={"authorization": f"Bearer {JOIN_TOKEN}"},

@@ -93,6 +93,10 @@ class ScriptedWorker:
     resume: threading.Event = field(default_factory=threading.Event)
     status_report: WorkerReport | None = None
     """The report in /v1/status; None means `report()`."""
+    status_body: bytes | None = None
+    """The body of /v1/status, sent unchanged."""
+    authorizations: list[str] = field(default_factory=list)
+    """The `Authorization` headers of requests for /v1/status."""
     port: int = 0
     """0 means any free port."""
 
@@ -118,9 +122,11 @@ class ScriptedWorker:
             self.script = parse_script(request.json())
             await _send_response(connection, 200, b"{}")
         elif request.method == "GET":
+            self.authorizations.append(request.headers.get("authorization", ""))
             report = self.status_report or self.report()
             status = {"report": report.model_dump(mode="json"), "answering": self.in_flight}
-            await _send_response(connection, 200, json.dumps(status).encode())
+            body = self.status_body or json.dumps(status).encode()
+            await _send_response(connection, 200, body)
         else:
             await self._generate(connection, request)
 

@@ -35,7 +35,10 @@ def resolve_model(named: str) -> ModelSource:
             raise ModelUnusable("The demo checkpoint is missing; choose a model with --model.")
         return ModelSource(folder=CHECKPOINT, served_name=DEMO_NAME, toy=True)
     if folder.is_dir():
-        return ModelSource(folder=folder, served_name=folder.resolve().name)
+        name = folder.resolve().name
+        if not name.isprintable() or not name:
+            raise ModelUnusable("A model is named as its folder, so the name must be printable.")
+        return ModelSource(folder=folder, served_name=name)
     if _REPOSITORY.fullmatch(named):
         return ModelSource(folder=_download(named), served_name=named)
     raise ModelUnusable(f"'{named}' is neither a folder nor the name of a Hugging Face repository.")

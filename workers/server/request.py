@@ -180,10 +180,13 @@ def _choose_lane(
 
 
 def _prefix_key(given: str | None) -> str | None:
-    """Check the key's length: gateways would reject every report that contains a longer one."""
-    if given is not None and not 1 <= len(given) <= MAX_PREFIX_NAME_CHARS:
+    """Check the key: gateways would reject every report that contains an invalid one."""
+    if given is None:
+        return None
+    if not given.isprintable() or not 1 <= len(given) <= MAX_PREFIX_NAME_CHARS:
         raise BadRequest(
-            f"The header '{PREFIX_HEADER}' must have 1 to {MAX_PREFIX_NAME_CHARS} characters.",
+            f"The header '{PREFIX_HEADER}' must have 1 to {MAX_PREFIX_NAME_CHARS} printable "
+            "characters.",
             param=PREFIX_HEADER,
         )
     return given

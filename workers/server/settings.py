@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from policies.base import Label
 from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
-from workers.protocol import is_loopback
+from workers.protocol import MAX_LABELS, is_loopback
 
 _DEFAULT_HOST = "127.0.0.1"
 _WILDCARDS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - compared, not bound
@@ -41,7 +41,7 @@ class WorkerSettings(BaseSettings):
     """URL of the gateway that receives the heartbeats."""
     token: SecretStr | None = Field(None, validation_alias="PACELINE_JOIN_TOKEN")
     id: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
-    labels: Annotated[tuple[Label, ...], NoDecode] = ()
+    labels: Annotated[tuple[Label, ...], NoDecode] = Field((), max_length=MAX_LABELS)
     """Labels for pools of the policy; comma-separated in the environment."""
     draft_tokens: int = Field(2, ge=0, le=8)
     prefix_cache_dir: Path | None = None

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.support.running_gateway import RunningGateway
+import pytest
+
+from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.gateway_fixtures import MakeGateway
+from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
+from tests.support.static_workers import static_worker
+from workers.protocol import WorkerReport
 
 BEARER = {"authorization": f"Bearer {JOIN_TOKEN}"}
 
@@ -40,6 +48,7 @@ def test_an_invalid_field_of_a_heartbeat_is_named(
         ({"url": "http://mac:9200/"}, "url"),
         ({"url": "http://mac:9200/v1"}, "url"),
         ({"url": "http://user@mac:9200"}, "url"),
+        ({"boot_id": "earlier:demo"}, "boot_id"),
         ({"secret": 1}, "secret"),
         ({"lanes": [{"name": "vlm", "running": -1}]}, "lanes.0.running"),
         (lane_with(drafted=1, accepted=2), "lanes.0.speculation"),
@@ -128,3 +137,118 @@ def test_livez_and_readyz_report_liveness_and_readiness(
     gateway.send_heartbeat(worker)
     assert gateway.client.get("/readyz").status_code == 200
     assert gateway.client.get("/health").status_code == 200, "the path that clients of vLLM probe"
+
+
+def put(gateway: RunningGateway, report: WorkerReport) -> tuple[int, str]:
+    """Send a heartbeat; return the status, and the code of an error."""
+    response = gateway.client.put(
+        f"/admin/v1/workers/{report.worker_id}",
+        headers=BEARER,
+        json=report.model_dump(mode="json"),
+    )
+    return response.status_code, response.json().get("error", {}).get("code", "")
+
+
+UNCONFIRMED = (422, "worker_unconfirmed")
+
+
+def test_c5_a_url_counts_only_if_the_worker_answers_there(
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    report = worker.report()
+    for url in (second_worker.url, gateway.url, "http://127.0.0.1:1", "http://worker.invalid:9200"):
+        assert put(gateway, worker.report(url=url)) == UNCONFIRMED
+    assert put(gateway, worker.report(boot_id="boot-2")) == UNCONFIRMED, "another boot answers"
+    assert gateway.status()["workers"] == {}
+    assert put(gateway, report)[0] == 200
+    assert put(gateway, worker.report(url=second_worker.url)) == UNCONFIRMED
+    assert gateway.chat().status_code == 200
+    assert (len(worker.requests), second_worker.requests) == (1, [])
+
+
+def test_c5_the_call_back_names_the_join_token_once_a_boot(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    for _ in range(3):
+        assert put(gateway, worker.report())[0] == 200
+    assert worker.authorizations == [BEARER["authorization"]]
+    worker.boot_id = "boot-2"
+    assert put(gateway, worker.report())[0] == 200
+    assert len(worker.authorizations) == 2
+
+
+def test_c5_a_slow_call_back_delays_no_other_request(
+    gateway_with_worker: RunningGateway, proxy: FaultProxy, second_worker: ScriptedWorker
+) -> None:
+    proxy.fault = Fault(blackhole=True)
+    with ThreadPoolExecutor(1) as executor:
+        joining = executor.submit(put, gateway_with_worker, second_worker.report(url=proxy.url))
+        assert gateway_with_worker.chat().status_code == 200
+        assert not joining.done()
+        assert joining.result() == UNCONFIRMED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"url": "http://127.0.0.1:1"},
+        {"worker_id": "fake-b"},
+        {"context_tokens": 10**400},
+        {"prefixes": ["a"] * 65},
+    ],
+)
+def test_c5_a_fetched_report_is_checked_as_a_heartbeat(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, change: dict[str, Any]
+) -> None:
+    valid = gateway_with_worker.status()
+    assert valid["workers"]["fake-a"]["context_tokens"] == 4096
+    report = {**worker.report(context_tokens=5).model_dump(mode="json"), **change}
+    worker.status_body = json.dumps({"report": report}).encode()
+    assert gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 4096
+    assert gateway_with_worker.chat().status_code == 200
+
+
+def test_c5_a_fetched_report_is_bounded_in_size(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    report = worker.report(context_tokens=5).model_dump(mode="json")
+    worker.status_body = json.dumps({"padding": " " * 300_000, "report": report}).encode()
+    assert gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 4096
+    worker.status_body = gzip.compress(json.dumps({"report": report}).encode())
+    assert gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 4096
+    worker.status_body = json.dumps({"report": report}).encode()
+    assert gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 5
+
+
+def test_c5_one_heartbeat_cannot_break_the_status(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    report = worker.report().model_dump(mode="json")
+    for change in (
+        {"lanes": [{"name": "text-mtp", "time_saved": {"decode_ms": 10**400}}]},
+        {"lanes": [{"name": "text-mtp", "speculation": {"steps": 10**4000}}]},
+        {"lanes": [{"name": "text-mtp", "mtp_enabled": True, "requested_draft_tokens": 2**53}]},
+        {"model": "\x1b[2J"},
+    ):
+        response = gateway_with_worker.client.put(
+            "/admin/v1/workers/fake-a", headers=BEARER, json={**report, **change}
+        )
+        assert response.status_code == 400
+        for path in ("/v1/status", "/metrics"):
+            assert gateway_with_worker.client.get(path).status_code == 200
+
+
+def test_c5_a_heartbeat_under_the_id_of_a_static_worker_gets_neither_its_place_nor_its_key(
+    make_gateway: MakeGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STUDIO_KEY", "key-of-the-studio")
+    static = static_worker(id="fake-b", url=worker.url, api_key_env="STUDIO_KEY")
+    gateway = make_gateway(workers=[static])
+    wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+    second_worker.boot_id = "static"
+    assert put(gateway, second_worker.report()) == (409, "worker_id_taken")
+    assert gateway.chat().status_code == 200
+    assert (len(worker.requests), second_worker.requests) == (1, [])

@@ -216,8 +216,8 @@ def test_f28_retries_stay_within_the_budget_when_most_workers_fail(
         join(gateway, member, slots=64)
     closed = [ScriptedWorker(worker_id=f"closed-{number}") for number in range(8)]
     for member in closed:
-        member.socket.close()
-        join(gateway, member, slots=64)
+        with running_server(member, sockets=[member.socket]):
+            join(gateway, member, slots=64)
     worker.script.hang = second_worker.script.hang = True
     with ThreadPoolExecutor(30) as executor:
         responses: list[FutureResponse] = [executor.submit(gateway.chat) for _ in range(30)]

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from pydantic import SecretStr
 
 from gateway.errors import Overloaded
 from gateway.http.upstream import ConnectionPool, retry_after_s
 from tests.support.fault_proxy import Fault, FaultProxy, unresponsive_port
-from tests.support.gateway_fixtures import MakeGateway
+from tests.support.gateway_fixtures import MakeClusterGateway, MakeGateway
+from tests.support.peer_gateway import share_heartbeat
 from tests.support.raw_client import wait_for_outcomes
-from tests.support.running_gateway import RunningGateway
+from tests.support.redis_server import RedisServer
+from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 
@@ -57,17 +60,21 @@ def test_f01_an_immediate_connection_reset_is_reported_as_a_worker_error(
 
 
 def test_f13_after_a_connect_timeout_the_request_goes_to_another_worker(
-    make_gateway: MakeGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    make_gateway: MakeGateway,
+    redis: RedisServer,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
 ) -> None:
     with unresponsive_port() as dead_url:
-        gateway = make_gateway(connect_timeout_s=0.2)
-        gateway.send_heartbeat(worker, url=dead_url)
+        gateway = make_gateway(connect_timeout_s=0.2, redis_url=SecretStr(redis.url))
+        share_heartbeat(redis, worker.report(url=dead_url))
+        wait_until(lambda: "fake-a" in gateway.status()["workers"])
         response = gateway.chat()
         assert (response.status_code, response.json()["error"]["code"]) == (
             503,
             "worker_unreachable",
         )
-        gateway.send_heartbeat(worker, url=dead_url)
+        share_heartbeat(redis, worker.report(url=dead_url))
         gateway.send_heartbeat(second_worker)
         responses = [gateway.chat() for _ in range(8)]
     assert {response.status_code for response in responses} == {200}
@@ -115,9 +122,14 @@ def test_f14_an_invalid_response_on_a_reused_connection_is_not_retried(
 
 
 def test_f56_a_host_name_that_does_not_resolve_is_a_refused_connection(
-    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    make_cluster_gateway: MakeClusterGateway,
+    redis: RedisServer,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
 ) -> None:
-    gateway.send_heartbeat(worker, url="http://worker.invalid:9200")
+    gateway = make_cluster_gateway()
+    share_heartbeat(redis, worker.report(url="http://worker.invalid:9200"))
+    wait_until(lambda: "fake-a" in gateway.status()["workers"])
     response = gateway.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unreachable")
     assert b"invalid" not in response.content, "errors contain no worker address"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.fleet import health as control
+from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
 from workers.protocol import Speculation, WorkerReport
@@ -112,14 +112,16 @@ def test_status_fetches_reports_from_workers_before_it_sums(
 
 
 def test_status_uses_the_last_report_of_an_unresponsive_worker(
-    gateway: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway,
+    worker: ScriptedWorker,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.2)
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
-    with socket.create_server(("127.0.0.1", 0)) as unresponsive:
-        url = f"http://127.0.0.1:{unresponsive.getsockname()[1]}"
-        assert gateway.send_heartbeat(worker, url=url, lanes=[lane.model_dump()]).status_code == 200
-        assert gateway.status()["mtp"]["drafts"] == 10
+    assert gateway.send_heartbeat(worker, lanes=[lane.model_dump()]).status_code == 200
+    proxy.fault = Fault(blackhole=True)
+    assert gateway.status()["mtp"]["drafts"] == 10
 
 
 class CountingWorker(ScriptedWorker):

@@ -126,7 +126,8 @@ def test_the_token_comes_from_a_flag_or_the_environment_and_is_never_printed(
 def test_the_default_name_is_host_and_port_in_plain_letters(hostname: str, expected: str) -> None:
     worker_id = default_worker_id(hostname, 9200)
     assert worker_id == expected
-    WorkerReport(worker_id=worker_id, boot_id="b", url="u", model="m", context_tokens=1, lanes=())
+    url = "http://mac"
+    WorkerReport(worker_id=worker_id, boot_id="b", url=url, model="m", context_tokens=1, lanes=())
 
 
 def test_two_workers_of_one_machine_have_different_names() -> None:

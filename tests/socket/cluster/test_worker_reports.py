@@ -1,0 +1,52 @@
+"""Stored reports in Redis: a damaged one counts as none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.boot_reports import boot_report
+from tests.support.gateway_fixtures import MakeClusterGateway
+from tests.support.redis_server import RedisServer
+from tests.support.running_gateway import wait_until
+
+BOOTS = "paceline:{workers}:boots"
+DAMAGED: tuple[dict[str, Any], ...] = (
+    {"first_seen_ms": 10**400},
+    {"first_seen_ms": "soon"},
+    {"heartbeat_ms": 10**400},
+    {"left": None},
+    {"report": None},
+    {"report": "{}"},
+)
+
+
+def stored_boot(boot_id: str, **changes: Any) -> tuple[str, str]:
+    """Return the name and the text of a boot in Redis."""
+    report = boot_report(boot_id, 3)
+    boot = {"report": report.model_dump_json(), "progress": 1, "first_seen_ms": 5, "left": False}
+    return f"{report.worker_id}/{boot_id}", json.dumps({**boot, **changes})
+
+
+def huge_report() -> str:
+    """Return a report with a number that no float can hold."""
+    report = boot_report("huge", 3).model_dump(mode="json")
+    report["lanes"][0]["time_saved"]["decode_ms"] = 10**400
+    return json.dumps(report)
+
+
+@pytest.mark.parametrize("changes", [*DAMAGED, {"report": huge_report()}], ids=range(7))
+def test_c5_a_damaged_report_in_redis_counts_as_none(
+    redis: RedisServer, make_cluster_gateway: MakeClusterGateway, changes: dict[str, Any]
+) -> None:
+    for name, text in (stored_boot("sound"), stored_boot("damaged", **changes)):
+        redis.client.hset(BOOTS, name, text)
+    gateway = make_cluster_gateway()
+    wait_until(lambda: "fake-a" in gateway.status()["workers"])
+    for path in ("/v1/status", "/metrics"):
+        assert gateway.client.get(path).status_code == 200
+    status = gateway.status()
+    assert status["mtp"]["drafts"] == 3
+    assert status["workers"]["fake-a"]["boots"] == 1

@@ -1,0 +1,21 @@
+"""Another gateway over one Redis, as far as a test needs one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.worker_reports import SharedWorkerReports
+from tests.support.redis_server import RedisServer
+from workers.protocol import WorkerReport
+
+
+def share_heartbeat(redis: RedisServer, report: WorkerReport) -> None:
+    """Share a heartbeat as a gateway that has confirmed the worker, which may be gone since."""
+
+    async def share() -> None:
+        client = RedisClient(redis.url)
+        await SharedWorkerReports(client).exchange([(report, 0.0)], [])
+        await client.close()
+
+    asyncio.run(share())
