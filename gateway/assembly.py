@@ -128,8 +128,8 @@ class Gateway:
         """Load keys, usage, cordons and the policy; raise `StartupError`."""
         try:
             await self.usage_store.open()
-            await self.key_store.open()
-            await self.cordons.open()
+            await self.key_store.refresh()
+            await self.cordons.refresh()
         except RecordsUnwritable:
             raise StartupError("The stored keys and their usage cannot be read.") from None
         check_binding(self.settings, keyed=self.api_keys.required)
@@ -211,11 +211,6 @@ class Gateway:
             raise StartupError(
                 f"The policy that would be active is invalid: {invalid.reasons}. Correct "
                 "it, or set PACELINE_POLICY to another file."
-            ) from None
-        except ValueError:
-            raise StartupError(
-                f"The stored versions of the policy in {settings.state_dir} are damaged; repair "
-                "them, or move them away to start with a new history."
             ) from None
         except RecordsUnwritable:
             raise StartupError(

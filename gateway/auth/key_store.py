@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict
 
 from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyRecord, KeyTerms, new_key
-from gateway.errors import KeyIsRevoked, KeyUnknown, StartupError
-from gateway.storage.records import Records, RecordTable
+from gateway.errors import KeyIsRevoked, KeyUnknown
+from gateway.storage.records import RecordReader, Records, RecordTable
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +37,11 @@ class KeyStore:
         self._table = RecordTable(records, "keys", self._apply)
         self._api_keys = api_keys
         self._wall = wall
-        self._damaged: list[str] = []
+        self._keys = RecordReader("keys", lambda _, text: KeyRecord.model_validate_json(text))
+        self._revocations = RecordReader(
+            "keys", lambda _, text: _Revocation.model_validate_json(text)
+        )
         self._changing = asyncio.Lock()
-
-    async def open(self) -> None:
-        """Read the keys; raise `StartupError` if one is damaged."""
-        await self._table.refresh()
-        if self._damaged:
-            raise StartupError(
-                f"The stored key {self._damaged[0]} is damaged. Repair its record, or remove it."
-            )
 
     async def refresh(self) -> None:
         """Apply the changes of other gateways, and remove expired keys."""
@@ -92,21 +87,20 @@ class KeyStore:
         return record
 
     async def _apply(self, texts: Mapping[str, str]) -> None:
-        """Replace the keys of the data plane; a damaged record authenticates nothing."""
-        keys, self._damaged = [], []
-        for key_id, text in texts.items():
-            if key_id.endswith(_REVOKED):
-                continue
-            try:
-                record = KeyRecord.model_validate_json(text)
-                if (revocation := texts.get(key_id + _REVOKED)) is not None:
-                    revoked = _Revocation.model_validate_json(revocation)
-                    record = record.model_copy(update=dict(revoked))
-                keys.append(record)
-            except ValidationError:
-                self._damaged.append(key_id)
-                log.error("key.damaged key=%s", key_id)
-        self._api_keys.replace(keys)
+        """Replace the keys of the data plane; an unreadable record authenticates nothing."""
+        keys = self._keys.read({name: texts[name] for name in texts if not name.endswith(_REVOKED)})
+        revocations = self._revocations.read(
+            {name: texts[name] for name in texts if name.endswith(_REVOKED)}
+        )
+        valid = []
+        for key_id, record in keys.items():
+            if (name := key_id + _REVOKED) not in texts:
+                valid.append(record)
+            elif name in revocations:
+                valid.append(record.model_copy(update=dict(revocations[name])))
+        if texts:  # also where none can be read
+            self._api_keys.require_always()
+        self._api_keys.replace(valid)
         if not self._table.current:
             # Keys may have been created or revoked since the copy was written.
             self._api_keys.require_until_replaced()

@@ -41,7 +41,8 @@ return 1
 """
 # Before the first exchange; a gateway with a Redis rarely runs alone.
 _ASSUMED_GATEWAYS = 2
-_MAX_GATEWAYS = 64
+# A gateway that stood still for longer than Redis remembers it is not charged again.
+_MAX_ABSENT = 64
 _NOTHING = AdmittedTotals(0, 0, 0, 0, 0, 0)
 _ByKey = dict[str, AdmittedTotals]
 _BY_KEY = TypeAdapter(_ByKey)
@@ -127,5 +128,5 @@ class SharedRateLimits:
                     running += now.running
                     reserved += now.reserved if now.day == day else 0
             limiter.set_remote_load(running, reserved)
-        while len(self._charged) > _MAX_GATEWAYS:
+        while len(self._charged) > len(others) + _MAX_ABSENT:
             del self._charged[next(iter(self._charged))]

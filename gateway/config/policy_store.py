@@ -11,19 +11,23 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 
 from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason, is_new
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
-from gateway.storage.records import Records, RecordTable
+from gateway.storage.records import RecordReader, Records, RecordTable
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 log = logging.getLogger(__name__)
 
 POLICY_KIND = "policy"
 """The kind of these records; the name of each is its number."""
+# No more digits than a time in milliseconds has.
+_NUMBER = re.compile(r"[1-9][0-9]{0,12}")
+_Usable = tuple[PolicyVersion, Proposal]
 Warnings = Callable[[PolicyDocument], Sequence[Problem]]
 """Returns effects of a valid policy that are perhaps not intended."""
 
@@ -37,6 +41,7 @@ class PolicyStore:
         static_workers: Sequence[StaticWorker],
         wall: Callable[[], float],
         warnings: Warnings,
+        reader: RecordReader[_Usable],
         *,
         version: PolicyVersion,
         policy: PolicyDocument,
@@ -46,6 +51,9 @@ class PolicyStore:
         self._static_workers = static_workers
         self._wall = wall
         self.warnings = warnings
+        self._reader = reader
+        self._skipped = 0
+        """The highest number of a version that cannot be read here; 0 without any."""
         self.current = policy
         """The active policy. It may be replaced between two reads."""
         self.version = version
@@ -82,8 +90,7 @@ class PolicyStore:
 
     async def versions(self) -> tuple[PolicyVersion, ...]:
         """Return all versions, oldest first."""
-        with _damage_as_unwritable():
-            return await read_versions(self._records)
+        return _readable(await self._records.all(POLICY_KIND))
 
     async def read_version(self, number: int) -> PolicyVersion:
         """Return a version by its number; raise `VersionUnknown`."""
@@ -100,16 +107,16 @@ class PolicyStore:
         if not texts and self._table.current:
             await self._add_first()
             return
-        with _damage_as_unwritable():
-            number = max((int(name) for name in texts), default=0)
-            if number <= self.version.number:
-                return
-            version = PolicyVersion.model_validate_json(texts[str(number)])
+        newer = {name: text for name, text in texts.items() if _number(name) > self.version.number}
+        usable = await asyncio.to_thread(self._reader.read, newer)
+        self._skipped = max((_number(name) for name in newer.keys() - usable.keys()), default=0)
+        if not usable:
+            return
+        version, proposal = max(usable.values(), key=lambda one: one[0].number)
         try:
-            proposal = await asyncio.to_thread(Proposal.from_document, version.document)
             self.check(proposal)
         except PolicyInvalid as invalid:
-            log.error("policy.unusable version=%d problems=%s", number, invalid.reasons)
+            log.error("policy.unusable version=%d problems=%s", version.number, invalid.reasons)
         else:
             self._put_in_force(version, proposal.policy)
 
@@ -130,7 +137,9 @@ class PolicyStore:
         """
         self.check(proposal)
         time = _utc(self._wall())
-        version = PolicyVersion.following(last.number, proposal.document, attribution, time)
+        # The number of a skipped version is taken too.
+        number = max(last.number, self._skipped)
+        version = PolicyVersion.following(number, proposal.document, attribution, time)
         if not await _add_version(self._records, version):
             await self.refresh()
             raise self._conflict()
@@ -158,15 +167,16 @@ async def open_policy_store(
 ) -> PolicyStore:
     """Open the store at its newest version, or at the source if that is new.
 
-    `source` is the policy of the policy file, or the shipped one. Raise `PolicyInvalid` if neither
-    is valid here, `ValueError` if the records are damaged.
+    `source` is the policy of the policy file, or the shipped one. A damaged version, or one of a
+    newer version of Paceline, is skipped. Raise `PolicyInvalid` if no other is valid here.
     """
-    store = functools.partial(PolicyStore, records, static_workers, wall, warnings)
+    reader = RecordReader(POLICY_KIND, _read_usable)
+    store = functools.partial(PolicyStore, records, static_workers, wall, warnings, reader)
     proposal, attribution = source
-    versions = await read_versions(records)
-    if not versions:
+    while (newest := _newest_usable(texts := await records.all(POLICY_KIND), reader)) is None:
         proposal.check(static_workers)
-        first = PolicyVersion.following(0, proposal.document, attribution, _utc(wall()))
+        number = max(map(_number, texts), default=0)
+        first = PolicyVersion.following(number, proposal.document, attribution, _utc(wall()))
         try:
             added = await _add_version(records, first)
         except RecordsUnwritable:
@@ -177,11 +187,10 @@ async def open_policy_store(
             added = True
         if added:
             return store(version=first, policy=proposal.policy)
-        versions = await read_versions(records)  # another gateway started at the same moment
-    newest = versions[-1]
-    if is_new(versions, proposal.document, attribution.reason):
-        # The version to replace may be invalid: a new file is the way to repair it.
-        opened = store(version=newest, policy=proposal.policy)
+    version, current = newest
+    if is_new(_readable(texts), proposal.document, attribution.reason):
+        # The version to replace may not fit the static workers: a new file repairs that.
+        opened = store(version=version, policy=proposal.policy)
         try:
             await opened.apply_source(proposal, attribution)
             await opened.refresh()
@@ -191,32 +200,51 @@ async def open_policy_store(
                 raise
             if attribution.reason is Reason.FILE:
                 return opened  # active; stored as soon as the records can be written
-    current = Proposal.from_document(newest.document)
     current.check(static_workers)
-    return store(version=newest, policy=current.policy)
+    return store(version=version, policy=current.policy)
 
 
-async def read_versions(records: Records) -> tuple[PolicyVersion, ...]:
-    """Return all stored versions, oldest first; raise `ValueError` for a damaged one."""
-    texts = await records.all(POLICY_KIND)
-    versions = [PolicyVersion.model_validate_json(text) for text in texts.values()]
-    if [str(version.number) for version in versions] != list(texts):
-        raise ValueError("a version under the number of another one")
+def _newest_usable(texts: Mapping[str, str], reader: RecordReader[_Usable]) -> _Usable | None:
+    for name in sorted(texts, key=_number, reverse=True):
+        if usable := reader.read({name: texts[name]}):
+            return usable[name]
+    return None
+
+
+def _readable(texts: Mapping[str, str]) -> tuple[PolicyVersion, ...]:
+    """Return the readable versions, oldest first; their policies may be unusable here."""
+    versions = []
+    for name, text in texts.items():
+        with contextlib.suppress(ValueError):
+            versions.append(_read_version(name, text))
     return tuple(sorted(versions, key=lambda version: version.number))
+
+
+def _read_version(name: str, text: str) -> PolicyVersion:
+    """Parse a version; raise `ValueError`."""
+    version = PolicyVersion.model_validate_json(text)
+    if str(version.number) != name:
+        raise ValueError("a version under the number of another one")
+    return version
+
+
+def _read_usable(name: str, text: str) -> _Usable:
+    """Parse a version and its policy; raise `ValueError`."""
+    version = _read_version(name, text)
+    try:
+        return version, Proposal.from_document(version.document)
+    except PolicyInvalid as invalid:
+        raise ValueError(invalid.reasons) from None
+
+
+def _number(name: str) -> int:
+    """Return the number of a version by the name of its record; 0 for any other name."""
+    return int(name) if _NUMBER.fullmatch(name) else 0
 
 
 async def _add_version(records: Records, version: PolicyVersion) -> bool:
     """Store a version; return False if its number is taken."""
     return await records.add(POLICY_KIND, str(version.number), version.model_dump_json())
-
-
-@contextlib.contextmanager
-def _damage_as_unwritable() -> Iterator[None]:
-    """Raise `RecordsUnwritable` for damaged records."""
-    try:
-        yield
-    except (KeyError, ValueError) as damaged:
-        raise RecordsUnwritable from damaged
 
 
 def _utc(unix_s: float) -> str:

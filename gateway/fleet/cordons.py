@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict
 
-from gateway.errors import StartupError, WorkerUnknown
+from gateway.errors import WorkerUnknown
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
-from gateway.storage.records import Records, RecordTable
+from gateway.storage.records import RecordReader, Records, RecordTable
 
 log = logging.getLogger(__name__)
 
@@ -45,38 +45,36 @@ class Cordons:
         wall: Callable[[], float],
     ) -> None:
         self._table = RecordTable(records, "cordons", self._apply)
+        self._reader = RecordReader("cordons", lambda _, text: Cordon.model_validate_json(text))
         self._shared = records.remote
         self._fleet = fleet
         self._report_client = report_client
         self._wall = wall
         self.by_worker: Mapping[str, Cordon] = {}
 
-    async def open(self) -> None:
-        """Read the stored cordons; raise `StartupError` if they are damaged."""
-        try:
-            await self.refresh()
-        except ValidationError:
-            raise StartupError(
-                "The stored cordons are damaged. Repair their records, or remove them."
-            ) from None
-
     async def refresh(self) -> None:
-        """Apply the changes of other gateways."""
+        """Read the stored cordons, and apply the changes of other gateways."""
         await self._table.refresh()
 
     async def add(self, worker_id: str, author: str) -> None:
         """Cordon a worker, whose running requests continue; raise `WorkerUnknown`."""
         self._check_known(worker_id)
         cordon = Cordon(since=datetime.fromtimestamp(int(self._wall()), UTC), author=author)
-        if await self._table.add(worker_id, cordon.model_dump_json()):
+        text = cordon.model_dump_json()
+        added = await self._table.add(worker_id, text)
+        if not added and worker_id not in self.by_worker:  # its record is unreadable
+            await self._table.replace(worker_id, text)
+            added = True
+        if added:
             log.info("worker.cordoned worker=%s author=%r", worker_id, author)
 
     async def remove(self, worker_id: str, author: str) -> None:
         """Remove the cordon of a worker; raise `WorkerUnknown`."""
         await self.refresh()  # another gateway may have added it just now
         self._check_known(worker_id)
-        if worker_id in self.by_worker:
-            await self._table.remove(worker_id)
+        cordoned = worker_id in self.by_worker
+        await self._table.remove(worker_id)
+        if cordoned:
             log.info("worker.uncordoned worker=%s author=%r", worker_id, author)
 
     async def drain(self, worker_id: str, author: str, timeout_s: float) -> bool:
@@ -99,7 +97,7 @@ class Cordons:
         return False
 
     async def _apply(self, texts: Mapping[str, str]) -> None:
-        self.by_worker = {name: Cordon.model_validate_json(text) for name, text in texts.items()}
+        self.by_worker = self._reader.read(texts)
         self._fleet.set_cordoned(frozenset(self.by_worker))
 
     def _check_known(self, worker_id: str) -> None:

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 
@@ -24,6 +25,9 @@ TextsByKind = dict[str, Texts]
 
 _TIMEOUT_S = 5.0
 Result = TypeVar("Result")
+Value = TypeVar("Value")
+
+log = logging.getLogger(__name__)
 
 
 class Records(Protocol):
@@ -90,6 +94,31 @@ class RecordTable:
         """Remove a record and refresh."""
         await self._records.remove(self._kind, name)
         await self.refresh()
+
+
+class RecordReader(Generic[Value]):
+    """Parses the records of one kind, and skips those that are damaged or of a newer version.
+
+    One unreadable record must stop neither a start nor the edits of others. Each is logged once.
+    `parse` gets name and text of a record, and raises `ValueError`.
+    """
+
+    def __init__(self, kind: str, parse: Callable[[str, str], Value]) -> None:
+        self._kind = kind
+        self._parse = parse
+        self._logged: dict[str, str] = {}
+
+    def read(self, texts: Mapping[str, str]) -> dict[str, Value]:
+        """Return the readable records by name."""
+        values = {}
+        for name, text in texts.items():
+            try:
+                values[name] = self._parse(name, text)
+            except ValueError:
+                if self._logged.get(name) != text:
+                    self._logged[name] = text
+                    log.error("record.skipped kind=%s name=%r", self._kind, name)
+        return values
 
 
 class FileRecords:
@@ -205,6 +234,12 @@ def replace_file(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+        # The folder too: a power cut must not bring back a revoked key.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     finally:
         draft.unlink(missing_ok=True)
 

@@ -101,7 +101,7 @@ def scripted_worker_process(
 def main() -> None:
     """Serve until standard input closes, or the process is killed."""
     worker_id, gateway_url, port = sys.argv[1:]
-    worker = ScriptedWorker()
+    worker = ScriptedWorker(worker_id=worker_id)
     if gateway_url:
         worker = CountingWorker(worker_id, boot_id=secrets.token_hex(4), port=int(port))
     with running_server(worker, sockets=[worker.socket]):

@@ -20,6 +20,7 @@ from pydantic import SecretStr
 from gateway.cli import main
 from gateway.errors import StartupError
 from gateway.server import Listening, serve
+from tests.support.log_capture import LogCapture
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import (
     RunningGateway,
@@ -232,11 +233,31 @@ def corrupt_key_id(tmp_path: Path) -> str:
     return str(created["id"])
 
 
-async def test_an_invalid_key_record_fails_the_start_and_is_named(
-    corrupt_key_id: str, tmp_path: Path
+def test_c15_a_start_skips_an_unreadable_key_and_still_requires_one(
+    corrupt_key_id: str, tmp_path: Path, worker: ScriptedWorker, log_capture: LogCapture
 ) -> None:
-    with pytest.raises(StartupError, match=f"key {corrupt_key_id} is damaged"):
-        await serve(make_settings(tmp_path), shutdown=Shutdown())
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
+        assert gateway.chat().status_code == 401
+        gateway.use_key(gateway.create_key()["secret"])
+        assert gateway.chat().status_code == 200
+    message = f"record.skipped kind=keys name='{corrupt_key_id}'"
+    assert log_capture.texts.count(message) == 1
+
+
+def test_c15_a_key_whose_revocation_is_unreadable_is_rejected(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        key = gateway.create_key()
+        gateway.admin.delete(f"/admin/v1/keys/{key['id']}")
+    state = json.loads((tmp_path / "state.json").read_text())
+    state["keys"][f"{key['id']}/revoked"]["by"] = "a newer version"
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
+        gateway.use_key(key["secret"])
+        assert gateway.chat().status_code == 401
 
 
 def test_a_key_whose_record_is_damaged_at_run_time_is_rejected(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
@@ -158,3 +160,28 @@ async def test_without_any_exchange_a_gateway_assumes_another_one(
         await alone.shared.exchange()
     assert alone.remaining() == (3, 300)
     assert alone.shared.gateways == 0
+
+
+@pytest.mark.parametrize("gateways", [65, 200])
+async def test_c14_any_number_of_gateways_is_charged_once(
+    redis: RedisServer, open_gateway: OpenGateway, gateways: int
+) -> None:
+    gateway = open_gateway(redis)
+    await gateway.shared.exchange()
+    totals = json.dumps({"key-a": [1, 2, day_of(NOON), 2, 0, 0]})
+    now_ms = int(time.time() * 1000)
+    for number in range(gateways):
+        redis.client.hset("paceline:{rate_limits}:admitted", f"gateway-{number}", totals)
+        redis.client.zadd("paceline:{rate_limits}:gateways", {f"gateway-{number}": now_ms})
+    for _ in range(3):
+        await gateway.shared.exchange()
+        assert gateway.remaining_today() == 2000 - 2 * gateways
+    assert gateway.shared.gateways == gateways + 1
+    redis.client.delete("paceline:{rate_limits}:admitted")
+    await gateway.shared.exchange()
+    for number in range(64):  # those that return after a pause longer than Redis remembers
+        redis.client.hset(
+            "paceline:{rate_limits}:admitted", f"gateway-{gateways - 1 - number}", totals
+        )
+    await gateway.shared.exchange()
+    assert gateway.remaining_today() == 2000 - 2 * gateways

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,9 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from gateway.errors import StartupError
-from gateway.server import serve
+from tests.support.log_capture import LogCapture
 from tests.support.running_gateway import RunningGateway, make_settings, status_and_code, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
-from workers.lifecycle import Shutdown
 
 PATH = "/admin/v1/workers"
 
@@ -247,7 +246,23 @@ def test_an_invalid_drain_timeout_returns_400(
     assert workers(gateway_with_worker)["fake-a"]["state"] == "ready"
 
 
-async def test_an_invalid_stored_cordon_fails_the_start(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text('{"cordons": {"fake-a": {"since": "yesterday"}}}')
-    with pytest.raises(StartupError, match="cordons are damaged"):
-        await serve(make_settings(tmp_path), shutdown=Shutdown())
+def test_c15_an_unreadable_cordon_stops_no_start_and_no_edit(
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker, log_capture: LogCapture
+) -> None:
+    cordon = {"since": "2026-11-22T01:20:00Z", "author": "ann"}
+    cordons = {"fake-a": {**cordon, "until": "later"}, "fake-b": cordon, "x": {"since": "soon"}}
+    (tmp_path / "state.json").write_text(json.dumps({"cordons": cordons}))
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
+        gateway.send_heartbeat(second_worker)
+        assert {name: one["state"] for name, one in workers(gateway).items()} == {
+            "fake-a": "ready",
+            "fake-b": "cordoned",
+        }
+        for worker_id in ("fake-a", "fake-b"):
+            assert gateway.admin.put(f"{PATH}/{worker_id}/cordon").status_code == 200
+            assert workers(gateway)[worker_id]["state"] == "cordoned"
+            assert gateway.admin.delete(f"{PATH}/{worker_id}/cordon").status_code == 204
+            assert workers(gateway)[worker_id]["state"] == "ready"
+    skipped = [text for text in log_capture.texts if text.startswith("record.skipped")]
+    assert skipped == [f"record.skipped kind=cordons name='{name}'" for name in ("fake-a", "x")]

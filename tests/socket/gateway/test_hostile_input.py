@@ -17,6 +17,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,12 +73,16 @@ def test_s32_the_gateway_follows_no_redirect_of_a_worker(
 def test_s32_health_checks_follow_no_redirect(
     gateway: RunningGateway, canary_listener: CanaryListener
 ) -> None:
-    async def redirect(link: ServerConnection, _request: Request) -> None:
-        await link.send_head(307, ((b"location", canary_listener.url.encode()),), length=0)
+    worker, joined = ScriptedWorker(), threading.Event()
 
-    worker = ScriptedWorker()
+    async def redirect(link: ServerConnection, request: Request) -> None:
+        if not joined.is_set():
+            return await worker(link, request)
+        return await link.send_head(307, ((b"location", canary_listener.url.encode()),), length=0)
+
     with running_server(redirect, sockets=[worker.socket]):
         gateway.send_heartbeat(worker)
+        joined.set()
         assert gateway.client.get("/metrics").status_code == 200
         assert gateway.status()["workers"]["fake-a"]["state"] == "ready"
     assert canary_listener.has_no_connections()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ import pytest
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
-from gateway.storage.records import FileRecords, Records
+from gateway.storage.records import FileRecords, Records, replace_file
 from tests.support.memory_records import MemoryRecords
 
 
@@ -125,3 +126,18 @@ async def test_a_write_of_another_process_is_in_the_next_read(tmp_path: Path) ->
     assert await first.all("keys") == {"a": "2"}
     (tmp_path / "state.json").unlink()
     assert await first.all("keys") == {}
+
+
+def test_l7_a_write_is_durable_before_it_is_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.json"
+    synced: list[tuple[str, bool]] = []
+
+    def record_sync(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        synced.append(("folder" if is_folder else "file", path.exists()))
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    replace_file(path, "{}")
+    assert synced == [("file", False), ("folder", True)], "after the file is in its place"

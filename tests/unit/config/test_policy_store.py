@@ -157,14 +157,18 @@ async def test_a_policy_without_the_pools_of_static_workers_is_never_active() ->
         )
 
 
-async def test_an_invalid_stored_version_prevents_the_start_unless_a_file_replaces_it() -> None:
+async def test_c15_a_start_skips_a_version_with_an_unknown_field() -> None:
     records = MemoryRecords()
-    invalid = PolicyVersion.following(0, {"version": 1, "pools": {}}, BY_FILE, "then")
-    await records.add(POLICY_KIND, "1", invalid.model_dump_json())
-    with pytest.raises(PolicyInvalid):
-        await make_policy_store(records)
-    store = await open_policy_store(records, (), (proposal("b"), BY_FILE), lambda: 0.0)
-    assert (store.version.number, store.current) == (2, proposal("b").policy)
+    store = await make_policy_store(records)
+    await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
+    newer = {**single_pool_policy("c"), "field_of_a_newer_version": 1}
+    unknown = PolicyVersion.following(2, newer, AUTHOR_BOB, "then")
+    await records.add(POLICY_KIND, "3", unknown.model_dump_json())
+    restarted = await make_policy_store(records)
+    assert (restarted.version.number, restarted.current) == (2, proposal("b").policy)
+    assert [one.number for one in await restarted.versions()] == [1, 2, 3]
+    store = await open_policy_store(records, (), (proposal("d"), BY_FILE), lambda: 0.0)
+    assert (store.version.number, store.current) == (4, proposal("d").policy)
 
 
 async def test_an_invalid_version_of_another_gateway_is_not_activated() -> None:
@@ -209,20 +213,47 @@ async def test_the_active_policy_survives_the_loss_of_its_records(tmp_path: Path
     assert (store.version.number, store.current) == (3, proposal("c").policy)
 
 
-@pytest.mark.parametrize("damage", ["{}", '{"number": 2}', "[]"])
-async def test_damaged_records_raise_an_error_and_the_active_policy_remains(damage: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("7", "{}"), ("7", '{"number": 2}'), ("7", "[]"), ("7", "nothing"), ("soon", "{}"), ("2", "")],
+)
+async def test_c15_an_unreadable_version_is_skipped_and_logged_once(
+    name: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     records = MemoryRecords()
     store = await make_policy_store(records)
-    await records.add(POLICY_KIND, "7", damage)
-    with pytest.raises(RecordsUnwritable):
-        await store.versions()
-    with pytest.raises(RecordsUnwritable):
-        await store.apply_source(proposal("b"), BY_FILE)
-    with pytest.raises(RecordsUnwritable):
-        await store.require_version({"an etag of another gateway"})
+    await records.add(POLICY_KIND, name, text)
+    await store.refresh()
     assert store.current == proposal().policy
-    with pytest.raises(ValueError, match="PolicyVersion"):
-        await make_policy_store(records)
+    assert [one.number for one in await store.versions()] == [1]
+    await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
+    number = store.version.number
+    assert number == (int(name) + 1 if name.isdecimal() else 2)
+    await store.apply_source(proposal("c"), BY_FILE)
+    assert (store.version.number, store.current) == (number + 1, proposal("c").policy)
+    restarted = await make_policy_store(records)
+    assert (restarted.version.number, restarted.current) == (number + 1, proposal("c").policy)
+    if name != "soon":  # no other number is ever read again
+        assert [record.getMessage() for record in caplog.records].count(
+            f"record.skipped kind=policy name='{name}'"
+        ) == 1
+
+
+async def test_c15_an_edit_while_another_gateway_adds_an_unreadable_version_succeeds_next() -> None:
+    records = MemoryRecords()
+    store = await make_policy_store(records)
+    await records.add(POLICY_KIND, "2", "{}")
+    with pytest.raises(VersionConflict):
+        await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
+    await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
+    assert store.version.number == 3
+
+
+async def test_c15_a_start_with_unreadable_versions_alone_adds_its_own() -> None:
+    records = MemoryRecords()
+    await records.add(POLICY_KIND, "5", "{}")
+    store = await make_policy_store(records)
+    assert (store.version.number, store.current) == (6, proposal().policy)
 
 
 def test_a_policy_in_yaml_equals_the_same_policy_in_json() -> None:
