@@ -23,6 +23,8 @@ from policies.base import Label, Name
 
 MAX_REPORTED_PREFIXES = 64
 """Cached prefixes that a report lists; a worker may have more."""
+NO_PREFIX = "-"
+"""Sent for the key of a prefix that the worker must not cache, since others could find it."""
 MAX_PREFIX_NAME_CHARS = 128
 """The longest key of a prefix that a gateway may send."""
 MAX_REPORT_BYTES = 256 * 1024

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from gateway.config.static_workers import StaticWorker
 from gateway.protocols.openai import for_openai
-from workers.protocol import WorkerReport
+from workers.protocol import NO_PREFIX, WorkerReport
 
 
 class Backend(ABC):
@@ -51,10 +51,8 @@ class PacelineBackend(Backend):
 
     def headers(self, lane: str, prefix_key: str) -> Mapping[str, str]:
         """Return the token, the lane, and the key by which the worker caches the system prompt."""
-        headers = {**self.authorization, "x-paceline-lane": lane}
-        if prefix_key:
-            headers["x-paceline-prefix-key"] = prefix_key
-        return headers
+        key = prefix_key or NO_PREFIX
+        return {**self.authorization, "x-paceline-lane": lane, "x-paceline-prefix-key": key}
 
 
 class OpenAIBackend(Backend):

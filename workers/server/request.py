@@ -26,7 +26,7 @@ from policies.request.parser import STRUCTURED_FIELDS, read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Generation, LaneName, ModelCard, Picture, Prompt
-from workers.protocol import MAX_PREFIX_NAME_CHARS, REQUEST_ID
+from workers.protocol import MAX_PREFIX_NAME_CHARS, NO_PREFIX, REQUEST_ID
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.ports import Json, Prompts, ServingEngine
 from workers.server.tool_calls import ToolFormat
@@ -207,10 +207,13 @@ async def _chat_prompt(
 
     def render() -> Prompt:
         pictures = decode_pictures(sources)
+        prefix_text = ""
+        if prefix_key != NO_PREFIX:
+            prefix_text = engine.prompts.shared_prefix(messages, tools, template_kwargs)
         return Prompt(
             text=engine.prompts.chat(messages, tools, template_kwargs),
             pictures=pictures,
-            prefix_text=engine.prompts.shared_prefix(messages, tools, template_kwargs),
+            prefix_text=prefix_text,
             prefix_key=prefix_key,
         )
 

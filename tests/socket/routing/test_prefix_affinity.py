@@ -158,11 +158,11 @@ def test_prefix_keys_are_shared_only_within_the_policys_isolation(
     assert (ann == bob, ann == eve) == (same_team, other_team)
 
 
-def test_a_short_system_prompt_has_no_prefix_key(
+def test_c8_a_worker_must_not_cache_a_system_prompt_that_is_too_short_for_a_key(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.chat(**fields_of("Be brief."))
-    assert "x-paceline-prefix-key" not in worker.requests[0].headers
+    assert worker.requests[0].headers["x-paceline-prefix-key"] == "-"
     assert gateway_with_worker.status()["prefix"]["none"] == 1
 
 
