@@ -11,9 +11,10 @@ from typing_extensions import TypedDict
 from gateway.api.auth import CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
-from gateway.errors import ModelUnknown, PoolsNotAllowed
+from gateway.errors import LimitReached, ModelUnknown, PoolsNotAllowed
 from gateway.protocols import CHAT, COMPLETIONS
 from gateway.protocols.openai import parse
+from gateway.proxy.billing import count_request
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import routing_request
 from gateway.routing.select import Decision, decide
@@ -46,11 +47,13 @@ class Explanation(TypedDict):
 
 @router.post(
     "/v1/route/explain",
-    responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed),
+    responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed, LimitReached),
     openapi_extra=takes({"anyOf": [ref(endpoint) for endpoint in Endpoint]}),
 )
 async def explain(request: Request, gateway: CurrentGateway, api_key: CurrentKey) -> Explanation:
     """Explain where a request with this body would be routed, without running it."""
+    if api_key.rate_limiter is not None:
+        count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
     raw = await request.body()
     wire_format = COMPLETIONS if "prompt" in parse(raw) else CHAT
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current

@@ -25,6 +25,7 @@ Message = Mapping[str, Any]
 _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
+_VALUES_LIMIT = 1_000_000
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
 # nothing, so they can be left out.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0}
@@ -125,7 +126,10 @@ def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """Parse one strict JSON object: UTF-8, no NaN, no infinity, bounded depth."""
+    """Parse one strict JSON object: UTF-8, no NaN, no infinity, bounded depth and values."""
+    # An empty list takes two bytes here and seventy when it is parsed.
+    if len(raw) > _VALUES_LIMIT and sum(raw.count(one) for one in b"[{,") > _VALUES_LIMIT:
+        raise errors.BodyNotJson(f"The body may have at most {_VALUES_LIMIT:,} values.")
     try:
         # The client's own bytes are never passed on: a duplicate key could mean one thing to the
         # gateway and another to the worker. The worker's body is encoded from this parse.

@@ -49,6 +49,14 @@ def cost_of(profile: RequestProfile, usage: Usage, failure: BaseException | None
     return Spent(1, estimated, estimated)
 
 
+def count_request(
+    rate_limiter: RateLimiter, clock: Callable[[], float], wall: Callable[[], float]
+) -> None:
+    """Charge a request without tokens; raise an error of the rate limiter at a limit."""
+    reservation = rate_limiter.reserve(0, clock(), wall())
+    rate_limiter.settle(reservation, 1, 0, clock(), wall())
+
+
 @contextlib.contextmanager
 def reserved_tokens(
     rate_limiter: RateLimiter,

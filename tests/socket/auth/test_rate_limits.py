@@ -172,6 +172,18 @@ def test_c6_a_stream_that_is_left_costs_the_usage_that_the_worker_reported_so_fa
     assert remaining == 2000 - charged - reserved
 
 
+def test_c16_an_explanation_counts_as_a_request_without_tokens(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    key = gateway_with_worker.create_key(requests_a_minute=2, tokens_a_day=2000)
+    gateway_with_worker.use_key(key["secret"])
+    client = gateway_with_worker.client
+    responses = [client.post("/v1/route/explain", json=chat_body()) for _ in range(3)]
+    assert [response.status_code for response in responses] == [200, 200, 429]
+    assert responses[-1].json()["error"]["code"] == "requests_a_minute_exceeded"
+    assert remaining_tokens(gateway_with_worker.chat()) == 2000
+
+
 def test_a_client_that_disconnects_while_queued_is_charged_nothing(
     gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
