@@ -10,6 +10,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from workers.terminal import configure_logging, printable
+
 # The help texts are here, not in the modules, so that `paceline --help` imports none of them.
 COMMANDS = {
     "up": "run the gateway and one worker: a working endpoint in one command",
@@ -30,9 +32,7 @@ class CommandError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    configure_logging(logging.WARNING, "%(asctime)s %(levelname)s %(name)s %(message)s")
     if arguments[:1] == ["worker"]:
         # A process of its own: the gateway's code and an engine's never share one.
         os.execv(sys.executable, [sys.executable, "-m", "workers", *arguments[1:]])  # noqa: S606
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return exit_code
     except CommandError as error:
-        sys.exit(f"paceline: {error}")
+        sys.exit(printable(f"paceline: {error}"))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has enough, as `head` does
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, StartupError):
             raise
-        sys.stderr.write(f"paceline: {error}\n")
+        sys.stderr.write(printable(f"paceline: {error}\n"))
         return 2
 
 

@@ -21,6 +21,7 @@ from gateway.config.settings import load_settings
 from gateway.config.startup_checks import local_url, secret_file
 from gateway.types import fits_header
 from workers.protocol import is_loopback
+from workers.terminal import printable
 
 # A diff of the policy replays the last ten thousand requests.
 _TIMEOUT_S = 30.0
@@ -102,7 +103,8 @@ class Gateway:
         with contextlib.suppress(ValueError):
             content = response.json()
             if isinstance(content, dict):
-                return content
+                cleaned: Mapping[str, Any] = _printable(content)
+                return cleaned
         raise GatewayUnavailable(f"the server at {self.url} is not a Paceline gateway.")
 
 
@@ -166,6 +168,18 @@ def print_output(shown: RenderableType) -> None:
 def print_json(value: object) -> None:
     """Print a value as indented JSON."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _printable(value: Any) -> Any:
+    """Return a JSON value without control characters in its text."""
+    match value:
+        case str():
+            return printable(value)
+        case list():
+            return [_printable(item) for item in value]
+        case dict():
+            return {printable(name): _printable(item) for name, item in value.items()}
+    return value
 
 
 def _own_address(*, admin: bool) -> str:

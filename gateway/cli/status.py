@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cli.client import Gateway, GatewayUnavailable, add_gateway, plain_table, print_json
+from workers.terminal import printable
 
 _WATCH_TIMEOUT_S = 5.0
 _LOAD = ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step")
@@ -126,7 +127,7 @@ def _watch(gateway: Gateway, every_s: float, *, as_json: bool) -> None:
     if as_json:
         for state, problem in _states(gateway, every_s):
             if state is None:
-                sys.stderr.write(f"paceline: {problem}\n")
+                sys.stderr.write(printable(f"paceline: {problem}\n"))
             else:
                 print(json.dumps(state), flush=True)  # noqa: T201
         return

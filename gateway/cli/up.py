@@ -29,6 +29,7 @@ from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
 from workers.lifecycle import Shutdown
 from workers.protocol import is_loopback
+from workers.terminal import printable
 
 _REQUEST_TIMEOUT_S = 2.0
 _JOIN_POLL_S = 0.05
@@ -106,7 +107,7 @@ async def _serve(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _print(text: str, style: str = "") -> None:
-    _CONSOLE.print(Text(text, style=style))
+    _CONSOLE.print(Text(printable(text), style=style))
 
 
 @dataclass(slots=True, kw_only=True)

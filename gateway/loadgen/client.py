@@ -138,7 +138,8 @@ def _frames(arrivals: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, di
 def _reason(frame: Mapping[str, Any]) -> str:
     match frame.get("error"):
         case {"message": str(message)} | str(message):
-            return message[:200]
+            # Shown on a terminal, which obeys control characters.
+            return "".join(one if one.isprintable() else "\ufffd" for one in message[:200])
     return "without a reason"
 
 

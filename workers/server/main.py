@@ -25,19 +25,18 @@ from workers.server.ports import ServingEngine
 from workers.server.runtime import Worker
 from workers.server.server import cannot_listen, serve, watch_leash
 from workers.server.settings import WorkerSettings, advertised_url, default_worker_id
+from workers.terminal import configure_logging, printable
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a worker until its end; return the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     for verbose in ("httpx", "uvicorn"):
         logging.getLogger(verbose).setLevel(logging.WARNING)
     try:
         return _run(read_settings(arguments))
     except (InvalidSettings, ModelUnusable) as error:
-        sys.stderr.write(f"paceline worker: {error}\n")
+        sys.stderr.write(printable(f"paceline worker: {error}\n"))
         return ExitCode.MODEL if isinstance(error, ModelUnusable) else ExitCode.SETTINGS
     except KeyboardInterrupt:  # while the weights load; later the server handles signals
         return ExitCode.INTERRUPTED

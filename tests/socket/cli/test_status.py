@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ from pydantic import SecretStr
 from gateway.cli import main
 from tests.support.fault_proxy import FaultProxy, running_proxy
 from tests.support.gateway_fixtures import JoinWithHeartbeats
+from tests.support.http_server import Request, ServerConnection
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 
 ROOT = Path(__file__).parents[3]
 ENTER_SCREEN, LEAVE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
@@ -159,3 +161,43 @@ def test_a_closed_pipe_ends_a_watch_without_an_error(
         watch.stdout.close()
         assert watch.stderr.read() == b""
         assert watch.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_c18_control_characters_of_a_worker_do_not_reach_the_terminal(
+    gateway_with_worker: RunningGateway, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    escape = "\x1b]0;owned\x07\x9b2J"
+    state = gateway_with_worker.status()
+    worker = state["workers"].pop("fake-a")
+    lanes = {escape + name: lane for name, lane in worker["lanes"].items()}
+    state["workers"][f"fake-a{escape}"] = {**worker, "model": f"demo{escape}", "lanes": lanes}
+    state["policy"]["file_problem"] = state["store"]["problem"] = escape
+    with serving_json(200, state) as url:
+        assert main(["status", "--url", url, *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "demo" in output
+    assert not {"\x1b", "\x07", "\x9b"} & {*output}
+
+
+def test_c18_control_characters_of_an_error_do_not_reach_the_terminal() -> None:
+    with (
+        serving_json(400, {"error": {"message": "no \x1b[2J"}}) as url,
+        pytest.raises(SystemExit) as ended,
+    ):
+        main(["status", "--url", url])
+    assert str(ended.value.code) == "paceline: the gateway refused: no \ufffd[2J"
+
+
+@contextlib.contextmanager
+def serving_json(status: int, value: object) -> Iterator[str]:
+    """Serve one JSON value for every request."""
+
+    async def respond(connection: ServerConnection, _request: Request) -> None:
+        body = json.dumps(value).encode()
+        await connection.send_head(status, (), length=len(body))
+        await connection.send_body(body)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    with running_server(respond, sockets=[listener]):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
