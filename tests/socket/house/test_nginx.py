@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -164,3 +165,14 @@ def test_a_request_of_a_killed_gateway_is_not_retried(nginx: NginxClient) -> Non
 def test_metrics_of_a_single_gateway_are_not_served(nginx: NginxClient) -> None:
     assert nginx.client.get("/metrics").status_code == 404
     assert nginx.client.get("/livez").status_code == 200
+
+
+def test_c12_a_body_over_the_limit_is_rejected_before_it_is_stored(nginx: NginxClient) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {40 * 1024 * 1024}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", nginx.stack.ports["front"]), timeout=30) as raw:
+        raw.sendall(head.encode())
+        received = b""
+        while b"\r\n\r\n{" not in received or not received.endswith(b"}}"):
+            received += raw.recv(4096)
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_large"
