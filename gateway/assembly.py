@@ -16,6 +16,7 @@ from gateway.auth.api_keys import ApiKeys, missing_pools
 from gateway.auth.key_store import KeyStore
 from gateway.auth.usage_store import UsageStore
 from gateway.cluster.counters import SharedCounters
+from gateway.cluster.join_token import SharedJoinToken
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.records import RedisRecords
@@ -114,11 +115,13 @@ class Gateway:
             peers = PeerWorkers(reports, self.fleet, self.control, self.prefix_index, clock=clock)
             limits = SharedRateLimits(redis, self.api_keys.rate_limiters, clock)
             claims = SharedPrefixClaims(redis, self.prefix_index)
+            token = SharedJoinToken(redis, join_token)
             exchanges = (shared.exchange, limits.exchange, claims.exchange, peers.exchange)
             self.cluster_sync = ClusterSync(
                 redis=redis,
+                join_token=token,
                 rate_limits=limits,
-                exchanges=(*exchanges, peers.probe_silent),
+                exchanges=(token.exchange, *exchanges, peers.probe_silent),
                 final_exchanges=(shared.exchange, limits.leave),
             )
         self.cordons = Cordons(records, self.fleet, self.control, wall)
@@ -126,6 +129,7 @@ class Gateway:
 
     async def open(self) -> None:
         """Load keys, usage, cordons and the policy; raise `StartupError`."""
+        await self.cluster_sync.check()
         try:
             await self.usage_store.open()
             await self.key_store.refresh()

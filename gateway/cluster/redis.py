@@ -33,6 +33,12 @@ ADMIN_DEADLINE_S = 2.0
 _MAX_CONNECTIONS = 16
 # A reply that has arrived is parsed within so many iterations of the event loop.
 _PARSE_ITERATIONS = 4
+
+
+class OtherJoinToken(ValueError):
+    """The digest in Redis is that of another join token."""
+
+
 # uvloop raises RuntimeError for a connection that is closed during a call.
 _UNREACHABLE = (exceptions.ConnectionError, exceptions.TimeoutError, OSError, RuntimeError)
 _FAILURES = (exceptions.RedisError, ValueError, *_UNREACHABLE)
@@ -49,6 +55,7 @@ _PROBLEMS = (
     (exceptions.ReadOnlyError, "Redis is read-only."),
     ((exceptions.TimeoutError, TimeoutError), "Redis does not answer in time."),
     (_UNREACHABLE, "Redis cannot be reached."),
+    (OtherJoinToken, "Other gateways on this Redis have another join token."),
     (ValueError, "A Redis key of Paceline holds data that Paceline did not write."),
 )
 Reply = TypeVar("Reply")

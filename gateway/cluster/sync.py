@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.cluster.join_token import SharedJoinToken
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports, boot_name
@@ -87,11 +88,17 @@ class ClusterSync:
     """The exchange with other gateways over Redis; without Redis it has no work."""
 
     redis: RedisClient | None = None
+    join_token: SharedJoinToken | None = None
     rate_limits: SharedRateLimits | None = None
     exchanges: tuple[Work, ...] = ()
     """Run periodically."""
     final_exchanges: tuple[Work, ...] = ()
     """Run once at the end."""
+
+    async def check(self) -> None:
+        """Raise `StartupError` if this gateway cannot share the Redis with the others."""
+        if self.join_token is not None:
+            await self.join_token.check()
 
     def status(self) -> dict[str, Any]:
         """Return the part `store` of `/v1/status`."""

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from pydantic import SecretStr
 
+from gateway.cluster.join_token import SharedJoinToken
 from gateway.cluster.redis import DEADLINE_S, RedisClient
-from gateway.errors import RecordsUnwritable, WriteUnconfirmed
-from gateway.server import run
+from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
+from gateway.server import run, serve
+from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.redis_server import RedisServer
+from tests.support.running_gateway import make_settings
+from tests.support.scripted_worker import JOIN_TOKEN
+from workers.lifecycle import Shutdown
 
 
 async def test_calls_do_not_use_asyncio_wait_for(
@@ -102,3 +110,33 @@ async def test_a_call_to_a_redis_that_closes_connections_connects_once() -> None
     finally:
         await client.close()
         server.close()
+
+
+async def test_l3_a_gateway_with_another_join_token_does_not_start(
+    redis: RedisServer, make_cluster_gateway: MakeClusterGateway, tmp_path: Path
+) -> None:
+    first = make_cluster_gateway()
+    settings = make_settings(tmp_path / "other", redis_url=SecretStr(redis.url))
+    other = settings.model_copy(update={"join_token": SecretStr("another-join-token")})
+    with pytest.raises(StartupError, match="have another join token") as error:
+        await serve(other, shutdown=Shutdown())
+    assert JOIN_TOKEN not in str(error.value)
+    assert first.status()["store"]["state"] == "ok"
+    make_cluster_gateway()
+
+
+async def test_l3_another_join_token_is_reported_once_redis_is_back(redis: RedisServer) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [RedisClient(redis.url) for _ in range(2)]
+        for client in clients:
+            stack.push_async_callback(client.close)
+        token, other = SharedJoinToken(clients[0], "one"), SharedJoinToken(clients[1], "two")
+        await token.exchange()
+        with pytest.raises(RecordsUnwritable):
+            await other.exchange()
+        assert clients[1].problem == "Other gateways on this Redis have another join token."
+        key = "paceline:{join_token}:digest"
+        assert 0 < redis.client.pttl(key) <= 10_000
+        redis.client.delete(key)  # as after the end of the first gateway
+        await other.exchange()
+        assert clients[1].problem == ""
