@@ -2,13 +2,17 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
+from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles, fingerprint
@@ -18,6 +22,7 @@ from workers.protocol import PrefixCounts
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
 OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 20
+SECRET = b"secret"
 QUESTIONS = ["Hello", "What is 2 + 2?", "Tell me a story about a fox.", "Who are you?"]
 
 
@@ -162,7 +167,7 @@ def test_prompts_without_a_system_message_share_nothing(make_lane, submit, prefi
 
 @pytest.fixture
 def files(tmp_path: Path) -> PrefixCacheFiles:
-    return PrefixCacheFiles(tmp_path, 1 << 30, "model")
+    return PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
 
 
 def run_after_restart(make_lane, submit, files: PrefixCacheFiles, question: str = "Who are you?"):
@@ -212,12 +217,67 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
 def test_a_file_of_another_model_is_never_used(make_lane, submit, files, tmp_path) -> None:
     result = run_after_restart(make_lane, submit, files)
 
-    assert PrefixCacheFiles(tmp_path, 1 << 30, "other").load(result.row.prompt.prefix.key) is None
+    assert (
+        PrefixCacheFiles(tmp_path, 1 << 30, "other", SECRET).load(result.row.prompt.prefix.key)
+        is None
+    )
+
+
+def test_l8_a_file_of_somebody_without_the_secret_is_never_used(
+    make_lane, submit, files, tmp_path
+) -> None:
+    """A writer of the folder could otherwise plant another system prompt."""
+    planted = PrefixCacheFiles(tmp_path, 1 << 30, "model", b"another secret")
+    result = run_after_restart(make_lane, submit, planted)
+
+    assert files.load(result.row.prompt.prefix.key) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_l8_arrays_under_other_names_are_a_miss(files) -> None:
+    names = ("tokens", "cache.x.y")
+    arrays = {name: np.zeros(4, np.int32) for name in names}
+    files.save("key", HostPrefix(arrays=arrays, bfloat16=frozenset({"hidden"})))
+    loaded = files.load("key")
+    assert loaded is not None
+    assert PrefixCache(1 << 30, files).lookup("key", [0] * 8, loaded) is None
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck), database=None)
+@given(change=st.data())
+def test_l8_a_hostile_file_is_skipped_and_never_raises(tmp_path_factory, change) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    files = PrefixCacheFiles(folder, 1 << 16, "model", SECRET)
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "tokens": np.arange(40, dtype=np.int32),
+        "hidden": np.zeros((4, 4), np.uint16),
+    }
+    files.save("key", HostPrefix(arrays=arrays, bfloat16=frozenset({"hidden"})))
+    (path,) = folder.iterdir()
+    content = path.read_bytes()
+    damaged, _ = change.draw(damaged_header(content) | damaged_bytes(content))
+    path.write_bytes(damaged)
+
+    loaded = files.load("key")
+    if loaded is None:
+        assert not path.exists()
+    else:  # nothing that the file says was changed
+        assert np.array_equal(loaded.arrays["tokens"], arrays["tokens"])
+        assert np.array_equal(loaded.arrays["hidden"], arrays["hidden"])
+        assert loaded.bfloat16 == {"hidden"}
+
+
+def test_l8_a_folder_in_the_place_of_a_file_is_a_miss(files, tmp_path) -> None:
+    files.save("key", HostPrefix(arrays={"tokens": np.zeros(4, np.int32)}, bfloat16=frozenset()))
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    path.mkdir()
+    assert files.load("key") is None
 
 
 def test_the_files_stay_within_their_limit(tmp_path) -> None:
     arrays = {"tokens": np.zeros(100, np.int32)}
-    small = PrefixCacheFiles(tmp_path, 1500, "model")
+    small = PrefixCacheFiles(tmp_path, 1500, "model", SECRET)
     for key in "abc":
         small.save(key, HostPrefix(arrays=arrays, bfloat16=frozenset()))
 

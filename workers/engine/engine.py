@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from workers.engine import types
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.model_folder import refusing
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint
 from workers.engine.probes import probe_native_verify, probe_shared_rows
@@ -77,16 +78,12 @@ class Engine:
         """
 
         def load() -> tuple[Engine, tuple[LaneScheduler, ...]]:
-            engine = load_engine(settings)
+            with refusing(settings.model):
+                engine = load_engine(settings)
             return engine, engine.lanes
 
         thread = EngineThread(load)
-        try:
-            engine = thread.start()
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise types.ModelUnusable(
-                f"The model in {settings.model} cannot be loaded: {error}"
-            ) from error
+        engine = thread.start()
         engine.thread = thread
         return engine
 
@@ -231,7 +228,10 @@ def load_engine(settings: types.EngineSettings) -> Engine:
     files = None
     if settings.prefix_cache_dir is not None:
         files = PrefixCacheFiles(
-            settings.prefix_cache_dir, settings.prefix_cache_bytes, fingerprint(settings.model)
+            settings.prefix_cache_dir,
+            settings.prefix_cache_bytes,
+            fingerprint(settings.model),
+            settings.prefix_cache_secret,
         )
     prefix_cache = PrefixCache(min(settings.prefix_cache_bytes, memory.room_bytes // 2), files)
     lanes: list[LaneScheduler] = []

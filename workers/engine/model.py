@@ -30,6 +30,7 @@ from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.utils import load
 
 from workers.engine.kv_cache import RecurrentCache, RowCache
+from workers.engine.model_folder import check_folder, forbid_code
 
 __all__ = ["ArraysCache", "KVCache"]  # other modules import these classes from here
 
@@ -39,6 +40,7 @@ LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
 _ReturnsPositions = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage
 # and families that store them in the language model.
 _StoresPositions = Glm4vLanguage | Glm4vMoeLanguage | GlmOcrLanguage | PaddleOcrLanguage
+_MAX_TOKENS = 1 << 31
 _POSITION_ATTRIBUTES = ("_position_ids", "_rope_deltas")
 
 
@@ -213,15 +215,17 @@ class MtpHead:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Load target, processor and, if there is one, the MTP head from a directory.
 
-    Raises the errors of the libraries.
+    Runs no code of the directory. Raises the errors of the libraries.
     """
-    model, processor = load(str(path))
+    config = check_folder(path)
+    forbid_code()
+    model, processor = load(str(path), trust_remote_code=False)
     _cast_for_device(model)
     target = Target(model)
-    config = json.loads((path / "config.json").read_text())
     file = path / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
     text_config = config.get("text_config") or config
+    limit = generation.get("max_new_tokens")
     head, mtp_unavailable_reason = _load_head(path, target)
     return Checkpoint(
         target=target,
@@ -229,11 +233,20 @@ def load_checkpoint(path: Path) -> Checkpoint:
         mtp_unavailable_reason=mtp_unavailable_reason,
         processor=processor,
         eos=_end_tokens(config, generation, processor),
-        vocabulary=int(text_config["vocab_size"]),
-        context_tokens=int(text_config.get("max_position_embeddings") or 4096),
-        default_max_tokens=generation.get("max_new_tokens"),
+        vocabulary=_count("vocab_size", text_config["vocab_size"]),
+        context_tokens=_count(
+            "max_position_embeddings", text_config.get("max_position_embeddings") or 4096
+        ),
+        default_max_tokens=_count("max_new_tokens", limit) if limit is not None else None,
         family=str(config.get("model_type", "unknown")),
     )
+
+
+def _count(name: str, value: object) -> int:
+    """Return a number of tokens of a configuration file; raise ValueError for anything else."""
+    if type(value) is not int or not 0 < value <= _MAX_TOKENS:
+        raise ValueError(f"{name} is {value!r}, which is no number of tokens")
+    return value
 
 
 def _cast_for_device(model: Any) -> None:
@@ -271,4 +284,6 @@ def _end_tokens(
     ends: set[int] = set()
     for value in named:
         ends.update(value if isinstance(value, list) else [] if value is None else [value])
+    if not all(type(token) is int for token in ends):
+        raise ValueError("eos_token_id is no list of tokens")
     return frozenset(ends)

@@ -8,6 +8,7 @@ hint: an entry is used only if its tokens are the beginning of the prompt.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from workers.engine.model import LayerCache
 from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles
+
+logger = logging.getLogger(__name__)
 
 CacheState = Sequence[mx.array | None]
 
@@ -83,7 +86,12 @@ class PrefixCache:
 
         An entry `prefetched` from disk is inserted where memory has none that fits.
         """
-        entry = self._by_key.get(key) or (from_host(prefetched) if prefetched else None)
+        entry = self._by_key.get(key)
+        if entry is None and prefetched is not None:
+            try:
+                entry = from_host(prefetched)
+            except Exception as error:  # noqa: BLE001  # the prompt is read again
+                logger.warning("prefix_cache.file_unusable error=%s", error)
         if entry is None or tuple(tokens[: len(entry.tokens)]) != entry.tokens:
             return None
         if key in self._by_key:

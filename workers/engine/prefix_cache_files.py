@@ -1,17 +1,18 @@
 """Prefix cache on disk, which survives a restart of the worker.
 
-One safetensors file holds one prefix; its name is a digest of the key. A file is used only if its
-contents match the digest in its metadata and the same weights have made it. Any other file is
-deleted, and the prompt is read again. A file holds no code: no pickle.
+One safetensors file holds one prefix; its name is a digest of the key. A file is used only if a
+worker with the same secret has written it, which its HMAC proves, and with the same weights. Any
+other file is deleted, and the prompt is read again. A file holds no code: no pickle.
 
 Reads and writes happen on plain NumPy arrays, outside the engine thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import logging
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ HostArrays = Mapping[str, np.ndarray[Any, Any]]
 _SUFFIX = ".prefix.safetensors"
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
+_MAX_HEADER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +46,11 @@ class HostPrefix:
 class PrefixCacheFiles:
     """A directory of cached prefixes of one model, evicted least recently used first."""
 
-    def __init__(self, directory: Path, limit_bytes: int, model: str) -> None:
+    def __init__(self, directory: Path, limit_bytes: int, model: str, secret: bytes) -> None:
         self._directory = directory
         self._limit_bytes = limit_bytes
         self._model = model
-        directory.mkdir(parents=True, exist_ok=True)
+        self._secret = secret
 
     def load(self, key: str) -> HostPrefix | None:
         """Read a prefix; return None if there is none, and delete a file that is invalid."""
@@ -56,35 +58,33 @@ class PrefixCacheFiles:
         if not path.exists():
             return None
         try:
+            if path.stat().st_size > self._limit_bytes + _MAX_HEADER_BYTES:
+                return self._discard(path, "too large")
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        except (OSError, SafetensorError, ValueError) as error:
+            bfloat16 = frozenset(filter(None, metadata.get("bfloat16", "").split(",")))
+            prefix = HostPrefix(arrays=arrays, bfloat16=bfloat16)
+            if not hmac.compare_digest(metadata.get("hmac", ""), self._hmac(key, prefix)):
+                return self._discard(path, "damaged, or of another model, prompt or secret")
+            os.utime(path)  # the time of modification orders the eviction
+        except Exception as error:  # noqa: BLE001  # whatever a file holds, its prompt is read again
             return self._discard(path, f"unreadable: {error}")
-        if metadata.get("model") != self._model or metadata.get("key") != key:
-            return self._discard(path, "made by another model or for another prompt")
-        if metadata.get("digest") != _digest(arrays):
-            return self._discard(path, "damaged")
-        os.utime(path)  # the time of modification orders the eviction
-        return HostPrefix(
-            arrays=arrays, bfloat16=frozenset(filter(None, metadata.get("bfloat16", "").split(",")))
-        )
+        return prefix
 
     def save(self, key: str, prefix: HostPrefix) -> None:
         """Write a prefix atomically; evict the least recently used ones to make room."""
         size_bytes = sum(array.nbytes for array in prefix.arrays.values())
         if size_bytes > self._limit_bytes:
             return
-        self._evict_for(size_bytes)
         path = self._path(key)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         metadata = {
-            "model": self._model,
-            "key": key,
             "bfloat16": ",".join(sorted(prefix.bfloat16)),
-            "digest": _digest(prefix.arrays),
+            "hmac": self._hmac(key, prefix),
         }
         try:
+            self._evict_for(size_bytes)
             save_file(dict(prefix.arrays), partial, metadata=metadata)
             partial.replace(path)
         except OSError as error:
@@ -106,7 +106,19 @@ class PrefixCacheFiles:
     @staticmethod
     def _discard(path: Path, reason: str) -> None:
         logger.warning("prefix_cache.file_discarded file=%s reason=%s", path.name, reason)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+    def _hmac(self, key: str, prefix: HostPrefix) -> str:
+        """Authenticate everything that a file says, under its model and its key."""
+        code = hmac.new(self._secret, digestmod="sha256")
+        for part in (self._model, key, *sorted(prefix.bfloat16)):
+            code.update(f"{len(part)}:{part}".encode())
+        for name in sorted(prefix.arrays):
+            array = np.ascontiguousarray(prefix.arrays[name])
+            code.update(f";{len(name)}:{name}:{array.dtype}:{array.shape}".encode())
+            code.update(array.data.cast("B") if array.nbytes else b"")
+        return code.hexdigest()
 
 
 def fingerprint(folder: Path) -> str:
@@ -123,14 +135,4 @@ def fingerprint(folder: Path) -> str:
             for sample in range(_SAMPLES):
                 file.seek(size_bytes * sample // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _digest(arrays: HostArrays) -> str:
-    digest = blake2b(digest_size=16)
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name}:{array.dtype}:{array.shape}".encode())
-        digest.update(struct.pack("q", array.nbytes))
-        digest.update(array.data.cast("B") if array.nbytes else b"")
     return digest.hexdigest()

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, Target, load_checkpoint
+from workers.engine.model_folder import refusing
 from workers.engine.prefill import Prefill
 from workers.engine.prompt_scorer import LOOK_AHEAD_TOKENS, PromptScoring, draft_incompatibility
 from workers.engine.spec_prefill import FullPrefillReason, SpecPrefillSettings, choose_scoring_range
+from workers.engine.types import ModelUnusable
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +105,10 @@ def load_sparse_prefill(
     if settings is None:
         return NO_SPARSE_PREFILL
     try:
-        draft = load_checkpoint(settings.draft)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        logger.warning("spec_prefill.draft_unusable", exc_info=error)
+        with refusing(settings.draft):
+            draft = load_checkpoint(settings.draft)
+    except ModelUnusable as error:
+        logger.warning("spec_prefill.draft_unusable reason=%s", error)
         return SparsePrefill(settings, reason="the draft model cannot be loaded")
     reason = draft_incompatibility(checkpoint, draft)
     if reason is not None:

@@ -65,6 +65,7 @@ class EngineThread(Generic[T]):
         try:
             result, self._lanes = self._load()
         except BaseException as error:  # noqa: BLE001  # start() raises it
+            mx.clear_streams()
             self._loaded.set_exception(error)
             return
         self._loaded.set_result(result)

@@ -200,6 +200,8 @@ class EngineSettings:
     """Limit of the prefix cache in memory, and of the one on disk."""
     prefix_cache_dir: Path | None = None
     """Directory of the prefix cache on disk; None caches in memory only."""
+    prefix_cache_secret: bytes = field(default=b"", repr=False)
+    """Secret that authenticates the files in that directory."""
     spec_prefill: SpecPrefillSettings | None = None
     """None reads every prompt in full."""
     queue_limit: int = 256

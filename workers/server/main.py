@@ -24,7 +24,12 @@ from workers.server.model_source import ModelSource, resolve_model
 from workers.server.ports import ServingEngine
 from workers.server.runtime import Worker
 from workers.server.server import cannot_listen, serve, watch_leash
-from workers.server.settings import WorkerSettings, advertised_url, default_worker_id
+from workers.server.settings import (
+    WorkerSettings,
+    advertised_url,
+    default_worker_id,
+    prefix_cache_secret,
+)
 from workers.terminal import configure_logging, printable
 
 
@@ -45,8 +50,9 @@ def main(arguments: Sequence[str]) -> int:
 def _run(settings: WorkerSettings) -> int:
     # Bind before the weights load, which may take minutes: a port in use is reported at once.
     with _bind(settings.listening_host(), settings.port) as listener:
+        cache_secret = prefix_cache_secret(settings)
         source = resolve_model(settings.model)
-        engine = _start_engine(settings, source)
+        engine = _start_engine(settings, source, cache_secret)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 alive = runner.run(_serve(settings, source, engine, listener))
@@ -68,7 +74,9 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _start_engine(settings: WorkerSettings, source: ModelSource) -> ServingEngine:
+def _start_engine(
+    settings: WorkerSettings, source: ModelSource, cache_secret: bytes
+) -> ServingEngine:
     spec_prefill = None
     if settings.spec_prefill:
         spec_prefill = SpecPrefillSettings(
@@ -87,6 +95,7 @@ def _start_engine(settings: WorkerSettings, source: ModelSource) -> ServingEngin
             draft_tokens=settings.draft_tokens,
             prefix_cache_bytes=settings.prefix_cache_bytes,
             prefix_cache_dir=settings.prefix_cache_dir,
+            prefix_cache_secret=cache_secret,
             spec_prefill=spec_prefill,
         )
     )

@@ -12,7 +12,7 @@ from workers.engine.types import ModelUnusable
 DEMO_NAME = "demo"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-"""Weights and text files; Python files of a repository are never downloaded, so never run."""
+"""Weights and text files. The engine runs no Python file of a folder that has some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

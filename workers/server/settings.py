@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import hmac
+import os
 import re
+import secrets
 import socket
+import stat
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
@@ -52,6 +57,8 @@ class WorkerSettings(BaseSettings):
     """A folder or a Hugging Face repository of a draft model with the same vocabulary."""
     spec_prefill_threshold: int = Field(8192, ge=1)
     spec_prefill_keep: float = Field(0.3, gt=0, le=1)
+    state_dir: Path = Field(Path("~/.paceline"), validation_alias="PACELINE_STATE_DIR")
+    """Holds the secret of the prefix cache where there is no join token."""
     leash: bool = False
     """Shut down when standard input closes, so that no worker outlives its parent process."""
 
@@ -106,6 +113,46 @@ class WorkerSettings(BaseSettings):
             return _source_address(self.join)
         except OSError as error:
             raise InvalidSettings(f"No route to the gateway at {self.join}.") from error
+
+
+def prefix_cache_secret(settings: WorkerSettings) -> bytes:
+    """Return the secret that authenticates the files of the prefix cache.
+
+    It is derived from the join token; without one it is a file of the state folder. Raises
+    `InvalidSettings` if that file, or the folder of the cache, cannot be kept from other users.
+    """
+    if settings.prefix_cache_dir is None:
+        return b""
+    folder = settings.prefix_cache_dir
+    try:
+        _make_private(folder)
+        if settings.token is not None:
+            token = settings.token.get_secret_value().encode()
+            return hmac.digest(token, b"paceline prefix cache", "sha256")
+        folder = settings.state_dir.expanduser()
+        _make_private(folder)
+        path = folder / "prefix-cache-secret"
+        if not path.exists():
+            draft = folder / f".prefix-cache-secret-{os.getpid()}"
+            draft.touch(mode=0o600)
+            draft.write_text(secrets.token_hex(32))
+            draft.replace(path)
+        secret = path.read_bytes()
+    except OSError as error:
+        raise InvalidSettings(
+            f"The prefix cache cannot use the folder {folder}: {error.strerror}."
+        ) from error
+    if not secret:
+        raise InvalidSettings(f"{path} is empty. Delete the file to create a new one.")
+    return secret
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder that nobody else may write; raise OSError for one that others may."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "other users may write there")
 
 
 def default_worker_id(hostname: str, port: int) -> str:

@@ -73,6 +73,7 @@ def test_the_page_on_settings_names_exactly_the_settings_of_gateway_and_worker()
     gateway = {name.upper() for name in Settings.model_fields} - {"WORKERS", "WORKER"}
     worker = {f"WORKER_{name.upper()}" for name in WorkerSettings.model_fields} - {
         "WORKER_TOKEN",  # which is the gateway's PACELINE_JOIN_TOKEN
+        "WORKER_STATE_DIR",  # which is the gateway's PACELINE_STATE_DIR
     }
     assert documented == gateway | worker | {"CONFIG"}
     assert "`workers`" in page

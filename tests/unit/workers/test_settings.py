@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
 from workers.protocol import WorkerReport, is_loopback
 from workers.server.main import read_settings
-from workers.server.settings import advertised_url, default_worker_id
+from workers.server.settings import advertised_url, default_worker_id, prefix_cache_secret
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +155,42 @@ def test_a_wildcard_host_advertises_the_address_towards_the_gateway() -> None:
 )
 def test_is_loopback_recognises_local_hosts(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
+
+
+def test_l8_the_secret_of_the_prefix_cache_is_derived_from_the_join_token(tmp_path: Path) -> None:
+    flags = ["--prefix-cache-dir", str(tmp_path / "cache"), "--token"]
+    secrets = [prefix_cache_secret(read_settings([*flags, token])) for token in ("a", "a", "b")]
+    assert secrets[0] == secrets[1] != secrets[2]
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+
+
+def test_l8_a_worker_without_a_token_keeps_its_secret_in_the_state_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
+    settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
+    assert prefix_cache_secret(settings) == prefix_cache_secret(settings)
+    (path,) = (tmp_path / "state").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(path.read_bytes()) == 64
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+@pytest.mark.parametrize("name", ["cache", "state"])
+def test_l8_a_folder_that_others_may_write_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int, name: str
+) -> None:
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
+    (tmp_path / name).mkdir()
+    (tmp_path / name).chmod(mode)
+    settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
+    with pytest.raises(InvalidSettings, match=f"{name}: other users may write there"):
+        prefix_cache_secret(settings)
+
+
+def test_l8_an_empty_secret_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
+    (tmp_path / "prefix-cache-secret").touch()
+    settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
+    with pytest.raises(InvalidSettings, match="is empty"):
+        prefix_cache_secret(settings)

@@ -1,0 +1,141 @@
+"""Model folders from strangers: none of their code runs, and hostile values are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.model_loader import REFUSED, SERVED, ModelLoader, model_loader
+from tests.support.worker_process import run_worker
+from workers.demo import CHECKPOINT
+from workers.engine.model import Checkpoint
+from workers.engine.sparse_prefill import load_sparse_prefill
+from workers.engine.spec_prefill import SpecPrefillSettings
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="Metal does not survive a fork, and limits differ"
+)
+
+CONFIGURATION = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}
+TOKENIZER = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+PROCESSORS = {"AutoProcessor": "evil.Evil", "AutoImageProcessor": "evil.Evil"}
+# Places in a folder that name a Python file, and whether a model loads without it.
+PLACES = [
+    ("config.json", {"auto_map": CONFIGURATION | TOKENIZER | PROCESSORS}, SERVED),
+    ("tokenizer_config.json", {"auto_map": TOKENIZER}, SERVED),
+    ("tokenizer_config.json", {"auto_map": TOKENIZER, "tokenizer_class": "Evil"}, SERVED),
+    ("processor_config.json", {"auto_map": PROCESSORS, "processor_class": "Evil"}, SERVED),
+    ("preprocessor_config.json", {"auto_map": PROCESSORS}, SERVED),
+    ("video_preprocessor_config.json", {"auto_map": {"AutoVideoProcessor": "evil.E"}}, SERVED),
+    ("config.json", {"model_file": "evil.py"}, REFUSED),
+    ("config.json", {"model_type": "evil", "auto_map": CONFIGURATION}, REFUSED),
+]
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelLoader]:
+    modules = tmp_path_factory.mktemp("modules")
+    with model_loader({**os.environ, "HF_MODULES_CACHE": str(modules)}) as running:
+        yield running
+
+
+def plant(folder: Path, file: str, fields: dict[str, Any]) -> Path:
+    """Copy the demo checkpoint with a Python file; return the file that it would write."""
+    shutil.copytree(CHECKPOINT, folder)
+    marker = folder / "it-ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    path = folder / file
+    document = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(document | fields))
+    return marker
+
+
+@pytest.mark.parametrize(("file", "fields", "expected"), PLACES)
+def test_c4_no_python_file_of_a_model_folder_runs(
+    loader: ModelLoader, tmp_path: Path, file: str, fields: dict[str, Any], expected: int
+) -> None:
+    marker = plant(tmp_path / "model", file, fields)
+    code, output = loader.load(tmp_path / "model")
+    assert not marker.exists()
+    assert code == expected, output
+    if expected == REFUSED:
+        assert "never runs the Python files of a model folder" in output
+
+
+@pytest.mark.parametrize(("file", "fields", "expected"), PLACES)
+def test_c4_no_python_file_of_a_draft_model_runs(
+    checkpoint: Checkpoint, tmp_path: Path, file: str, fields: dict[str, Any], expected: int
+) -> None:
+    marker = plant(tmp_path / "draft", file, fields)
+    sparse = load_sparse_prefill(SpecPrefillSettings(draft=tmp_path / "draft"), checkpoint)
+    assert not marker.exists()
+    assert (sparse.draft is None) == (expected == REFUSED)
+
+
+def test_c4_code_does_not_run_where_a_library_trusts_it(tmp_path: Path) -> None:
+    """Some families of mlx-vlm set `trust_remote_code=True` whatever the caller passes."""
+    marker = plant(tmp_path / "model", "tokenizer_config.json", {"auto_map": TOKENIZER})
+    load = "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    script = (
+        "import sys; from transformers import AutoTokenizer; "
+        f"from workers.engine.model_folder import forbid_code; forbid_code(); {load}"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "model")],
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not marker.exists()
+    assert "ImportError: the model needs its own Python code" in result.stderr
+
+
+def test_c4_a_refused_model_ends_the_worker_with_code_3_and_one_sentence(tmp_path: Path) -> None:
+    marker = plant(tmp_path / "model", "config.json", {"model_file": "evil.py"})
+    result = run_worker("--model", str(tmp_path / "model"), "--port", "0")
+    assert result.returncode == 3
+    assert not marker.exists()
+    assert result.stderr.splitlines() == [
+        f"paceline worker: The model in {tmp_path / 'model'} cannot be loaded (ValueError: "
+        "config.json names a Python file in model_file, which would run; Paceline never runs the "
+        "Python files of a model folder)."
+    ]
+
+
+def test_c4_a_model_that_fails_after_its_weights_have_loaded_does_not_abort(tmp_path: Path) -> None:
+    """MLX aborts a process whose thread ends with streams of its own."""
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    (tmp_path / "model" / "model-mtp.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors.index.json").unlink()
+    flags = ("--lanes", "text-mtp", "--port", "0")
+    result = run_worker("--model", str(tmp_path / "model"), *flags)
+    assert (result.returncode, "terminate" in result.stderr) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "reason"),
+    [
+        ("config.json", {"text_config": {"num_hidden_layers": 1 << 40}}, "num_hidden_layers"),
+        ("config.json", {"vision_config": {"depth": 1e12}}, "depth"),
+        ("config.json", {"max_position_embeddings": 1, "text_config": None}, "loaded"),
+        ("generation_config.json", {"max_new_tokens": "many"}, "max_new_tokens"),
+        ("model.safetensors.index.json", {"weight_map": {"a": "../a.safetensors"}}, "names other"),
+        ("model.safetensors.index.json", {"weight_map": {"a": "a.gguf"}}, "names other"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "cannot be loaded"),
+    ],
+)
+def test_c4_a_hostile_value_is_refused(
+    loader: ModelLoader, tmp_path: Path, file: str, fields: dict[str, Any], reason: str
+) -> None:
+    plant(tmp_path / "model", file, fields)
+    code, output = loader.load(tmp_path / "model")
+    assert (code, reason in output) == (REFUSED, True), output

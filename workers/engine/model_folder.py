@@ -1,0 +1,91 @@
+"""Checks of a model folder, before libraries read it: it holds data, and none of its code runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers.utils import HF_MODULES_CACHE
+
+from workers.engine.types import ModelUnusable
+from workers.terminal import printable
+
+_MAX_REASON_CHARS = 300
+_LAYERS = re.compile(r"(layers?|depths?|blocks?|stages?)$")
+_INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def refusing(folder: Path) -> Iterator[None]:
+    """Raise `ModelUnusable` with one sentence for any failure to load this folder."""
+    try:
+        yield
+    except ModelUnusable:
+        raise
+    except BaseException as error:  # libraries raise any kind; a panic of Rust code is no Exception
+        text = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
+        reason = " ".join(printable(text).split()).strip(" :.")
+        if any(folder.glob("*.py")):
+            reason += "; Paceline never runs the Python files of a model folder"
+        raise ModelUnusable(f"The model in {folder} cannot be loaded ({reason}).") from error
+
+
+def check_folder(folder: Path) -> dict[str, Any]:
+    """Return the configuration in a folder; raise ValueError or OSError for an unsafe one."""
+    config = _read_object(folder / "config.json")
+    if config.get("model_file") is not None:
+        raise ValueError("config.json names a Python file in model_file, which would run")
+    if (folder / _INDEX).exists():
+        # MLX reads files with other names in other formats, and a path may lead out of the folder.
+        names = set(_read_object(folder / _INDEX).get("weight_map", {}).values())
+        if not all(Path(name).name == name and name.endswith(".safetensors") for name in names):
+            raise ValueError(f"{_INDEX} names other files than safetensors files in the folder")
+    tensors = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:  # checks the header, which MLX trusts
+            tensors += len(file.keys())
+    _check_layers(config, tensors)
+    return config
+
+
+@functools.cache
+def forbid_code() -> None:
+    """Let no Python file of any model run.
+
+    transformers copies such a file to its own folder before it runs it. `trust_remote_code=False`
+    is not enough: some families of mlx-vlm replace it by True.
+    """
+    folder = f"{Path(HF_MODULES_CACHE).absolute()}{os.sep}"
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "exec" and arguments[0].co_filename.startswith(folder):
+            raise ImportError("the model needs its own Python code")
+
+    sys.addaudithook(refuse)
+
+
+def _check_layers(config: object, tensors: int, name: str = "") -> None:
+    """Raise ValueError for more layers than tensors: building them would take all memory."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            _check_layers(value, tensors, key)
+    elif isinstance(config, list):
+        for value in config:
+            _check_layers(value, tensors, name)
+    elif isinstance(config, int | float) and config > tensors and _LAYERS.search(name):
+        raise ValueError(f"{name} in config.json is {config}, and there are {tensors} tensors")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_bytes())
+    if not isinstance(document, dict):
+        raise ValueError(f"{path.name} is not an object")
+    return document
