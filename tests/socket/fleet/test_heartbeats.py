@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
+from gateway.fleet.backend import PacelineBackend
+from gateway.fleet.health import ReportClient
+from gateway.fleet.registry import WorkerRegistry
+from gateway.storage.counters import MemoryCounters
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.running_gateway import RunningGateway, wait_until
@@ -252,3 +260,22 @@ def test_c5_a_heartbeat_under_the_id_of_a_static_worker_gets_neither_its_place_n
     assert put(gateway, second_worker.report()) == (409, "worker_id_taken")
     assert gateway.chat().status_code == 200
     assert (len(worker.requests), second_worker.requests) == (1, [])
+
+
+async def test_c5_call_backs_are_bounded_in_time_and_number(worker: ScriptedWorker) -> None:
+    fleet = WorkerRegistry(time.monotonic, lambda: 0.0)
+    client = ReportClient(PacelineBackend(JOIN_TOKEN), fleet, MemoryCounters())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        begun_s = time.monotonic()
+        async with client.client, asyncio.TaskGroup() as group:
+            waiting = [
+                group.create_task(client.confirm(worker.report(worker_id=f"w-{number}", url=url)))
+                for number in range(64)
+            ]
+            await asyncio.sleep(0)
+            assert not await client.confirm(worker.report())
+            assert time.monotonic() - begun_s < 2.0, "refused without a wait"
+        assert not any(task.result() for task in waiting)
+    async with httpx.AsyncClient() as client.client:
+        assert await client.confirm(worker.report()), "their places are free again"
