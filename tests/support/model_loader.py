@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from workers.terminal import printable
 
 SERVED, REFUSED = 0, 3
 CPU_LIMIT_S = 60
+WALL_LIMIT_S = 240
 MEMORY_LIMIT_BYTES = 4 << 30
 """Address space beyond that of the process that forks."""
 MAX_SENTENCE_CHARS = 1000
@@ -86,6 +88,7 @@ def _load(folder: Path) -> int:
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used_bytes + MEMORY_LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.alarm(WALL_LIMIT_S)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     try:
         engine = Engine.start(EngineSettings(model=folder, served_name="hostile"))
