@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from asyncio import CancelledError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ def refusing(folder: Path) -> Iterator[None]:
     """Raise `ModelUnusable` with one sentence for any failure to load this folder."""
     try:
         yield
-    except ModelUnusable:
+    except (ModelUnusable, KeyboardInterrupt, CancelledError):
         raise
     except BaseException as error:  # libraries raise any kind; a panic of Rust code is no Exception
         text = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
