@@ -346,7 +346,7 @@ def draft_block(
 
 
 RUNNING_USAGE_TOKENS = 32
-"""A stream of a worker tells its usage so far at least as often, if the request asks for it."""
+"""A stream of a worker reports its usage so far at least as often, if the request asks for it."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """An `x-request-id` of a client that is safe to log and to send on."""
 

@@ -224,7 +224,8 @@ class Scheduler:
 
     def _make_room(self, pool: str, client: str) -> bool:
         """Reject the last queued request of the client with the most, if this one has fewer."""
-        waiters = [one for one in self._pools[pool].queue if not one.assigned.done()]
+        queue = self._pools[pool].queue
+        waiters = [one for one in queue if one.pools[0] == pool and not one.assigned.done()]
         counts = Counter(one.caller.client for one in waiters)
         most = max(counts.values(), default=0)
         if counts[client] + 1 >= most:

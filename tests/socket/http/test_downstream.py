@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -138,6 +139,23 @@ def test_an_error_response_to_head_has_no_body(gateway_with_worker: RunningGatew
     assert received.startswith(b"HTTP/1.1 405 ")
     assert b"content-length: " in received
     assert received.split(b"\r\n\r\n")[1].startswith(b"HTTP/1.1 200 OK")
+
+
+def test_c2_requests_that_are_sent_while_others_run_are_all_answered(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    texts = [f"{number} {'x' * 20_000}" for number in range(60)]  # several reads of the gateway
+    requests = [chat_request(messages=[{"role": "user", "content": text}]) for text in texts]
+    with open_socket(gateway_with_worker) as raw:
+        sending = threading.Thread(target=raw.sendall, args=(b"".join(requests),))
+        sending.start()
+        received = b""
+        while received.count(b"one two three") < len(requests) and (piece := raw.recv(65536)):
+            received += piece
+        sending.join()
+    assert received.count(b"HTTP/1.1 200 OK") == len(requests)
+    contents = [request.body["messages"][0]["content"] for request in worker.requests]
+    assert contents == texts
 
 
 @pytest.mark.parametrize(("word_bytes", "words"), [(60_000, 200), (600, 20_000)])

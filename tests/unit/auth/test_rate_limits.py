@@ -324,13 +324,3 @@ def test_the_remaining_daily_budget_is_divided_and_again_at_midnight() -> None:
     assert remaining(limiter, "tokens", START_S, tomorrow) == 50
     limiter.divide(1, START_S)
     assert remaining(limiter, "tokens", START_S, tomorrow) == 90
-
-
-def test_a_share_of_a_daily_budget_is_a_whole_number_of_tokens() -> None:
-    limiter = RateLimiter(Limits(tokens_a_day=101), START_S, NOON)
-    limiter.divide(2, START_S)
-    for unix_s in (NOON, NOON + DAY_S):
-        assert remaining(limiter, "tokens", START_S, unix_s) == 50
-        limiter.settle(limiter.reserve(50, START_S, unix_s), 1, 0, START_S, unix_s)
-        with pytest.raises(LimitReached):
-            limiter.reserve(51, START_S, unix_s)

@@ -119,6 +119,20 @@ async def test_c7_a_full_queue_makes_room_for_the_client_with_the_fewest_request
     assert await scheduler.queue_length() == 0
 
 
+async def test_c7_a_full_queue_rejects_no_request_that_prefers_another_pool() -> None:
+    scheduler = SchedulerHarness(policy_of(spill_ms=1, limit=2))
+    scheduler.fleet.heartbeat(worker_report())
+    await scheduler.acquire(GREEDY)
+    await scheduler.acquire(SAMPLED)
+    spilled = [scheduler.acquire(GREEDY, client="a") for _ in range(2)]
+    await asyncio.sleep(0.05)  # they wait for both pools
+    waiting = [scheduler.acquire(SAMPLED, client=client) for client in ("b", "c")]
+    with pytest.raises(QueueFull):
+        await scheduler.acquire(SAMPLED, client="d")
+    assert not any(task.done() for task in (*spilled, *waiting))
+    await cancel_all([*spilled, *waiting])
+
+
 async def test_a_request_that_waits_too_long_times_out_and_holds_no_slot() -> None:
     scheduler = SchedulerHarness(policy_of(timeout_s=0.02))
     scheduler.fleet.heartbeat(worker_report())

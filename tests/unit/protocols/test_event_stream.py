@@ -147,6 +147,18 @@ def test_a_client_gets_the_usage_so_far_if_it_asks_for_it(
     assert state.usage == Usage(prompt_tokens=4, completion_tokens=0)
 
 
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+def test_l11_no_text_that_is_no_utf_8_passes_in_any_split(size: int) -> None:
+    word = chunk({"content": "w"})
+    broken = word.replace(b'"w"', b'"\xff"')
+    with_usage = event({"choices": [{"delta": {"content": "u"}}], "usage": {"prompt_tokens": 4}})
+    stream = word + with_usage + word + broken + word + chunk({}, "stop") + DONE
+    pieces = [word, *(stream[at : at + size] for at in range(len(word), len(stream), size))]
+    output, state = scan(pieces)
+    assert b"\xff" not in output
+    assert state.broken
+
+
 def test_text_of_the_model_is_never_read_as_a_field_of_the_stream() -> None:
     text = 'text "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
     output, state = scan([chunk({"content": text})])
