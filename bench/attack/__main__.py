@@ -7,19 +7,15 @@ sends requests meanwhile.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from os import cpu_count
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 
 from bench.attack.connections import Flood, Target, run_floods
-from bench.gateway.contenders import OURS, running, running_backend
+from bench.gateway.contenders import OURS, gateway_parser, running, running_backend
 from bench.harness import tables
 from gateway.server import run
 
@@ -82,28 +78,17 @@ def targets(floods: Sequence[Flood]) -> tables.Grid:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.attack", description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="check that everything runs; write no results"
-    )
-    parser.add_argument("--log-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
+    parser = gateway_parser("bench.attack", __doc__)
     options = parser.parse_args(arguments)
-    home = options.log_dir.resolve()
-    home.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     with console.status("attacking"):
-        floods = run(measure(home, scale=0.02 if options.quick else 1.0))
+        floods = run(measure(options.log_dir, scale=0.02 if options.quick else 1.0))
     grids = (table(floods), targets(floods))
     for grid in grids:
         console.print(grid.to_table())
     if options.quick:
         return
-    about = (
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
-        f"{cpu_count()} cores, Python {platform.python_version()}."
-    )
-    page = ["# Attacks", about, *(grid.to_markdown() for grid in grids)]
-    RESULTS.write_text("\n\n".join(page).rstrip() + "\n")
+    tables.write_page(RESULTS, "Attacks", f"{tables.provenance()}.", *grids)
 
 
 if __name__ == "__main__":

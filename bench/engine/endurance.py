@@ -11,11 +11,9 @@ import argparse
 import asyncio
 import base64
 import io
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +24,7 @@ from rich.console import Console
 
 from bench.harness.contenders import OURS
 from bench.harness.servers import Server, running
-from bench.harness.tables import Grid
+from bench.harness.tables import Grid, provenance, write_page
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache_files import fingerprint
 
@@ -210,16 +208,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     console.print(grid.to_table())
     console.print(growth)
-    RESULTS.mkdir(exist_ok=True)
     metadata = (
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
-        f"MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}. "
+        f"{provenance()}, MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}. "
         f"{options.count} requests of {len(kinds(0))} kinds, {CONCURRENCY} at a time: "
         f"{', '.join(kind.name for kind in kinds(0))}. "
         f"System prompts may use {PREFIX_CACHE_BYTES / 1e6:.1f} MB."
     )
-    page = ["# Endurance", metadata, growth, grid.to_markdown()]
-    (RESULTS / "endurance.md").write_text("\n\n".join(page).rstrip() + "\n")
+    write_page(RESULTS / "endurance.md", "Endurance", metadata, growth, grid)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -20,7 +18,7 @@ from typing import Final
 from rich.console import Console
 
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import Grid
+from bench.harness.tables import Grid, provenance, write_page
 from tests.support.lane_schedules import ScheduleRunner
 from tests.support.schedule_rows import ScheduleStats
 from workers.demo import CHECKPOINT
@@ -89,15 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started_s = time.perf_counter()
     grid = table(run_schedules(options.model, options.seed, options.count))
     Console(highlight=False).print(grid.to_table())
-    RESULTS.mkdir(exist_ok=True)
     about = (
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
-        f"MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
+        f"{provenance()}, MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
         f"seed {options.seed}, {time.perf_counter() - started_s:.0f} s. "
         "Rows join and leave at any step, on four lanes of different k, size, chunk and cache."
     )
-    page = ["# Random schedules", about, grid.to_markdown()]
-    (RESULTS / "schedules.md").write_text("\n\n".join(page).rstrip() + "\n")
+    write_page(RESULTS / "schedules.md", "Random schedules", about, grid)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,10 @@ times larger target with random weights, since time does not depend on the weigh
 from __future__ import annotations
 
 import argparse
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from importlib.metadata import version
-from os import cpu_count
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -24,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import MISSING, Grid
+from bench.harness.tables import MISSING, Grid, provenance, write_page
 from policies.request.profile import Sampling
 from tools.demo_model import held_out
 from tools.demo_model.architecture import model_config, new_model
@@ -284,17 +281,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     for grid in grids:
         console.print(grid.to_table())
-    RESULTS.mkdir(exist_ok=True)
-    metadata = (
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
-        f"{cpu_count()} cores, MLX {version('mlx')}. Greedy answers; the demo model is the draft."
-    )
+    metadata = f"{provenance()}, MLX {version('mlx')}. Greedy answers; the demo model is the draft."
     noise = (
         "A full prefill and 100% selected are the same work: the difference of their times is "
         "the noise."
     )
-    page = ["# SpecPrefill", metadata, noise, *(grid.to_markdown() for grid in grids)]
-    (RESULTS / "spec_prefill.md").write_text("\n\n".join(page).rstrip() + "\n")
+    write_page(RESULTS / "spec_prefill.md", "SpecPrefill", metadata, noise, *grids)
 
 
 if __name__ == "__main__":

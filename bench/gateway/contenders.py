@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import subprocess
@@ -73,6 +74,23 @@ class Running:
     name: str
     port: int
     process_id: int | None
+
+
+def gateway_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the options of a benchmark of our gateway alone; `log_dir` exists afterwards."""
+
+    def folder(path: str) -> Path:
+        resolved = Path(path).resolve()
+        resolved.mkdir(parents=True, exist_ok=True)
+        return resolved
+
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument(
+        "--quick", action="store_true", help="check that everything runs; write no results"
+    )
+    default = str(Path.home() / ".cache" / "paceline-bench")  # a string, so that it is converted
+    parser.add_argument("--log-dir", type=folder, default=default)
+    return parser
 
 
 def _ours(python: Path, _home: Path, port: int, _worker_port: int) -> list[str]:

@@ -7,22 +7,18 @@ defaults (policy, accounting, metrics).
 
 from __future__ import annotations
 
-import argparse
-import platform
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from os import cpu_count
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.gateway.contenders import OURS, running, running_backend
+from bench.gateway.contenders import OURS, gateway_parser, running, running_backend
 from bench.gateway.load import Question, send_requests
 from bench.harness.process_cost import resident_bytes
-from bench.harness.tables import Grid, Target
+from bench.harness.tables import Grid, Target, provenance, write_page
 from bench.harness.tables import targets as targets_grid
 from gateway.server import run
 
@@ -103,31 +99,23 @@ def target_table(samples: Sequence[Sample]) -> Grid:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gateway.memory", description=__doc__)
+    parser = gateway_parser("bench.gateway.memory", __doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="half of them streams")
-    parser.add_argument(
-        "--quick", action="store_true", help="check that everything runs; write no results"
-    )
-    parser.add_argument("--log-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
     options = parser.parse_args(arguments)
-    home = options.log_dir.resolve()
-    home.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     with Progress(console=console) as progress:
         count = QUICK_REQUESTS if options.quick else options.requests
-        samples = run(measure(count, home, progress))
+        samples = run(measure(count, options.log_dir, progress))
     grids = (table(samples), target_table(samples))
     for grid in grids:
         console.print(grid.to_table())
     if options.quick:
         return
     about = (
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
-        f"{cpu_count()} cores, Python {platform.python_version()}. {_CONCURRENCY} requests "
-        "at a time, half of them streams, answers of 64 words."
+        f"{provenance()}. {_CONCURRENCY} requests at a time, half of them streams, answers of 64 "
+        "words."
     )
-    page = ["# Memory of the gateway", about, *(grid.to_markdown() for grid in grids)]
-    RESULTS.write_text("\n\n".join(page).rstrip() + "\n")
+    write_page(RESULTS, "Memory of the gateway", about, *grids)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from os import cpu_count
+from pathlib import Path
 
 from rich.table import Table
 
@@ -48,6 +52,20 @@ class Grid:
         lines = [self.columns, ("---", *("---:" for _ in self.columns[1:])), *self.rows]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return f"### {self.title}\n\n{table}\n"
+
+
+def provenance() -> str:
+    """Return when and where a benchmark ran."""
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    machine = f"{platform.system()} {platform.machine()}, {cpu_count()} cores"
+    return f"{now}, {machine}, Python {platform.python_version()}"
+
+
+def write_page(path: Path, title: str, *parts: str | Grid) -> None:
+    """Write a page of results: texts and tables."""
+    texts = [part if isinstance(part, str) else part.to_markdown() for part in parts]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n\n".join([f"# {title}", *texts]).rstrip() + "\n")
 
 
 def targets(results: Sequence[Target]) -> Grid:
