@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -226,6 +227,28 @@ def test_c5_a_fetched_report_is_bounded_in_size(
     assert gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 4096
     worker.status_body = json.dumps({"report": report}).encode()
     assert gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 5
+
+
+async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: ScriptedWorker) -> None:
+    sent = 0
+
+    async def send_without_end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b" " * 65_536)
+                await writer.drain()
+                sent += 65_536
+        writer.close()
+
+    fleet = WorkerRegistry(time.monotonic, lambda: 0.0)
+    client = ReportClient(PacelineBackend(JOIN_TOKEN), fleet, MemoryCounters())
+    server = await asyncio.start_server(send_without_end, "127.0.0.1", 0)
+    async with server, client.client:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert not await client.confirm(worker.report(url=url))
+    assert sent < 20_000_000, "a report has 256 KB; the system buffers the rest"
 
 
 def test_c5_one_heartbeat_cannot_break_the_status(
