@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import re
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import NOW
 from gateway.errors import RecordsUnwritable
+from gateway.storage.disk_thread import DiskThread
 from gateway.storage.records import (
     Texts,
     TextsByKind,
@@ -102,6 +104,7 @@ class RedisRecords:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._writing: asyncio.Task[None] | None = None
         self._file_is_outdated = False
+        self._disk = DiskThread("copy of records")
 
     def is_current(self, kind: str) -> bool:
         """Return whether this process has read the kind from Redis."""
@@ -181,7 +184,7 @@ class RedisRecords:
             self._file_is_outdated = False
             texts = {kind: self._texts(kind) for kind in self._copies}
             try:
-                await asyncio.to_thread(self._write_file, texts)
+                await self._disk.run(functools.partial(self._write_file, texts))
             except (OSError, ValueError) as error:
                 log.warning("redis.copy_not_written error=%s", type(error).__name__)
 

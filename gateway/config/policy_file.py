@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import Attribution, Proposal, Reason
 from gateway.errors import StartupError
+from gateway.storage.disk_thread import DiskThread
 from policies.document import PolicyInvalid, Problem, default_policy
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class PolicyFileWatcher:
     def __init__(self, policy_store: PolicyStore, file: Path | None) -> None:
         self._policy_store = policy_store
         self._file = file
+        self._disk = DiskThread("policy file")
         self._last_read: _FileContent | None = None
         self._last_applied: _FileContent | None = None
         self.problem = ""
@@ -47,8 +50,10 @@ class PolicyFileWatcher:
         """Read the file once, and apply a change; called once a second."""
         if self._file is None:
             return
-        # No deadline: a hanging disk blocks one thread and nothing else.
-        content = await asyncio.to_thread(_FileContent.read, self._file)
+        try:
+            content = await self._disk.run(functools.partial(_FileContent.read, self._file))
+        except TimeoutError:
+            content = _UNREADABLE
         if content != self._last_read:
             self._last_read = content  # perhaps half an edit: applied if unchanged next time
         elif content != self._last_applied:
@@ -77,9 +82,12 @@ class _FileContent(NamedTuple):
                 return cls("", f"the file is larger than {_LIMIT_BYTES} bytes")
             return cls(content.decode())
         except (OSError, UnicodeDecodeError):
-            return cls("", "the file cannot be read")
+            return _UNREADABLE
 
     def proposal(self) -> Proposal:
         if self.problem:
             raise PolicyInvalid("", (Problem("", self.problem),))
         return Proposal.from_yaml(self.text)
+
+
+_UNREADABLE = _FileContent("", "the file cannot be read")

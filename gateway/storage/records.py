@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
+from gateway.storage.disk_thread import DiskThread
 
 Texts = dict[str, str]
 """The JSON text of each record by its name, oldest first."""
 TextsByKind = dict[str, Texts]
 
-_TIMEOUT_S = 5.0
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
@@ -129,6 +129,7 @@ class FileRecords:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: tuple[object, TextsByKind] = (None, {})
+        self._disk = DiskThread("records")
 
     def is_current(self, _kind: str) -> bool:
         """Return True: the file is always read."""
@@ -145,7 +146,7 @@ class FileRecords:
 
     async def all(self, kind: str) -> Mapping[str, str]:
         """Return all records of a kind by name, oldest first."""
-        texts = await _in_thread(self._read_changes)
+        texts = await self._run(self._read_changes)
         return dict(texts.get(kind, {}))
 
     async def add(self, kind: str, name: str, text: str) -> bool:
@@ -185,20 +186,17 @@ class FileRecords:
                     write_file(self._path, {**kinds, kind: texts})
                 return texts != before
 
-        return await _in_thread(run, WriteUnconfirmed)
+        return await self._run(run, WriteUnconfirmed)
 
-
-async def _in_thread(
-    work: Callable[[], Result], late: type[RecordsUnwritable] = RecordsUnwritable
-) -> Result:
-    """Run blocking work in a thread, with a deadline for a disk that hangs."""
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            return await asyncio.to_thread(work)
-    except TimeoutError as error:
-        raise late from error
-    except (OSError, ValueError) as error:
-        raise RecordsUnwritable from error
+    async def _run(
+        self, call: Callable[[], Result], late: type[RecordsUnwritable] = RecordsUnwritable
+    ) -> Result:
+        try:
+            return await self._disk.run(call)
+        except TimeoutError as error:
+            raise late from error
+        except (OSError, ValueError) as error:
+            raise RecordsUnwritable from error
 
 
 def read_file(path: Path) -> TextsByKind:

@@ -16,6 +16,7 @@ import pytest
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
+from gateway.storage import disk_thread
 from gateway.storage.records import FileRecords, Records, replace_file
 from tests.support.memory_records import MemoryRecords
 
@@ -141,3 +142,47 @@ def test_l7_a_write_is_durable_before_it_is_confirmed(
     monkeypatch.setattr(os, "fsync", record_sync)
     replace_file(path, "{}")
     assert synced == [("file", False), ("folder", True)], "after the file is in its place"
+
+
+def test_l7_a_disk_that_hangs_stops_neither_other_threads_nor_the_end_of_the_process(
+    tmp_path: Path,
+) -> None:
+    os.mkfifo(tmp_path / "state.json")  # to open it waits for a writer
+    program = (
+        "import asyncio, sys; from pathlib import Path\n"
+        "from gateway.errors import RecordsUnwritable, WriteUnconfirmed\n"
+        "from gateway.storage import disk_thread; from gateway.storage.records import FileRecords\n"
+        "disk_thread.TIMEOUT_S = 0.01\n"
+        "async def main():\n"
+        "    records, failures = FileRecords(Path(sys.argv[1])), []\n"
+        "    add, read = lambda: records.add('keys', 'a', '1'), lambda: records.all('keys')\n"
+        "    for call in [add, read] * 50:\n"
+        "        try:\n"
+        "            await call()\n"
+        "        except RecordsUnwritable as error:\n"
+        "            failures.append(type(error).__name__)\n"
+        "    print(len(failures), *sorted(set(failures)), await asyncio.to_thread(str, 'others'))\n"
+        "asyncio.run(main())"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "state.json")]
+    ended = subprocess.run(
+        command, env=os.environ, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    )
+    assert ended.stdout.split() == ["100", "RecordsUnwritable", "WriteUnconfirmed", "others"]
+
+
+async def test_l7_records_are_read_again_once_the_disk_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, hanging = tmp_path / "state.json", tmp_path / "hanging"
+    os.mkfifo(path)
+    records = FileRecords(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_thread, "TIMEOUT_S", 0.01)
+        for _ in range(3):
+            with pytest.raises(RecordsUnwritable):
+                await records.all("keys")
+    path.rename(hanging)
+    path.write_text('{"keys": {"a": 1}}')
+    hanging.write_text("")
+    assert await records.all("keys") == {"a": "1"}
