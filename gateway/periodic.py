@@ -1,4 +1,4 @@
-"""Jobs that run periodically beside the requests, and the clock of policy schedules."""
+"""Jobs that run periodically or for several callers at once, and the clock of policy schedules."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from gateway.errors import RecordsUnwritable
 
 log = logging.getLogger(__name__)
 Work = Callable[[], Awaitable[None]]
+Result = TypeVar("Result")
+_SHORTEST_PAUSE_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +71,37 @@ async def periodic_tasks(jobs: Iterable[Job]) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SharedRuns(Generic[Result]):
+    """Runs work once for all callers; each gets the result of a run that begins after its call.
+
+    One run takes place at a time, and as long as it took, or 0.1 s, passes before the next one.
+    """
+
+    def __init__(self, work: Callable[[], Awaitable[Result]]) -> None:
+        self._work = work
+        self._next: asyncio.Task[Result] | None = None
+        self._running = asyncio.Lock()
+        self._pause_until_s = float("-inf")
+
+    async def __call__(self) -> Result:
+        """Return the result of the next run."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._run(), name="shared run")
+        return await asyncio.shield(self._next)  # a caller that leaves ends no other's wait
+
+    async def _run(self) -> Result:
+        loop = asyncio.get_running_loop()
+        async with self._running:
+            await asyncio.sleep(self._pause_until_s - loop.time())
+            self._next = None
+            begin_s = loop.time()
+            try:
+                return await self._work()
+            finally:
+                now_s = loop.time()
+                self._pause_until_s = now_s + max(_SHORTEST_PAUSE_S, now_s - begin_s)
 
 
 class WeekClock:

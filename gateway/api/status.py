@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Literal
 
 from fastapi import APIRouter, Depends
@@ -16,13 +17,22 @@ from gateway.api.gauges import Gauges
 from gateway.api.openapi import FOR_CLIENTS, Responses, failures
 from gateway.assembly import Gateway
 from gateway.config.policy_versions import Reason
-from gateway.errors import FieldInvalid, NotAllowedHere, ShuttingDown, TooManyViewers
+from gateway.errors import (
+    FieldInvalid,
+    NotAllowedHere,
+    Overloaded,
+    ShuttingDown,
+    TooManyViewers,
+)
+from gateway.periodic import SharedRuns
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import StatusFeed
 from gateway.status.model import GatewayStatus, PolicyStatus, Status, StoreStatus
 from gateway.status.render import DEFAULT_WINDOW, FleetRenderer, WindowStats, window_s
 from gateway.telemetry.prometheus import GatewayMetrics, WorkerMetrics, exposition
 
+READERS_LIMIT = 64
+"""Of requests for `/metrics`, and for `/v1/status`, that are answered at a time."""
 Take = Callable[[float], Awaitable[Status]]
 """Takes a snapshot with statistics of a window in seconds."""
 _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
@@ -31,6 +41,24 @@ _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
     Reason.EDIT: "admin",
     Reason.ROLLBACK: "admin",
 }
+
+
+class Readers:
+    """The requests for one page that are answered now."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count a request within the context; raise `Overloaded` if there are too many."""
+        if self._count >= READERS_LIMIT:
+            raise Overloaded
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
 
 
 def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
@@ -56,13 +84,19 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
         why = gateway.cluster_sync.problem
         return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 
-    @router.get("/metrics", response_class=PlainTextResponse, responses=failures())
-    async def metrics() -> Response:
+    async def render_metrics() -> bytes:
         await gateway.control.refresh_all()
         reports = await gateway.counters.reports()
-        text = exposition(
+        return exposition(
             GatewayMetrics(gateway.accounting), WorkerMetrics(reports), Gauges(gateway, proxy)
         )
+
+    metrics_text, readers = SharedRuns(render_metrics), Readers()
+
+    @router.get("/metrics", response_class=PlainTextResponse, responses=failures(Overloaded))
+    async def metrics() -> Response:
+        with readers.admit():
+            text = await metrics_text()
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router
@@ -141,6 +175,7 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
         check_data_key(request, gateway)
         await check_unrestricted(request.state.api_key)
 
+    readers = Readers()
     router = data_router()
     access = [Depends(check_unrestricted)]
     refused = (*FOR_CLIENTS, NotAllowedHere)
@@ -149,7 +184,7 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
         "/v1/status",
         response_model=Status,
         dependencies=access,
-        responses=failures(*refused, FieldInvalid),
+        responses=failures(*refused, FieldInvalid, Overloaded),
     )
     async def whole(request: Request, window: str = DEFAULT_WINDOW) -> Response:
         given = [name for name, _ in request.query_params.multi_items()]
@@ -157,8 +192,10 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
             raise FieldInvalid(
                 "The only query parameter is 'window', at most once.", param="window"
             )
-        state = await take(window_s(window))
-        return Response(state.model_dump_json(), media_type="application/json")
+        length_s = window_s(window)
+        with readers.admit():
+            state = await take(length_s)
+            return Response(state.model_dump_json(), media_type="application/json")
 
     @router.get(
         "/v1/status/events",

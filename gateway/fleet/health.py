@@ -15,7 +15,7 @@ from gateway.errors import WorkerIdTaken
 from gateway.fleet.backend import OpenAIBackend, PacelineBackend
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.http.upstream import certificate_authorities
-from gateway.periodic import Job
+from gateway.periodic import Job, SharedRuns
 from gateway.storage.counters import CounterStore
 from workers.protocol import MAX_REPORT_BYTES, WorkerReport
 
@@ -100,6 +100,8 @@ class ReportClient:
         self._fleet = fleet
         self._store = store
         self._call_backs = asyncio.Semaphore(_MAX_CALL_BACKS)
+        self.refresh_all = SharedRuns(self._refresh_all)
+        """Updates the reports of all live workers, once for all who call at a time."""
         self.client = httpx.AsyncClient(
             # Not compressed: a small response could hold a large report.
             headers={**backend.authorization, "accept-encoding": "identity"},
@@ -118,7 +120,7 @@ class ReportClient:
             report = await self._fetch(worker, CALL_BACK_TIMEOUT_S)
         return report is not None and report.boot_id == worker.boot_id
 
-    async def refresh_all(self) -> None:
+    async def _refresh_all(self) -> None:
         """Update the reports of all live workers; one that times out keeps its last report."""
         current = [one.report for one in self._fleet.workers() if one.backend.sends_reports]
         fetches = (self._fetch(report, REPORT_TIMEOUT_S) for report in current)
