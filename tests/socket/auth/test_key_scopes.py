@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
@@ -49,13 +49,20 @@ def test_a_secret_that_shares_a_prefix_with_a_key_is_rejected() -> None:
 
 
 @given(st.binary(max_size=200))
+@example(b"static-secret")
 def test_arbitrary_bytes_authenticate_no_caller(offered: bytes) -> None:
     """S04, S06, S14 (CVE-2026-42208, CVE-2026-59822): every invalid header returns 401."""
     ring, _ = keyring(KeyTerms(name="a"), static="static-secret")
-    for authorization in (offered, b"Bearer " + offered, b"bearer\t" + offered):
+    for scheme in (b"", b"Bearer ", b"bearer\t", b"Basic  ", b"Token: "):
+        authorization = scheme + offered
         if authorization.strip() != b"Bearer static-secret":
             with pytest.raises(KeyRefused):
                 ring.authenticate(authorization)
+
+
+def test_the_repr_of_a_key_contains_no_digest() -> None:
+    record, _ = new_key(KeyTerms(name="a"), datetime.fromtimestamp(0, UTC))
+    assert record.digest not in repr(record)
 
 
 def test_unknown_malformed_and_revoked_keys_get_identical_responses(

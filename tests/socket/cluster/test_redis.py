@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import pytest
 from pydantic import SecretStr
+from redis.exceptions import ResponseError
 
 from gateway.cluster.join_token import SharedJoinToken
 from gateway.cluster.redis import DEADLINE_S, RedisClient
@@ -77,6 +78,47 @@ async def test_an_unconfirmed_edit_is_cancelled_later(
     async with asyncio.timeout(60):
         await ended.wait()
     await client.close()
+
+
+@pytest.mark.parametrize("error", [None, ResponseError("full")])
+async def test_only_a_late_write_that_fails_is_logged(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture, error: Exception | None
+) -> None:
+    written, ended = asyncio.Event(), asyncio.Event()
+
+    async def write_late() -> None:
+        await written.wait()
+        ended.set()
+        if error is not None:
+            raise error
+
+    client = RedisClient(redis.url)
+    with pytest.raises(WriteUnconfirmed):
+        await client.write(write_late)
+    written.set()
+    await ended.wait()
+    await asyncio.sleep(0)
+    await client.close()
+    assert ("redis.late_write_failed" in caplog.text) == (error is not None)
+
+
+async def test_a_problem_is_logged_when_it_begins_and_when_it_ends(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    client = RedisClient(redis.url)
+    failing = client.script("return redis.error_reply('no')")
+    for _ in range(3):
+        with pytest.raises(RecordsUnwritable):
+            await client.call("tests", failing)
+    for _ in range(2):
+        await client.call("tests", client.redis.ping)
+    await client.close()
+    events = [record.getMessage().split(" problem=")[0] for record in caplog.records]
+    assert [event for event in events if event.startswith("redis.")] == [
+        "redis.degraded part=tests",
+        "redis.recovered part=tests",
+    ]
 
 
 async def test_a_connection_closed_during_a_call_means_redis_is_unreachable(

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.worker_reports import SharedWorkerReports
+from gateway.storage.counters import MAX_BOOTS
 from tests.support.boot_reports import boot_report
 from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.redis_server import RedisServer
@@ -50,3 +53,29 @@ def test_c5_a_damaged_report_in_redis_counts_as_none(
     status = gateway.status()
     assert status["mtp"]["drafts"] == 3
     assert status["workers"]["fake-a"]["boots"] == 1
+
+
+async def test_a_report_with_equal_counts_replaces_the_one_before(redis: RedisServer) -> None:
+    client = RedisClient(redis.url)
+    reports = SharedWorkerReports(client)
+    ready = boot_report("1", 3)
+    draining = ready.model_copy(update={"draining": True})
+    reports.store(ready)
+    reports.store(draining)
+    assert reports.reports() == (draining,)
+    await client.close()
+
+
+async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
+    redis: RedisServer,
+) -> None:
+    client = RedisClient(redis.url)
+    reports = SharedWorkerReports(client)
+    boots = [boot_report(str(number), 3) for number in range(MAX_BOOTS + 1)]
+    for boot in boots:
+        reports.store(boot)
+        await reports.exchange([], [])
+    for boot in boots:
+        reports.store(boot)
+    assert sum(report.lanes[0].requests for report in reports.reports()) == 3 * len(boots)
+    await client.close()

@@ -22,7 +22,11 @@ from gateway.config.static_workers import (
     read_worker_keys,
 )
 from gateway.errors import StartupError
+from gateway.fleet.backend import OpenAIBackend
+from gateway.fleet.health import HealthChecker
+from gateway.fleet.registry import WorkerRegistry
 from gateway.protocols.openai import for_openai
+from gateway.storage.counters import MemoryCounters
 from policies.document import default_policy
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, Script, ScriptedWorker
@@ -223,6 +227,22 @@ def test_for_openai_drops_only_fields_without_effect() -> None:
     body = {"top_k": 0, "min_p": 0.0, "temperature": 0.0, "messages": []}
     assert for_openai(body) == {"temperature": 0.0, "messages": []}
     assert for_openai({"top_k": 5, "min_p": 0.1}) == {"top_k": 5, "min_p": 0.1}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert for_openai({"stream_options": options}) == {"stream_options": {"include_usage": True}}
+
+
+async def test_a_worker_that_cannot_be_reached_is_logged_once_as_unhealthy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = WorkerRegistry(lambda: 1_000_000.0, jitter=lambda: 0.0)
+    backend = OpenAIBackend(static_worker(url="http://127.0.0.1:1"))
+    checker = HealthChecker([backend], fleet, MemoryCounters())
+    async with checker.client:
+        for _ in range(2):
+            await checker.jobs()[0].run()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("worker.unhealthy worker=studio reason=ConnectError(")
 
 
 def test_a_key_is_read_without_its_line_break() -> None:

@@ -56,6 +56,12 @@ def test_f38_repeated_lag_is_an_overload_and_one_long_pause_is_not() -> None:
     assert lag.worst_s == 0.0
 
 
+async def test_f38_the_first_measurement_of_the_lag_is_zero_and_later_ones_are_delays() -> None:
+    lag = LoopLag()
+    assert lag.measure() == 0.0
+    assert lag.measure() == 0.0, "this one is early"
+
+
 def test_f26_the_bodies_of_all_requests_may_take_512_mib() -> None:
     load = overload.Load(limit_requests=1)
     load.hold(512 * 1024**2)

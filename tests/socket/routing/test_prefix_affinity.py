@@ -191,6 +191,10 @@ def test_a_prefix_key_depends_on_all_shared_fields_and_on_no_others() -> None:
         PrefixHasher(b"other").prefix_key(inspected(), lab, RULES),
     }
     assert len(other_keys - {prefix_key}) == 7
+    tools = [{"type": "function", "function": {"name": "look_up", "description": LONG}}]
+    without_system = [{"role": "user", "content": "Hello"}]
+    assert hasher.prefix_key(inspected(messages=without_system, tools=tools), lab, RULES)
+    assert not hasher.prefix_key(inspected(messages=without_system), lab, RULES)
 
 
 def test_a_key_without_a_team_shares_no_scope() -> None:

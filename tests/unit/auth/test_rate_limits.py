@@ -121,6 +121,13 @@ def test_a_refund_after_a_refill_adds_no_second_burst() -> None:
     assert admitted == 10
 
 
+def test_a_refill_at_an_earlier_time_takes_nothing() -> None:
+    bucket = TokenBucket(60, START_S)
+    bucket.charge(30)
+    bucket.refill(START_S - 10)
+    assert bucket.remaining == 30
+
+
 def test_a_retry_after_the_retry_after_time_is_admitted() -> None:
     limiter = RateLimiter(Limits(requests_a_minute=7), START_S, NOON)
     now_s = START_S
@@ -287,6 +294,11 @@ def test_totals_without_a_daily_limit_contain_no_daily_tokens() -> None:
 
 def test_running_requests_of_other_gateways_count_until_they_end() -> None:
     limiter = RateLimiter(Limits(concurrent_requests=2, tokens_a_day=100), START_S, NOON)
+    limiter.set_remote_load(1, 0)
+    running = limiter.reserve(1, START_S, NOON)
+    with pytest.raises(LimitReached):
+        limiter.reserve(1, START_S, NOON)
+    limiter.settle(running, 0, 0, START_S, NOON)
     limiter.set_remote_load(2, 30)
     assert remaining(limiter, "tokens", START_S) == 70
     with pytest.raises(LimitReached) as reached:

@@ -8,8 +8,9 @@ from gateway.errors import WorkerIdTaken
 from gateway.fleet.backend import OpenAIBackend
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
-from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
+from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, same_routing
 from gateway.routing.select import Candidate
+from policies.document import Pool
 from tests.support.fake_clock import START_S, FakeClock
 from tests.support.scripted_worker import lane_report
 from tests.support.static_workers import static_worker
@@ -146,6 +147,27 @@ def test_a_lane_leases_no_more_slots_than_it_has(
     assert acquire(fleet) is not None
 
 
+def test_a_lane_that_reports_no_slots_takes_one_request_at_a_time(fleet: WorkerRegistry) -> None:
+    fleet.heartbeat(report(lanes=[lane_report("vlm", slots=0).model_dump()]))
+    assert acquire(fleet) is not None
+    assert acquire(fleet) is None
+
+
+def test_a_pool_has_the_lanes_of_its_name_and_those_that_its_policy_names(
+    fleet: WorkerRegistry,
+) -> None:
+    lanes = [lane_report(name).model_dump() for name in ("text-mtp", "vlm")]
+    fleet.heartbeat(report(lanes=lanes))
+
+    def lanes_of(name: str, lane: str) -> list[str]:
+        pool = Pool.model_validate({"lanes": lane})
+        return [lane.name for _, lane in fleet.pool_lanes(name, pool)]
+
+    assert lanes_of("text-mtp", "text-mtp") == ["text-mtp"]
+    assert lanes_of("vlm", "vlm") == ["vlm"]
+    assert lanes_of("all", "vlm") == ["vlm"]
+
+
 def test_unknown_workers_and_lanes_have_no_slots(fleet: WorkerRegistry) -> None:
     assert acquire(fleet) is None
     fleet.heartbeat(report())
@@ -260,6 +282,19 @@ def test_a_busy_worker_is_skipped_until_its_retry_after_and_not_ejected(
     clock.now_s = START_S + 3.0
     assert worker_ids(fleet) == ["a", "b"]
     assert [worker.breaker.ejections for worker in fleet.workers()] == [0, 0]
+
+
+@pytest.mark.parametrize("boot_id", ["1", "3"])
+def test_a_worker_is_new_with_another_boot_or_url(fleet: WorkerRegistry, boot_id: str) -> None:
+    fleet.heartbeat(report("2"))
+    assert not fleet.is_new(report("2"))
+    assert fleet.is_new(report(boot_id))
+    assert fleet.is_new(report("2", url="http://a:1"))
+
+
+def test_routing_depends_on_the_values_of_a_report_and_not_on_its_identity() -> None:
+    assert same_routing(report(), report())
+    assert not same_routing(report(), report(draining=True))
 
 
 def test_a_report_of_another_boot_changes_nothing(fleet: WorkerRegistry) -> None:

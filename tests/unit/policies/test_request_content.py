@@ -48,7 +48,9 @@ def test_the_size_matches_that_of_the_decoded_picture(kind: str, mode: str, opti
 def test_a_jpeg_may_have_tables_before_the_segment_with_its_size(marker: int) -> None:
     table = bytes((0xFF, marker)) + b"\0\x09" + bytes(7)
     frame = b"\xff\xc0\0\x11\x08" + (203).to_bytes(2) + (301).to_bytes(2) + bytes(10)
-    assert read_size(data_url(b"\xff\xd8" + table + frame, "jpeg")) == (301, 203)
+    for padding in (b"", b"\xff", b"\xff\xff"):
+        content = b"\xff\xd8" + table + padding + frame
+        assert read_size(data_url(content, "jpeg")) == (301, 203)
 
 
 def test_a_decompression_bomb_is_measured_and_not_decoded() -> None:

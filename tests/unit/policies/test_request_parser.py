@@ -173,6 +173,11 @@ def test_a_deep_schema_of_ordinary_size_is_accepted() -> None:
     assert read_chat(chat_template_kwargs={"enable_thinking": True}) == read_chat()
 
 
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
+def test_a_seed_may_be_any_integer_of_64_bits(seed: int) -> None:
+    assert read_chat(seed=seed).sampling.seed == seed
+
+
 def test_completions_have_openais_default_length_and_their_own_fields() -> None:
     profile = read_profile({"model": "m", "prompt": "abc", "logprobs": 2}, Endpoint.COMPLETIONS)
     assert (profile.max_tokens, profile.text_chars, profile.top_logprobs) == (16, 3, 2)

@@ -13,6 +13,7 @@ from gateway.protocols.event_stream import StreamScanner, StreamState
 from gateway.protocols.openai import OpenAIStreamEncoder
 from gateway.types import Drafts, Usage
 from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
+from workers.protocol import MAX_DRAFT_TOKENS
 
 
 def scan(
@@ -110,6 +111,15 @@ def test_a_valid_stream_passes_unchanged(words: list[str], end: bytes) -> None:
     assert not state.broken
     assert state.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
     assert state.drafts == Drafts(steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
+
+
+def test_a_histogram_may_have_every_position_that_a_worker_can_draft() -> None:
+    by_accepted = tuple(range(MAX_DRAFT_TOKENS + 1))
+    usage = json.loads(usage_chunk().removeprefix(b"data: "))
+    usage["metrics"]["speculative_decoding"]["acceptance_histogram"] = [*by_accepted, 7]
+    _, state = scan([event(usage)])
+    assert state.drafts is not None
+    assert state.drafts.histogram == by_accepted
 
 
 def test_the_trailing_chunk_is_sent_with_its_metrics_or_without_them() -> None:

@@ -105,6 +105,15 @@ def test_the_worker_with_faster_prefill_is_first_for_a_long_prompt() -> None:
     assert worker_order(SHORT, fleet_of(worker("a", **slow), worker("b", 2, **fast))) == "ab"
 
 
+def test_a_prompt_costs_the_prefill_of_a_token_for_every_four_characters() -> None:
+    fleet = fleet_of(worker("a", prefill_tokens_per_s=500.0))
+    long, short = (
+        decide(RoutingRequest(POLICY, profile), fleet, Random(0)).candidates[0].score_s
+        for profile in (LONG, SHORT)
+    )
+    assert long - short == pytest.approx((16_000 - 400) / 4 / 500)
+
+
 def test_pending_prompts_add_their_prefill_time_to_the_cost() -> None:
     assert worker_order(SHORT, fleet_of(worker("a", 1, prefill_left_s=5), worker("b", 2))) == "ba"
     assert (

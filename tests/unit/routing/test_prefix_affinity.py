@@ -180,6 +180,13 @@ def test_a_full_holder_ranks_behind_a_worker_with_a_free_slot() -> None:
     assert first_of(worker_of(STUDIO, 4), worker_of(LAPTOP, 3)) == "laptop"
 
 
+def test_a_full_holder_costs_as_much_as_another_full_worker() -> None:
+    workers = (worker_of(STUDIO, 4), worker_of(LAPTOP, 4))
+    fleet = replace(FleetView.of(workers, frozenset(("demo",))), prefix_boots=frozenset((STUDIO,)))
+    holder, other = decide(REQUEST, fleet, Random(0)).candidates
+    assert holder.score_s == other.score_s
+
+
 def test_a_restarted_worker_holds_no_prefix() -> None:
     restarted = worker_of(("studio", "2"))
     firsts = {first_of(restarted, worker_of(LAPTOP), seed=seed) for seed in range(50)}
