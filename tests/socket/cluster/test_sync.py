@@ -177,6 +177,15 @@ def test_a_worker_is_drained_once_no_gateway_has_a_request_on_it(
         assert drained.result().json()["drained"]
 
 
+def test_a_drain_waits_until_other_gateways_have_read_the_cordon(
+    make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
+) -> None:
+    gateway = make_cluster_gateway()
+    gateway.send_heartbeat(worker)
+    assert not gateway.admin.post(DRAIN, params={"timeout_s": "1"}).json()["drained"]
+    assert gateway.admin.post(DRAIN).json()["drained"]
+
+
 def test_a_drain_ends_when_another_gateway_uncordons_the_worker(
     make_cluster_gateway: MakeClusterGateway,
     worker: ScriptedWorker,

@@ -10,7 +10,7 @@ from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, same_routing
 from gateway.routing.select import Candidate
-from policies.document import Pool
+from policies.sections import Pool
 from tests.support.fake_clock import START_S, FakeClock
 from tests.support.scripted_worker import lane_report
 from tests.support.static_workers import static_worker

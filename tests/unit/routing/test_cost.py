@@ -114,6 +114,15 @@ def test_a_prompt_costs_the_prefill_of_a_token_for_every_four_characters() -> No
     assert long - short == pytest.approx((16_000 - 400) / 4 / 500)
 
 
+def test_a_picture_costs_the_prefill_of_300_tokens() -> None:
+    fleet = fleet_of(worker("a", prefill_tokens_per_s=500.0))
+    pictures, text = (
+        decide(RoutingRequest(POLICY, profile), fleet, Random(0)).candidates[0].score_s
+        for profile in (SHORT._replace(media=(("image", 3),)), SHORT)
+    )
+    assert pictures - text == pytest.approx(3 * 300 / 500)
+
+
 def test_pending_prompts_add_their_prefill_time_to_the_cost() -> None:
     assert worker_order(SHORT, fleet_of(worker("a", 1, prefill_left_s=5), worker("b", 2))) == "ba"
     assert (
