@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from gateway.auth.rate_limits import RateLimiter, day_of
+from gateway.auth.rate_limits import DAY_S, RateLimiter, day_of
 from gateway.auth.records import Limits
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.redis import RedisClient
@@ -97,6 +97,17 @@ async def test_running_requests_count_at_both_gateways_and_are_refunded(
     assert second.remaining() == (6, 600)
     assert second.remaining_today() == 2000
     assert second.limiter._remote_running == 0
+
+
+async def test_tokens_reserved_at_a_gateway_after_midnight_count_not_today(
+    redis: RedisServer, open_gateway: OpenGateway
+) -> None:
+    first, second = open_gateway(redis), open_gateway(redis)
+    await second.shared.exchange()
+    first.limiter.reserve(300, START_S, NOON + DAY_S)
+    await first.shared.exchange()
+    await second.shared.exchange()
+    assert second.remaining_today() == 2000
 
 
 async def test_running_requests_of_a_gateway_that_leaves_are_refunded(

@@ -74,7 +74,8 @@ async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
     boots = [boot_report(str(number), 3) for number in range(MAX_BOOTS + 1)]
     for boot in boots:
         reports.store(boot)
-        await reports.exchange([], [])
+        assert await reports.exchange([], []) == []
+    assert await reports.exchange([], []) == [], "no worker left"
     for boot in boots:
         reports.store(boot)
     assert sum(report.lanes[0].requests for report in reports.reports()) == 3 * len(boots)

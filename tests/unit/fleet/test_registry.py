@@ -303,6 +303,15 @@ def test_a_report_of_another_boot_changes_nothing(fleet: WorkerRegistry) -> None
     assert worker_ids(fleet) == ["mac"]
 
 
+def test_a_view_is_taken_anew_only_after_a_change(fleet: WorkerRegistry, clock: FakeClock) -> None:
+    fleet.heartbeat(report())
+    first = fleet.view()
+    clock.now_s += 0.001
+    assert fleet.view().workers is first.workers
+    acquired(fleet)
+    assert fleet.view().workers is not first.workers
+
+
 def test_a_snapshot_does_not_change_with_the_registry(fleet: WorkerRegistry) -> None:
     fleet.heartbeat(report())
     view = fleet.view()

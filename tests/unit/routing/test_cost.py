@@ -71,9 +71,10 @@ def fleet_of(*workers: WorkerView, holders: str = "", shared_tokens: int = 0) ->
 
 
 def worker_order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
-    candidates = decide(
-        RoutingRequest(POLICY, profile, prefix_key="p"), fleet, Random(seed)
-    ).candidates
+    request = RoutingRequest(POLICY, profile, prefix_key="p")
+    candidates = decide(request, fleet, Random(seed)).candidates
+    best, *_ = decide(request, fleet, Random(seed), first_only=True).candidates
+    assert best.worker_id == candidates[0].worker_id, "a decision for the first is the same"
     return "".join(candidate.worker_id for candidate in candidates)
 
 
@@ -87,6 +88,11 @@ def test_the_cost_of_a_lane_is_the_sum_of_its_terms_in_seconds() -> None:
     assert paying == pytest.approx(1.0 + 0.48 * (3 + 0.5 * 2))
     not_paying = load_cost_s(throughput, lane, 3, 2, drafting_pays=False)
     assert not_paying - paying == pytest.approx(0.3 * 2.0)
+
+
+def test_a_worker_without_a_limit_of_its_memory_has_no_pressure() -> None:
+    assert throughput_of(report("a")).memory_cost_s == 0
+    assert throughput_of(report("a").model_copy(update={"memory_limit_bytes": 0})).memory_cost_s == 0
 
 
 def test_a_lane_without_measurements_costs_as_much_as_on_a_mid_range_mac() -> None:
