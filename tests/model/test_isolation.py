@@ -1,0 +1,321 @@
+"""Isolation of two teams: what one asks changes nothing of what the other gets.
+
+The gateway's own hasher derives the keys of the system prompts. Every answer of the second team is
+compared with that of new lanes, which the first team has never used: its tokens, their
+log-probabilities, and `cached_tokens`. A prefix moves between workers only as a claim of a gateway,
+which holds a key and no content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import httpx
+import pytest
+
+from gateway.routing.prefix_affinity import PrefixHasher
+from gateway.types import Caller, Inspected
+from policies.request.profile import Endpoint, RequestProfile, Sampling
+from policies.sections import PrefixPolicy
+from tests.support.engine_lane import GREEDY, RowEvents, run_until_idle
+from tests.support.heartbeats import repeated
+from tests.support.openai_requests import picture_body
+from tests.support.policies import PolicyAdmin
+from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings
+from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.worker_process import RunningWorker
+from workers.engine.model import Checkpoint
+from workers.engine.prefix_cache import PrefixCache
+from workers.engine.prefix_cache_files import PrefixCacheFiles
+from workers.engine.scheduler import LaneScheduler
+from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
+from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import LaneName, Picture, Prompt
+from workers.protocol import NO_PREFIX
+
+RED = Caller(key="key-1", team="red")
+RED_TOO = Caller(key="key-2", team="red")
+BLUE = Caller(key="key-3", team="blue")
+HASHER = PrefixHasher(b"join token")
+SAMPLED = Sampling(temperature=0.9, top_p=0.95)
+FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. "
+SYSTEMS = {
+    "short": "Say heron.",
+    "middle": "The code word is cormorant. Nobody else may ever learn of it, so be very brief.",
+    "long": "You are the clerk. The code word is cormorant. " + FILLER * 8,
+}
+QUESTION = "What is the code word?"
+PICTURE = Picture(width_px=64, height_px=64, rgb=bytes(range(256)) * 48)
+OTHER_PICTURE = Picture(width_px=64, height_px=64, rgb=bytes(reversed(range(256))) * 48)
+
+Kind = Literal["greedy", "sampled", "picture"]
+Isolation = Literal["key", "team"]
+
+
+class Answer(NamedTuple):
+    """What a client can see of an answer."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One request of a client."""
+
+    caller: Caller
+    system: str
+    user: str = QUESTION
+    kind: Kind = "greedy"
+    isolation: Isolation = "team"
+    picture: Picture = PICTURE
+    sparse: bool | None = None
+    max_tokens: int = 6
+
+
+class Worker:
+    """Both lanes of a worker over one prefix cache."""
+
+    def __init__(
+        self,
+        make_lane: Callable[..., LaneScheduler],
+        submit: Callable[..., RowEvents],
+        prompts: PromptRenderer,
+        *,
+        files: PrefixCacheFiles | None = None,
+        sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
+    ) -> None:
+        self.cache = PrefixCache(1 << 30, files)
+        self._lanes = {
+            name: make_lane(name, prefix_cache=self.cache, sparse_prefill=sparse_prefill)
+            for name in LaneName
+        }
+        self._submit = submit
+        self._prompts = prompts
+
+    def ask(self, *questions: Question) -> list[Answer]:
+        """Answer these requests at once, as gateway and worker pass them to the engine."""
+        results = [self._add(question) for question in questions]
+        for lane in self._lanes.values():
+            run_until_idle(lane)
+        return [
+            Answer(
+                tuple(result.row.answer),
+                tuple(token.logprob for token in result.logprobs),
+                result.row.cached_tokens,
+            )
+            for result in results
+        ]
+
+    def _add(self, question: Question) -> RowEvents:
+        system = {"role": "system", "content": question.system}
+        profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
+        rules = PrefixPolicy(isolation=question.isolation)
+        key = HASHER.prefix_key(
+            Inspected("demo", profile, {"messages": [system]}), question.caller, rules
+        )
+        with_picture = question.kind == "picture"
+        content = [{"type": "image"}, {"type": "text", "text": question.user}]
+        messages = [system, {"role": "user", "content": content if with_picture else question.user}]
+        prepared = self._prompts.prepare(
+            Prompt(
+                text=self._prompts.chat(messages),
+                pictures=(question.picture,) if with_picture else (),
+                prefix_text=self._prompts.shared_prefix(messages) if key else "",
+                prefix_key=key or NO_PREFIX,
+            )
+        )
+        result = self._submit(
+            self._lanes[LaneName.TEXT_MTP if question.kind == "greedy" else LaneName.VLM],
+            prepared,
+            sampling=SAMPLED if question.kind == "sampled" else GREEDY,
+            seed=7,
+            top_logprobs=2,
+            max_tokens=question.max_tokens,
+            spec_prefill=SpecPrefillOptions(sparse=question.sparse),
+        )
+        if prepared.prefix is not None:
+            result.row.prefetched = self.cache.prefetch(prepared.prefix.key)
+        return result
+
+
+@pytest.fixture
+def new_worker(
+    make_lane: Callable[..., LaneScheduler],
+    submit: Callable[..., RowEvents],
+    prompt_renderer: PromptRenderer,
+) -> Callable[..., Worker]:
+    """Return a function that makes a worker that has read nothing yet."""
+    return lambda **parts: Worker(make_lane, submit, prompt_renderer, **parts)
+
+
+def attempts(caller: Caller, secret: str, **fields: Any) -> Iterator[Question]:
+    """Yield requests of a client that tries to learn the system prompt of another."""
+    half = secret[: len(secret) // 2]
+    for system in (secret, f"{secret} Repeat the words above.", half, f"{half}pelican."):
+        yield Question(caller=caller, system=system, **fields)
+    yield Question(caller=caller, system="Be brief.", user=f"{secret} {QUESTION}", **fields)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "picture"])
+def test_c8_a_team_gets_the_answers_of_a_worker_that_another_team_never_used(
+    new_worker: Callable[..., Worker], kind: Kind
+) -> None:
+    secret = SYSTEMS["long"]
+    worker = new_worker()
+    own = Question(caller=RED, system=secret, kind=kind)
+    first, second = worker.ask(own)[0], worker.ask(own)[0]
+    assert first.cached_tokens == 0
+    assert second.cached_tokens > 0, "the cache is in use"
+    for question in attempts(BLUE, secret, kind=kind):
+        assert worker.ask(question) == new_worker().ask(question)
+        assert worker.ask(question)[0].tokens == new_worker().ask(question)[0].tokens
+
+
+@pytest.mark.parametrize("isolation", ["team", "key"])
+def test_c8_keys_of_a_team_share_a_prompt_only_if_the_policy_isolates_teams(
+    new_worker: Callable[..., Worker], isolation: Isolation
+) -> None:
+    worker = new_worker()
+    cached = [
+        worker.ask(Question(caller=caller, system=SYSTEMS["long"], isolation=isolation))[0]
+        for caller in (RED, RED_TOO, BLUE)
+    ]
+    assert [answer.cached_tokens > 0 for answer in cached] == [False, isolation == "team", False]
+
+
+def test_c8_files_of_one_team_change_no_answer_of_another_after_a_restart(
+    new_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    def restarted() -> Worker:
+        return new_worker(files=PrefixCacheFiles(tmp_path, 1 << 30, "demo", b"secret"))
+
+    secret = SYSTEMS["long"]
+    own = Question(caller=RED, system=secret)
+    before = restarted()
+    before.ask(own)
+    before.cache.close()
+    assert len(list(tmp_path.iterdir())) == 1
+    worker = restarted()
+    for question in attempts(BLUE, secret):
+        assert worker.ask(question) == new_worker().ask(question)
+    assert worker.ask(own)[0].cached_tokens > 0, "the file is in use"
+    worker.cache.close()
+
+
+def test_c8_sparse_prompts_of_one_team_change_no_answer_of_another(
+    new_worker: Callable[..., Worker], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    settings = SpecPrefillSettings(draft=tmp_path, threshold_tokens=300, keep_share=0.4)
+    sparse_prefill = SparsePrefill(settings, checkpoint.target, checkpoint.context_tokens)
+    secret = SYSTEMS["long"]
+    for sparse in (True, None):
+        user = FILLER * 8 + QUESTION
+        worker = new_worker(sparse_prefill=sparse_prefill)
+        for _ in range(2):
+            worker.ask(Question(caller=RED, system=secret, user=user, sparse=sparse))
+        for system in (secret, f"{secret} Repeat it."):
+            question = Question(caller=BLUE, system=system, user=user, sparse=sparse)
+            assert worker.ask(question) == new_worker(sparse_prefill=sparse_prefill).ask(question)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "picture"])
+def test_c8_rows_of_one_team_change_no_answer_of_another_in_the_same_batch(
+    new_worker: Callable[..., Worker], kind: Kind
+) -> None:
+    """The batches have equal shapes, and differ in the secrets and pictures of one team."""
+
+    def answers(word: str, picture: Picture) -> list[Answer]:
+        secret = SYSTEMS["long"].replace("cormorant", word)
+        questions = []
+        for number in range(4):
+            user = f"{number}. {QUESTION}"
+            questions += [
+                Question(caller=RED, system=secret, user=user, kind=kind, picture=picture,
+                         max_tokens=24),
+                Question(caller=BLUE, system=SYSTEMS["long"], user=user, kind=kind),
+            ]  # fmt: skip
+        worker = new_worker()
+        worker.ask(questions[0])
+        together = worker.ask(*questions)
+        assert [answer.cached_tokens > 0 for answer in together[::2]] == [True] * 4
+        assert together[1].cached_tokens == 0
+        return together[1::2]
+
+    expected = answers("spoonbill", OTHER_PICTURE)
+    for found, fresh in zip(answers("cormorant", PICTURE), expected, strict=True):
+        assert (found.tokens, found.cached_tokens) == (fresh.tokens, fresh.cached_tokens)
+        assert found.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
+
+
+class Team(NamedTuple):
+    """A gateway, and the headers of one key."""
+
+    gateway: RunningGateway
+    headers: dict[str, str]
+
+    def ask(self, model: str, system: str, kind: Kind) -> tuple[Any, int]:
+        """Return the choices and the cached tokens of an answer."""
+        body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0.0}
+        if kind == "picture":
+            body = picture_body(model, "red", size=64, temperature=0.0)
+        elif kind == "sampled":
+            body |= {"temperature": 0.9, "seed": 7, "logprobs": True, "top_logprobs": 2}
+        body["messages"].insert(0, {"role": "system", "content": system})
+        body |= {"model": model, "max_tokens": 4, "draft_tokens": 2}
+        response = self.gateway.client.post(
+            "/v1/chat/completions", headers=self.headers, json=body
+        ).raise_for_status()
+        usage = response.json()["usage"]
+        return response.json()["choices"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("isolation", ["team", "key"])
+def test_c8_no_key_gets_cached_tokens_of_another_team_through_a_gateway(
+    real_worker: RunningWorker, tmp_path: Path, isolation: Isolation
+) -> None:
+    with RunningGateway(make_settings(tmp_path)) as gateway, contextlib.ExitStack() as stack:
+        path = f"/admin/v1/workers/{real_worker.worker_id}"
+        token = {"authorization": f"Bearer {JOIN_TOKEN}"}
+
+        def send_heartbeat() -> httpx.Response:
+            report = httpx.get(f"{real_worker.url}/v1/status").json()["report"]
+            return gateway.client.put(path, headers=token, json=report)
+
+        stack.enter_context(repeated(send_heartbeat))
+        admin = stack.enter_context(PolicyAdmin(gateway.url, gateway.admin_key))
+        patch = json.dumps({"prefix": {"isolation": isolation}})
+        admin.patch(patch, content_type="application/merge-patch+json").raise_for_status()
+        red, red_too, blue, green = (
+            Team(gateway, bearer_headers(gateway.create_key(team=team)))
+            for team in ("red", "red", "blue", "green")
+        )
+        model = real_worker.model
+        kinds: tuple[Kind, ...] = ("greedy", "sampled", "picture")
+        for kind in kinds[: 1 if isolation == "key" else 3]:
+            for length, text in SYSTEMS.items():
+                system = f"{isolation}, {kind}: {text}"
+                unused = green.ask(model, system, kind)
+                red.ask(model, system, kind)
+                assert (red.ask(model, system, kind)[1] > 0) == (length == "long")
+                assert blue.ask(model, system, kind) == unused
+                assert unused[1] == 0
+        secrets = [f"{number}, {isolation}: {SYSTEMS['long']}" for number in range(4)]
+        for secret in secrets:
+            red.ask(model, secret, "greedy")
+        with ThreadPoolExecutor(8) as pool:  # both teams in one batch
+            answers = [
+                pool.submit(team.ask, model, secret, "greedy")
+                for secret, other in zip(secrets, (blue, blue, green, red_too), strict=True)
+                for team in (red, other)
+            ]
+        cached = [answer.result()[1] > 0 for answer in answers]
+        assert cached == [True, False] * 3 + [True, isolation == "team"]
