@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,15 @@ class Worker:
 
     def ask(self, *questions: Question) -> list[Answer]:
         """Answer these requests at once, as gateway and worker pass them to the engine."""
-        results = [self._add(question) for question in questions]
+        return self._run([self._add(question) for question in questions])
+
+    def answer(self, prompt: Prompt) -> Answer:
+        """Answer one prompt with pictures."""
+        prepared = self._prompts.prepare(prompt)
+        lane = self._lanes[LaneName.VLM]
+        return self._run([self._submit(lane, prepared, top_logprobs=2, max_tokens=4)])[0]
+
+    def _run(self, results: Sequence[RowEvents]) -> list[Answer]:
         for lane in self._lanes.values():
             run_until_idle(lane)
         return [
@@ -254,6 +262,28 @@ def test_c8_rows_of_one_team_change_no_answer_of_another_in_the_same_batch(
     for found, fresh in zip(answers("cormorant", PICTURE), expected, strict=True):
         assert (found.tokens, found.cached_tokens) == (fresh.tokens, fresh.cached_tokens)
         assert found.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("key", [None, "any key"])
+def test_c8_a_picture_in_a_system_message_is_never_cached(
+    new_worker: Callable[..., Worker], prompt_renderer: PromptRenderer, key: str | None
+) -> None:
+    """All pictures have the same tokens, by which the cache recognizes a prompt."""
+    system = [{"type": "text", "text": SYSTEMS["long"]}, {"type": "image"}]
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+
+    def ask(worker: Worker, picture: Picture) -> Answer:
+        prompt = Prompt(
+            text=prompt_renderer.chat(messages),
+            pictures=(picture,),
+            prefix_text=prompt_renderer.shared_prefix(messages),
+            prefix_key=key,
+        )
+        return worker.answer(prompt)
+
+    worker = new_worker()
+    ask(worker, PICTURE)
+    assert ask(worker, OTHER_PICTURE) == ask(new_worker(), OTHER_PICTURE)
 
 
 class Team(NamedTuple):

@@ -140,10 +140,12 @@ class PromptRenderer:
         """Return the text with which every prompt with these system messages and tools begins.
 
         Two renderings with different user texts agree exactly up to there, with any template
-        (vllm-mlx #714 does the same). Empty without system messages and tools.
+        (vllm-mlx #714 does the same). Empty without system messages and tools, and with a picture
+        in a system message: its tokens are those of any other picture.
         """
         leading = list(takewhile(lambda message: message["role"] == "system", messages))
-        if not leading and not tools:
+        pictured = any(isinstance(message.get("content"), list) for message in leading)
+        if pictured or not (leading or tools):
             return ""
         first, second = (
             self.chat([*leading, {"role": "user", "content": text}], tools, template_kwargs)
