@@ -38,6 +38,8 @@ class StaticWorker(BaseModel):
     """The most requests at a time, over all its pools."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?[A-Za-z0-9_]*$")
     """The environment variable that holds its API key, so that no key is in the file."""
+    cache_salt: bool = False
+    """Whether to send vLLM's field `cache_salt`, which isolates clients in its prefix cache."""
 
     @field_validator("url")
     @classmethod

@@ -21,6 +21,8 @@ class Backend(ABC):
     shares_slots: ClassVar[bool]
     """The lanes of the worker share its slots."""
     probe_path: ClassVar[str]
+    takes_cache_salt = False
+    """The server isolates clients in its own prefix cache by the field `cache_salt`."""
 
     def __init__(self, token: str = "") -> None:
         self.authorization = {"authorization": f"Bearer {token}"} if token else {}
@@ -68,6 +70,7 @@ class OpenAIBackend(Backend):
         self.report = worker.report
         """What the configuration says of the worker, as the report that it never sends."""
         self._models = tuple(dict.fromkeys(worker.models))
+        self.takes_cache_salt = worker.cache_salt
 
     def models(self, report: WorkerReport) -> tuple[str, ...]:  # noqa: ARG002
         """Return the models of the settings."""

@@ -2,8 +2,9 @@
 
 Self-clocked fair queueing (Golestani, 1994): each ticket gets a finish time in virtual time, one
 step of 1 / weight behind the last ticket of the same client and priority, but never in the past;
-the earliest is next. So a client that sends a hundred requests delays its own, not another's, and
-bulk work is slow but never starves.
+the earliest is next, and of two equal ones that of the client with fewer tickets before it. So a
+client that sends a hundred requests delays its own, not another's, which waits for at most one of
+them; and bulk work is slow but never starves.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class FairQueue(Generic[Ticket]):
     """Tickets in the order in which they are served."""
 
     def __init__(self) -> None:
-        self._order: list[tuple[float, int, Ticket]] = []
-        self._entries: dict[Ticket, tuple[float, int, _Flow]] = {}
+        self._order: list[tuple[float, int, int, Ticket]] = []
+        """Finish time, tickets of the flow before it, sequence number, ticket."""
+        self._entries: dict[Ticket, tuple[float, int, int, _Flow]] = {}
         self._flows: dict[_Flow, tuple[float, int]] = {}
         """Last finish time and number of waiting tickets of each flow."""
         self._virtual_time = 0.0
@@ -36,7 +38,7 @@ class FairQueue(Generic[Ticket]):
 
     def __iter__(self) -> Iterator[Ticket]:
         """Iterate over a copy of the tickets, the next one first."""
-        return iter([ticket for _, _, ticket in self._order])
+        return iter([ticket for *_, ticket in self._order])
 
     def enqueue(self, ticket: Ticket, priority: Priority, client: str) -> None:
         """Add a ticket."""
@@ -45,12 +47,12 @@ class FairQueue(Generic[Ticket]):
         finish = max(self._virtual_time, last) + 1 / WEIGHTS[priority]
         self._flows[flow] = (finish, waiting + 1)
         self._sequence += 1
-        self._entries[ticket] = (finish, self._sequence, flow)
-        bisect.insort(self._order, (finish, self._sequence, ticket))
+        self._entries[ticket] = (finish, waiting, self._sequence, flow)
+        bisect.insort(self._order, (finish, waiting, self._sequence, ticket))
 
     def dequeue(self, ticket: Ticket) -> None:
         """Remove a ticket that is served, and advance the virtual time."""
-        finish, _, _ = self._entries[ticket]
+        finish = self._entries[ticket][0]
         self._virtual_time = max(self._virtual_time, finish)
         self.remove(ticket)
 
@@ -59,8 +61,8 @@ class FairQueue(Generic[Ticket]):
         entry = self._entries.pop(ticket, None)
         if entry is None:
             return
-        finish, number, flow = entry
-        del self._order[bisect.bisect_left(self._order, (finish, number))]
+        *place, flow = entry
+        del self._order[bisect.bisect_left(self._order, tuple(place))]
         last, waiting = self._flows.pop(flow)
         if waiting > 1:
             self._flows[flow] = (last, waiting - 1)

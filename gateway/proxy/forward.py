@@ -57,6 +57,7 @@ class Forwarder:
         self._settings = settings = gateway.settings
         self._scheduler = gateway.scheduler
         self._prefix_index = gateway.prefix_index
+        self._prefix_names = gateway.prefix_names
         self._clock = gateway.clock
         self.connections = upstream.ConnectionPool(
             settings.connect_timeout_s, settings.answer_timeout_s
@@ -158,7 +159,11 @@ class Forwarder:
     ) -> None:
         """Send the request to one worker and relay its response."""
         assert context.inspected is not None
-        body = lease.state.backend.body(body, context.inspected.body)
+        backend, fields = lease.state.backend, context.inspected.body
+        if backend.takes_cache_salt:
+            salt = self._prefix_names.cache_salt(context.caller, context.policy.prefix)
+            fields = {**fields, "cache_salt": salt} if salt else fields
+        body = backend.body(body, fields)
         try:
             response = await self._send(lease, body, context)
         except upstream.StaleConnection:

@@ -50,8 +50,16 @@ class PrefixHasher:
         prefix = to_json([scope, inspected.profile.model, *shared, system], inf_nan_mode="null")
         if len(prefix) < _MIN_PREFIX_BYTES:
             return ""
+        return self._hex(prefix)
+
+    def cache_salt(self, caller: Caller, rules: PrefixPolicy) -> str:
+        """Return the salt of a client's isolation scope; empty if all clients share prompts."""
+        scope = rules.scope(caller.key, caller.team)
+        return self._hex(f"cache_salt {scope}".encode()) if scope else ""
+
+    def _hex(self, text: bytes) -> str:
         digest = self._digest.copy()
-        digest.update(prefix)
+        digest.update(text)
         return digest.hexdigest()
 
 

@@ -124,14 +124,14 @@ class Worker:
         ]
 
     def _add(self, question: Question) -> RowEvents:
-        system = {"role": "system", "content": question.system}
+        system: dict[str, Any] = {"role": "system", "content": question.system}
         profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
         rules = PrefixPolicy(isolation=question.isolation)
         key = HASHER.prefix_key(
             Inspected("demo", profile, {"messages": [system]}), question.caller, rules
         )
         with_picture = question.kind == "picture"
-        content = [{"type": "image"}, {"type": "text", "text": question.user}]
+        content: Any = [{"type": "image"}, {"type": "text", "text": question.user}]
         messages = [system, {"role": "user", "content": content if with_picture else question.user}]
         prepared = self._prompts.prepare(
             Prompt(
@@ -269,8 +269,11 @@ def test_c8_a_picture_in_a_system_message_is_never_cached(
     new_worker: Callable[..., Worker], prompt_renderer: PromptRenderer, key: str | None
 ) -> None:
     """All pictures have the same tokens, by which the cache recognizes a prompt."""
-    system = [{"type": "text", "text": SYSTEMS["long"]}, {"type": "image"}]
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+    system: Any = [{"type": "text", "text": SYSTEMS["long"]}, {"type": "image"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": QUESTION},
+    ]
 
     def ask(worker: Worker, picture: Picture) -> Answer:
         prompt = Prompt(
@@ -294,7 +297,8 @@ class Team(NamedTuple):
 
     def ask(self, model: str, system: str, kind: Kind) -> tuple[Any, int]:
         """Return the choices and the cached tokens of an answer."""
-        body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0.0}
+        messages: Any = [{"role": "user", "content": QUESTION}]
+        body: dict[str, Any] = {"messages": messages, "temperature": 0.0}
         if kind == "picture":
             body = picture_body(model, "red", size=64, temperature=0.0)
         elif kind == "sampled":

@@ -28,6 +28,7 @@ from gateway.fleet.registry import WorkerRegistry
 from gateway.protocols.openai import for_openai
 from gateway.storage.counters import MemoryCounters
 from policies.document import default_policy
+from tests.support.policies import gateway_with_policy
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, Script, ScriptedWorker
 from tests.support.static_workers import ENTRY, static_worker
@@ -83,6 +84,24 @@ def test_a_static_worker_gets_its_own_key_and_no_gateway_headers(
     assert "top_k" not in received.body
     assert "min_p" not in received.body
     assert received.body["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("isolation", ["key", "team", "none"])
+def test_c8_a_static_worker_gets_the_isolation_scope_as_its_cache_salt(
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker, isolation: str
+) -> None:
+    salted = static_worker(url=worker.url, pools=["vlm"], cache_salt=True)
+    plain = static_worker(url=second_worker.url, pools=["vlm"], id="plain", models=["other"])
+    policy = {"prefix": {"isolation": isolation}}
+    with gateway_with_policy(tmp_path, static_workers=(salted, plain), **policy) as gateway:
+        for team in ("red", "red", "blue"):
+            gateway.use_key(gateway.create_key(team=team)["secret"])
+            for model in ("demo", "other"):
+                assert gateway.chat(model=model).status_code == 200
+    first, second, other = (received.body.get("cache_salt") for received in worker.requests)
+    assert (first is None) == (isolation == "none")
+    assert (first == second, first == other) == (isolation != "key", isolation == "none")
+    assert all("cache_salt" not in received.body for received in second_worker.requests)
 
 
 def test_a_static_worker_without_a_key_gets_no_authorization_header(

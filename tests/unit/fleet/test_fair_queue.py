@@ -41,6 +41,15 @@ def test_a_client_with_a_hundred_requests_delays_only_its_own() -> None:
     assert "modest" in dequeue_clients(queue, 2)
 
 
+def test_c7_a_request_waits_for_one_request_of_a_client_that_keeps_the_queue_full() -> None:
+    queue = queue_of(*[("greedy", DEFAULT)] * 50)
+    for number in range(10):
+        dequeue_clients(queue, 1)  # with a single slot, this request runs
+        queue.enqueue(f"greedy-{50 + number}", DEFAULT, "greedy")
+        queue.enqueue(f"modest-{number}", DEFAULT, "modest")
+        assert dequeue_clients(queue, 1) == ["modest"]
+
+
 def test_a_new_client_gets_an_equal_share_and_no_precedence() -> None:
     queue = queue_of(*[("old", DEFAULT)] * 20)
     dequeue_clients(queue, 10)
