@@ -250,10 +250,16 @@ class CancelScope:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._writer.attach(None)
-        if self._reason is not None:
+        # A scope that kept the error would be a cycle of garbage with its traceback, which holds
+        # the body of the request.
+        reason, self._reason = self._reason, None
+        if reason is not None:
             ours = self._task.uncancel() <= self._cancelling
             if ours and kind is asyncio.CancelledError:
-                raise self._reason from error
+                try:
+                    raise reason from error
+                finally:
+                    del reason
 
     def limit(self, seconds: float, error: Callable[[], Exception]) -> None:
         """Cancel with such an error after so many seconds; a new limit replaces the last.

@@ -119,6 +119,7 @@ class RequestContext(RequestRecord):
         self.first_token_s = _since(self.body_read_s, self.first_token_at_s)
         self.token_s = self._token_s(now_s)
         self.spent = self.cost(self.error) if self.caller.key else NOTHING
+        self.error = None  # its traceback holds this record, and the body of the request
         self.prefix = self.cache_result
 
     def _token_s(self, now_s: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.support.running_gateway import RunningGateway, chat_body, make_settings
+from gateway.proxy.context import RequestContext
+from tests.support.raw_client import raw_client, wait_for_outcomes
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 
 
@@ -177,3 +180,28 @@ def test_each_key_authorizes_its_own_plane(
     assert gateway_with_keys.client.get("/admin/v1/workers", headers=data).status_code == 401
     heartbeat = gateway_with_keys.client.put("/admin/v1/workers/x", headers=admin, json={})
     assert heartbeat.status_code == 401
+
+
+def requests_in_memory() -> int:
+    return sum(isinstance(thing, RequestContext) for thing in gc.get_objects())
+
+
+def test_c16_a_rejected_body_is_freed_without_the_garbage_collector(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    """A gateway collects garbage so seldom that a few hundred such bodies fill its memory."""
+    gc.collect()
+    before = requests_in_memory()
+    gc.disable()
+    try:
+        for body in (b'{"model": "demo", "x": [[], []]}', b"[[", b"{}"):
+            gateway_with_worker.client.post("/v1/chat/completions", content=body)
+        gateway_with_worker.chat(model="unknown")
+        worker.script.hang = True
+        with raw_client(gateway_with_worker) as client:
+            client.send_chat()
+            worker.request_received.wait(20)
+        wait_for_outcomes(gateway_with_worker, refused=4, client_left=1)
+        wait_until(lambda: requests_in_memory() <= before)
+    finally:
+        gc.enable()
