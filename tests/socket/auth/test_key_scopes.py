@@ -22,6 +22,7 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
+from tests.support.rate_limit_model import ALL_LIMITS
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 
@@ -58,6 +59,11 @@ def test_arbitrary_bytes_authenticate_no_caller(offered: bytes) -> None:
         if authorization.strip() != b"Bearer static-secret":
             with pytest.raises(KeyRefused):
                 ring.authenticate(authorization)
+
+
+def test_a_key_is_unlimited_without_any_limit() -> None:
+    assert KeyTerms(name="a").unlimited
+    assert not KeyTerms(name="a", **ALL_LIMITS.model_dump()).unlimited
 
 
 def test_the_repr_of_a_key_contains_no_digest() -> None:

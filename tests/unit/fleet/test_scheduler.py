@@ -290,6 +290,18 @@ async def test_a_request_fails_at_once_where_every_worker_is_missing_or_busy(
     assert busy.value.retry_after_s == 7.0
 
 
+async def test_a_queued_request_gets_the_slot_of_a_busy_worker_after_its_retry_after(
+    scheduler: SchedulerHarness,
+) -> None:
+    running = await scheduler.acquire()
+    queued = scheduler.acquire()
+    assert await scheduler.queue_length() == 1
+    scheduler.dispatch.release(running, AttemptResult.BUSY, 0.01)
+    scheduler.clock.advance(0.01)
+    async with asyncio.timeout(20):
+        await queued
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_under_random_events_every_slot_is_released_and_none_is_leased_twice(
     seed: int,

@@ -178,6 +178,10 @@ def test_a_seed_may_be_any_integer_of_64_bits(seed: int) -> None:
     assert read_chat(seed=seed).sampling.seed == seed
 
 
+def test_a_request_may_ask_for_up_to_8_draft_tokens() -> None:
+    assert [read_chat(draft_tokens=count).draft_tokens for count in (0, 8)] == [0, 8]
+
+
 def test_completions_have_openais_default_length_and_their_own_fields() -> None:
     profile = read_profile({"model": "m", "prompt": "abc", "logprobs": 2}, Endpoint.COMPLETIONS)
     assert (profile.max_tokens, profile.text_chars, profile.top_logprobs) == (16, 3, 2)
