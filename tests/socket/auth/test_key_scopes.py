@@ -15,6 +15,7 @@ from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyTerms, new_key
 from gateway.errors import KeyRefused
 from policies.document import Priority
+from tests.support.rate_limit_model import ALL_LIMITS
 from tests.support.running_gateway import (
     RunningGateway,
     chat_body,
@@ -22,7 +23,6 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
-from tests.support.rate_limit_model import ALL_LIMITS
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 
