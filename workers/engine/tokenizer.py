@@ -50,6 +50,8 @@ MIN_PREFIX_TOKENS = 32
 # A code point that Unicode reserves as a non-character, so that no text contains it.
 _SEPARATOR = "\ufdd0"
 
+_MISTRAL_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
+
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
@@ -113,16 +115,22 @@ class PromptRenderer:
         # Thinking takes seconds, so a request has to enable it.
         arguments = {"enable_thinking": False, **(template_kwargs or {})}
         if tools:
-            arguments["tools"] = self._control.split(tools)
+            arguments["tools"] = self._control.split([_tool_for_template(tool) for tool in tools])
+        plain = [_for_template(message) for message in messages]
+        if self.tool_parser_name == "mistral":
+            plain = [_with_short_ids(message) for message in plain]
         try:
             rendered = self._templated.apply_chat_template(
-                [self._control.split(_for_template(message)) for message in messages],
+                self._control.split(plain),
                 tokenize=False,
                 add_generation_prompt=True,
                 **arguments,
             )
         except RecursionError as error:
-            raise InvalidGeneration("messages", "These messages are nested too deeply.") from error
+            raise InvalidGeneration(
+                "messages",
+                "These messages or tools are nested too deeply for the model's chat template.",
+            ) from error
         except Exception as error:  # a template adds, indexes and calls what a client has sent
             logger.info("template.rejected", exc_info=error)
             reason = f": {error}" if isinstance(error, jinja2.TemplateError) else "."
@@ -261,6 +269,36 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         if all(part["type"] == "text" for part in content):
             content = "".join(part["text"] for part in content)
     return {**plain, "content": content}
+
+
+def _tool_for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that OpenAI's clients may leave out and templates read."""
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    parameters = dict(function.get("parameters", ()))
+    parameters.setdefault("type", "object")
+    parameters.setdefault("properties", {})
+    function.setdefault("description", "")
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with ids of tool calls as Mistral's templates require them."""
+    short = dict(message)
+    if "tool_call_id" in short:
+        short["tool_call_id"] = _short_id(short["tool_call_id"])
+    if "tool_calls" in short:
+        short["tool_calls"] = [
+            {**call, "id": _short_id(call["id"])} if call.get("id") else call
+            for call in short["tool_calls"]
+        ]
+    return short
+
+
+def _short_id(given: str) -> str:
+    """Return nine letters and digits for an id of a tool call; vLLM shortens ids alike."""
+    if _MISTRAL_CALL_ID.fullmatch(given):
+        return given
+    return blake2b(given.encode(), digest_size=5).hexdigest()[:9]
 
 
 def _common_length(first: Sequence[object], second: Sequence[object]) -> int:

@@ -108,6 +108,39 @@ async def test_a_body_that_is_no_json_object_returns_400(
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', "NaN", "[" * 500 + "]" * 500])
+async def test_c11_a_worker_reads_json_as_strictly_as_a_gateway(
+    client: httpx.AsyncClient, engine: ScriptedEngine, value: str
+) -> None:
+    """No tokenizer accepts half of a surrogate pair: it would be a failure of the worker."""
+    body = f'{{"model":"scripted","messages":[{{"role":"user","content":"x"}}],"user":{value}}}'
+    response = await client.post(CHAT, content=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+    assert engine.generations == []
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (
+            {"function": {"name": "add", "arguments": '{"a": "\\ud800"}'}},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"id": 5, "function": {"name": "add", "arguments": "{}"}},
+            "messages[0].tool_calls[0].id",
+        ),
+    ],
+)
+async def test_c11_a_tool_call_that_no_template_can_render_returns_400_and_is_named(
+    client: httpx.AsyncClient, engine: ScriptedEngine, call: dict[str, Any], param: str
+) -> None:
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    response = await client.post(CHAT, json={**CHAT_BODY, "messages": messages})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert engine.generations == []
+
+
 async def test_a_body_over_the_limit_returns_413(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from copy import copy
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -104,3 +106,84 @@ def test_c11_an_error_of_the_template_is_an_error_of_the_request(
         assert invalid.value.param == "messages"
     finally:
         failing._templated.chat_template = TEMPLATE
+
+
+def with_template(renderer: PromptRenderer, template: str) -> PromptRenderer:
+    tokenizer = copy(renderer._templated)
+    tokenizer.chat_template = template
+    return PromptRenderer(tokenizer)
+
+
+# As templates of gpt-oss, Command R and Hermes read tools.
+READS_TOOLS = """{%- set function = tools[0].function -%}
+{{- "// " + function.description + "|" -}}
+{%- for name, schema in function.parameters.properties.items() -%}{{- name -}}{%- endfor -%}
+{{- "|" + function.parameters.type + "|" + function | tojson -}}"""
+COMPLETE = {
+    "name": "add",
+    "description": "Adds",
+    "parameters": {"properties": {"a": {}}, "type": "object"},
+}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "add"},
+        {"name": "add", "description": None, "parameters": None, "strict": None},
+        {"name": "add", "parameters": {}},
+    ],
+)
+def test_c11_a_tool_without_its_optional_fields_renders(
+    renderer: PromptRenderer, function: dict[str, Any]
+) -> None:
+    reading = with_template(renderer, READS_TOOLS)
+    text = reading.chat([{"role": "user", "content": "x"}], [{"function": function}])
+    assert text.startswith("// ||object|{")
+
+
+def test_c11_a_complete_tool_renders_as_its_client_wrote_it(renderer: PromptRenderer) -> None:
+    reading = with_template(renderer, READS_TOOLS)
+    text = reading.chat([{"role": "user", "content": "x"}], [{"function": COMPLETE}])
+    assert text == f"// Adds|a|object|{json.dumps(COMPLETE)}"
+
+
+# Mistral's templates check every id; mlx-vlm recognizes them by the token.
+CHECKS_IDS = """{%- for message in messages -%}
+{%- set id = message.tool_calls[0].id if message.tool_calls else message.tool_call_id -%}
+{%- if id is defined -%}
+{%- if id | length != 9 -%}{{- raise_exception("Nine letters!") -}}{%- endif -%}
+{{- id + " " -}}
+{%- endif -%}
+{%- endfor -%}{#- [TOOL_CALLS] -#}"""
+
+
+@pytest.mark.parametrize("given", ["call_0123456789abcdef01234567", "Ab1Cd2Ef3", "é"])
+def test_c11_ids_of_tool_calls_fit_templates_of_mistral(
+    renderer: PromptRenderer, given: str
+) -> None:
+    call = {"id": given, "type": "function", "function": {"name": "add", "arguments": {}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": given, "content": "4"},
+    ]
+    of_call, of_result = with_template(renderer, CHECKS_IDS).chat(messages).split()
+    assert of_call == of_result
+    assert of_call.isalnum()
+    assert of_call.isascii()
+    assert (of_call == given) is (given == "Ab1Cd2Ef3")
+    assert call["id"] == given
+
+
+def test_c11_ids_stay_as_they_are_in_templates_of_others(renderer: PromptRenderer) -> None:
+    messages = [{"role": "tool", "tool_call_id": "call_01", "content": "4"}]
+    plain = with_template(renderer, "{{ messages[0].tool_call_id }}")
+    assert plain.chat(messages) == "call_01"
+
+
+def test_c11_a_template_without_end_is_an_error_of_the_request(renderer: PromptRenderer) -> None:
+    """Hermes' templates never end on a parameter that may be null."""
+    endless = "{%- macro read(one) -%}{{ read(one) }}{%- endmacro -%}{{ read(messages) }}"
+    with pytest.raises(InvalidGeneration, match="nested too deeply for the model's chat template"):
+        with_template(renderer, endless).chat([{"role": "user", "content": "x"}])
