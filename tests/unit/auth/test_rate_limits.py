@@ -8,6 +8,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from gateway.auth.rate_limits import (
     DAY_S,
@@ -119,6 +120,13 @@ def test_a_refund_after_a_refill_adds_no_second_burst() -> None:
             bucket.take(1)
             admitted += 1
     assert admitted == 10
+
+
+@pytest.mark.parametrize("name", Limits.model_fields)
+def test_a_limit_is_at_least_one(name: str) -> None:
+    assert Limits.model_validate({name: 1})
+    with pytest.raises(ValidationError):
+        Limits.model_validate({name: 0})
 
 
 def test_a_refill_at_an_earlier_time_takes_nothing() -> None:
