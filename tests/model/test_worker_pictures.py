@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +11,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from policies.request.content import PICTURE_LIMIT_BYTES
+from policies.request.content import PICTURE_LIMIT_BYTES, PIXELS_LIMIT
 from tests.support.images import data_url, encode_image, png_header
 from tests.support.scripted_engine import (
     CARD,
@@ -20,8 +22,9 @@ from tests.support.scripted_engine import (
 )
 from tests.support.worker_process import RunningWorker
 from workers.server.errors import BadRequest
-from workers.server.request import decode_pictures
+from workers.server.pictures import PictureMemory
 
+TEXT = [{"role": "user", "content": "hello"}]
 FIELD = "messages[0].content[1].image_url"
 
 
@@ -32,18 +35,18 @@ def question(*urls: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["png", "gif", "webp", "jpeg"])
-def test_a_picture_is_decoded_into_rgb_rows(kind: str) -> None:
+async def test_a_picture_is_decoded_into_rgb_rows(kind: str) -> None:
     image = Image.new("RGB", (3, 2), (250, 0, 0))
-    (picture,) = decode_pictures([(FIELD, encode_image(image, kind))])
+    (picture,) = await PictureMemory().decode([(FIELD, encode_image(image, kind))])
     assert (picture.width_px, picture.height_px, len(picture.rgb)) == (3, 2, 18)
     assert picture.rgb[0] > 200
     assert picture.rgb[1] < 50
 
 
-def test_a_picture_is_rotated_by_its_exif_orientation() -> None:
+async def test_a_picture_is_rotated_by_its_exif_orientation() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
-    (picture,) = decode_pictures(
+    (picture,) = await PictureMemory().decode(
         [(FIELD, encode_image(Image.new("RGB", (3, 2)), "jpeg", exif=exif))]
     )
     assert (picture.width_px, picture.height_px) == (2, 3)
@@ -63,22 +66,22 @@ def test_a_picture_is_rotated_by_its_exif_orientation() -> None:
         "data:image/png;base64," + "A" * (PICTURE_LIMIT_BYTES * 4 // 3),
     ],
 )
-def test_an_invalid_picture_is_rejected_with_its_field(url: str) -> None:
+async def test_an_invalid_picture_is_rejected_with_its_field(url: str) -> None:
     with pytest.raises(BadRequest) as rejected:
-        decode_pictures([(FIELD, url)])
+        await PictureMemory().decode([(FIELD, url)])
     assert rejected.value.param == FIELD
     assert "0x" not in rejected.value.message
 
 
-def test_a_decompression_bomb_is_rejected_by_its_header() -> None:
+async def test_a_decompression_bomb_is_rejected_by_its_header() -> None:
     with pytest.raises(BadRequest, match="pixels"):
-        decode_pictures([(FIELD, data_url(png_header(50_000, 50_000)))])
+        await PictureMemory().decode([(FIELD, data_url(png_header(50_000, 50_000)))])
 
 
-def test_the_limit_on_pixels_applies_to_all_pictures_together() -> None:
+async def test_the_limit_on_pixels_applies_to_all_pictures_together() -> None:
     url = encode_image(Image.new("L", (6000, 6000)))
     with pytest.raises(BadRequest, match="pixels in all"):
-        decode_pictures([("first", url), (FIELD, url)])
+        await PictureMemory().decode([("first", url), (FIELD, url)])
 
 
 async def test_pictures_reach_the_engine_in_order() -> None:
@@ -94,6 +97,35 @@ async def test_pictures_reach_the_engine_in_order() -> None:
     (generation,) = engine.generations
     assert [picture.width_px for picture in generation.prompt.pictures] == [5, 3]
     assert (forced.status_code, forced.json()["error"]["param"]) == (400, "messages")
+
+
+async def test_l6_the_decoded_pictures_of_all_requests_are_bounded() -> None:
+    hold = asyncio.Event()
+    engine = ScriptedEngine([hold, *text_events("ok")])
+    worker = replace(make_worker(engine), pictures=PictureMemory(limit_pixels=10))
+    (first, broken) = (
+        {"model": "scripted", "messages": question(picture)}
+        for picture in (encode_image(Image.new("RGB", (3, 2))), data_url(png_header(3, 2)))
+    )
+    path = "/v1/chat/completions"
+    async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url) as client:
+        running = asyncio.create_task(client.post(path, json=first))
+        await engine.started.wait()
+        rejected = await client.post(path, json=broken)
+        plain = asyncio.create_task(client.post(path, json={**first, "messages": TEXT}))
+        hold.set()
+        assert (await running).status_code == (await plain).status_code == 200
+        engine.generations.clear()
+        gc.collect()
+        later = [await client.post(path, json=body) for body in (broken, first)]
+    assert (rejected.status_code, rejected.headers["retry-after"]) == (429, "1"), "not decoded"
+    assert [response.status_code for response in later] == [400, 200]
+
+
+def test_l6_a_machine_of_16_gb_holds_the_pictures_of_all_slots() -> None:
+    memory_bytes = 11_500_000_000  # which macOS recommends for the GPU
+    assert PictureMemory.within(0)._free_pixels == PIXELS_LIMIT
+    assert 2 * PIXELS_LIMIT < PictureMemory.within(memory_bytes)._free_pixels < 3 * PIXELS_LIMIT
 
 
 async def test_a_model_without_vision_rejects_a_picture_with_its_field() -> None:

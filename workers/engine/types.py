@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True, eq=False)
 class Picture:
     """One decoded picture: RGB bytes, row by row from the top."""
 

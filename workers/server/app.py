@@ -87,7 +87,9 @@ async def create_completion(request: Request, worker: ServedWorker) -> Response:
 
 async def _complete(request: Request, worker: Worker, endpoint: Endpoint) -> Response:
     request.state.request_id = request_id_of(request)
-    completion = await read_request(request, worker.engine, endpoint, int(worker.clock()))
+    completion = await read_request(
+        request, worker.engine, worker.pictures, endpoint, int(worker.clock())
+    )
     return CompletionResponse(worker, completion)
 
 

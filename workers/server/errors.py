@@ -107,6 +107,15 @@ class _Busy(RequestError, status=429, kind="rate_limit_error", code="queue_full"
         self.retry_after_s = retry_after_s
 
 
+class PictureMemoryFull(_Busy):
+    """The decoded pictures of other requests take all the memory that is left for them."""
+
+    message = "The pictures of other requests take the memory of this worker."
+
+    def __init__(self) -> None:
+        super().__init__(retry_after_s=1.0)
+
+
 def as_request_error(error: Exception, request_id: str = "") -> RequestError:
     """Return the error for the client; log any error whose text the client must not see."""
     translated: RequestError

@@ -21,6 +21,7 @@ from workers.engine.types import EngineSettings, ModelCard, ModelUnusable
 from workers.lifecycle import Shutdown
 from workers.protocol import READY_PREFIX, ExitCode
 from workers.server.model_source import ModelSource, resolve_model
+from workers.server.pictures import PictureMemory
 from workers.server.ports import ServingEngine
 from workers.server.runtime import Worker
 from workers.server.server import cannot_listen, serve, watch_leash
@@ -113,6 +114,7 @@ async def _serve(
         engine=engine,
         clock=time.time,
         started_s=time.time(),
+        pictures=PictureMemory.within(engine.memory_limit_bytes()),
     )
     shutdown = Shutdown()
     leash = asyncio.create_task(watch_leash(shutdown)) if settings.leash else None

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 
-from PIL import Image, ImageOps
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from policies.request.content import (
     MEDIA_KINDS,
     MESSAGE_TEXTS,
-    PIXELS_LIMIT,
-    PictureInvalid,
-    content_of,
     source_of,
 )
 from policies.request.parser import STRUCTURED_FIELDS, read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.spec_prefill import SpecPrefillOptions
-from workers.engine.types import Generation, LaneName, ModelCard, Picture, Prompt
+from workers.engine.types import Generation, LaneName, ModelCard, Prompt
 from workers.protocol import MAX_PREFIX_NAME_CHARS, NO_PREFIX, REQUEST_ID
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
+from workers.server.pictures import PictureMemory
 from workers.server.ports import Json, Prompts, ServingEngine
 from workers.server.tool_calls import ToolFormat
 
@@ -36,7 +30,6 @@ PREFIX_HEADER = "x-paceline-prefix-key"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _PARSE_INLINE_BYTES = 64 * 1024
 """JSON of this size parses in under a millisecond; a larger body is parsed in a thread."""
-_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +57,11 @@ def request_id_of(request: Request) -> str:
 
 
 async def read_request(
-    request: Request, engine: ServingEngine, endpoint: Endpoint, created_s: int
+    request: Request,
+    engine: ServingEngine,
+    pictures: PictureMemory,
+    endpoint: Endpoint,
+    created_s: int,
 ) -> CompletionRequest:
     """Read and check a request completely, before any of its generations starts.
 
@@ -80,7 +77,7 @@ async def read_request(
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
     if endpoint is Endpoint.CHAT:
         prefix_key = _prefix_key(request.headers.get(PREFIX_HEADER))
-        prompt = await _chat_prompt(body, tools, engine, prefix_key)
+        prompt = await _chat_prompt(body, tools, engine, pictures, prefix_key)
     else:
         prompt = Prompt(text=body["prompt"])
     request_id = request.state.request_id
@@ -197,6 +194,7 @@ async def _chat_prompt(
     body: Mapping[str, Json],
     tools: list[Mapping[str, Json]] | None,
     engine: ServingEngine,
+    memory: PictureMemory,
     prefix_key: str | None,
 ) -> Prompt:
     messages, sources = _read_messages(body["messages"])
@@ -206,8 +204,9 @@ async def _chat_prompt(
             "This model does not support images.", param=sources[0][0], code="unsupported_value"
         )
 
+    pictures = await memory.decode(sources) if sources else ()
+
     def render() -> Prompt:
-        pictures = decode_pictures(sources)
         prefix_text = ""
         if prefix_key != NO_PREFIX:
             prefix_text = engine.prompts.shared_prefix(messages, tools, template_kwargs)
@@ -294,42 +293,6 @@ def _read_tool_call(call: Json, where: str) -> dict[str, Json]:
         "type": "function",
         "function": {"name": function["name"], "arguments": dict(arguments)},
     }
-
-
-def decode_pictures(sources: Sequence[tuple[str, str]]) -> tuple[Picture, ...]:
-    """Decode (field, URL) pairs in order; raise `BadRequest` naming the field.
-
-    The time is proportional to the pixels: call it off the event loop.
-    """
-    pixels_left = PIXELS_LIMIT
-    pictures = []
-    for param, url in sources:
-        picture = _decode_picture(param, url, pixels_left)
-        pixels_left -= picture.width_px * picture.height_px
-        pictures.append(picture)
-    return tuple(pictures)
-
-
-def _decode_picture(param: str, url: str, pixels_left: int) -> Picture:
-    try:
-        content = base64.b64decode(content_of(url), validate=True)
-    except PictureInvalid as error:
-        raise BadRequest(str(error), param=param) from None
-    except binascii.Error as error:
-        raise BadRequest("The image is not valid base64.", param=param) from error
-    try:
-        # `open` reads the header only: the size is checked before any pixel is decoded.
-        with Image.open(BytesIO(content), formats=_IMAGE_FORMATS) as image:
-            if image.width * image.height > pixels_left:
-                raise Image.DecompressionBombError
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BadRequest(
-            f"The images of a request may have at most {PIXELS_LIMIT} pixels in all.", param=param
-        ) from error
-    except Exception as error:  # a hostile file makes decoders raise nearly anything
-        raise BadRequest("The image cannot be decoded.", param=param) from error
-    return Picture(width_px=upright.width, height_px=upright.height, rgb=upright.tobytes())
 
 
 def _one_per_choice(generation: Generation, choices: int) -> tuple[Generation, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from workers.protocol import MAX_REPORTED_PREFIXES, WorkerReport
 from workers.server.errors import WorkerDraining
+from workers.server.pictures import PictureMemory
 from workers.server.ports import ServingEngine
 
 
@@ -55,6 +56,7 @@ class Worker:
     """Wall time in seconds."""
     started_s: float
     traffic: Traffic = field(default_factory=Traffic)
+    pictures: PictureMemory = field(default_factory=PictureMemory)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to send the next heartbeat at once."""
 
