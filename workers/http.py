@@ -13,6 +13,7 @@ import contextlib
 import functools
 import resource
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from http import HTTPStatus
 from typing import Any
@@ -41,6 +42,9 @@ _BODY_AFTER_RESPONSE_S = 15.0
 # Longer than clients and gateways reuse idle connections: if both ends close at once, a request is
 # lost.
 _KEEP_ALIVE_S = 75
+_PROBE_AFTER_S = 60
+_PROBE_INTERVAL_S = 15
+_PROBES = 4
 # For clients that have not read their responses when the server closes.
 _LAST_READS_S = 2
 _TICKS_PER_CHECK = 10
@@ -282,6 +286,7 @@ class Server(uvicorn.Server):
     @contextlib.asynccontextmanager
     async def on(self, listener: socket.socket) -> AsyncIterator[None]:
         """Accept connections within the context; the listener listens already."""
+        _probe_idle_clients(listener)
         self.serving = asyncio.create_task(self.serve(sockets=[listener]), name="server")
         try:
             await first_of(self.serving, self._listening.wait())
@@ -319,6 +324,20 @@ def _end_of_heads(data: bytes, start: int, count: int) -> int:
             return len(data)
         start = found + len(_END_OF_HEAD)
     return start
+
+
+def _probe_idle_clients(listener: socket.socket) -> None:
+    """Have the system end connections whose client has vanished, such as a Mac without power.
+
+    Connections inherit the options of their listener, so none costs a system call.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "darwin":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, _PROBE_AFTER_S)
+    else:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_INTERVAL_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
 def raise_open_file_limit() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import resource
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -141,6 +142,27 @@ async def test_c9_a_connection_whose_body_does_not_end_after_the_response_is_clo
     status, _ = await connection.read_response()
     assert status == 200
     assert await connection.read_to_end() == b""
+
+
+async def test_c9_the_system_probes_clients_that_may_have_vanished() -> None:
+    responded = asyncio.Event()
+
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        await responded.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = http.Server(app)
+        async with server.on(listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(GET)
+            while not server.server_state.tasks:
+                await asyncio.sleep(0)
+            (connection,) = server.server_state.connections
+            client = connection.transport.get_extra_info("socket")
+            assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
+            writer.close()
+            responded.set()
 
 
 async def test_c10_a_head_without_end_is_a_431(connection: Connection) -> None:
