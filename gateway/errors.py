@@ -39,6 +39,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- ShuttingDown        503  the gateway is shutting down
 |   +-- Overloaded          503  the gateway is at its limit of requests or memory
 |   +-- TooManyViewers      503  the limit of status streams is reached
+|   +-- TooManyWorkers      503  the limit of live workers is reached
 |   +-- RecordsUnwritable   503  the stored state cannot be read or written
 |       +-- WriteUnconfirmed 503 a write was not confirmed in time, and may be stored
 +-- RequestTooLong          504  the request took longer than the request timeout
@@ -364,6 +365,13 @@ class TooManyViewers(Unavailable, code="too_many_viewers"):
     """The limit of status streams is reached."""
 
     message = "Too many clients are streaming the status already. Use GET /v1/status instead."
+    retry_after_s = 10.0
+
+
+class TooManyWorkers(Unavailable, code="too_many_workers"):
+    """The limit of live workers is reached."""
+
+    message = "This gateway has as many workers as it accepts. Stop one before you start another."
     retry_after_s = 10.0
 
 

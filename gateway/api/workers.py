@@ -14,6 +14,7 @@ from gateway.assembly import Gateway
 from gateway.errors import (
     FieldInvalid,
     KeyRefused,
+    TooManyWorkers,
     WorkerIdTaken,
     WorkerUnconfirmed,
     WorkerUnknown,
@@ -21,12 +22,13 @@ from gateway.errors import (
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
 from gateway.status.render import worker_state
+from gateway.storage.counters import GONE_WORKERS
 from workers.protocol import EARLIER_BOOTS, WorkerReport
 
 PREFIX = "/admin/v1/workers"
 heartbeats = worker_router(PREFIX)
 router = admin_router(PREFIX)
-_HEARTBEAT = failures(KeyRefused, *WITH_BODY, WorkerIdTaken, WorkerUnconfirmed)
+_HEARTBEAT = failures(KeyRefused, *WITH_BODY, WorkerIdTaken, WorkerUnconfirmed, TooManyWorkers)
 _CHANGE = failures(*FOR_ADMINS, *STORED, WorkerUnknown, FieldInvalid)
 
 
@@ -91,6 +93,8 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
         raise FieldInvalid("The path names another worker than the report.", param="worker_id")
     if report.boot_id.startswith(EARLIER_BOOTS):
         raise FieldInvalid("'boot_id' is the name of a sum.", param="boot_id")
+    if worker_id == GONE_WORKERS:
+        raise FieldInvalid("'worker_id' is the name of a sum.", param="worker_id")
     if gateway.fleet.is_new(report) and not await gateway.control.confirm(report):
         raise WorkerUnconfirmed
     gateway.fleet.heartbeat(report)

@@ -7,14 +7,21 @@ with the clock of Redis, so that no two machines need the same time.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Json, ValidationError
 
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import SharedHash
-from gateway.storage.counters import MAX_BOOTS, progress, sum_reports
+from gateway.storage.counters import (
+    GONE_WORKERS,
+    MAX_BOOTS,
+    MAX_WORKERS,
+    progress,
+    sum_name,
+    sum_reports,
+)
 from workers.protocol import EARLIER_BOOTS, Count, WorkerReport
 
 # The argument maps the names of boots to updates; all fields of an update are optional:
@@ -44,6 +51,9 @@ local result = ''
 """
 _TOMBSTONE_S = 86_400
 _MAX_FOLDED = 4096
+_MAX_PENDING = 1024
+# Others wait until workers that are gone have been folded, one in each exchange.
+_MAX_STORED_WORKERS = 2 * MAX_WORKERS
 
 
 class _Boot(NamedTuple):
@@ -75,11 +85,15 @@ class SharedWorkerReports:
         """Reports that Redis may not have yet."""
         self._folded: dict[str, None] = {}
         """The last boots that were folded: a late report of one must not count again."""
+        self._workers: set[str] = set()
+        """The ids of the workers in the hash."""
 
     def store(self, report: WorkerReport) -> None:
         """Store a report unless a later one of that boot is stored, or the boot is folded."""
         name = boot_name(report)
         stored = self._pending.get(name)
+        if stored is None and (len(self._pending) >= _MAX_PENDING or not self._has_space(report)):
+            return  # a later report of the boot has the same counts
         if name not in self._folded and (stored is None or progress(report) >= progress(stored)):
             self._pending[name] = report
 
@@ -99,6 +113,7 @@ class SharedWorkerReports:
         Return the workers with news, and the seconds since their last heartbeat; None: it left.
         """
         sent = dict(self._pending)
+        heartbeats = [one for one in heartbeats if self._has_space(one[0])]
         updates: dict[str, dict[str, Any]] = {}
         for name, report in {**{boot_name(one): one for one, _ in heartbeats}, **sent}.items():
             updates[name] = {"report": report.model_dump_json(), "progress": progress(report)}
@@ -114,6 +129,7 @@ class SharedWorkerReports:
         for name in tuple(self._folded)[:-_MAX_FOLDED]:
             del self._folded[name]
         await self._fold_one()
+        self._workers = {boot.report.worker_id for boot in self._shared.values.values()}
         changes: list[tuple[WorkerReport, float | None]] = []
         for boot in exchanged.updated.values():
             if boot.left:
@@ -125,25 +141,43 @@ class SharedWorkerReports:
     def _oldest_first(self) -> list[tuple[str, _Boot]]:
         return sorted(self._shared.values.items(), key=lambda item: item[1].first_seen_ms)
 
+    def _has_space(self, report: WorkerReport) -> bool:
+        return report.worker_id in self._workers or len(self._workers) < _MAX_STORED_WORKERS
+
     async def _fold_one(self) -> None:
-        """Fold the oldest boot of one worker that has too many."""
-        by_worker: dict[str, list[str]] = {}
+        """Fold the oldest boot of one worker that has too many, or of one that is gone."""
+        by_worker: dict[str, dict[str, _Boot]] = {}
         for name, boot in self._oldest_first():
-            if not boot.report.boot_id.startswith(EARLIER_BOOTS):
-                by_worker.setdefault(boot.report.worker_id, []).append(name)
-        oldest = next((names[0] for names in by_worker.values() if len(names) > MAX_BOOTS), None)
-        if oldest is None:
-            return
-        report = self._shared.values[oldest].report
-        boot_id = f"{EARLIER_BOOTS}{report.model}"
-        sum_name = f"{report.worker_id}/{boot_id}"
-        earlier = self._shared.values.get(sum_name)
-        summed = sum_reports(earlier.report if earlier else None, report, boot_id)
+            by_worker.setdefault(boot.report.worker_id, {})[name] = boot
+        for worker_id, boots in by_worker.items():
+            unfolded = [
+                name
+                for name, boot in boots.items()
+                if not boot.report.boot_id.startswith(EARLIER_BOOTS)
+            ]
+            if len(unfolded) > MAX_BOOTS:
+                await self._fold(unfolded[0], worker_id, boots)
+                return
+        sums = by_worker.pop(GONE_WORKERS, {})
+        if len(by_worker) > MAX_WORKERS:
+            gone = min(by_worker.values(), key=_last_seen_ms)
+            await self._fold(next(iter(gone)), GONE_WORKERS, sums)
+
+    async def _fold(self, name: str, worker_id: str, boots: Mapping[str, _Boot]) -> None:
+        """Add a boot to the sum of earlier boots of a worker, which has these boots."""
+        report = self._shared.values[name].report
+        boot_id = sum_name(report, [boot.report.boot_id for boot in boots.values()])
+        into = f"{worker_id}/{boot_id}"
+        earlier = self._shared.values.get(into)
+        summed = sum_reports(earlier.report if earlier else None, report, boot_id, worker_id)
         fields = {"first_seen_ms": 0, "left": False, "progress": progress(summed)}
         text = json.dumps({**fields, "report": summed.model_dump_json()})
-        fold = self._shared.fold
-        if await fold(oldest, sum_name, text, tombstone="folded", keep_s=_TOMBSTONE_S):
-            self._folded[oldest] = None
+        if await self._shared.fold(name, into, text, tombstone="folded", keep_s=_TOMBSTONE_S):
+            self._folded[name] = None
+
+
+def _last_seen_ms(boots: Mapping[str, _Boot]) -> int:
+    return max(boot.heartbeat_ms or boot.first_seen_ms for boot in boots.values())
 
 
 def boot_name(report: WorkerReport) -> str:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
-from gateway.errors import WorkerIdTaken
+from gateway.errors import TooManyWorkers, WorkerIdTaken
 from gateway.fleet.backend import Backend, PacelineBackend
 from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing
 from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView, WorkerView
+from gateway.storage.counters import MAX_WORKERS
 from policies.sections import Pool
 from workers.protocol import LaneReport, WorkerReport
 
+log = logging.getLogger(__name__)
+
 HEARTBEAT_INTERVAL_S = 2.0
 """Interval in which workers are asked to send heartbeats."""
+MAX_KNOWN_MODELS = 1024
 NEVER_S = float("-inf")
 NO_WORKERS: frozenset[str] = frozenset()
 # After this gateway's event loop has stalled for so long, timeouts prove nothing about workers.
@@ -39,7 +44,10 @@ class WorkerRegistry:
     ) -> None:
         self._clock = clock
         self._jitter = jitter
-        self._known_models = known_models
+        self._static_models = self._known_models = known_models
+        self._seen_models: dict[str, None] = {}
+        """Models of workers that send heartbeats, also of those that are gone."""
+        self._logged_full = False
         self.on_capacity: Callable[[], None] = lambda: None
         self._backend = backend or PacelineBackend()
         self._workers: dict[str, WorkerState] = {}
@@ -49,7 +57,12 @@ class WorkerRegistry:
         self._views = _ViewCache()
 
     def heartbeat(self, report: WorkerReport, backend: Backend | None = None) -> None:
-        """Record a heartbeat; raise `WorkerIdTaken` if another live worker has the id."""
+        """Record a heartbeat; raise `WorkerIdTaken` if another live worker has the id.
+
+        Raise `TooManyWorkers` if it is of a further worker.
+        """
+        if backend is None:
+            self._check_count(report)
         worker = self._record(report, self._clock(), backend)
         if worker is None:
             raise WorkerIdTaken
@@ -57,7 +70,8 @@ class WorkerRegistry:
         worker.local_heartbeat_at_s = worker.heartbeat_at_s
 
     def is_new(self, report: WorkerReport) -> bool:
-        """Return whether the worker's boot or URL is new; raise `WorkerIdTaken` as `heartbeat`."""
+        """Return whether the worker's boot or URL is new; raise the errors of `heartbeat`."""
+        self._check_count(report)
         worker = self._workers.get(report.worker_id)
         if worker is None:
             return True
@@ -74,6 +88,10 @@ class WorkerRegistry:
             worker is not None
             and (not worker.backend.sends_reports or heartbeat_at_s <= worker.heartbeat_at_s)
         ):
+            return False
+        try:
+            self._check_count(report)
+        except TooManyWorkers:
             return False
         return self._record(report, heartbeat_at_s) is not None
 
@@ -259,9 +277,27 @@ class WorkerRegistry:
             )
             self._workers[report.worker_id] = worker
             self._views.invalidate()
-        self._known_models |= {*worker.models}
+        if not self._known_models.issuperset(worker.models):
+            self._seen_models |= dict.fromkeys(worker.models)
+            for model in tuple(self._seen_models)[:-MAX_KNOWN_MODELS]:
+                del self._seen_models[model]
+            self._known_models = self._static_models | self._seen_models.keys()
         self.on_capacity()
         return worker
+
+    def _check_count(self, report: WorkerReport) -> None:
+        """Raise `TooManyWorkers` if a worker that is not in the fleet would be one too many."""
+        if report.worker_id in self._workers or len(self._workers) < MAX_WORKERS:
+            return
+        self._expire(self._clock())
+        joined = sum(worker.backend.sends_reports for worker in self._workers.values())
+        if joined < MAX_WORKERS:
+            self._logged_full = False
+            return
+        if not self._logged_full:
+            self._logged_full = True
+            log.error("fleet.full workers=%d rejected=%s", joined, report.worker_id)
+        raise TooManyWorkers
 
     def _is_taken(self, worker: WorkerState, report: WorkerReport, backend: Backend) -> bool:
         """Return whether the id of a report belongs to this live worker, which is another one."""

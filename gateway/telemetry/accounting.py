@@ -22,6 +22,9 @@ from policies.request.profile import Bypass
 
 # Some dozens are in use. A client that causes more only makes the counters flush earlier.
 _LABELS_LIMIT = 2048
+# Beyond it, requests count together: a worker may invent its id, its model and its lanes.
+_LANES_LIMIT = 1024
+_OTHER = "other"
 _NO_CANDIDATE = (NOWHERE, "", "", "")
 _NO_DECISION = ("", ())
 
@@ -94,6 +97,9 @@ class Accounting:
         labels, lane = _Labels(*key), None
         if labels.pool != NOWHERE:
             lane_key = LaneKey(labels.pool, labels.lane, labels.worker_id, labels.model)
+            if lane_key not in self._lanes and len(self._lanes) >= _LANES_LIMIT:
+                labels = labels._replace(model=_OTHER)
+                lane_key = LaneKey(labels.pool, _OTHER, _OTHER, _OTHER)
             lane = self._lanes.setdefault(lane_key, LaneStats())
         counters = self._counters[key] = _Counters(labels, lane)
         return counters

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from gateway.cluster.counters import SharedCounters
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
-from gateway.storage.counters import CounterKey, CounterStore, MemoryCounters
+from gateway.storage.counters import (
+    GONE_WORKERS,
+    MAX_BOOTS,
+    MAX_MODELS,
+    MAX_WORKERS,
+    OTHER_MODELS,
+    CounterKey,
+    CounterStore,
+    MemoryCounters,
+)
 from tests.support.boot_reports import boot_report
 from workers.protocol import LaneReport
 
@@ -84,6 +93,34 @@ async def test_pending_counts_are_added_once(store: StoreUnderTest) -> None:
     assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
     await store.sync()
     assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
+
+
+async def test_c5_counts_of_endless_workers_and_models_are_exact_and_bounded(
+    store: StoreUnderTest,
+) -> None:
+    workers = MAX_WORKERS + MAX_MODELS + 5
+    for number in range(workers):
+        report = boot_report("boot", 2, f"model-{number}")
+        await store.store.store_report(report.model_copy(update={"worker_id": f"mac-{number}"}))
+    for _ in range(2 * MAX_MODELS):
+        await store.sync()
+    reports = await store.store.reports()
+    assert sum(report.lanes[0].requests for report in reports) == 2 * workers
+    assert len({report.worker_id for report in reports}) == MAX_WORKERS + 1
+    sums = {report.model: report for report in reports if report.worker_id == GONE_WORKERS}
+    assert len(sums) == MAX_MODELS + 1
+    assert sums[OTHER_MODELS].lanes[0].requests == 2 * 5
+
+
+async def test_c5_a_worker_that_invents_models_has_a_bounded_number_of_sums() -> None:
+    store = MemoryCounters()
+    boots = MAX_BOOTS + MAX_MODELS + 5
+    for boot in range(boots):
+        await store.store_report(boot_report(f"boot-{boot}", 1, f"model-{boot}"))
+    reports = await store.reports()
+    assert sum(report.lanes[0].requests for report in reports) == boots
+    assert len(reports) == MAX_BOOTS + MAX_MODELS + 1
+    assert reports[-1].boot_id == f"boot-{boots - 1}"
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["demo", "other"])), max_size=60))

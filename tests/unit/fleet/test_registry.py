@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.errors import WorkerIdTaken
+from gateway.errors import TooManyWorkers, WorkerIdTaken
 from gateway.fleet.backend import OpenAIBackend
 from gateway.fleet.circuit_breaker import AttemptResult
-from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, MAX_KNOWN_MODELS, WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, same_routing
 from gateway.routing.select import Candidate
+from gateway.storage.counters import MAX_WORKERS
 from policies.sections import Pool
 from tests.support.fake_clock import START_S, FakeClock
 from tests.support.scripted_worker import lane_report
@@ -437,3 +438,37 @@ class TestHeartbeatsOfOtherGateways:
         clock.advance(1.0)
         assert not fleet.merge_remote(report(), 0.0)
         assert fleet.workers()[0].report == backend.report
+
+
+def test_c5_further_workers_are_rejected_until_one_is_gone(
+    fleet: WorkerRegistry, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.heartbeat(report(worker_id="first"))
+    clock.now_s += 1
+    for number in range(1, MAX_WORKERS):
+        fleet.heartbeat(report(worker_id=f"mac-{number}"))
+    for _ in range(3):
+        with pytest.raises(TooManyWorkers):
+            fleet.is_new(report(worker_id="late"))
+        with pytest.raises(TooManyWorkers):
+            fleet.heartbeat(report(worker_id="late"))
+        assert not fleet.merge_remote(report(worker_id="late"), 0.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"fleet.full workers={MAX_WORKERS} rejected=late"
+    ]
+    fleet.heartbeat(report(worker_id="mac-1"))
+    static = OpenAIBackend(static_worker())
+    fleet.heartbeat(static.report, static)
+    clock.now_s += HEARTBEAT_TIMEOUT_S
+    fleet.heartbeat(report(worker_id="late"))
+    assert "late" in worker_ids(fleet)
+
+
+def test_c5_the_models_that_a_fleet_knows_are_bounded(clock: FakeClock) -> None:
+    fleet = WorkerRegistry(clock, lambda: 0.0, frozenset(["static"]))
+    for number in range(MAX_KNOWN_MODELS + 5):
+        fleet.heartbeat(report(model=f"model-{number}"))
+    known = fleet.view().known_models
+    assert len(known) == MAX_KNOWN_MODELS + 1
+    assert {"static", f"model-{MAX_KNOWN_MODELS + 4}"} <= known
+    assert "model-4" not in known

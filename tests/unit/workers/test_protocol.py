@@ -111,8 +111,8 @@ def test_c5_the_largest_counts_add_up_in_a_status() -> None:
 
 
 def test_c5_a_sum_of_boots_stays_a_valid_report() -> None:
-    earlier = sum_reports(None, report_with_counts(MAX_COUNT - 1), "earlier:demo")
-    assert sum_reports(earlier, report_with_counts(2, "b2"), "earlier:demo") == earlier
-    summed = sum_reports(earlier, report_with_counts(1, "b2"), "earlier:demo")
+    earlier = sum_reports(None, report_with_counts(MAX_COUNT - 1), "earlier:demo", "mac")
+    assert sum_reports(earlier, report_with_counts(2, "b2"), "earlier:demo", "mac") == earlier
+    summed = sum_reports(earlier, report_with_counts(1, "b2"), "earlier:demo", "mac")
     assert summed.lanes[0].requests == MAX_COUNT
     assert WorkerReport.model_validate_json(summed.model_dump_json()) == summed

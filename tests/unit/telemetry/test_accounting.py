@@ -1,0 +1,40 @@
+"""The labels of accounted requests are bounded, whatever names workers report."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.auth.usage_store import UsageStore
+from gateway.routing.select import Candidate
+from gateway.telemetry import accounting
+from gateway.telemetry.accounting import Accounting
+from gateway.telemetry.request_record import RequestRecord
+from gateway.types import Inspected, Usage
+from policies.request.profile import Endpoint, RequestProfile
+from tests.support.memory_records import MemoryRecords
+
+
+def record(worker_id: str, model: str) -> RequestRecord:
+    profile = RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=1)
+    return RequestRecord(
+        "r",
+        inspected=Inspected(model, profile, {}),
+        candidate=Candidate("vlm", "vlm", worker_id, "policy", 0.0),
+        usage=Usage(2, 3, 0),
+    )
+
+
+def test_c5_requests_to_endless_workers_and_models_have_bounded_labels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accounting, "_LANES_LIMIT", 3)
+    accounts = Accounting(UsageStore(MemoryRecords(), lambda: 0.0, "life"), None, lambda: 0.0)
+    for number in range(20):
+        accounts.account(record(f"mac-{number}", f"model-{number}"))
+    accounts.account(record("mac-0", "model-0"))
+    lanes = accounts.lane_stats()
+    assert [key.worker_id for key in lanes] == ["mac-0", "mac-1", "mac-2", "other"]
+    assert [stats.requests for stats in lanes.values()] == [2, 1, 1, 17]
+    totals = accounts.totals()
+    assert totals["tokens", "other", "completion"] == 17 * 3
+    assert len([key for key in totals if key[0] == "tokens"]) == 4 * 3
