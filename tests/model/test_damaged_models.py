@@ -20,7 +20,11 @@ LOADERS = 2
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Metal does not survive a fork")
 def test_c4_the_worker_refuses_or_serves_any_damaged_checkpoint(tmp_path: Path) -> None:
-    """No child is killed: not by a signal of its own, and not by the limits of time and memory."""
+    """No child is killed: not by a signal of its own, and not by the limits of time and memory.
+
+    CVE-2026-7482; MLX GHSA-m354-cccg-cx5m, GHSA-gc76-m4ff-mfmx, GHSA-m6v2-px5w-fw97,
+    GHSA-2m2v-7fpr-2g4c: loaders that trust the contents of a file.
+    """
     checkpoints: list[HostileCheckpoint] = []
 
     @settings(

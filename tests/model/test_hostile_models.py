@@ -62,6 +62,7 @@ def plant(folder: Path, file: str, fields: dict[str, Any]) -> Path:
 def test_c4_no_python_file_of_a_model_folder_runs(
     loader: ModelLoader, tmp_path: Path, file: str, fields: dict[str, Any], expected: int
 ) -> None:
+    """CVE-2026-5843 (GHSA-9m9w-53g9-47c4), CVE-2026-22807 (GHSA-2pc9-4j83-qjmr)."""
     marker = plant(tmp_path / "model", file, fields)
     code, output = loader.load(tmp_path / "model")
     assert not marker.exists()
@@ -81,7 +82,8 @@ def test_c4_no_python_file_of_a_draft_model_runs(
 
 
 def test_c4_code_does_not_run_where_a_library_trusts_it(tmp_path: Path) -> None:
-    """Some families of mlx-vlm set `trust_remote_code=True` whatever the caller passes."""
+    """CVE-2026-27893 (GHSA-7972-pg2x-xr59): some families of mlx-vlm set `trust_remote_code=True`
+    whatever the caller passes."""
     marker = plant(tmp_path / "model", "tokenizer_config.json", {"auto_map": TOKENIZER})
     load = "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)"
     script = (

@@ -58,6 +58,7 @@ def proxied(
 def test_c3_admin_routes_behind_a_proxy_need_the_stored_admin_key(
     proxied: httpx.Client, gateway_with_worker: RunningGateway
 ) -> None:
+    """CVE-2026-12773: routes that create keys without authentication."""
     for method, path, _ in ADMIN_PLANE:
         response = proxied.request(method, path, json=None if method == "GET" else {})
         assert status_and_code(response) == (401, "invalid_api_key"), path

@@ -151,6 +151,7 @@ def test_a_client_that_disconnects_early_is_charged_the_reservation(
 def test_c6_a_stream_that_is_left_costs_the_usage_that_the_worker_reported_so_far(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
+    """LiteLLM #38176, #23714, #11083: budgets that some paths do not enforce."""
     gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
     frame = {"choices": [{"index": 0, "delta": {"content": "x"}}]}
     usage = {"prompt_tokens": 950, "completion_tokens": 3}

@@ -278,7 +278,7 @@ def test_s07_s43_s48_fields_that_select_servers_or_model_files_are_rejected(
     path: str,
     field: str,
 ) -> None:
-    """CVE-2024-6587, GHSA-h7x2-h6g9-p789, CVE-2025-62426, CVE-2025-61620, CVE-2026-5843."""
+    """CVE-2024-6587, GHSA-h7x2-h6g9-p789, CVE-2025-62426, CVE-2025-61620."""
     body = {"model": "demo", "prompt": "x"} if path == "/v1/completions" else chat_body()
     response = gateway_with_worker.client.post(path, json={**body, field: canary_listener.url})
     assert error_fields(response) == (400, "invalid_value", field)
@@ -458,7 +458,7 @@ def test_s30_s31_s33_s34_the_gateway_fetches_no_url_of_a_request(
 def test_s38_s39_image_counts_and_sizes_are_checked_before_decoding(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    """CVE-2026-34755, CVE-2026-5497."""
+    """CVE-2026-34755 (GHSA-pq5c-rjhq-qp7p), CVE-2026-5497."""
     small = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
     large = {"type": "image_url", "image_url": {"url": data_url(png_header(30_000, 30_000))}}
     for content in ([small] * 5_000, [large]):
@@ -496,7 +496,8 @@ def test_s41_s42_s43_s44_s49_values_that_would_crash_an_engine_are_rejected(
     fields: dict[str, Any],
     param: str | None,
 ) -> None:
-    """CVE-2026-34756, CVE-2024-8768, CVE-2025-62426, CVE-2025-48944, CVE-2025-62164."""
+    """CVE-2026-34756 (GHSA-3mwp-wvh9-7528), CVE-2024-8768, CVE-2025-62426, CVE-2025-48944,
+    CVE-2025-62164."""
     status, code, error_param = error_fields(gateway_with_worker.chat(**fields))
     assert (status, code) == (400, "invalid_value")
     assert param is None or error_param in {param, "max_completion_tokens"}

@@ -53,6 +53,27 @@ def test_every_pin_of_a_lock_has_a_hash(lock: Path) -> None:
         assert "--hash=sha256:" in requirement, requirement
 
 
+def test_every_install_is_by_hash_or_of_this_project() -> None:
+    """LiteLLM 1.82.7 and 1.82.8 on PyPI were poisoned. `pip wheel` builds with locked packages."""
+    files = ("Dockerfile", "Makefile", "README.md", "CONTRIBUTING.md")
+    paths = [*(ROOT / name for name in files), *ROOT.glob("scripts/*"), *ROOT.glob("docs/**/*.md")]
+    commands = [
+        command
+        for path in paths
+        if path.is_file()
+        for line in path.read_text().replace("\\\n", " ").splitlines()
+        for command in re.findall(
+            r"\b(?:pip3?|uv|uv pip|pipx) (?:install|wheel|sync|add)\b[^`&|]*", line
+        )
+    ]
+    locked = [command for command in commands if "--require-hashes" in command]
+    own = [command for command in commands if "--no-deps" in command]
+    others = [command for command in commands if command not in (*locked, *own)]
+    assert len(locked) == 4
+    assert all("--no-build-isolation" in one or "/wheel/*.whl" in one for one in own)
+    assert others == ["pip install openai"], "a client's own program"
+
+
 def test_locks_are_nested_at_the_same_versions() -> None:
     gateway, worker, dev = (
         pins(ROOT / f"locks/{name}.txt") for name in ("gateway", "worker", "dev")

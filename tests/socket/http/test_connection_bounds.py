@@ -137,6 +137,7 @@ async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(
 async def test_c9_a_connection_whose_body_does_not_end_after_the_response_is_closed(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """CVE-2026-9540: resources of a request that are not released."""
     monkeypatch.setattr(http, "_BODY_AFTER_RESPONSE_S", 0.2)
     await connection.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\nx")
     status, _ = await connection.read_response()
