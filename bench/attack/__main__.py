@@ -1,41 +1,192 @@
-"""Attacks on a running gateway and its worker, with what they cost.
+"""A standing attacker: it plays attacks on real processes, and prints what held.
 
-`python -m bench.attack` starts a gateway, and attacks its port with floods that need no key: 50 MB
-of trailers, 500,000 pipelined requests, and 1,000 connections whose bodies never end. A neighbour
-sends requests meanwhile.
+`python -m bench.attack --seconds 600 --seed 7` starts a gateway with Redis and keys, a worker with
+the demo model and a worker that lies, and attacks them: raw HTTP at both ports, lying answers and
+reports, hostile bodies, slow clients, abuse of keys, kill -9 of each part under load, a full disk,
+damaged checkpoints, and floods. Then it compares the sums of all that was counted. The seed makes
+every random choice; `--only NAME` plays one kind.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from random import Random
+from typing import Final, NamedTuple
 
 from rich.console import Console
+from rich.progress import Progress, TaskID
 
-from bench.attack.connections import Flood, Target, run_floods
+from bench.attack import checkpoints, sums
+from bench.attack.attack import Attack, Tally, Target
+from bench.attack.bodies import HostileBodies
+from bench.attack.connections import Flood, run_floods
+from bench.attack.connections import Target as FloodTarget
+from bench.attack.full_disk import FullDisk
+from bench.attack.key_abuse import KeyAbuse
+from bench.attack.kills import Kills
+from bench.attack.lying_workers import LyingAnswers, LyingReports
+from bench.attack.raw_http import RawHttp
+from bench.attack.slow import SlowClients
+from bench.attack.stack import Part, running_target
 from bench.gateway.contenders import OURS, gateway_parser, running, running_backend
 from bench.harness import tables
+from bench.harness.process_cost import resident_bytes
 from gateway.server import run
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "attack.md"
-_GROWTH_MB: Final = 10.0
+AT_TARGET: Final[tuple[Attack, ...]] = (
+    *(RawHttp(), LyingAnswers(), LyingReports(), HostileBodies(), SlowClients(), KeyAbuse()),
+)
+OF_THEIR_OWN: Final[tuple[Attack, ...]] = (Kills(), FullDisk())
+"""Attacks that start processes of their own, because they kill them or fill their disk."""
+FLOODS: Final = "floods"
+_NAMES: Final = (
+    *(attack.name for attack in (*AT_TARGET, *OF_THEIR_OWN)),
+    *(checkpoints.NAME, FLOODS),
+)
+_WARM_UP_SHARE: Final = 0.1
+"""Of the time, before the memory is measured for the first time."""
+_GROWTH_MB: Final = 20.0
+_INPUTS: Final = 100_000
+_INPUTS_AFTER_S: Final = 600.0
+_FLOOD_GROWTH_MB: Final = 10.0
 _CONNECTION_KB: Final = 20.0
 _NEIGHBOUR_MS: Final = 50.0
 
 
-async def measure(home: Path, *, scale: float) -> list[Flood]:
-    """Attack a gateway of its own, which has a worker."""
+class Result(NamedTuple):
+    """The tallies of all attacks, and the growth of the attacked processes."""
+
+    tallies: tuple[tuple[Tally, str], ...]
+    """Each with the promise that it tests."""
+    growth_mb: Mapping[str, float]
+
+    @property
+    def failed(self) -> int:
+        """Promises that did not hold."""
+        return sum(tally.failed for tally, _ in self.tallies)
+
+
+class Player:
+    """Plays attacks one after another, each with a random generator of its own."""
+
+    def __init__(self, seed: int, progress: Progress) -> None:
+        self._seed = seed
+        self._progress = progress
+        self.tallies: dict[str, Tally] = {}
+
+    async def play(self, attack: Attack, target: Target, seconds: float, turn: str = "") -> None:
+        """Play one attack for some time."""
+        tally = self.tallies.setdefault(attack.name, Tally(attack.name))
+        began_s = time.monotonic()
+        bar = self._progress.add_task(attack.name, total=seconds)
+        watching = asyncio.create_task(self._watch(bar, tally, began_s))
+        rng = Random(f"{self._seed}/{attack.name}{turn}")
+        try:
+            await attack.run(target, rng, began_s + seconds, tally)
+        finally:
+            watching.cancel()
+            self._progress.update(bar, completed=seconds)
+
+    async def _watch(self, bar: TaskID, tally: Tally, began_s: float) -> None:
+        while True:
+            name = f"{tally.name}: {tally.inputs:,} inputs, {tally.failed} failed"
+            elapsed_s = time.monotonic() - began_s
+            self._progress.update(bar, completed=elapsed_s, description=name)
+            await asyncio.sleep(0.5)
+
+
+async def attack(
+    seconds: float, seed: int, only: Sequence[str], progress: Progress, home: Path
+) -> Result:
+    """Play the chosen attacks for some time in total."""
+    player = Player(seed, progress)
+    at_target = [attack for attack in AT_TARGET if attack.name in only]
+    of_their_own = [attack for attack in OF_THEIR_OWN if attack.name in only]
+    shares = sum(attack.share for attack in (*at_target, *of_their_own))
+    checked = Tally(sums.NAME)
+    async with running_target(home) as (target, parts):
+        for kind in at_target:
+            await player.play(kind, target, seconds * _WARM_UP_SHARE * kind.share, "/warm-up")
+        before = _resident_mb(parts)
+        for kind in at_target:
+            await player.play(kind, target, seconds * kind.share / shares)
+        await sums.check_sums(target, checked)
+        after = _resident_mb(parts)
+        for part in parts.values():
+            if not part.alive:
+                checked.fail(f"the {part.name} has ended", part.log.read_text()[-500:])
+            if part.tracebacks():
+                checked.fail(f"tracebacks of the {part.name}", part.log.read_text()[-1000:])
+        for kind in of_their_own:
+            await player.play(kind, target, seconds * kind.share / shares)
+    promises = {kind.name: kind.promise for kind in (*at_target, *of_their_own)}
+    tallies = [(player.tallies[name], promise) for name, promise in promises.items()]
+    growth_mb = {name: after[name] - before[name] for name in parts}
+    return Result((*tallies, (checked, sums.PROMISE)), growth_mb)
+
+
+def _resident_mb(parts: Mapping[str, Part]) -> dict[str, float]:
+    return {name: resident_bytes(part.pid) / 1e6 for name, part in parts.items()}
+
+
+async def flood(home: Path, *, scale: float) -> list[Flood]:
+    """Flood a gateway of its own, which has a worker."""
     async with (
         running_backend() as worker_port,
         running(OURS, venvs=home, worker_port=worker_port) as gateway,
     ):
         assert gateway.process_id is not None
-        return await run_floods(Target(gateway.port, gateway.process_id), scale=scale)
+        return await run_floods(FloodTarget(gateway.port, gateway.process_id), scale=scale)
 
 
-def table(floods: Sequence[Flood]) -> tables.Grid:
+def attack_table(result: Result) -> tables.Grid:
+    """Return inputs, answers and what held, for each attack."""
+    rows = [
+        (
+            tally.name,
+            f"{tally.inputs:,}",
+            ", ".join(f"{name} {count:,}" for name, count in tally.answers.most_common()),
+            str(tally.ours),
+            "; ".join((promise, *tally.notes)),
+            "yes" if not tally.failed else f"NO, {tally.failed:,} times",
+        )
+        for tally, promise in result.tallies
+    ]
+    return tables.Grid(
+        title="Attacks on a gateway, its workers and its Redis",
+        columns=("attack", "inputs", "answers", "our 5xx", "promise", "held"),
+        rows=tuple(rows),
+    )
+
+
+def attack_targets(result: Result, seconds: float) -> list[tables.Target]:
+    """Return the targets of the attacks."""
+    at_most = {
+        "5xx that are ours": float(sum(tally.ours for tally, _ in result.tallies)),
+        "promises that did not hold": float(result.failed),
+    }
+    bounds = [
+        tables.Target(name=name, reached=reached, bound=0.0, at_least=False)
+        for name, reached in at_most.items()
+    ]
+    for part, growth_mb in result.growth_mb.items():
+        name = f"growth of the {part}, MB"
+        bounds.append(tables.Target(name=name, reached=growth_mb, bound=_GROWTH_MB, at_least=False))
+    if seconds >= _INPUTS_AFTER_S:
+        inputs = sum(tally.inputs for tally, _ in result.tallies)
+        bounds.append(
+            tables.Target(name="inputs", reached=float(inputs), bound=_INPUTS, at_least=True)
+        )
+    return bounds
+
+
+def flood_table(floods: Sequence[Flood]) -> tables.Grid:
     """Return the effect of every flood."""
     return tables.Grid(
         title="Floods at the port of a gateway",
@@ -54,12 +205,12 @@ def table(floods: Sequence[Flood]) -> tables.Grid:
     )
 
 
-def targets(floods: Sequence[Flood]) -> tables.Grid:
+def flood_targets(floods: Sequence[Flood]) -> list[tables.Target]:
     """Return the bounds of every flood: memory, and the wait of a neighbour."""
     bounds = []
     for flood in floods:
         of_connections = flood.sent * _CONNECTION_KB / 1000 if "bodies" in flood.name else 0.0
-        bound_mb = of_connections or _GROWTH_MB
+        bound_mb = of_connections or _FLOOD_GROWTH_MB
         bounds += [
             tables.Target(
                 name=f"{flood.name}: memory, MB",
@@ -74,21 +225,51 @@ def targets(floods: Sequence[Flood]) -> tables.Grid:
                 at_least=False,
             ),
         ]
-    return tables.targets(bounds)
+    return bounds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = gateway_parser("bench.attack", __doc__)
+    parser.add_argument("--seconds", type=float, help="time of all attacks that have no end")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--only", action="append", choices=_NAMES, help="repeatable")
+    parser.add_argument("--checkpoints", type=int, help="number of damaged checkpoints")
     options = parser.parse_args(arguments)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    with console.status("attacking"):
-        floods = run(measure(options.log_dir, scale=0.02 if options.quick else 1.0))
-    grids = (table(floods), targets(floods))
+    quick: bool = options.quick
+    seconds = options.seconds or (6.0 if quick else 600.0)
+    count = options.checkpoints if options.checkpoints is not None else (2 if quick else 2000)
+    only: tuple[str, ...] = tuple(options.only or _NAMES)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    grids: list[tables.Grid] = []
+    targets: list[tables.Target] = []
+    result = Result((), {})
+    with Progress(console=console) as progress:
+        if set(only) - {checkpoints.NAME, FLOODS}:
+            with tempfile.TemporaryDirectory(prefix="paceline-attack-") as home:
+                result = run(attack(seconds, options.seed, only, progress, Path(home)))
+        if checkpoints.NAME in only and count and sys.platform == "linux":
+            tally = Tally(checkpoints.NAME)
+            bar = progress.add_task(checkpoints.NAME, total=count)
+            checkpoints.load_checkpoints(count, options.seed, tally, lambda: progress.advance(bar))
+            result = Result((*result.tallies, (tally, checkpoints.PROMISE)), result.growth_mb)
+        grids.append(attack_table(result))
+        targets += attack_targets(result, seconds)
+        if FLOODS in only:
+            progress.add_task(FLOODS, total=None)
+            floods = run(flood(options.log_dir, scale=0.02 if quick else 1.0))
+            grids.append(flood_table(floods))
+            targets += flood_targets(floods)
+    grids.append(tables.targets(targets))
     for grid in grids:
         console.print(grid.to_table())
-    if options.quick:
-        return
-    tables.write_page(RESULTS, "Attacks", f"{tables.provenance()}.", *grids)
+    for failed, _ in result.tallies:
+        for failure in failed.failures:
+            console.print(f"--seed {options.seed} --only {failed.name!r}: {failure}", markup=False)
+    if not quick and not options.only:
+        command = f"`python -m bench.attack --seconds {seconds:g} --seed {options.seed}`"
+        tables.write_page(RESULTS, "Attacks", f"{tables.provenance()}. {command}", *grids)
+    if result.failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
