@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.cluster import worker_reports
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.storage.counters import MAX_BOOTS
@@ -14,6 +15,7 @@ from tests.support.boot_reports import boot_report
 from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import wait_until
+from workers.protocol import WorkerReport
 
 BOOTS = "paceline:{workers}:boots"
 DAMAGED: tuple[dict[str, Any], ...] = (
@@ -80,3 +82,26 @@ async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
         reports.store(boot)
     assert sum(report.lanes[0].requests for report in reports.reports()) == 3 * len(boots)
     await client.close()
+
+
+async def test_c5_redis_and_the_queue_for_it_hold_a_bounded_number_of_workers(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_reports, "_MAX_STORED_WORKERS", 2)
+    monkeypatch.setattr(worker_reports, "_MAX_PENDING", 2)
+    client = RedisClient(redis.url)
+    shared = SharedWorkerReports(client)
+
+    def report_of(worker_id: str, requests: int = 1) -> WorkerReport:
+        return boot_report("boot", requests).model_copy(update={"worker_id": worker_id})
+
+    for worker_id in ("a", "b", "c"):
+        shared.store(report_of(worker_id))
+    await shared.exchange((), ())
+    shared.store(report_of("c"))
+    shared.store(report_of("a", requests=5))
+    await shared.exchange([(report_of("c"), 0.0)], ())
+    await client.close()
+    counts = {report.worker_id: report.lanes[0].requests for report in shared.reports()}
+    assert counts == {"a": 5, "b": 1}
+    assert set(redis.client.hkeys(BOOTS)) == {"a/boot", "b/boot", "created_ms"}
