@@ -87,4 +87,7 @@ async def test_snapshots_are_stored_for_fifteen_minutes() -> None:
         await totals.history.record()
     steps = totals.history.window(totals.history.take_snapshot(), MAX_WINDOW_S)
     assert steps[-1].at_s - steps[0].at_s == MAX_WINDOW_S
+    newest = totals.history.take_snapshot()
+    minute = totals.history.window(newest, 60.0)
+    assert newest.at_s - minute[0].at_s == 60.0, "a shorter window is no longer than that"
     assert len(totals.history._snapshots) == MAX_WINDOW_S / SNAPSHOT_INTERVAL_S + 1
