@@ -68,7 +68,7 @@ class GatewayApp(PortApp):
         routers = [
             status.probes(gateway, self.proxy),
             status.status(gateway, take, self._status_feed),
-            *(dashboard, models.router, explain.router, workers.heartbeats),
+            *(dashboard, models.router, explain.explanations(self.proxy.load), workers.heartbeats),
         ]
         # Workers join on the main port.
         admin_page = pages.page_router("/admin", "admin")

@@ -92,7 +92,7 @@ async def serve(
         await stack.enter_async_context(server.on(listener))
         url = _address(settings.host, listener)
         started(Listening(url, admin_url, gateway.api_keys.required, settings))
-        await gateway.run_until_drained(shutdown, server.serving, app.proxy.idle.wait, app.cut)
+        await gateway.run_until_drained(shutdown, server.serving, app.proxy.load.idle.wait, app.cut)
 
 
 def _server(app: PortApp, settings: Settings) -> Server:

@@ -31,6 +31,10 @@ MAX_REPORT_BYTES = 256 * 1024
 """The largest body of a heartbeat, and of a worker's response with its report."""
 MAX_COUNT = 2**53
 """The largest number of a report: JSON and Lua hold no larger one exactly."""
+TOKENS_LIMIT_HEADER = "x-paceline-token-limit"
+"""Of a request: the most tokens that its prompt and all its answers may have together."""
+TOKENS_HEADER = "x-paceline-tokens"
+"""Of the refusal of a request above that limit: the tokens that it may need."""
 MAX_DRAFT_TOKENS = 64
 MAX_LANES = 16
 MAX_LABELS = 64
@@ -277,6 +281,8 @@ class WorkerReport(Record):
     labels: tuple[Label, ...] = Field(default=(), max_length=MAX_LABELS)
     """Labels from its settings, for pools of the policy."""
     context_tokens: Count
+    default_max_tokens: Count = 0
+    """The longest answer to a request without `max_tokens`; 0 if unknown."""
     ready: bool = True
     draining: bool = False
     memory_bytes: Count = 0

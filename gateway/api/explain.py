@@ -5,26 +5,29 @@ from __future__ import annotations
 from random import Random
 from typing import Any, NotRequired
 
+from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from gateway.api.auth import CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
-from gateway.errors import LimitReached, ModelUnknown, PoolsNotAllowed
+from gateway.auth.api_keys import ApiKey
+from gateway.errors import LimitReached, ModelUnknown, Overloaded, PoolsNotAllowed
+from gateway.http.downstream import read_small_body
 from gateway.protocols import CHAT, COMPLETIONS
 from gateway.protocols.openai import parse
 from gateway.proxy.billing import count_request
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import routing_request
+from gateway.proxy.load_shedding import Load
 from gateway.routing.select import Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
 from policies.compiler import CallerAttributes
 from policies.request.profile import Endpoint
-
-router = data_router()
 
 
 class Explanation(TypedDict):
@@ -45,22 +48,44 @@ class Explanation(TypedDict):
     reason: NotRequired[str]
 
 
-@router.post(
-    "/v1/route/explain",
-    responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed, LimitReached),
-    openapi_extra=takes({"anyOf": [ref(endpoint) for endpoint in Endpoint]}),
-)
-async def explain(request: Request, gateway: CurrentGateway, api_key: CurrentKey) -> Explanation:
-    """Explain where a request with this body would be routed, without running it."""
-    if api_key.rate_limiter is not None:
-        count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
-    raw = await request.body()
+def explanations(load: Load) -> APIRouter:
+    """Return the route of explanations, which are bounded as the requests of the data plane."""
+    router = data_router()
+
+    @router.post(
+        "/v1/route/explain",
+        responses=failures(
+            *FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed, LimitReached, Overloaded
+        ),
+        openapi_extra=takes({"anyOf": [ref(endpoint) for endpoint in Endpoint]}),
+    )
+    async def explain(
+        request: Request, gateway: CurrentGateway, api_key: CurrentKey
+    ) -> Explanation:
+        """Explain where a request with this body would be routed, without running it."""
+        settings = gateway.settings
+        with load.counted() as hold:
+            if api_key.rate_limiter is not None:
+                count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
+            raw = await read_small_body(
+                request.scope,
+                request.receive,
+                limit_bytes=settings.body_limit_bytes,
+                timeout_s=settings.body_timeout_s,
+                hold=hold,
+            )
+            return _explain(request.scope, gateway, api_key, raw)
+
+    return router
+
+
+def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) -> Explanation:
     wire_format = COMPLETIONS if "prompt" in parse(raw) else CHAT
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
-    caller = read_caller(request.scope, policy, api_key)
+    caller = read_caller(scope, policy, api_key)
     inspected = wire_format.inspect(raw, policy, fleet)
     api_key.check_model(inspected)
-    routed = routing_request(gateway, request.scope, policy, caller, inspected)
+    routed = routing_request(gateway, scope, policy, caller, inspected)
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())

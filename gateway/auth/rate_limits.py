@@ -261,6 +261,12 @@ class RateLimiter:
         )
         self._tokens = _with_limit(self._tokens, _share(limits.tokens_a_minute, gateways), now_s)
 
+    @property
+    def token_limit(self) -> int | None:
+        """Return the lower of the limits on tokens; None if there is none."""
+        limits = (self._limits.tokens_a_minute, self._limits.tokens_a_day)
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def admitted(self) -> AdmittedTotals:
         """Return what this gateway has admitted."""
         day = self._day

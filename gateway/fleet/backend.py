@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from gateway.config.static_workers import StaticWorker
 from gateway.protocols.openai import for_openai
-from workers.protocol import NO_PREFIX, WorkerReport
+from workers.protocol import NO_PREFIX, TOKENS_LIMIT_HEADER, WorkerReport
 
 
 class Backend(ABC):
@@ -31,7 +31,12 @@ class Backend(ABC):
     def models(self, report: WorkerReport) -> tuple[str, ...]:
         """Return the models that a worker serves."""
 
-    def headers(self, lane: str, prefix_key: str) -> Mapping[str, str]:  # noqa: ARG002
+    def headers(
+        self,
+        lane: str,  # noqa: ARG002
+        prefix_key: str,  # noqa: ARG002
+        token_limit: int | None,  # noqa: ARG002
+    ) -> Mapping[str, str]:
         """Return the headers that a request needs beside those of every request."""
         return self.authorization
 
@@ -51,10 +56,13 @@ class PacelineBackend(Backend):
         """Return the one model of the report."""
         return (report.model,)
 
-    def headers(self, lane: str, prefix_key: str) -> Mapping[str, str]:
-        """Return the token, the lane, and the key by which the worker caches the system prompt."""
+    def headers(self, lane: str, prefix_key: str, token_limit: int | None) -> Mapping[str, str]:
+        """Return the token, the lane, the key of the system prompt, and the limit of tokens."""
         key = prefix_key or NO_PREFIX
-        return {**self.authorization, "x-paceline-lane": lane, "x-paceline-prefix-key": key}
+        headers = {**self.authorization, "x-paceline-lane": lane, "x-paceline-prefix-key": key}
+        return (
+            headers if token_limit is None else {**headers, TOKENS_LIMIT_HEADER: str(token_limit)}
+        )
 
 
 class OpenAIBackend(Backend):

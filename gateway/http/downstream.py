@@ -275,6 +275,11 @@ class CancelScope:
             self._reason = reason
             self._task.cancel()
 
+    @property
+    def cancelled(self) -> bool:
+        """Return whether the context is ending early."""
+        return self._reason is not None
+
     def check(self, now_s: float) -> None:
         """Cancel the context if its deadline has passed."""
         if now_s >= self._deadline_s:
@@ -345,11 +350,16 @@ async def read_body(
 
 
 async def read_small_body(
-    scope: Scope, receive: Receive, *, limit_bytes: int, timeout_s: float
+    scope: Scope,
+    receive: Receive,
+    *,
+    limit_bytes: int,
+    timeout_s: float,
+    hold: Callable[[int], None] = lambda _part_bytes: None,
 ) -> bytes:
     """Read a body outside the data plane; raise `BodyTooSlow` after a time limit of its own."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await read_body(scope, receive, limit_bytes=limit_bytes)
+            return await read_body(scope, receive, limit_bytes=limit_bytes, hold=hold)
     except TimeoutError:
         raise errors.BodyTooSlow from None

@@ -25,6 +25,7 @@ import httpx
 from pydantic_core import from_json
 
 from gateway import errors
+from workers.protocol import TOKENS_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ _IDLE_CONNECTION_S = 3.0
 _STALE_WITHIN_S = 0.25
 _REFUSALS = frozenset((400, 413, 422))
 _BUSY = frozenset((429, 503))
+_TOKENS_HEADER = TOKENS_HEADER.encode()
+_TOKENS_DIGITS = 16
 _OUT_OF_FILES = frozenset((errno.EMFILE, errno.ENFILE))
 _ERROR_LIMIT_BYTES = 64 * 1024
 _RETRY_AFTER_RANGE_S = (1.0, 60.0)
@@ -223,6 +226,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Begin the state of the next response."""
         self.status = 0
         self.retry_after: str | None = None
+        self.tokens = 0
+        """Tokens that the refused request may need, beyond its limit; 0: refused for no limit."""
         self._parts: list[bytes] = []
         self._head_bytes = 0
         self._phase = _HEAD
@@ -386,6 +391,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._framed = True
         elif name == b"retry-after":
             self.retry_after = value.decode("latin-1")
+        elif name == _TOKENS_HEADER and len(value) < _TOKENS_DIGITS and value.isdigit():
+            self.tokens = int(value)
 
     def on_headers_complete(self) -> None:
         """Return the response to the caller, unless this is an interim one."""

@@ -1,52 +1,82 @@
-"""The cost of a request to its API key: estimated before it, exact after it, settled once."""
+"""The cost of a request to its API key: reserved before it, exact after it, settled once.
+
+A worker of Paceline never reads or generates more than was reserved. Where the estimate is too low,
+the worker tells the exact number before it reads the prompt, and the gateway reserves that.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from gateway import errors
-from gateway.auth.rate_limits import RateLimiter
+from gateway.auth.rate_limits import RateLimiter, Reservation
 from gateway.http.downstream import ClientDisconnected
 from gateway.types import NOTHING, Headers, Spent, Usage
 from policies.request.profile import RequestProfile
 from workers.protocol import RUNNING_USAGE_TOKENS
 
 ANSWER_TOKENS = 1024
-"""Reserved for a response whose length the request does not limit."""
+"""Reserved for a response whose length neither the request nor the model limits."""
+# A key may use this part of its limit for one response without `max_tokens`.
+_DEFAULT_SHARE = 8
 # Low for prose, so that a reservation is rarely too small.
 _CHARS_A_TOKEN = 3
 _TOKENS_A_PICTURE = 512
+# What chat templates write around a message.
+_TOKENS_A_MESSAGE = 16
 # These end a request without a fault of the worker: the key owes what it did until then.
 _CANCELLED = (ClientDisconnected, errors.KeyEnded, errors.RequestTooLong, errors.ShuttingDown)
 
 
 def estimate(profile: RequestProfile) -> int:
     """Estimate the tokens of a request, rather too many than too few."""
-    prompt = -(-profile.text_chars // _CHARS_A_TOKEN) + profile.media_count * _TOKENS_A_PICTURE
+    prompt = -(-profile.text_chars // _CHARS_A_TOKEN) + profile.messages * _TOKENS_A_MESSAGE
+    prompt += profile.media_count * _TOKENS_A_PICTURE
     answer = ANSWER_TOKENS if profile.max_tokens is None else profile.max_tokens
     return prompt + profile.choices * answer
 
 
-def cost_of(profile: RequestProfile, usage: Usage, failure: BaseException | None) -> Spent:
+def default_max_tokens(rate_limiter: RateLimiter, defaults: Iterable[int]) -> int | None:
+    """Return the longest answer of a key to a request without `max_tokens`; None: no limit.
+
+    `defaults` are those of the workers, 0 where a worker tells none.
+    """
+    if rate_limiter.token_limit is None:
+        return None
+    share = max(ANSWER_TOKENS, rate_limiter.token_limit // _DEFAULT_SHARE)
+    return min([share, *(default or ANSWER_TOKENS for default in defaults)])
+
+
+def cost_of(
+    profile: RequestProfile,
+    usage: Usage,
+    failure: BaseException | None,
+    reserved: int | None = None,
+    *,
+    read_slowly: bool = False,
+) -> Spent:
     """Return the cost of a request that a worker had begun, by how it ended.
 
     A key pays for the usage that the worker reported, at the end or, in a stream, so far. Without
-    a report it pays the whole estimate if the response was complete or cancelled; if the worker
-    failed, it pays no tokens.
+    a report, or if the client left reports unread, it pays what was reserved if the response was
+    complete or cancelled; if the worker failed, it pays no tokens.
     """
     failed = isinstance(failure, Exception) and not isinstance(failure, _CANCELLED)
     no_worker = isinstance(failure, errors.GatewayError) and failure.status == 503
     if failed and (no_worker or isinstance(failure, errors.RequestRefused)):
         return NOTHING
     reported = usage.prompt_tokens + usage.completion_tokens
-    if reported and not failed and failure is not None:
-        # At least the tokens since the last report.
-        return Spent(1, reported + RUNNING_USAGE_TOKENS, RUNNING_USAGE_TOKENS)
-    if reported or failed:
+    if failed or (reported and failure is None):
         return Spent(1, reported)
-    estimated = estimate(profile)
-    return Spent(1, estimated, estimated)
+    if reserved is None:
+        reserved = estimate(profile)
+    if not reported:
+        return Spent(1, reserved, reserved)
+    # At least the tokens since the last report.
+    least = reported + RUNNING_USAGE_TOKENS
+    tokens = max(least, reserved) if read_slowly else least
+    return Spent(1, tokens, tokens - reported)
 
 
 def count_request(
@@ -57,6 +87,45 @@ def count_request(
     rate_limiter.settle(reservation, 1, 0, clock(), wall())
 
 
+class TokenReservation:
+    """The tokens reserved for one request; its limiter settles them once."""
+
+    def __init__(
+        self,
+        rate_limiter: RateLimiter,
+        tokens: int,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self._rate_limiter = rate_limiter
+        self._clock = clock
+        self._wall = wall
+        self.tokens = tokens
+        self._taken: Reservation | None = rate_limiter.reserve(tokens, clock(), wall())
+
+    @property
+    def token_limit(self) -> int | None:
+        """Return the most tokens that the request may use; None if its key has no such limit."""
+        return None if self._rate_limiter.token_limit is None else self.tokens
+
+    def resize(self, tokens: int) -> None:
+        """Reserve another number of tokens; raise an error of the rate limiter at a limit."""
+        self.settle(NOTHING)
+        self._taken = self._rate_limiter.reserve(tokens, self._clock(), self._wall())
+        self.tokens = tokens
+
+    def settle(self, spent: Spent) -> None:
+        """Charge the cost, and refund the rest."""
+        if self._taken is not None:
+            now_s, unix_s = self._clock(), self._wall()
+            self._rate_limiter.settle(self._taken, spent.requests, spent.tokens, now_s, unix_s)
+            self._taken = None
+
+    def headers(self) -> Headers:
+        """Return the headers with what remains of the limits."""
+        return self._rate_limiter.headers(self._clock(), self._wall())
+
+
 @contextlib.contextmanager
 def reserved_tokens(
     rate_limiter: RateLimiter,
@@ -64,19 +133,17 @@ def reserved_tokens(
     cost: Callable[[BaseException | None], Spent],
     clock: Callable[[], float],
     wall: Callable[[], float],
-) -> Iterator[Headers]:
-    """Reserve the estimate, yield headers with what remains, and settle the cost at the end.
+) -> Iterator[TokenReservation]:
+    """Reserve the estimate, and settle the cost at the end.
 
     Raise an error of the rate limiter if a limit is reached.
     """
-    now_s, unix_s = clock(), wall()
-    reservation = rate_limiter.reserve(estimate(profile), now_s, unix_s)
+    reservation = TokenReservation(rate_limiter, estimate(profile), clock, wall)
     failure: BaseException | None = None
     try:
-        yield rate_limiter.headers(now_s, unix_s)
+        yield reservation
     except BaseException as error:
         failure = error
         raise
     finally:
-        spent = cost(failure)
-        rate_limiter.settle(reservation, spent.requests, spent.tokens, clock(), wall())
+        reservation.settle(cost(failure))

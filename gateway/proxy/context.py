@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gateway.auth.api_keys import ANONYMOUS, ApiKey
 from gateway.errors import GatewayError, NoWorker, RequestRefused
-from gateway.proxy.billing import cost_of
+from gateway.proxy.billing import TokenReservation, cost_of
 from gateway.routing.select import Decision, RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Outcome, Spent
@@ -40,6 +40,10 @@ class RequestContext(RequestRecord):
     body_read_s: float = 0.0
     caller: Caller = ANONYMOUS.caller
     routing_request: RoutingRequest | None = None
+    reservation: TokenReservation | None = None
+    """The tokens reserved for the request, if its key has limits."""
+    read_slowly: bool = False
+    """The worker waited for the client, so it may have reported more than the gateway has read."""
     dispatched_at_s: float | None = None
     begun: bool = False
     """A worker has the request and may have begun it."""
@@ -51,6 +55,11 @@ class RequestContext(RequestRecord):
         """Return the profile of a request that has been inspected."""
         assert self.inspected is not None, "the request has not been inspected"
         return self.inspected.profile
+
+    @property
+    def token_limit(self) -> int | None:
+        """Return the most tokens that a worker may use for the request; None: no limit."""
+        return self.reservation.token_limit if self.reservation else None
 
     @property
     def prefix_key(self) -> str:
@@ -68,6 +77,14 @@ class RequestContext(RequestRecord):
         if self.usage is not UNUSED:
             return "hit" if self.usage.cached_tokens else "miss"
         return "hit" if self.candidate and self.candidate.prefix_cached else "miss"
+
+    def limit_answer(self, max_tokens: int | None) -> None:
+        """Limit each answer; None: by what the worker does without `max_tokens`."""
+        if self.inspected is not None and max_tokens is not None:
+            self.inspected = self.inspected._replace(
+                profile=self.inspected.profile._replace(max_tokens=max_tokens),
+                body={**self.inspected.body, "max_tokens": max_tokens},
+            )
 
     def record_decision(self, decision: Decision) -> None:
         """Record the first decision; those of further attempts exclude workers."""
@@ -94,7 +111,10 @@ class RequestContext(RequestRecord):
 
     def cost(self, failure: BaseException | None) -> Spent:
         """Return what the request costs its key if it ends with this failure."""
-        return cost_of(self.profile, self.usage, failure) if self.begun else NOTHING
+        if not self.begun:
+            return NOTHING
+        reserved = self.reservation.tokens if self.reservation else None
+        return cost_of(self.profile, self.usage, failure, reserved, read_slowly=self.read_slowly)
 
     def route_headers(self) -> Headers:
         """Return response headers that show where the request was routed, and why."""

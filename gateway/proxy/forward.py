@@ -188,17 +188,33 @@ class Forwarder:
         self, lease: Lease, body: bytes, context: RequestContext, *, fresh: bool = False
     ) -> upstream.UpstreamConnection:
         """Send the request; until the response begins, a retry counts against the budget."""
-        headers = {"content-type": "application/json", "x-request-id": context.request_id}
-        headers |= lease.state.backend.headers(lease.candidate.lane, context.prefix_key)
-        if context.trace is not None:
-            headers |= context.trace.attempt(context.profile, lease.candidate)
-        url = lease.state.report.url + WORKER_PATHS[context.profile.endpoint]
         context.attempts += 1
         context.dispatched_at_s = context.dispatched_at_s or self._clock()
         if context.attempts == 1:
-            return await self.connections.send(url, body, headers, context.begin)
+            return await self._post(lease, body, context)
         with self.retries.retry():
-            return await self.connections.send(url, body, headers, context.begin, fresh=fresh)
+            return await self._post(lease, body, context, fresh=fresh)
+
+    async def _post(
+        self, lease: Lease, body: bytes, context: RequestContext, *, fresh: bool = False
+    ) -> upstream.UpstreamConnection:
+        """Send the request, and once more if the worker tells that it may need more tokens."""
+        backend, candidate, reservation = lease.state.backend, lease.candidate, context.reservation
+        headers = {"content-type": "application/json", "x-request-id": context.request_id}
+        if context.trace is not None:
+            headers |= context.trace.attempt(context.profile, candidate)
+        url = lease.state.report.url + WORKER_PATHS[context.profile.endpoint]
+        send = self.connections.send
+        headers |= backend.headers(candidate.lane, context.prefix_key, context.token_limit)
+        response = await send(url, body, headers, context.begin, fresh=fresh)
+        refused = response.status != 200 and response.tokens
+        if reservation is None or context.token_limit is None or not refused:
+            return response
+        tokens = response.tokens
+        response.release()
+        reservation.resize(tokens)
+        headers |= backend.headers(candidate.lane, context.prefix_key, context.token_limit)
+        return await send(url, body, headers, context.begin)
 
     async def _relay_whole(
         self, response: upstream.UpstreamConnection, writer: ResponseWriter, context: RequestContext
@@ -237,7 +253,7 @@ class Forwarder:
         failure: errors.GatewayError = errors.WorkerLost()
         response.set_read_timeout(self._settings.answer_timeout_s)
         try:
-            await writer.open([*_STREAM_HEADERS, *context.route_headers()], response.pause)
+            await writer.open([*_STREAM_HEADERS, *context.route_headers()], relay.pause)
             end = await response.pour(relay.relay_data, relay.relay_chunk)
             last = relay.scan(end) + scanner.close()
         except upstream.ReadTimeout:
@@ -293,6 +309,11 @@ class StreamRelay:
             return False
         self.send_chunk(chunk)
         return True
+
+    def pause(self, paused: bool) -> None:
+        """Pause or resume reading the response, for a client that reads slowly."""
+        self.context.read_slowly = True
+        self.response.pause(paused)
 
     def scan(self, piece: bytes) -> bytes:
         """Scan a piece, and return what the client gets of it."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+from collections import Counter
 
 from starlette.types import Receive, Scope
 
@@ -20,7 +22,7 @@ from gateway.http.downstream import (
     response_writer,
 )
 from gateway.protocols import WireFormat
-from gateway.proxy.billing import reserved_tokens
+from gateway.proxy.billing import TokenReservation, default_max_tokens, reserved_tokens
 from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
@@ -50,9 +52,8 @@ class ProxyHandler:
         self._gateway = gateway
         self.forwarder = Forwarder(gateway)
         self.load = Load(gateway.settings.requests_limit)
-        self.idle = asyncio.Event()
-        """Set while no request runs."""
-        self.idle.set()
+        self._contexts: dict[CancelScope, RequestContext] = {}
+        """Of the running requests, the oldest first."""
 
     async def __call__(self, scope: Scope, receive: Receive, wire_format: WireFormat) -> None:
         """Respond to one request, however it ends, and account for it once."""
@@ -65,18 +66,21 @@ class ProxyHandler:
             began_s=gateway.clock(),
             trace=gateway.traces.begin(scope) if gateway.traces is not None else None,
         )
-        self.load.requests += 1
-        self.idle.clear()
+        self.load.begin()
         try:
             with CancelScope(writer) as cancel_scope:
                 gateway.active_requests.add(cancel_scope)
+                self._contexts[cancel_scope] = context
                 try:
                     body = await self._read_body(scope, receive, context, cancel_scope)
                     self._inspect(scope, body, context)
-                    with self._reserved_tokens(context) as writer.rate_limit_headers:
+                    with self._reserved_tokens(context) as context.reservation:
+                        if context.reservation is not None:
+                            writer.rate_limit_headers = context.reservation.headers()
                         await self.forwarder.forward(context, writer)
                 finally:
                     gateway.active_requests.remove(cancel_scope)
+                    del self._contexts[cancel_scope]
         except ClientDisconnected:
             context.disconnect()
         except asyncio.CancelledError:
@@ -88,10 +92,7 @@ class ProxyHandler:
             log.exception("request.broken request=%s", context.request_id)
             await self._fail(context, writer, errors.GatewayError(), [])
         finally:
-            self.load.requests -= 1
-            self.load.release(context.body_bytes)
-            if not self.load.requests:
-                self.idle.set()
+            self.load.end(context.body_bytes)
             context.finish(gateway.clock())
             gateway.accounting.account(context)
             if context.trace is not None:
@@ -113,7 +114,7 @@ class ProxyHandler:
             raise errors.PageRefused
         if gateway.draining:
             raise errors.ShuttingDown
-        self.load.admit()
+        self.load.admit(functools.partial(self._make_room, context.caller.client))
         cancel_scope.limit(settings.body_timeout_s, errors.BodyTooSlow)
 
         def hold(part_bytes: int) -> None:
@@ -125,6 +126,24 @@ class ProxyHandler:
         cancel_scope.limit(time_s, errors.RequestTooLong)
         context.body_read_s = gateway.clock()
         return body
+
+    def _make_room(self, client: str) -> bool:
+        """Reject the last request of the client with the most, if this client has fewer.
+
+        Only requests that no worker has yet count: another one's work would be lost.
+        """
+        waiting = {
+            scope: context.caller.client
+            for scope, context in self._contexts.items()
+            if not (context.begun or scope.cancelled)
+        }
+        counts = Counter(waiting.values())
+        most = max(counts.values(), default=0)
+        if counts[client] >= most:
+            return False
+        last = next(scope for scope in reversed(waiting) if counts[waiting[scope]] == most)
+        last.cancel(errors.Overloaded())
+        return True
 
     def _inspect(self, scope: Scope, body: bytes, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
@@ -138,11 +157,16 @@ class ProxyHandler:
 
     def _reserved_tokens(
         self, context: RequestContext
-    ) -> contextlib.AbstractContextManager[Headers]:
+    ) -> contextlib.AbstractContextManager[TokenReservation | None]:
         """Reserve what the request may cost its key, if the key has limits."""
         gateway, rate_limiter = self._gateway, context.api_key.rate_limiter
         if rate_limiter is None:
-            return contextlib.nullcontext([])
+            return contextlib.nullcontext()
+        if context.profile.max_tokens is None:
+            workers = gateway.fleet.workers()
+            reports = [one.report for one in workers if context.profile.model in one.models]
+            limit = default_max_tokens(rate_limiter, [one.default_max_tokens for one in reports])
+            context.limit_answer(limit)
         return reserved_tokens(
             rate_limiter, context.profile, context.cost, gateway.clock, gateway.wall
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from gateway.assembly import LOOP_CHECK_S
 from gateway.errors import Overloaded
@@ -52,11 +54,22 @@ class Load:
         self._limit_requests = limit_requests
         self._body_bytes = 0
         self.requests = 0
+        self.idle = asyncio.Event()
+        """Set while no request runs."""
+        self.idle.set()
         self.lag = LoopLag()
 
-    def admit(self) -> None:
-        """Raise `Overloaded` if there are too many requests; this one already counts."""
-        if self.requests > self._limit_requests or self.lag.too_late:
+    def begin(self) -> None:
+        """Count a request."""
+        self.requests += 1
+        self.idle.clear()
+
+    def admit(self, make_room: Callable[[], bool] = lambda: False) -> None:
+        """Raise `Overloaded` if there are too many requests; this one already counts.
+
+        `make_room` may reject another one instead, and returns whether it has.
+        """
+        if self.lag.too_late or (self.requests > self._limit_requests and not make_room()):
             raise Overloaded
 
     def hold(self, body_bytes: int) -> None:
@@ -65,6 +78,26 @@ class Load:
         if self._body_bytes > BODIES_LIMIT_BYTES:
             raise Overloaded
 
-    def release(self, body_bytes: int) -> None:
-        """Remove the bytes that `hold` added for one request."""
+    def end(self, body_bytes: int) -> None:
+        """Remove a request, and the bytes that `hold` added for it."""
         self._body_bytes -= body_bytes
+        self.requests -= 1
+        if not self.requests:
+            self.idle.set()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Callable[[int], None]]:
+        """Admit and count a request that no worker gets; yield `hold` for its body."""
+        held_bytes = 0
+
+        def hold(part_bytes: int) -> None:
+            nonlocal held_bytes
+            held_bytes += part_bytes
+            self.hold(part_bytes)
+
+        self.begin()
+        try:
+            self.admit()
+            yield hold
+        finally:
+            self.end(held_bytes)

@@ -67,6 +67,7 @@ class Engine:
             mtp_unavailable_reason=reason,
             draft_tokens_requested=self.settings.draft_tokens,
             draft_tokens_effective=max(report.effective_draft_tokens for report in reports),
+            default_max_tokens=self.checkpoint.default_max_tokens,
             spec_prefill=spec_prefill,
         )
 
@@ -159,18 +160,21 @@ class Engine:
         sink: EventSink,
     ) -> Row:
         room = self._validate(generation, prompt)
+        max_tokens = min(generation.max_tokens or self.checkpoint.default_max_tokens or room, room)
+        tokens = len(prompt.tokens) + generation.choices * max_tokens
+        if generation.token_limit is not None and tokens > generation.token_limit:
+            raise types.TokenLimitExceeded(tokens)
         bypass = lane.bypass_reasons(generation)
         requested = generation.draft_tokens
         draft_tokens = self.settings.draft_tokens if requested is None else requested
         if bypass or not lane.has_head:
             draft_tokens = 0
         seed = generation.sampling.seed
-        default = self.checkpoint.default_max_tokens
         return Row(
             generation=generation,
             prompt=prompt,
             seed=secrets.randbits(63) if seed is None else seed,
-            max_tokens=min(generation.max_tokens or default or room, room),
+            max_tokens=max_tokens,
             draft_tokens=draft_tokens,
             draft_tokens_fixed=requested is not None,
             bypass=bypass,

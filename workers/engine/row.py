@@ -13,7 +13,7 @@ from workers.engine.detokenizer import TextStream
 from workers.engine.prefix_cache_files import HostPrefix
 from workers.engine.sampler import SamplingContext
 from workers.engine.tokenizer import PreparedPrompt
-from workers.protocol import Speculation
+from workers.protocol import RUNNING_USAGE_TOKENS, Speculation
 
 EventSink = Callable[[types.Event | types.EngineError], None]
 DELTA_INTERVAL_S = 0.01
@@ -80,6 +80,8 @@ class Row:
     position_offset: int = 0
     """Difference from token number to text position: pictures take fewer positions than tokens."""
     _last_delta_s: float = -inf
+    _reported_tokens: int = 0
+    """Tokens of the answer at the last delta."""
     _pending_text: str = ""
     _pending_logprobs: list[types.TokenLogprob] = field(default_factory=list)
 
@@ -171,7 +173,10 @@ class Row:
         )
 
     def _emit_delta(self, now_s: float) -> None:
-        if self._pending_text or self._pending_logprobs:
+        # Also without text: a gateway charges a stream that is left by its last delta.
+        unreported = len(self.answer) - self._reported_tokens
+        if self._pending_text or self._pending_logprobs or unreported >= RUNNING_USAGE_TOKENS:
             logprobs = tuple(self._pending_logprobs)
             self.sink(types.Delta(text=self._pending_text, logprobs=logprobs, usage=self.usage()))
             self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []
+            self._reported_tokens = len(self.answer)

@@ -57,6 +57,10 @@ class Generation:
     sampling: Sampling
     max_tokens: int | None = None
     """None applies the checkpoint's limit, or else that of the context window."""
+    choices: int = 1
+    """Answers to the request, this one included."""
+    token_limit: int | None = None
+    """The most tokens of the prompt and all answers together; None: no limit."""
     stop: tuple[str, ...] = ()
     keep_call_tokens: bool = False
     """Whether the text includes the control tokens that mark tool calls."""
@@ -144,6 +148,7 @@ class EngineError(Exception):
 
     EngineError
     +-- InvalidGeneration   the request can never run on this engine (names the field)
+    +-- TokenLimitExceeded  the request may need more tokens than it is allowed
     +-- EngineBusy          the queue is full; a retry may succeed
     +-- GenerationFailed    the generation failed while running; others continue
     +-- EngineStopped       the engine is shutting down or its thread has died
@@ -159,6 +164,14 @@ class InvalidGeneration(EngineError):
         self.param = param
         self.message = message
         self.code = code
+
+
+class TokenLimitExceeded(EngineError):
+    """The request may need more `tokens` than its `token_limit`."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"The request may need {tokens} tokens.")
+        self.tokens = tokens
 
 
 class EngineBusy(EngineError):
@@ -227,5 +240,7 @@ class ModelCard:
     mtp_unavailable_reason: str | None
     draft_tokens_requested: int
     draft_tokens_effective: int
+    default_max_tokens: int | None = None
+    """The checkpoint's limit of an answer; None: the context window alone limits it."""
     spec_prefill: str | None = None
     """Phrase on how long prompts are read; None if no draft model is configured."""

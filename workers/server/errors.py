@@ -4,6 +4,7 @@ RequestError                any request without a completion, with its status an
 +-- BadRequest              400, names the field
 |   +-- UnknownModel        404
 |   +-- BodyTooLarge        413
+|   +-- TokenLimitExceeded  400, tells the gateway how many tokens the request may need
 |   +-- ClientLeft          499, only logged: the client has disconnected
 |       +-- ClientStalled   499, only logged: the client stopped reading a stream
 +-- NotAuthorised           401
@@ -26,8 +27,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from policies.request.fields import FieldError
+from workers.engine import types
 from workers.engine.types import EngineBusy, EngineStopped, InvalidGeneration
-from workers.protocol import ApiError
+from workers.protocol import TOKENS_HEADER, ApiError
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,14 @@ class BodyTooLarge(BadRequest, status=413, code="body_too_large"):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The request body is larger than {limit_bytes} bytes.")
+
+
+class TokenLimitExceeded(BadRequest, code="tokens_over_limit"):
+    """The request may need more tokens than the gateway has reserved for it."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"This request may need {tokens} tokens, more than its limit.")
+        self.headers = {TOKENS_HEADER: str(tokens)}
 
 
 class ClientLeft(BadRequest, status=499, code="client_left"):
@@ -126,6 +136,8 @@ def as_request_error(error: Exception, request_id: str = "") -> RequestError:
             translated = BadRequest(error.message, param=error.param)
         case InvalidGeneration():
             translated = BadRequest(error.message, param=error.param, code=error.code)
+        case types.TokenLimitExceeded():
+            translated = TokenLimitExceeded(error.tokens)
         case EngineBusy():
             translated = _Busy(error.retry_after_s)
         case EngineStopped():

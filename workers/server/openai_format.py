@@ -86,6 +86,10 @@ class ChatChoice(_Choice):
             message["tool_calls"] = self._tool_calls
         return self._render("message", message, self._logprobs)
 
+    def idle(self) -> Sequence[Json]:
+        """Return an entry without text."""
+        return (self._render("delta", {}, None),)
+
     def _write(self, pieces: Sequence[str | ToolCall]) -> Sequence[Json]:
         entries = []
         for piece in pieces:
@@ -123,6 +127,10 @@ class CompletionChoice(_Choice):
         """Return the finish reason."""
         self._finish_reason = finished.reason.value
         return (self._entry("text", ""),)
+
+    def idle(self) -> Sequence[Json]:
+        """Return an entry without text."""
+        return (self._render("text", "", None),)
 
     def build(self) -> Json:
         """Return the whole text, after `finish`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,13 @@ from policies.request.parser import STRUCTURED_FIELDS, read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt
-from workers.protocol import MAX_PREFIX_NAME_CHARS, NO_PREFIX, REQUEST_ID
+from workers.protocol import (
+    MAX_COUNT,
+    MAX_PREFIX_NAME_CHARS,
+    NO_PREFIX,
+    REQUEST_ID,
+    TOKENS_LIMIT_HEADER,
+)
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.pictures import PictureMemory
 from workers.server.ports import Json, Prompts, ServingEngine
@@ -87,6 +94,8 @@ async def read_request(
         prompt=prompt,
         sampling=profile.sampling,
         max_tokens=profile.max_tokens,
+        choices=profile.choices,
+        token_limit=_token_limit(request.headers.get(TOKENS_LIMIT_HEADER)),
         stop=profile.stop,
         keep_call_tokens=tool_format is not None,
         top_logprobs=profile.top_logprobs,
@@ -188,6 +197,17 @@ def _prefix_key(given: str | None) -> str | None:
             param=PREFIX_HEADER,
         )
     return given
+
+
+def _token_limit(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if not re.fullmatch("[0-9]{1,16}", given) or not 1 <= int(given) <= MAX_COUNT:
+        raise BadRequest(
+            f"The header '{TOKENS_LIMIT_HEADER}' must be a number from 1 to {MAX_COUNT}.",
+            param=TOKENS_LIMIT_HEADER,
+        )
+    return int(given)
 
 
 async def _chat_prompt(

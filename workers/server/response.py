@@ -103,12 +103,14 @@ class CompletionResponse(Response):
                 await _send(send, _body(b"", last=True))
 
     async def _send_entries(self, send: Send, entries: Sequence[Json]) -> None:
-        if not entries:
+        usage = self._running_usage() if self._request.profile.running_usage else {}
+        if not entries and not usage:
             return
         no_usage = {"usage": None} if self._request.profile.include_usage else {}
+        # The engine also generates text that it holds back, as it may begin a tool call.
+        entries = entries or self._writers[0].idle()
         chunks = [self._envelope(_CHUNK, [entry]) | no_usage for entry in entries]
-        if self._request.profile.running_usage:
-            chunks[-1] |= self._running_usage()
+        chunks[-1] |= usage
         await _send(send, _body(b"".join(_encode_event(chunk) for chunk in chunks)))
 
     def _running_usage(self) -> dict[str, Json]:

@@ -81,6 +81,7 @@ class Worker:
             model=card.model,
             labels=self.labels,
             context_tokens=card.context_tokens,
+            default_max_tokens=card.default_max_tokens or card.context_tokens,
             ready=self.ready,
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),

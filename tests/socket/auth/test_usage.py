@@ -224,7 +224,7 @@ def test_an_aborted_stream_is_reported_with_guessed_tokens(
         next(response.iter_raw())
     wait_until(lambda: row_of(usage_of(gateway_with_worker), key["id"])["requests"] == 2)
     usage = row_of(usage_of(gateway_with_worker), key["id"])
-    assert (usage["prompt_tokens"], usage["guessed_tokens"]) == (7, 4 + 50)
+    assert (usage["prompt_tokens"], usage["guessed_tokens"]) == (7, 16 + 4 + 50)
 
 
 def test_requests_without_keys_are_not_in_the_usage(gateway_with_worker: RunningGateway) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from pathlib import Path
 
@@ -11,7 +13,15 @@ import pytest
 from gateway.errors import Overloaded
 from gateway.proxy import load_shedding as overload
 from gateway.proxy.load_shedding import Load, LoopLag
-from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.raw_client import raw_client
+from tests.support.running_gateway import (
+    RunningGateway,
+    bearer_headers,
+    chat_body,
+    make_settings,
+    status_and_code,
+    wait_until,
+)
 from tests.support.scripted_worker import DONE, ScriptedWorker
 
 
@@ -32,6 +42,47 @@ def test_f27_a_request_over_the_limit_is_shed_and_running_requests_complete(
         assert received.endswith(DONE)
         wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
         assert gateway.chat().status_code == 200
+
+
+def test_c16_an_explanation_is_shed_as_a_request(tmp_path: Path, worker: ScriptedWorker) -> None:
+    worker.script.hang_after = 2
+    with RunningGateway(make_settings(tmp_path, requests_limit=1)) as gateway:
+        gateway.send_heartbeat(worker)
+        with gateway.stream() as running:
+            chunks = running.iter_raw()
+            next(chunks)
+            shed = gateway.client.post("/v1/route/explain", json=chat_body())
+            assert status_and_code(shed) == (503, "gateway_overloaded")
+        wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
+        assert gateway.client.post("/v1/route/explain", json=chat_body()).status_code == 200
+        assert gateway.status()["gateway"]["requests_in_flight"] == 0
+
+
+def test_c7_a_full_gateway_makes_room_for_the_client_with_the_fewest_requests(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    with RunningGateway(make_settings(tmp_path, requests_limit=3)) as gateway:
+        gateway.send_heartbeat(worker)
+
+        def in_flight(number: int) -> bool:
+            line = f"paceline_requests_in_flight {number}.0"
+            return line in gateway.client.get("/metrics").text
+
+        one, other = gateway.create_key(), gateway.create_key()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n"
+        authorization = bearer_headers(one)["authorization"]
+        with contextlib.ExitStack() as stack:
+            flood = [stack.enter_context(raw_client(gateway)) for _ in range(3)]
+            for number, client in enumerate(flood, 1):
+                client.send(f"{head}authorization: {authorization}\r\n\r\n{{".encode())
+                wait_until(functools.partial(in_flight, number))
+            shed = httpx.post(
+                f"{gateway.url}/v1/chat/completions", json={}, headers=bearer_headers(one)
+            )
+            assert status_and_code(shed) == (503, "gateway_overloaded")
+            gateway.use_key(other["secret"])
+            assert gateway.chat().status_code == 200
+            assert b"gateway_overloaded" in flood[-1].read_until(b"gateway_overloaded")
 
 
 def test_f38_status_and_metrics_show_the_event_loop_lag(
@@ -75,7 +126,7 @@ def test_f26_buffered_bodies_are_limited_and_released(monkeypatch: pytest.Monkey
     load.hold(100)
     with pytest.raises(Overloaded):
         load.hold(1)
-    load.release(101)
+    load.end(101)
     load.hold(100)
 
 

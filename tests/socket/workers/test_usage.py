@@ -25,10 +25,10 @@ def answer() -> list[Event]:
     return [*deltas, Finished(reason=FinishReason.STOP, usage=usage)]
 
 
-async def read_chunks(**fields: Any) -> list[dict[str, Any]]:
+async def read_chunks(script: list[Event] | None = None, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "stream": True}
     async with (
-        serve_worker(make_worker(ScriptedEngine(answer()))) as url,
+        serve_worker(make_worker(ScriptedEngine(script or answer()))) as url,
         httpx.AsyncClient(base_url=url) as client,
     ):
         response = await client.post("/v1/chat/completions", json={**body, **fields})
@@ -51,6 +51,19 @@ async def test_c6_a_stream_reports_its_usage_so_far_if_the_request_asks_for_it(
     assert seen == choices * TOKENS
     assert most_unreported < RUNNING_USAGE_TOKENS
     assert prompts == {7}
+
+
+async def test_c6_a_stream_reports_its_usage_while_it_holds_back_text() -> None:
+    held_back: list[Event] = [
+        Delta(
+            text="" if number > 1 else "x", usage=Usage(prompt_tokens=7, completion_tokens=number)
+        )
+        for number in range(1, TOKENS + 1)
+    ]
+    script = [*held_back, answer()[-1]]
+    chunks = await read_chunks(script, stream_options={"continuous_usage_stats": True})
+    reported = [usage["completion_tokens"] for chunk in chunks if (usage := chunk.get("usage"))]
+    assert reported[:4] == [1, 33, 65, 97]
 
 
 @pytest.mark.parametrize("options", [{}, {"include_usage": True}])

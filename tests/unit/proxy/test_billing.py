@@ -33,6 +33,7 @@ def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
     assert estimate(PROFILE) == 4 + 6
     assert estimate(PROFILE._replace(choices=3)) == 4 + 18
     assert estimate(PROFILE._replace(media=(("image", 2),))) == 4 + 6 + 2 * 512
+    assert estimate(PROFILE._replace(messages=2)) == 2 * 16 + 4 + 6
     assert estimate(PROFILE._replace(max_tokens=None)) == 4 + ANSWER_TOKENS
 
 
@@ -63,6 +64,14 @@ def test_the_outcome_decides_the_cost(
 ) -> None:
     assert cost_of(PROFILE, UNUSED, failure) == unreported
     assert cost_of(PROFILE, Usage(5, 2, 1), failure) == reported
+
+
+def test_c6_what_a_slow_client_leaves_unread_costs_the_reservation() -> None:
+    left, usage = ClientDisconnected(), Usage(5, 2, 1)
+    assert cost_of(PROFILE, usage, left, 100) == Spent(1, 7 + 32, 32)
+    assert cost_of(PROFILE, usage, left, 100, read_slowly=True) == Spent(1, 100, 93)
+    assert cost_of(PROFILE, usage, None, 100, read_slowly=True) == Spent(1, 7)
+    assert cost_of(PROFILE, UNUSED, left, 100) == Spent(1, 100, 100)
 
 
 @pytest.mark.parametrize("failure", [None, WorkerLost(), NoWorker(), asyncio.CancelledError()])
