@@ -32,11 +32,12 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- EditUnconditional   428  an edit of the policy has no `If-Match`
 |   +-- LimitReached        429  a rate limit of the key is reached
 |   +-- RefusedByWorker     4xx  the worker rejects the request in OpenAI's shape
-+-- Unavailable             503  a later retry may succeed
++-- Unavailable             503  nothing has begun, and another attempt may succeed
 |   +-- NoWorker            503  no worker can take the request now
 |   +-- QueueFull           503  the queue of the pool is full
-|   |   +-- QueueTimeout    503  no slot became free within the queue timeout
+|   |   +-- QueueTimeout    504  no slot became free within the queue timeout
 |   +-- ShuttingDown        503  the gateway is shutting down
+|   |   +-- Interrupted     502  it shuts down before the request of a worker has ended
 |   +-- Overloaded          503  the gateway is at its limit of requests or memory
 |   +-- TooManyViewers      503  the limit of status streams is reached
 |   +-- TooManyWorkers      503  the limit of live workers is reached
@@ -342,8 +343,11 @@ class QueueFull(Unavailable, code="queue_full"):
     message = "All slots are in use and the queue is full. Try again later."
 
 
-class QueueTimeout(QueueFull, code="queue_timeout"):
-    """No slot became free within the queue timeout."""
+class QueueTimeout(QueueFull, status=504, code="queue_timeout"):
+    """No slot became free within the queue timeout.
+
+    Not 503: a proxy sends that to another gateway, where the request would wait again.
+    """
 
     message = "No slot became free within the queue timeout. Try again later."
 
@@ -352,6 +356,13 @@ class ShuttingDown(Unavailable, code="shutting_down"):
     """The gateway is shutting down: it rejects new requests and cancels the last ones."""
 
     message = "The gateway is shutting down."
+
+
+class Interrupted(ShuttingDown, status=502):
+    """The gateway shut down after a worker may have begun the request.
+
+    Not 503: a proxy sends that to another gateway, so that two workers would run the request.
+    """
 
 
 class Overloaded(Unavailable, code="gateway_overloaded"):

@@ -84,6 +84,8 @@ class Outcome(StrEnum):
     """The request was at fault."""
     UNSERVED = "unserved"
     """No worker was available."""
+    RESENT = "resent"
+    """No worker was available; the proxy in front sends the request to another gateway."""
     FAILED = "failed"
     """The worker was at fault."""
     CLIENT_LEFT = "client_left"

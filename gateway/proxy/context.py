@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.auth.api_keys import ANONYMOUS, ApiKey
-from gateway.errors import GatewayError, NoWorker, RequestRefused
+from gateway.errors import GatewayError, RequestRefused, Unavailable
 from gateway.proxy.billing import TokenReservation, cost_of
 from gateway.routing.select import Decision, RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
@@ -33,6 +33,8 @@ class RequestContext(RequestRecord):
     policy: PolicyDocument
     """The active policy when the request began; a later one does not change it."""
     began_s: float
+    resends_503: bool = False
+    """A proxy sends the request to another gateway if this one answers 503."""
     trace: Trace | None = None
     """The spans of the request, if traces are on."""
     body_bytes: int = 0
@@ -104,7 +106,9 @@ class RequestContext(RequestRecord):
         self.error = error
         if isinstance(error, RequestRefused):
             self.outcome = Outcome.REFUSED
-        elif error.status == NoWorker.status:
+        elif self.resends_503 and error.status == Unavailable.status:
+            self.outcome = Outcome.RESENT
+        elif isinstance(error, Unavailable):
             self.outcome = Outcome.UNSERVED
         else:
             self.outcome = Outcome.FAILED

@@ -33,6 +33,9 @@ from policies.document import PolicyDocument
 
 log = logging.getLogger(__name__)
 
+_RESEND = b"x-paceline-resend"
+"""A request header of `deploy/nginx.conf`: it sends the request elsewhere after a 503."""
+
 
 def routing_request(
     gateway: Gateway, scope: Scope, policy: PolicyDocument, caller: Caller, inspected: Inspected
@@ -64,6 +67,7 @@ class ProxyHandler:
             wire_format=wire_format,
             policy=gateway.policy_store.current,
             began_s=gateway.clock(),
+            resends_503=bool(header(scope, _RESEND)),
             trace=gateway.traces.begin(scope) if gateway.traces is not None else None,
         )
         self.load.begin()
@@ -87,6 +91,8 @@ class ProxyHandler:
             context.disconnect()
             raise
         except errors.GatewayError as error:
+            if context.begun and isinstance(error, errors.ShuttingDown):
+                error = errors.Interrupted()
             await self._fail(context, writer, error, context.route_headers())
         except Exception:
             log.exception("request.broken request=%s", context.request_id)

@@ -197,7 +197,7 @@ def _counts(counters: _Counters) -> dict[CounterKey, int]:
     """Return what flushed counters add to the counts of the fleet."""
     labels, requests = counters.labels, counters.requests
     counts: dict[CounterKey, int] = {("outcomes", labels.outcome.value): requests}
-    if labels.code:
+    if labels.code and labels.outcome is not Outcome.RESENT:
         counts["errors", labels.code] = requests
     if counters.lane is not None:
         counts["decisions", labels.pool, labels.route, labels.reason] = requests

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import SecretStr
 
+from tests.support.compose_stack import gateway_addresses
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from tests.support.worker_process import running_worker
 from workers import heartbeat
@@ -29,6 +30,7 @@ class Gateway:
     interval_s: float = 5.0
     reports: list[WorkerReport] = field(default_factory=list)
     authorizations: set[str] = field(default_factory=set)
+    hosts: set[str] = field(default_factory=set)
     removed: list[str] = field(default_factory=list)
     received: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -38,6 +40,7 @@ class Gateway:
         @app.put("/admin/v1/workers/{worker_id}")
         async def heartbeat(request: Request, worker_id: str) -> Response:
             self.authorizations.add(request.headers["authorization"])
+            self.hosts.add(request.headers["host"])
             report = WorkerReport.model_validate_json(await request.body())
             assert report.worker_id == worker_id
             async with self.received:
@@ -143,6 +146,78 @@ async def test_a_worker_joins_again_after_a_restart_of_the_gateway() -> None:
     async with serve_app(after.app(), port), leave:
         await after.reports_reach(1)
     assert after.removed == ["scripted-1"]
+
+
+@asynccontextmanager
+async def gateways_at(*hosts: str) -> AsyncIterator[tuple[str, list[Gateway]]]:
+    """Serve a gateway at each address, on one port; yield the URL of a name and the gateways."""
+    gateways = [Gateway(interval_s=0.05) for _ in hosts]
+    async with AsyncExitStack() as servers:
+        port = 0
+        for gateway, host in zip(gateways, hosts, strict=True):
+            served = serve_app(gateway.app(), port, host=host)
+            port = httpx.URL(await servers.enter_async_context(served)).port or 0
+        yield f"http://gateway.test:{port}", gateways
+
+
+async def test_every_address_of_a_name_gets_heartbeats_and_the_name_as_host() -> None:
+    hosts = gateway_addresses(3)
+    dead, silent = hosts[2], "127.0.2.1"
+
+    async def resolver(_: httpx.URL) -> set[str]:
+        return {*hosts[:2], dead, silent}
+
+    async with gateways_at(*hosts[:2]) as (url, gateways):
+        accepts_only = await asyncio.start_server(wait_for_end, silent, httpx.URL(url).port)
+        worker = make_worker(ScriptedEngine())
+        async with accepts_only, joined(membership(worker, url), resolver):
+            for gateway in gateways:
+                await gateway.reports_reach(3)
+            worker.drain()
+            for gateway in gateways:
+                await gateway.reports_reach(len(gateway.reports) + 2)
+    for gateway in gateways:
+        assert gateway.reports[-1].draining
+        assert gateway.hosts == {url.removeprefix("http://")}
+        assert gateway.removed == ["scripted-1"]
+
+
+async def wait_for_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read all and answer nothing."""
+    while await reader.read(65536):
+        pass
+    writer.close()
+
+
+async def test_heartbeats_follow_the_addresses_of_the_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "RESOLVE_INTERVAL_S", 0.01)
+    hosts = gateway_addresses(2)
+    found: list[set[str] | Exception] = [
+        *(OSError("no such name"), OSError("no such name")),
+        {hosts[0]},
+        UnicodeError("odd"),
+    ]
+
+    async def resolver(_: httpx.URL) -> set[str]:
+        result = found.pop(0) if found else {hosts[1]}
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async with gateways_at(*hosts) as (url, (_, second)):
+        async with joined(membership(make_worker(ScriptedEngine()), url), resolver):
+            await second.reports_reach(3)
+        assert second.removed == ["scripted-1"]
+    assert caplog.text.count("no such name") == 1
+
+
+async def test_names_and_addresses_are_resolved() -> None:
+    assert await heartbeat.resolve(httpx.URL("http://127.0.0.1:8000")) == {"127.0.0.1"}
+    assert await heartbeat.resolve(httpx.URL("http://localhost")) & {"127.0.0.1", "::1"}
+    with pytest.raises(OSError, match=r"not known|nodename"):
+        await heartbeat.resolve(httpx.URL("http://gateway.invalid:8000"))
 
 
 async def test_a_worker_process_joins_and_leaves_a_gateway() -> None:

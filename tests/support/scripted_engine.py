@@ -146,11 +146,11 @@ async def serve_worker(worker: Worker, token: str | None = None) -> AsyncIterato
 
 
 @asynccontextmanager
-async def serve_app(app: Any, port: int = 0) -> AsyncIterator[str]:
+async def serve_app(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """Serve an ASGI application at a real socket of this loop; yield its URL."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
+    listener.bind((host, port))
     listener.listen()
     async with Server(app).on(listener):
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://{host}:{listener.getsockname()[1]}"
