@@ -20,7 +20,9 @@ WORDS: Final = 64
 PACE_S: Final = 0.025
 """Between two events of a paced stream: 40 tokens a second."""
 PACED_MARK: Final = "paced please"
-"""A message with these words gets a paced answer, others one as fast as possible."""
+BRIEF_MARK: Final = "briefly please"
+_PACES_S: Final = {PACED_MARK.encode(): PACE_S, BRIEF_MARK.encode(): PACE_S / 16}
+"""Pause by mark: a message with a mark gets a paced answer, others one as fast as possible."""
 _SLOTS: Final = 256
 _USAGE: Final = {"prompt_tokens": 8, "completion_tokens": WORDS, "total_tokens": 8 + WORDS}
 
@@ -103,13 +105,15 @@ class _Connection(asyncio.Protocol):
         elif b'"stream":true' not in body and b'"stream": true' not in body:
             self._transport.write(_ANSWER)
         else:
-            pace_s = PACE_S if PACED_MARK.encode() in body else 0.0
+            pace_s = next((pace_s for mark, pace_s in _PACES_S.items() if mark in body), 0.0)
             self._stream(iter(_STREAM), pace_s, asyncio.get_running_loop())
 
     def _stream(
         self, events: Iterator[bytes], pace_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Write one event as a packet, and schedule the next."""
+        """Write one event as a packet, and schedule the next; end if the client has left."""
+        if self._transport.is_closing():
+            return
         for event in islice(events, 1):
             self._transport.write(event)
             if pace_s:

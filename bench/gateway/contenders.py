@@ -21,6 +21,7 @@ from bench.harness.venvs import PeerUnavailable, Venv, last_line, python_of
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 
 KEY: Final = "bench-key"
+ADMIN_KEY: Final = "bench-admin-key"
 _JOIN_TOKEN: Final = "bench-join-token"
 _START_TIMEOUT_S: Final = 120.0
 _ROOT: Final = Path(__file__).parents[2]
@@ -223,7 +224,12 @@ async def _wait_until_ready(
 
 
 def _environment(home: str) -> dict[str, str]:
-    ours = {"PACELINE_JOIN_TOKEN": _JOIN_TOKEN, "PACELINE_API_KEY": KEY, "PYTHONPATH": str(_ROOT)}
+    ours = {
+        "PACELINE_JOIN_TOKEN": _JOIN_TOKEN,
+        "PACELINE_API_KEY": KEY,
+        "PACELINE_ADMIN_KEY": ADMIN_KEY,
+        "PYTHONPATH": str(_ROOT),
+    }
     peer_settings = {
         "DO_NOT_TRACK": "1",
         "LITELLM_LOG": "ERROR",

@@ -26,11 +26,13 @@ class Question:
     """A request, and the check of its answer."""
 
     stream: bool
-    paced: bool = False
+    mark: str = ""
+    """A mark of the worker, by which it paces its answer."""
+    key: str = KEY
 
     def request(self) -> bytes:
         """Return the bytes of the request."""
-        content = f"{backend.PACED_MARK}: {_PROMPT}" if self.paced else _PROMPT
+        content = f"{self.mark}: {_PROMPT}" if self.mark else _PROMPT
         body = json.dumps(
             {
                 "model": backend.MODEL,
@@ -41,7 +43,7 @@ class Question:
         ).encode()
         head = (
             "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
-            f"content-type: application/json\r\nauthorization: Bearer {KEY}\r\n"
+            f"content-type: application/json\r\nauthorization: Bearer {self.key}\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
@@ -130,12 +132,12 @@ async def _send_sequentially(
     port: int, question: Question, numbers: Iterator[int], until_s: float
 ) -> int:
     request = question.request()
-    connection = await _connect(port)
+    connection = await connect(port)
     answers = 0
     try:
         for _ in numbers:
             if connection.closing:
-                connection = await _connect(port)
+                connection = await connect(port)
             await connection.send(question, request)
             answers += 1
             if time.perf_counter() > until_s:
@@ -147,18 +149,18 @@ async def _send_sequentially(
 
 async def send_staggered(port: int, *, streams: int, rounds: int) -> list[float]:
     """Run paced streams with staggered starts; return the seconds to each first word."""
-    question = Question(stream=True, paced=True)
+    question = Question(stream=True, mark=backend.PACED_MARK)
     request = question.request()
     stagger_s = backend.PACE_S * backend.EVENTS / streams
 
     async def run_stream(index: int) -> list[float]:
         await asyncio.sleep(index * stagger_s)
-        connection = await _connect(port)
+        connection = await connect(port)
         times_s = []
         try:
             for _ in range(rounds):
                 if connection.closing:
-                    connection = await _connect(port)
+                    connection = await connect(port)
                 times_s.append(await connection.send(question, request))
         finally:
             connection.close()
@@ -169,7 +171,8 @@ async def send_staggered(port: int, *, streams: int, rounds: int) -> list[float]
     return [first_s for task in tasks for first_s in task.result()]
 
 
-async def _connect(port: int) -> Connection:
+async def connect(port: int) -> Connection:
+    """Open a connection; raise `WrongAnswer` if the gateway refuses it."""
     loop = asyncio.get_running_loop()
     with suppress(ConnectionRefusedError):
         _, connection = await loop.create_connection(Connection, "127.0.0.1", port)

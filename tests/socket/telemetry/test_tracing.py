@@ -232,4 +232,4 @@ except StartupError as error:
     process = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert "pip install -e '.[otel]'" in process.stdout
+    assert "pip install --require-hashes --requirement locks/dev.txt" in process.stdout
