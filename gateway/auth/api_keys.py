@@ -116,9 +116,10 @@ class ApiKeys:
         return [(name, one.rate_limiter) for name, one in holders if one.rate_limiter is not None]
 
     def remove_expired(self) -> None:
-        """Remove the keys that have expired."""
+        """Remove the keys that have expired, and those not that had when the clock was wrong."""
         now_unix_s = self._wall()
-        if any(self.records[name].ended(now_unix_s) for name in self._valid):
+        valid = {name for name, one in self.records.items() if not one.ended(now_unix_s)}
+        if valid != self._valid.keys():
             self._rebuild()
 
     def _rebuild(self) -> None:

@@ -142,6 +142,9 @@ class TokenBucket:
         )
 
 
+_KNOWN_DAYS = 8
+
+
 class DailyBudget:
     """A budget per day; a request counts on the day on which it ends."""
 
@@ -155,6 +158,8 @@ class DailyBudget:
         self.reserved = 0
         self.reserved_remotely = 0
         """By running requests of other gateways."""
+        self._used_on: dict[int, int] = {}
+        """What was used on the last few other days that the clock has shown."""
         self._share: int | None = None
         """The bound of `used` and `reserved` while this gateway is cut off; None: not cut off."""
         self._gateways = 1
@@ -176,11 +181,21 @@ class DailyBudget:
             self.reserved_remotely = 0
 
     def roll_over(self, unix_s: float) -> None:
-        """Begin the day of this moment if it is later; a clock set back gives no second budget."""
-        if (day := day_of(unix_s)) > self.day:
-            self.day, self.used, self.used_locally = day, 0, 0
-            if self._share is not None:
-                self._share = self.reserved + self.limit // self._gateways
+        """Continue on the day of this moment; each date that the clock shows has one budget.
+
+        A clock that is set back gives nothing: its earlier day continues with what was used.
+        """
+        if (day := day_of(unix_s)) == self.day:
+            return
+        used = self._used_on.pop(day, 0)
+        self._used_on[self.day] = self.used
+        if len(self._used_on) > _KNOWN_DAYS:
+            del self._used_on[min(self._used_on)]
+        if day < self.day:
+            used = max(used, self.used)
+        elif self._share is not None:
+            self._share = used + self.reserved + max(0, self.limit - used) // self._gateways
+        self.day, self.used, self.used_locally = day, used, 0
 
 
 # The end of a running request cannot be predicted.

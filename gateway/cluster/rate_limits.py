@@ -23,12 +23,19 @@ _ALIVE_MS = 5_000
 _EXPIRE_MS = 60_000
 _EXCHANGE = f"""{NOW}
 local gateway, admitted, alive_ms, expire_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+-- Without the times of the last writes, ended gateways would count for ever.
+if redis.call('EXISTS', KEYS[2]) == 0 then redis.call('DEL', KEYS[1]) end
 redis.call('HSET', KEYS[1], gateway, admitted)
 redis.call('ZADD', KEYS[2], now, gateway)
-for _, expired in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - expire_ms)) do
-  redis.call('HDEL', KEYS[1], expired)
-  redis.call('ZREM', KEYS[2], expired)
+local function expire(from, to)
+  for _, expired in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], from, to)) do
+    redis.call('HDEL', KEYS[1], expired)
+    redis.call('ZREM', KEYS[2], expired)
+  end
 end
+expire('-inf', now - expire_ms)
+-- From before the clock of Redis was set back; a running gateway returns with its next exchange.
+expire(string.format('(%.0f', now), '+inf')
 redis.call('PEXPIRE', KEYS[1], 3600000)
 redis.call('PEXPIRE', KEYS[2], 3600000)
 local alive = redis.call('ZRANGEBYSCORE', KEYS[2], now - alive_ms, '+inf')

@@ -33,13 +33,15 @@ from gateway.storage.records import (
 log = logging.getLogger(__name__)
 
 # One hash for each kind: name -> [order, record], and in the empty field the revision, which grows
-# with every change. Revisions are at least the time in milliseconds, so that a hash that was lost
-# and created again has a later one.
+# with every change, and the time when the hash was created. Revisions are at least the time in
+# milliseconds, so that a hash that was lost and created again has a later one.
 _REVISE = f"""{NOW}
 local function revise()
-  local last = tonumber(redis.call('HGET', KEYS[1], '') or '0')
+  local stored = redis.call('HGET', KEYS[1], '') or ''
+  local last = tonumber(string.match(stored, '^%d+') or '0')
+  local created = string.match(stored, ' (%d+)$') or string.format('%.0f', now)
   local revision = string.format('%.0f', math.max(now, last + 1))
-  redis.call('HSET', KEYS[1], '', revision)
+  redis.call('HSET', KEYS[1], '', revision .. ' ' .. created)
   return revision
 end
 """
@@ -67,7 +69,7 @@ for i = 1, #ARGV, 2 do
   if redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then changed = true end
 end
 if changed then revise() end
-return 1
+return redis.call('HGET', KEYS[1], '')
 """
 _RECORD = re.compile(r"\[(\d+),(.*)\]", re.DOTALL)
 
@@ -87,6 +89,8 @@ class _Copy(NamedTuple):
     """The count of connections when the copy was complete."""
     current: bool = False
     """Read from Redis by this process, not from the file."""
+    created: str = ""
+    """When the hash was created; empty: not known."""
 
 
 class RedisRecords:
@@ -146,20 +150,28 @@ class RedisRecords:
         if stored is None:
             self._copies[kind] = copy._replace(connections=connections, current=True)
             return
-        # A record that is missing behind a new connection was lost; otherwise it was removed.
+        # A record that is missing behind a new connection, in an older hash or in one that was
+        # created again, was lost; otherwise it was removed.
         lost: dict[str, _Record] = {}
-        if connections != copy.connections or int(revision or 0) < int(copy.revision or 0):
+        older = _number(revision) < _number(copy.revision)
+        created = revision.partition(" ")[2]
+        if connections != copy.connections or older or copy.created not in ("", created):
             lost = {name: one for name, one in copy.records.items() if name not in stored}
         records = {**lost, **stored}
         # Valid from here on, even if the restore fails.
-        self._copies[kind] = _Copy(records, "", copy.connections, current=True)
+        self._copies[kind] = _Copy(
+            records, "", copy.connections, created=copy.created, current=True
+        )
         if lost:
             pairs: list[str] = []
             for name, record in lost.items():
                 pairs += [name, f"[{record.order},{record.text}]"]
-            await self._redis.call(part, lambda: self._restore([_key(kind)], pairs))
+            restored = await self._redis.call(part, lambda: self._restore([_key(kind)], pairs))
+            created = restored.partition(" ")[2]
             log.warning("redis.records_restored kind=%s records=%d", kind, len(lost))
-        self._copies[kind] = _Copy(records, revision, connections, current=True)
+        # After a restore, read all again: another gateway may have written since.
+        revision = "" if lost else revision
+        self._copies[kind] = _Copy(records, revision, connections, created=created, current=True)
         if records != copy.records:
             self._file_is_outdated = True
             if self._writing is None or self._writing.done():
@@ -195,6 +207,10 @@ class RedisRecords:
 
 def _key(kind: str) -> str:
     return f"paceline:{{{kind}}}:records"
+
+
+def _number(revision: str) -> int:
+    return int(revision.partition(" ")[0] or 0)
 
 
 def _from_redis(text: str) -> _Record:

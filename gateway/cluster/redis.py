@@ -8,16 +8,20 @@ Redis, which can still be read, does not count as working.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from redis import exceptions
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.connection import AbstractConnection, ConnectionPool, parse_url
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.maint_notifications import MaintNotificationsConfig
@@ -31,6 +35,11 @@ DEADLINE_S = 1.0
 ADMIN_DEADLINE_S = 2.0
 """Of a call for which an admin waits."""
 _MAX_CONNECTIONS = 16
+# redis+sentinel://USER:PASSWORD@HOST:PORT,HOST:PORT/SERVICE/DB
+_SENTINEL_URL = re.compile(r"(rediss?)\+sentinel://(.*@)?([^/@?]+)/([^/?]+)(.*)")
+_SENTINEL_PORT = 26379
+_SENTINEL_TIMEOUT_S = 0.3
+"""Of a connection to a Sentinel: the next one may answer before the deadline of the call."""
 # A reply that has arrived is parsed within so many iterations of the event loop.
 _PARSE_ITERATIONS = 4
 
@@ -42,22 +51,20 @@ class OtherJoinToken(ValueError):
 # uvloop raises RuntimeError for a connection that is closed during a call.
 _UNREACHABLE = (exceptions.ConnectionError, exceptions.TimeoutError, OSError, RuntimeError)
 _FAILURES = (exceptions.RedisError, ValueError, *_UNREACHABLE)
-_REFUSALS = (
-    exceptions.AuthenticationError,
-    exceptions.AuthorizationError,
-    exceptions.NoPermissionError,
-)
+_REFUSALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 # Redis' own messages may hold names and addresses. The first that fits:
 _PROBLEMS = (
     (_REFUSALS, "Redis does not accept the user or password."),
+    (exceptions.NoPermissionError, "Redis denies its user a command or key of Paceline."),
     (exceptions.BusyLoadingError, "Redis is still loading its data."),
     (exceptions.OutOfMemoryError, "Redis is full."),
-    (exceptions.ReadOnlyError, "Redis is read-only."),
+    (exceptions.ReadOnlyError, "Redis is a read-only replica."),
     ((exceptions.TimeoutError, TimeoutError), "Redis does not answer in time."),
     (_UNREACHABLE, "Redis cannot be reached."),
     (OtherJoinToken, "Other gateways on this Redis have another join token."),
     (ValueError, "A Redis key of Paceline holds data that Paceline did not write."),
 )
+_DENIED_IN_SCRIPT = re.compile("user executing the script|ACL failure in script")
 Reply = TypeVar("Reply")
 
 
@@ -66,7 +73,7 @@ class RedisClient:
 
     def __init__(self, url: str) -> None:
         try:
-            pool: ConnectionPool = ConnectionPool.from_url(
+            pool = _connection_pool(
                 url,
                 decode_responses=True,
                 # With a timeout, the library uses `asyncio.wait_for`, which before Python 3.12 may
@@ -81,7 +88,8 @@ class RedisClient:
             )
         except (ValueError, TypeError):
             raise StartupError(
-                "PACELINE_REDIS_URL must be like redis://127.0.0.1:6379/0."
+                "PACELINE_REDIS_URL must be like redis://127.0.0.1:6379/0, or like "
+                "redis+sentinel://sentinel-1,sentinel-2/SERVICE."
             ) from None
         self.redis: Redis = Redis(connection_pool=pool)
         self.gateway_id = secrets.token_hex(8)
@@ -89,7 +97,7 @@ class RedisClient:
         self.connections = 0
         """The count of connections made. A new one may lead to another Redis, or to one that has
         lost its data."""
-        options = pool.connection_kwargs
+        options = {"host": getattr(pool, "service_name", ""), **pool.connection_kwargs}
         address = [str(options.get(name, "")) for name in ("host", "port", "path", "db")]
         self.address_digest = hashlib.sha256("|".join(address).encode()).hexdigest()[:12]
         """Identifies this Redis, without any secret."""
@@ -118,6 +126,7 @@ class RedisClient:
         except _FAILURES as error:
             self.unreachable = isinstance(error, _UNREACHABLE)
             self._set_problem(part, _problem_of(error))
+            await self._leave_replica(error)
             raise RecordsUnwritable from None
         self.unreachable = False
         self._set_problem(part, "")
@@ -144,6 +153,7 @@ class RedisClient:
             return writing.result()
         except _FAILURES as error:
             log.warning("redis.write_failed problem=%s", _problem_of(error))
+            await self._leave_replica(error)
             # A connection may break before or after the write.
             unconfirmed = isinstance(error, _UNREACHABLE)
             raise (WriteUnconfirmed if unconfirmed else RecordsUnwritable) from None
@@ -170,7 +180,10 @@ class RedisClient:
     async def close(self) -> None:
         """Close the connections."""
         await self.redis.aclose()
-        await self.redis.connection_pool.disconnect()
+        pool = self.redis.connection_pool
+        await pool.disconnect()
+        if isinstance(pool, SentinelConnectionPool):
+            await pool.sentinel_manager.aclose()
 
     async def _on_connect(self, connection: AbstractConnection) -> None:
         try:
@@ -180,6 +193,14 @@ class RedisClient:
             await connection.disconnect(nowait=True)
             raise
         self.connections += 1
+
+    async def _leave_replica(self, error: BaseException) -> None:
+        """Reconnect with the next call: by now the address may lead to the new primary."""
+        if isinstance(error, exceptions.ReadOnlyError):
+            pool = self.redis.connection_pool
+            with contextlib.suppress(*_FAILURES):
+                await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
+                await pool.disconnect(inuse_connections=False)
 
     def _log_late(self, task: asyncio.Task[Any]) -> None:
         self._late.discard(task)
@@ -197,8 +218,38 @@ class RedisClient:
             log.info("redis.recovered part=%s", part)
 
 
+def _connection_pool(url: str, **options: Any) -> ConnectionPool:
+    """Return the connections to the Redis of a URL, or to the primary that Sentinels name."""
+    if (match := _SENTINEL_URL.fullmatch(url)) is None:
+        return ConnectionPool.from_url(url, **options)
+    scheme, user, hosts, service, rest = match.groups(default="")
+    sentinels = [urlsplit(f"//{host}") for host in hosts.split(",")]
+    options |= dict(parse_url(f"{scheme}://{user}{sentinels[0].netloc}{rest}"))
+    for name in ("host", "port", "connection_class"):
+        options.pop(name, None)
+    tls = {"ssl": scheme == "rediss"}
+    of_sentinels = {name: options[name] for name in options if name.startswith("ssl_")}
+    manager = Sentinel(  # type: ignore[no-untyped-call]
+        [(one.hostname, one.port or _SENTINEL_PORT) for one in sentinels],
+        sentinel_kwargs={
+            **of_sentinels,
+            **tls,
+            "decode_responses": True,
+            "retry": options["retry"],
+            "socket_timeout": None,
+            "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
+        },
+    )
+    pool: ConnectionPool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+        service, manager, **options, **tls
+    )
+    return pool
+
+
 def _problem_of(error: BaseException) -> str:
     if isinstance(error, exceptions.ResponseError) and "WRONGTYPE" in str(error):
         return "A Redis key of Paceline has another type."
+    if isinstance(error, exceptions.ResponseError) and _DENIED_IN_SCRIPT.search(str(error)):
+        error = exceptions.NoPermissionError()
     fitting = (problem for kind, problem in _PROBLEMS if isinstance(error, kind))
     return next(fitting, "Redis rejects a command.")

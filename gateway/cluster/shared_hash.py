@@ -30,6 +30,15 @@ local function write(name, text)
   redis.call('ZADD', KEYS[2], now, name)
 end
 """
+# Where the sorted fields were evicted, or are from before the clock of Redis was set back, all
+# gateways read all fields, as after a fold.
+_CHECK = """
+local newest = redis.call('ZREVRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2]
+if not newest or tonumber(newest) > now then
+  redis.call('DEL', KEYS[2])
+  redis.call('HINCRBY', KEYS[1], 'folds', 1)
+end
+"""
 # Reads start some seconds earlier than the last one: the clock of Redis may have been set back.
 _END = """
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 3600000)
@@ -37,7 +46,7 @@ redis.call('PEXPIRE', KEYS[2], 3600000)
 redis.call('HSETNX', KEYS[1], 'created_ms', string.format('%.0f', now))
 local created = redis.call('HGET', KEYS[1], 'created_ms')
 local hash = created .. ' ' .. (redis.call('HGET', KEYS[1], 'folds') or '0')
-if last_read_ms == '' or known_hash ~= hash then
+if last_read_ms == '' or known_hash ~= hash or last_read_ms + 0 < now - 3600000 then
   return {now, hash, 1, redis.call('HGETALL', KEYS[1]), result}
 end
 local updated = {}
@@ -114,7 +123,7 @@ class SharedHash(Generic[Value]):
         self._keys = [f"paceline:{{{part}}}:{name}", f"paceline:{{{part}}}:updates"]
         self._tombstones = f"paceline:{{{part}}}:folded:"
         self._parse = parse
-        self._exchange = redis.script(_BEGIN + writes + _END)
+        self._exchange = redis.script(_BEGIN + _CHECK + writes + _END)
         self._restore, self._fold = redis.script(_RESTORE), redis.script(_FOLD)
         self.values: dict[str, Value] = {}
         self._last_read_ms = ""

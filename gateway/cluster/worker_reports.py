@@ -41,7 +41,8 @@ for name, update in pairs(cjson.decode(ARGV[4])) do
     boot.left = true
   elseif update.heartbeat_age_ms then
     local heartbeat_ms = now - update.heartbeat_age_ms
-    if boot.left then boot.heartbeat_ms = nil end
+    -- A heartbeat of the future is from before the clock of Redis was set back.
+    if boot.left or (boot.heartbeat_ms or 0) > now then boot.heartbeat_ms = nil end
     boot.heartbeat_ms = math.max(boot.heartbeat_ms or heartbeat_ms, heartbeat_ms)
     boot.left = false
   end
@@ -134,7 +135,7 @@ class SharedWorkerReports:
         for boot in exchanged.updated.values():
             if boot.left:
                 changes.append((boot.report, None))
-            elif boot.heartbeat_ms is not None:
+            elif boot.heartbeat_ms is not None and boot.heartbeat_ms <= exchanged.now_ms:
                 changes.append((boot.report, (exchanged.now_ms - boot.heartbeat_ms) / 1000))
         return changes
 

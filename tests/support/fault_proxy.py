@@ -45,7 +45,7 @@ class FaultProxy:
         self.connections = 0
         """Number of connections so far."""
         self._loop = loop
-        self._target_port = target_port
+        self.target_port = target_port
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -103,7 +103,7 @@ class FaultProxy:
         requests = responses = None
         try:
             upstream_reader, upstream_writer = await asyncio.open_connection(
-                "127.0.0.1", self._target_port
+                "127.0.0.1", self.target_port
             )
             self._open.add(upstream_writer)
             try:

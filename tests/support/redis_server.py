@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from redis import Redis
@@ -16,22 +17,41 @@ from redis.exceptions import RedisError
 
 
 class RedisServer:
-    """A redis-server without persistence."""
+    """A redis-server, or another program of its kind, without persistence.
 
-    def __init__(self, folder: Path) -> None:
+    `config` are further lines of its configuration.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: str = "",
+        program: str = "redis-server",
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = folder
-        self.port = _free_port()
+        self._config = config
+        self._program = program
+        self._arguments = arguments
+        self._environment = environment
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = Redis(port=self.port, decode_responses=True, socket_timeout=10)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start an empty server and wait until it replies."""
-        program = shutil.which("redis-server")
+        program = shutil.which(self._program)
         assert program, "the tests need redis-server: scripts/setup dev installs it"
-        options = ["--port", str(self.port), "--save", "", "--appendonly", "no", "--bind"]
+        file = self._folder / f"redis-{self.port}.conf"
+        own = f'port {self.port}\nbind 127.0.0.1\nsave ""\nappendonly no\n'
+        file.write_text(own + self._config)
         self._process = subprocess.Popen(
-            [program, *options, "127.0.0.1"], cwd=self._folder, stdout=subprocess.DEVNULL
+            [program, file, *self._arguments],
+            cwd=self._folder,
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
         )
         until_s = time.monotonic() + 30
         while True:
@@ -66,7 +86,7 @@ class RedisServer:
         self.client.config_set(name, value)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port below the ephemeral range, which stays free while the server is down."""
     while True:
         port = random.randrange(20_000, 32_000)

@@ -80,6 +80,27 @@ async def test_records_stay_readable_and_are_restored_after_redis_loses_its_data
     assert await open_records(private_redis)[0].all("keys") == expected
 
 
+async def test_f60_records_are_restored_where_an_edit_or_a_second_loss_comes_first(
+    redis: RedisServer, open_records: OpenRecords
+) -> None:
+    (first, _), (second, _) = open_records(redis), open_records(redis)
+    await first.add("keys", "a", "{}")
+    await first.add("keys", "a/revoked", "{}")
+    expected = {"a", "a/revoked"}
+    for records in (first, second):
+        assert set(await records.all("keys")) == expected
+    redis.client.flushall()
+    await first.add("keys", "b", "{}")
+    assert set(await second.all("keys")) == {*expected, "b"}
+    redis.client.flushall()
+    await second.add("keys", "c", "{}")
+    for records in (second, first, second):
+        assert set(await records.all("keys")) == {*expected, "b", "c"}
+    await first.remove("keys", "a")
+    for records in (first, second):
+        assert set(await records.all("keys")) == {"a/revoked", "b", "c"}
+
+
 async def test_a_start_without_redis_reads_the_local_copy_and_marks_it_outdated(
     private_redis: RedisServer, open_records: OpenRecords
 ) -> None:

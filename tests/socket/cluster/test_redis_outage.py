@@ -339,7 +339,7 @@ def _clear(redis: RedisServer) -> None:
 
 FAILURES = (
     (_fill, _free, "Redis is full."),
-    (_set_read_only, _set_writable, "Redis is read-only."),
+    (_set_read_only, _set_writable, "Redis is a read-only replica."),
     (_overwrite, _clear, "A Redis key of Paceline has another type."),
 )
 

@@ -123,6 +123,11 @@ def test_redis_is_durable_and_reachable_by_the_gateways_only() -> None:
     assert read_compose(SECRETS)["networks"][network]["internal"] is True
 
 
+def test_c20_the_image_of_redis_has_the_fixes_of_its_known_holes() -> None:
+    (version,) = re.findall(r"^redis:(\d+)\.(\d+)\.(\d+)-", SERVICES["redis"]["image"])
+    assert tuple(map(int, version)) >= (8, 6, 3)  # CVE-2025-49844, CVE-2026-23479
+
+
 def test_the_nginx_version_supports_its_configuration() -> None:
     """The configuration uses `resolve` of servers, which open-source nginx has since 1.27.3."""
     configuration = (ROOT / "deploy" / "nginx.conf").read_text()

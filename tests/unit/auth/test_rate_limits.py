@@ -180,7 +180,41 @@ def test_a_day_ends_at_midnight_utc_and_a_clock_set_back_adds_nothing() -> None:
     assert remaining_tokens(tomorrow) == b"50", "a reservation counts on the day on which it ends"
     limiter.settle(reservation, 1, 30, START_S, tomorrow)
     assert remaining_tokens(tomorrow) == b"70"
-    assert remaining_tokens(NOON) == b"70"
+    assert remaining_tokens(NOON) == b"60"
+
+
+def test_l10_a_clock_that_jumps_forward_and_back_freezes_no_budget() -> None:
+    limiter = RateLimiter(Limits(tokens_a_day=100), START_S, NOON, used_today=40)
+
+    def use(tokens: int, unix_s: float) -> None:
+        reservation = limiter.reserve(tokens, START_S, unix_s)
+        limiter.settle(reservation, 1, tokens, START_S, unix_s)
+
+    def remaining(unix_s: float) -> int:
+        return int(dict(limiter.headers(START_S, unix_s))[b"x-ratelimit-remaining-tokens"])
+
+    next_year = NOON + 365 * DAY_S
+    use(90, next_year)
+    assert remaining(NOON) == 10, "a clock that is set back gives nothing"
+    assert remaining(next_year) == 10, "each date has one budget"
+    assert remaining(NOON + DAY_S) == 10
+    assert remaining(NOON + 2 * DAY_S) == 100
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 100)), max_size=30))
+def test_l10_each_date_that_a_clock_shows_grants_its_budget_once(
+    steps: list[tuple[int, int]],
+) -> None:
+    limiter = RateLimiter(Limits(tokens_a_day=100), START_S, NOON)
+    used: dict[int, int] = {}
+    for day, tokens in steps:
+        unix_s = NOON + day * DAY_S
+        used.setdefault(day, 0)
+        with contextlib.suppress(LimitReached):
+            reservation = limiter.reserve(tokens, START_S, unix_s)
+            limiter.settle(reservation, 1, tokens, START_S, unix_s)
+            used[day] += tokens
+    assert all(tokens <= 100 for tokens in used.values())
 
 
 def test_an_exhausted_day_returns_the_time_until_the_next_one() -> None:
