@@ -128,9 +128,7 @@ def test_a_user_with_the_documented_rights_over_tls_is_enough(
         f"tls-port {port}\ntls-cert-file {certificate}\ntls-key-file {key}\n"
         f"tls-auth-clients no\n{ACL.replace('PASSWORD', 'a/secret')}\n"
     )
-    url = f"rediss://paceline:a%2Fsecret@127.0.0.1:{port}/1?ssl_ca_certs={certificate}"
-    server.client.close()
-    server.client.connection_pool.connection_kwargs["db"] = 1
+    url = f"rediss://paceline:a%2Fsecret@127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
     server.client.config_resetstat()
     server.client.acl_log_reset()
     use_every_part(server, url, tmp_path, worker)
