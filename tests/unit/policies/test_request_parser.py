@@ -180,6 +180,8 @@ def test_a_seed_may_be_any_integer_of_64_bits(seed: int) -> None:
 
 def test_a_request_may_ask_for_up_to_8_draft_tokens() -> None:
     assert [read_chat(draft_tokens=count).draft_tokens for count in (0, 8)] == [0, 8]
+    with pytest.raises(FieldError, match="between 0 and 8"):
+        read_chat(draft_tokens=9)
 
 
 def test_completions_have_openais_default_length_and_their_own_fields() -> None:
