@@ -132,7 +132,7 @@ async def test_heartbeats_continue_after_an_error_in_the_worker(
 
     async with serve_app(gateway.app()) as url, joined(membership(worker, url, report)):
         await gateway.reports_reach(1)
-    assert "heartbeat.failed, retrying: odd" in caplog.text
+    assert f"heartbeat.failed, retrying: {url} (127.0.0.1): odd" in caplog.text
 
 
 async def test_a_worker_joins_again_after_a_restart_of_the_gateway() -> None:
