@@ -165,7 +165,7 @@ def attack_table(result: Result) -> tables.Grid:
     )
 
 
-def attack_targets(result: Result, seconds: float) -> list[tables.Target]:
+def attack_targets(result: Result, *, whole: bool) -> list[tables.Target]:
     """Return the targets of the attacks."""
     at_most = {
         "5xx that are ours": float(sum(tally.ours for tally, _ in result.tallies)),
@@ -178,7 +178,7 @@ def attack_targets(result: Result, seconds: float) -> list[tables.Target]:
     for part, growth_mb in result.growth_mb.items():
         name = f"growth of the {part}, MB"
         bounds.append(tables.Target(name=name, reached=growth_mb, bound=_GROWTH_MB, at_least=False))
-    if seconds >= _INPUTS_AFTER_S:
+    if whole:
         inputs = sum(tally.inputs for tally, _ in result.tallies)
         bounds.append(
             tables.Target(name="inputs", reached=float(inputs), bound=_INPUTS, at_least=True)
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoints.load_checkpoints(count, options.seed, tally, lambda: progress.advance(bar))
             result = Result((*result.tallies, (tally, checkpoints.PROMISE)), result.growth_mb)
         grids.append(attack_table(result))
-        targets += attack_targets(result, seconds)
+        targets += attack_targets(result, whole=not options.only and seconds >= _INPUTS_AFTER_S)
         if FLOODS in only:
             progress.add_task(FLOODS, total=None)
             floods = run(flood(options.log_dir, scale=0.02 if quick else 1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from copy import deepcopy
 from random import Random
 from typing import Any, Final
 
@@ -170,12 +171,14 @@ def lie(document: Any, chance: Random) -> None:
             parent = child
         match chance.randrange(10):
             case 0 if isinstance(parent, dict):
-                parent[chance.choice(("x", "", "\0", "url", "boot_id"))] = chance.choice(VALUES)
+                parent[chance.choice(("x", "", "\0", "url", "boot_id"))] = deepcopy(
+                    chance.choice(VALUES)
+                )
             case 1 | 2 | 3:
-                parent[key] = chance.choice(_BIG)
+                parent[key] = deepcopy(chance.choice(_BIG))
             case 4 | 5:
                 parent[key] = chance.choice((0, 1, 7, 1000, 2**53, "a", "b-c", True, 0.5))
             case _:
-                parent[key] = chance.choice(VALUES)
+                parent[key] = deepcopy(chance.choice(VALUES))
         if not document:
             return
