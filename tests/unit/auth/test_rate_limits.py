@@ -336,6 +336,9 @@ def test_totals_without_a_daily_limit_contain_no_daily_tokens() -> None:
 
 def test_running_requests_of_other_gateways_count_until_they_end() -> None:
     limiter = RateLimiter(Limits(concurrent_requests=2, tokens_a_day=100), START_S, NOON)
+    limiter.set_remote_load(300, 0)
+    with pytest.raises(LimitReached):
+        limiter.reserve(1, START_S, NOON)
     limiter.set_remote_load(1, 0)
     running = limiter.reserve(1, START_S, NOON)
     with pytest.raises(LimitReached):

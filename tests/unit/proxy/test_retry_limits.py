@@ -58,6 +58,9 @@ def test_a_quarantine_ends_after_ten_minutes() -> None:
     assert not quarantine.holds(b"poison", KEPT_S)
     quarantine.lost(b"poison", "3", KEPT_S)
     assert not quarantine.holds(b"poison", KEPT_S)
+    for boot, at_s in (("1", 0.0), ("2", KEPT_S)):
+        quarantine.lost(b"late", boot, at_s)
+    assert not quarantine.holds(b"late", KEPT_S), "the first crash is forgotten at the second"
 
 
 def test_a_successful_answer_resets_the_crash_count_of_a_body() -> None:
