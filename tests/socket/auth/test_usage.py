@@ -212,6 +212,11 @@ def test_usage_is_reported_by_key_and_by_team(
     assert usage["keys"][eve["id"]]["requests"] == 1
 
 
+def test_guessed_tokens_count_against_a_budget() -> None:
+    row = UsageRow("a", "", 1, 10, 4, 2, 7)
+    assert row.tokens == 21
+
+
 def test_an_aborted_stream_is_reported_with_guessed_tokens(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:

@@ -148,6 +148,18 @@ def test_a_lane_leases_no_more_slots_than_it_has(
     assert acquire(fleet) is not None
 
 
+def test_rows_of_this_gateway_that_ended_since_the_last_report_are_not_anothers(
+    fleet: WorkerRegistry,
+) -> None:
+    fleet.heartbeat(report())
+    for lease in [acquired(fleet) for _ in range(3)]:
+        fleet.release(lease, AttemptResult.SUCCEEDED)
+    fleet.heartbeat(report(lanes=[lane_report("vlm", running=3).model_dump()]))
+    assert fleet.total_requests("mac") == 0
+    fleet.heartbeat(report(lanes=[lane_report("vlm", running=3).model_dump()]))
+    assert fleet.total_requests("mac") == 3, "they still run, so another gateway sent them"
+
+
 def test_a_lane_that_reports_no_slots_takes_one_request_at_a_time(fleet: WorkerRegistry) -> None:
     fleet.heartbeat(report(lanes=[lane_report("vlm", slots=0).model_dump()]))
     assert acquire(fleet) is not None
