@@ -40,6 +40,7 @@ from workers.demo import CHECKPOINT
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import LaneName, ModelCard
 from workers.server.errors import as_request_error
+from workers.server.pictures import PictureMemory
 from workers.server.ports import ServingEngine
 from workers.server.request import read_request
 
@@ -177,7 +178,8 @@ async def _render(engine: _Engine, raw: bytes) -> Outcome:
     scope = {"type": "http", "headers": [], "state": {"request_id": "attack"}}
     try:
         request = Request(scope, receive)
-        read = await read_request(request, cast("ServingEngine", engine), Endpoint.CHAT, 0)
+        serving = cast("ServingEngine", engine)
+        read = await read_request(request, serving, PictureMemory(), Endpoint.CHAT, 0)
         engine.prompts.prepare(read.generations[0].prompt)
     except Exception as error:  # noqa: BLE001 - a worker answers whatever is raised
         answer = as_request_error(error)
