@@ -6,6 +6,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from pydantic_core import from_json
@@ -36,6 +37,8 @@ LANE_HEADER = "x-paceline-lane"
 PREFIX_HEADER = "x-paceline-prefix-key"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _PARSE_INLINE_BYTES = 64 * 1024
+# One thread: each thread that parses keeps the memory of its largest body.
+_PARSER = ThreadPoolExecutor(1, "parse")
 """JSON of this size parses in under a millisecond; a larger body is parsed in a thread."""
 
 
@@ -128,7 +131,7 @@ async def _read_body(request: Request) -> dict[str, Json]:
         raise ClientLeft from error
     if len(content) <= _PARSE_INLINE_BYTES:
         return _parse(content)
-    return await asyncio.to_thread(_parse, content)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, _parse, content)
 
 
 def _parse(content: bytearray) -> dict[str, Json]:
