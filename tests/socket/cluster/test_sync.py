@@ -352,12 +352,12 @@ def test_a_limit_per_minute_applies_over_all_gateways(
 def test_a_daily_limit_applies_over_all_gateways(
     make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
 ) -> None:
-    first, second = two_gateways_with_key(make_cluster_gateway, worker, tokens_a_day=100)
+    first, second = two_gateways_with_key(make_cluster_gateway, worker, tokens_a_day=120)
     assert [first.chat(max_tokens=5).status_code for _ in range(8)] == [200] * 8
 
     def limit_synced() -> bool:
         headers = second.client.post("/v1/chat/completions", json={}).headers
-        return dict(headers).get("x-ratelimit-remaining-tokens") == "20"
+        return dict(headers).get("x-ratelimit-remaining-tokens") == "40"
 
     wait_until(limit_synced)
     assert second.chat(max_tokens=5).status_code == 200
