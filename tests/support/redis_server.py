@@ -41,7 +41,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start an empty server and wait until it replies."""
+        """Start an empty server and wait until it replies; kill it if it never does."""
         program = shutil.which(self._program)
         assert program, "the tests need redis-server: scripts/setup dev installs it"
         file = self._folder / f"redis-{self.port}.conf"
@@ -53,14 +53,11 @@ class RedisServer:
             env=self._environment,
             stdout=subprocess.DEVNULL,
         )
-        until_s = time.monotonic() + 30
-        while True:
-            try:
-                self.client.ping()
-                return
-            except RedisError:
-                assert time.monotonic() < until_s, "redis-server does not start"
-                time.sleep(0.02)
+        try:
+            self._wait_for_reply()
+        except BaseException:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """Kill the server; all its data is lost."""
@@ -70,6 +67,16 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def _wait_for_reply(self) -> None:
+        until_s = time.monotonic() + 30
+        while True:
+            try:
+                self.client.ping()
+                return
+            except RedisError:
+                assert time.monotonic() < until_s, "redis-server does not start"
+                time.sleep(0.02)
 
     def freeze(self) -> None:
         """Stop the process: connections stay open without replies."""

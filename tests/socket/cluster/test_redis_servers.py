@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -48,11 +48,12 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
         def start(
             config: str = "",
             program: str = "redis-server",
+            arguments: Sequence[str] = (),
             environment: Mapping[str, str] | None = None,
         ) -> RedisServer:
-            server = RedisServer(tmp_path, config, program, environment=environment)
-            server.start()
+            server = RedisServer(tmp_path, config, program, arguments, environment)
             stack.callback(server.kill)
+            server.start()
             return server
 
         yield start
@@ -137,22 +138,34 @@ def test_a_user_with_the_documented_rights_over_tls_is_enough(
     assert set(re.findall(r"\+(\S+)", ACL)) <= used, "no right is superfluous"
 
 
-@pytest.mark.parametrize(
-    ("password", "problem"),
-    [
-        ("wrong", "Redis does not accept the user or password."),
-        ("right", "Redis denies its user a command or key of Paceline."),
-    ],
-)
-async def test_what_redis_refuses_is_named(
-    start_server: StartServer, password: str, problem: str
-) -> None:
-    server = start_server("user paceline on >right ~paceline:* +evalsha +script|load +set\n")
-    client = RedisClient(server.url.replace("//", f"//paceline:{password}@"))
-    with pytest.raises(RecordsUnwritable):
-        await client.call("tests", lambda: client.script("return redis.call('TIME')")([], []))
-    assert client.problem == problem
-    await client.close()
+async def first_problem(url: str) -> str:
+    """Return the problem of a call that fails, other than that this machine is too busy for it."""
+    client = RedisClient(url)
+    try:
+        while client.problem in ("", "Redis does not answer in time."):
+            with pytest.raises(RecordsUnwritable):
+                await client.call("tests", lambda: client.script("return redis.call('TIME')")([]))
+        return client.problem
+    finally:
+        await client.close()
+
+
+async def test_what_redis_refuses_is_named(start_server: StartServer, tmp_path: Path) -> None:
+    certificate, key = write_certificate(tmp_path)
+    tls_port = free_port()
+    server = start_server(
+        f"tls-port {tls_port}\ntls-cert-file {certificate}\ntls-key-file {key}\n"
+        "tls-auth-clients no\nuser paceline on >right ~paceline:* +evalsha +script|load +set\n"
+    )
+    problems = {
+        f"redis://paceline:wrong@127.0.0.1:{server.port}": "Redis does not accept the user or "
+        "password.",
+        f"redis://paceline:right@127.0.0.1:{server.port}": "Redis denies its user a command or key "
+        "of Paceline.",
+        f"rediss://paceline:right@127.0.0.1:{tls_port}": "Redis cannot be reached.",  # untrusted
+    }
+    for url, problem in problems.items():
+        assert await first_problem(url) == problem
 
 
 def valkey() -> str | None:
@@ -201,39 +214,33 @@ def test_f59_a_gateway_follows_sentinel_to_the_new_primary(
     start_server: StartServer,
     start_gateway: StartGateway,
     join_with_heartbeats: JoinWithHeartbeats,
-    tmp_path: Path,
 ) -> None:
-    primary, replica = start_server(), start_server()
+    # By default a primary waits 5 s for more replicas before it sends its data.
+    primary, replica = start_server("repl-diskless-sync-delay 0\n"), start_server()
     replica.client.replicaof("127.0.0.1", str(primary.port))
     wait_until(lambda: replica.client.info("replication")["master_link_status"] == "up")
-    (tmp_path / "sentinel").mkdir()
-    sentinel = RedisServer(
-        tmp_path / "sentinel",
+    sentinel = start_server(
         f"sentinel monitor paceline 127.0.0.1 {primary.port} 1\n"
         "sentinel down-after-milliseconds paceline 500\n"
         "sentinel failover-timeout paceline 3000\n",
         arguments=("--sentinel",),
     )
-    sentinel.start()
-    try:
-        wait_until(lambda: len(sentinel.client.sentinel_slaves("paceline")) == 1)
-        hosts = f"127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"  # the first is gone
-        gateway = start_gateway("a", f"redis+sentinel://{hosts}/paceline/0")
-        join_with_heartbeats(gateway)
-        key = gateway.create_key()
-        gateway.use_key(key["secret"])
-        assert is_connected(gateway)
-        primary.kill()
-        assert gateway.chat().status_code == 200
+    wait_until(lambda: len(sentinel.client.sentinel_slaves("paceline")) == 1)
+    hosts = f"127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"  # the first is gone
+    gateway = start_gateway("a", f"redis+sentinel://{hosts}/paceline/0")
+    join_with_heartbeats(gateway)
+    key = gateway.create_key()
+    gateway.use_key(key["secret"])
+    assert is_connected(gateway)
+    primary.kill()
+    assert gateway.chat().status_code == 200
 
-        def created() -> bool:
-            response = gateway.admin.post("/admin/v1/keys", json={"name": "tests"})
-            return response.status_code == 201
+    def created() -> bool:
+        response = gateway.admin.post("/admin/v1/keys", json={"name": "tests"})
+        return response.status_code == 201
 
-        wait_until(lambda: is_connected(gateway) and created())
-        assert key["id"] in str(replica.client.hkeys("paceline:{keys}:records"))
-    finally:
-        sentinel.kill()
+    wait_until(lambda: is_connected(gateway) and created())
+    assert key["id"] in str(replica.client.hkeys("paceline:{keys}:records"))
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://host", "redis+sentinel://a:x/s", "http://a"])
@@ -326,13 +333,11 @@ def libfaketime() -> dict[str, str] | None:
     }
 
 
-@pytest.mark.parametrize("jump", ["+1d", "-1d"])
-def test_f61_gateways_survive_a_jump_of_the_clock_of_redis(
+def test_f61_gateways_survive_jumps_of_the_clock_of_redis(
     start_server: StartServer,
     start_gateway: StartGateway,
     join_with_heartbeats: JoinWithHeartbeats,
     tmp_path: Path,
-    jump: str,
 ) -> None:
     # Debian's redis-server does not start under faketime, because of its allocator.
     if (environment := libfaketime()) is None or (program := valkey()) is None:
@@ -350,14 +355,14 @@ def test_f61_gateways_survive_a_jump_of_the_clock_of_redis(
         gateway.use_key(key["secret"])
         wait_until(lambda gateway=gateway: gateway.chat(max_tokens=5).status_code == 200)  # type: ignore[misc]
     at_s = server.client.time()[0]
-    for offset, jumped in ((jump, True), ("+0d", False)):
-        clock.write_text(f"{offset}\n")
-        wait_until(lambda: (abs(server.client.time()[0] - at_s) > 80_000) == jumped)  # noqa: B023
+    for days in (1, 0, -1, 0):
+        clock.write_text(f"{days:+}d\n")
+        wait_until(lambda: abs(server.client.time()[0] - at_s - days * 86_400) < 3600)  # noqa: B023
         for gateway in (first, second):
             assert gateway.chat(max_tokens=5).status_code == 200
     for gateway in (first, second):
-        wait_until(lambda gateway=gateway: completed(gateway) == 6)  # type: ignore[misc]
-        wait_until(lambda gateway=gateway: remaining(gateway) == 940)  # type: ignore[misc]
+        wait_until(lambda gateway=gateway: completed(gateway) == 10)  # type: ignore[misc]
+        wait_until(lambda gateway=gateway: remaining(gateway) == 900)  # type: ignore[misc]
         wait_until(lambda gateway=gateway: redis_status(gateway)["gateways"] == 2)  # type: ignore[misc]
         wait_until(lambda gateway=gateway: is_connected(gateway))  # type: ignore[misc]
 
