@@ -96,10 +96,9 @@ _VALIDATION_ERROR = "HTTPValidationError"
 _PROXY_ERRORS = (
     *(*FOR_CLIENTS, *WITH_BODY, errors.KeyEnded, errors.PoolsNotAllowed, errors.ModelUnknown),
     *(errors.TokensOverLimit, errors.Quarantined, errors.LimitReached, errors.NoWorker),
-    *(errors.QueueFull, errors.QueueTimeout, errors.ShuttingDown, errors.Interrupted),
-    *(errors.Overloaded,),
+    *(errors.QueueFull, errors.QueueTimeout, errors.ShuttingDown, errors.Overloaded),
     *(errors.RequestTooLong, errors.WorkerUnreachable, errors.WorkerBusy, errors.WorkerLost),
-    *(errors.WorkerFailed, errors.WorkerSilent, errors.WorkerStalled),
+    *(errors.WorkerFailed, errors.WorkerSilent, errors.WorkerStalled, errors.Interrupted),
 )
 """Errors of the routes that the proxy serves."""
 

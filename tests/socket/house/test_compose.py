@@ -92,7 +92,7 @@ def test_secrets_are_excluded_from_git_and_images() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_is_pinned_and_isolated(name: str) -> None:
     service = SERVICES[name]
-    assert service["image"] in OWN_IMAGES or re.search(r":v?\d+\.\d+\.\d+(-|$)", service["image"])
+    assert service["image"] in OWN_IMAGES or re.search(r":v?\d+\.\d+\.\d+(-|@|$)", service["image"])
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert "privileged" not in service
@@ -142,7 +142,7 @@ def test_images_install_locked_hashes_and_run_as_an_unprivileged_user() -> None:
     stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
     first_lines = [stage.splitlines()[0] for stage in stages]
     base, *rest = first_lines
-    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+ AS base", base)
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+(@\S+)? AS base", base)
     assert all(line.startswith("base AS ") for line in rest)
     for kind in ("gateway", "worker"):
         (built,) = (stage for stage in stages if stage.startswith(f"base AS built-{kind}"))
