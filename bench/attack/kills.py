@@ -27,6 +27,8 @@ from bench.attack.stack import (
 _CLIENTS: Final = 6
 _LOAD_S: Final = 2.0
 _AFTER: Final = 10
+# Longer than a restarted gateway takes to read the counts of earlier processes.
+_EXCHANGE_S: Final = 1.5
 _ALLOWED: Final = WORKER_CODES | {"shutting_down", "state_unavailable", "write_unconfirmed"}
 _WORDS: Final = "Count from one to twenty."
 
@@ -134,11 +136,15 @@ async def _create_key(port: int, name: str) -> dict[str, str]:
 
 
 async def _total(port: int, key: str) -> int:
-    """Return the number of counted requests, once none is running."""
+    """Return the number of counted requests, once none is running and Redis has been read."""
+    last = None
     while True:
         status: Answer = await request(port, "/v1/status", key=key)
         with contextlib.suppress(ValueError, KeyError):
             read = status.json()
-            if not read["gateway"]["requests_in_flight"]:
-                return int(sum(read["outcomes"].values()))
-        await asyncio.sleep(0.1)
+            total = int(sum(read["outcomes"].values()))
+            idle = not read["gateway"]["requests_in_flight"]
+            if idle and read["store"]["gateways"] and total == last:
+                return total
+            last = total
+        await asyncio.sleep(_EXCHANGE_S)
