@@ -185,8 +185,8 @@ def test_a_queued_request_never_spills_to_a_pool_outside_the_keys_scope(
 
         requests = [pool.submit(send_request, index) for index in range(6)]
         wait_until(lambda: worker.in_flight == 4)
-        pools = gateway_with_worker.client.get("/metrics").text
-        assert 'paceline_pool_waiting{pool="text-mtp"} 2.0' in pools
+        waiting = 'paceline_pool_waiting{pool="text-mtp"} 2.0'
+        wait_until(lambda: waiting in gateway_with_worker.client.get("/metrics").text)
         worker.resume.set()
         assert {request.result(30) for request in requests} == {"text-mtp"}
 
