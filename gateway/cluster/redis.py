@@ -69,9 +69,13 @@ Reply = TypeVar("Reply")
 
 
 class RedisClient:
-    """The client of one Redis, and its state. Connects with the first call."""
+    """The client of one Redis, and its state. Connects with the first call.
 
-    def __init__(self, url: str) -> None:
+    `deadline_s` is that of a call in a periodic exchange.
+    """
+
+    def __init__(self, url: str, deadline_s: float = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
         try:
             pool = _connection_pool(
                 url,
@@ -79,7 +83,7 @@ class RedisClient:
                 # With a timeout, the library uses `asyncio.wait_for`, which before Python 3.12 may
                 # swallow the cancellation of its task. `call` and `write` have deadlines.
                 socket_timeout=None,
-                socket_connect_timeout=DEADLINE_S,
+                socket_connect_timeout=deadline_s,
                 # The next exchange is the retry; one here would only be late.
                 retry=Retry(NoBackoff(), 0),
                 max_connections=_MAX_CONNECTIONS,
@@ -121,8 +125,7 @@ class RedisClient:
         The command parses its reply too, and raises `ValueError` for a malformed one.
         """
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                reply = await command()
+            reply = await _call(command, self._deadline_s)
         except _FAILURES as error:
             self.unreachable = isinstance(error, _UNREACHABLE)
             self._set_problem(part, _problem_of(error))
@@ -145,7 +148,7 @@ class RedisClient:
         finally:
             # Cancelled late: until now the reply may have arrived while this process stood still.
             if not writing.done():
-                asyncio.get_running_loop().call_later(DEADLINE_S, writing.cancel)
+                asyncio.get_running_loop().call_later(self._deadline_s, writing.cancel)
         if not replied:
             log.warning("redis.write_unconfirmed")
             raise WriteUnconfirmed
@@ -164,14 +167,9 @@ class RedisClient:
         A late task continues, and Redis counts as unreachable until the next reply.
         """
         try:
-            await asyncio.wait((task,), timeout=ADMIN_DEADLINE_S)
-            for _ in range(_PARSE_ITERATIONS):
-                if task.done():
-                    return True
-                # The reply may have arrived while this process stood still.
-                await asyncio.sleep(0)
-            self.unreachable = True
-            return False
+            replied = await _wait(task, ADMIN_DEADLINE_S)
+            self.unreachable |= not replied
+            return replied
         finally:
             if not task.done():
                 self._late.add(task)
@@ -216,6 +214,30 @@ class RedisClient:
             log.warning("redis.degraded part=%s problem=%s", part, problem)
         elif before and not problem:
             log.info("redis.recovered part=%s", part)
+
+
+async def _call(command: Callable[[], Awaitable[Reply]], deadline_s: float) -> Reply:
+    """Return the reply to a command; raise `TimeoutError` and cancel a late one."""
+    calling = asyncio.ensure_future(command())
+    try:
+        if await _wait(calling, deadline_s):
+            return calling.result()
+        raise TimeoutError
+    finally:
+        if not calling.done():
+            calling.cancel()
+            await asyncio.wait((calling,))
+
+
+async def _wait(task: asyncio.Future[Any], timeout_s: float) -> bool:
+    """Wait for a reply at most so long; return whether it is there."""
+    await asyncio.wait((task,), timeout=timeout_s)
+    for _ in range(_PARSE_ITERATIONS):
+        if task.done():
+            return True
+        # The reply may have arrived while this process stood still.
+        await asyncio.sleep(0)
+    return False
 
 
 def _connection_pool(url: str, **options: Any) -> ConnectionPool:

@@ -6,7 +6,7 @@ import asyncio
 
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from workers.protocol import WorkerReport
 
 
@@ -14,7 +14,7 @@ def share_heartbeat(redis: RedisServer, report: WorkerReport) -> None:
     """Share a heartbeat as a gateway that has confirmed the worker, which may be gone since."""
 
     async def share() -> None:
-        client = RedisClient(redis.url)
+        client = RedisClient(redis.url, TEST_DEADLINE_S)
         await SharedWorkerReports(client).exchange([(report, 0.0)], [])
         await client.close()
 

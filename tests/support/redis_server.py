@@ -15,6 +15,9 @@ from pathlib import Path
 from redis import Redis
 from redis.exceptions import RedisError
 
+TEST_DEADLINE_S = 30.0
+"""Of a call to Redis in a test that is not about deadlines: a busy machine keeps it."""
+
 
 class RedisServer:
     """A redis-server, or another program of its kind, without persistence.

@@ -22,7 +22,7 @@ from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Drafts, Inspected, Outcome, Usage
 from policies.request.profile import Endpoint, RequestProfile
 from tests.support.memory_records import MemoryRecords
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from tests.support.scripted_worker import lane_report
 from workers.protocol import LaneReport, PrefixCounts, Speculation, WorkerReport
 
@@ -106,7 +106,7 @@ class SimulatedRedisGateway(SimulatedGateway):
     """One gateway process that shares a Redis."""
 
     def __init__(self, server: RedisServer, wall: Any) -> None:
-        self._link = RedisClient(server.url)
+        self._link = RedisClient(server.url, TEST_DEADLINE_S)
         self._boots = SharedWorkerReports(self._link)
         super().__init__(wall)
 

@@ -16,7 +16,7 @@ from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.errors import RecordsUnwritable
 from gateway.storage.counters import CounterKey
 from tests.support.boot_reports import boot_report
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 
 DONE: CounterKey = ("outcomes", "completed")
 COUNTS = "paceline:{counters}:totals"
@@ -53,7 +53,7 @@ async def open_counters() -> AsyncIterator[OpenCounters]:
     async with AsyncExitStack() as stack:
 
         def open_one(server: RedisServer) -> GatewayCounters:
-            counters = GatewayCounters(RedisClient(server.url))
+            counters = GatewayCounters(RedisClient(server.url, TEST_DEADLINE_S))
             stack.push_async_callback(counters.client.close)
             return counters
 

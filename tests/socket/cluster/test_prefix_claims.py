@@ -17,7 +17,7 @@ from gateway.routing.prefix_affinity import MAX_PENDING_CLAIMS, PrefixIndex
 from gateway.types import Usage
 from policies.sections import PrefixPolicy
 from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, prefix_holders
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 
 
 class PeerGateway:
@@ -26,7 +26,7 @@ class PeerGateway:
     def __init__(self, url: str) -> None:
         self.now_s = 1_000_000.0
         self.prefixes = PrefixIndex(lambda: self.now_s)
-        self.client = RedisClient(url)
+        self.client = RedisClient(url, TEST_DEADLINE_S)
         self._shared = SharedPrefixClaims(self.client, self.prefixes)
 
     async def sync(self) -> None:

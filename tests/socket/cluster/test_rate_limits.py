@@ -15,7 +15,7 @@ from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
 from tests.support.rate_limit_model import ALL_LIMITS, NOON, START_S
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 
 OpenGateway = Callable[..., "Gateway"]
 
@@ -24,7 +24,7 @@ class Gateway:
     """The limiter of one key at one gateway."""
 
     def __init__(self, url: str, limits: Limits = ALL_LIMITS, used_today: int = 0) -> None:
-        self.redis = RedisClient(url)
+        self.redis = RedisClient(url, TEST_DEADLINE_S)
         self.limiter = RateLimiter(limits, START_S, NOON, used_today)
         self.shared = SharedRateLimits(
             self.redis, lambda: [("key-a", self.limiter)], lambda: START_S

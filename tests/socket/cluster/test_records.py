@@ -12,7 +12,7 @@ import pytest
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, WriteUnconfirmed
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 
 OpenRecords = Callable[[RedisServer], tuple[RedisRecords, RedisClient]]
 
@@ -23,7 +23,7 @@ async def open_records(tmp_path: Path) -> AsyncIterator[OpenRecords]:
     async with AsyncExitStack() as stack:
 
         def open_one(server: RedisServer) -> tuple[RedisRecords, RedisClient]:
-            client = RedisClient(server.url)
+            client = RedisClient(server.url, TEST_DEADLINE_S)
             stack.push_async_callback(client.close)
             return RedisRecords(client, tmp_path), client
 

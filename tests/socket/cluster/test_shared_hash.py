@@ -12,7 +12,7 @@ import pytest
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import SharedHash
 from gateway.errors import RecordsUnwritable
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 
 _WRITES = """
 local result = ''
@@ -35,7 +35,7 @@ async def two_gateways(redis: RedisServer) -> AsyncIterator[tuple[Hash, Hash]]:
     async with AsyncExitStack() as stack:
         hashes = []
         for _ in range(2):
-            client = RedisClient(redis.url)
+            client = RedisClient(redis.url, TEST_DEADLINE_S)
             stack.push_async_callback(client.close)
             hashes.append(SharedHash(client, "test", "hash", _WRITES, Text))
         first, second = hashes

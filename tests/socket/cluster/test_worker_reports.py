@@ -13,7 +13,7 @@ from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.storage.counters import MAX_BOOTS
 from tests.support.boot_reports import boot_report
 from tests.support.gateway_fixtures import MakeClusterGateway
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from tests.support.running_gateway import wait_until
 from workers.protocol import WorkerReport
 
@@ -58,7 +58,7 @@ def test_c5_a_damaged_report_in_redis_counts_as_none(
 
 
 async def test_a_report_with_equal_counts_replaces_the_one_before(redis: RedisServer) -> None:
-    client = RedisClient(redis.url)
+    client = RedisClient(redis.url, TEST_DEADLINE_S)
     reports = SharedWorkerReports(client)
     ready = boot_report("1", 3)
     draining = ready.model_copy(update={"draining": True})
@@ -71,7 +71,7 @@ async def test_a_report_with_equal_counts_replaces_the_one_before(redis: RedisSe
 async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
     redis: RedisServer,
 ) -> None:
-    client = RedisClient(redis.url)
+    client = RedisClient(redis.url, TEST_DEADLINE_S)
     reports = SharedWorkerReports(client)
     boots = [boot_report(str(number), 3) for number in range(MAX_BOOTS + 1)]
     for boot in boots:
@@ -89,7 +89,7 @@ async def test_c5_redis_and_the_queue_for_it_hold_a_bounded_number_of_workers(
 ) -> None:
     monkeypatch.setattr(worker_reports, "_MAX_STORED_WORKERS", 2)
     monkeypatch.setattr(worker_reports, "_MAX_PENDING", 2)
-    client = RedisClient(redis.url)
+    client = RedisClient(redis.url, TEST_DEADLINE_S)
     shared = SharedWorkerReports(client)
 
     def report_of(worker_id: str, requests: int = 1) -> WorkerReport:

@@ -27,6 +27,7 @@ from gateway.storage.counters import (
     MemoryCounters,
 )
 from tests.support.boot_reports import boot_report
+from tests.support.redis_server import TEST_DEADLINE_S
 from workers.protocol import LaneReport
 
 
@@ -54,7 +55,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[StoreUnderTest]
 
         yield StoreUnderTest(MemoryCounters(take_pending), no_sync, pending)
         return
-    client = RedisClient(request.getfixturevalue("redis").url)
+    client = RedisClient(request.getfixturevalue("redis").url, TEST_DEADLINE_S)
     boots = SharedWorkerReports(client)
     store = SharedCounters(client, boots, take_pending)
 

@@ -19,6 +19,7 @@ from gateway.errors import RecordsUnwritable, StartupError
 from gateway.storage import disk_thread
 from gateway.storage.records import FileRecords, Records, replace_file
 from tests.support.memory_records import MemoryRecords
+from tests.support.redis_server import TEST_DEADLINE_S
 
 
 @pytest.fixture(params=["memory", "file", "redis"])
@@ -28,7 +29,7 @@ async def records(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     elif request.param == "file":
         yield FileRecords(tmp_path / "state.json")
     else:
-        client = RedisClient(request.getfixturevalue("redis").url)
+        client = RedisClient(request.getfixturevalue("redis").url, TEST_DEADLINE_S)
         yield RedisRecords(client, tmp_path)
         await client.close()
 
