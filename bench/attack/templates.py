@@ -18,7 +18,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -36,6 +36,7 @@ from gateway.routing.view import FleetView
 from gateway.server import run
 from policies.document import default_policy
 from policies.request.profile import Endpoint
+from tests.support.scripted_engine import CARD
 from workers.demo import CHECKPOINT
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import LaneName, ModelCard
@@ -150,19 +151,8 @@ class Models:
         return {"": refused} | {name: one for name, one in answers.items() if one.status >= 500}
 
 
-_CARD: Final = ModelCard(
-    model=_MODEL,
-    family="",
-    lanes=(LaneName.VLM,),
-    context_tokens=1 << 20,
-    vision=False,
-    parameters=1,
-    weights_bytes=1,
-    native_verify=False,
-    mtp=False,
-    mtp_unavailable_reason=None,
-    draft_tokens_requested=0,
-    draft_tokens_effective=0,
+_CARD: Final = replace(
+    CARD, model=_MODEL, lanes=(LaneName.VLM,), context_tokens=1 << 20, vision=False, mtp=False
 )
 
 

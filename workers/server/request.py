@@ -37,9 +37,9 @@ LANE_HEADER = "x-paceline-lane"
 PREFIX_HEADER = "x-paceline-prefix-key"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _PARSE_INLINE_BYTES = 64 * 1024
+"""JSON of this size parses in under a millisecond; a larger body is parsed in a thread."""
 # One thread: each thread that parses keeps the memory of its largest body.
 _PARSER = ThreadPoolExecutor(1, "parse")
-"""JSON of this size parses in under a millisecond; a larger body is parsed in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
