@@ -269,13 +269,17 @@ def test_c12_a_body_over_the_limit_is_rejected_before_it_is_stored(nginx: NginxC
 
 
 def test_c12_an_address_has_a_hundred_connections_at_most(nginx: NginxClient) -> None:
-    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{{"
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n"
+        "expect: 100-continue\r\n\r\n"
+    )
     with contextlib.ExitStack() as connections:
         for _ in range(100):
             address = ("127.0.0.1", nginx.stack.ports["front"])
             connection = connections.enter_context(socket.create_connection(address, timeout=30))
             connection.sendall(head.encode())
-        wait_until(lambda: status_and_code(nginx.chat()) == (429, "connections_exceeded"))
+            assert connection.recv(64).startswith(b"HTTP/1.1 100 "), "nginx counts it"
+        assert status_and_code(nginx.chat()) == (429, "connections_exceeded")
         assert nginx.client.get("/livez").status_code == 429
 
 
