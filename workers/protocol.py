@@ -2,8 +2,9 @@
 
 The report of a worker is the body of every heartbeat and part of `/v1/status`. Its counts start at
 zero with every boot and never decrease: the total of a fleet is the sum over the last report of
-every boot. The exit code and the ready line are for the parent process; an end by a signal has no
-code here: MLX aborts the process if a GPU kernel fails, and the system kills it if memory runs out.
+every boot. The exit code, the start lines and the ready line are for the parent process; an end by
+a signal has no code here: MLX aborts the process if a GPU kernel fails, and the system kills it if
+memory runs out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Mapping
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from itertools import accumulate, zip_longest
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -269,6 +270,46 @@ def _check_unique(lanes: tuple[LaneReport, ...]) -> tuple[LaneReport, ...]:
     return lanes
 
 
+class StartStage(StrEnum):
+    """A stage of the start of a worker, in order; a worker skips those that it does not need."""
+
+    DOWNLOAD = "download"
+    WEIGHTS = "weights"
+    KERNELS = "kernels"
+    SELF_TEST = "self_test"
+
+
+_STAGE_PHRASES: Mapping[str, str] = {
+    StartStage.DOWNLOAD: "downloading the model",
+    StartStage.WEIGHTS: "loading the weights",
+    StartStage.KERNELS: "compiling kernels",
+    StartStage.SELF_TEST: "testing the MTP head",
+}
+
+
+class StartProgress(Record):
+    """How far the start of a worker is."""
+
+    stage: _Reason
+    """A `StartStage`; a newer worker may have others."""
+    done: Count = 0
+    """Of a download in bytes, of kernels and self-test in answers."""
+    total: Count = 0
+    """0 if unknown."""
+    elapsed_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    """Time since the start began."""
+
+    @property
+    def description(self) -> str:
+        """Return the stage for people, such as `compiling kernels, 2 of 3`."""
+        phrase = _STAGE_PHRASES.get(self.stage, self.stage)
+        if not self.total:
+            return phrase
+        if self.stage == StartStage.DOWNLOAD:
+            return f"{phrase}, {self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB"
+        return f"{phrase}, {self.done} of {self.total}"
+
+
 class WorkerReport(Record):
     """One consistent snapshot of a worker; every number, name and list is bounded."""
 
@@ -285,6 +326,8 @@ class WorkerReport(Record):
     """The longest answer to a request without `max_tokens`; 0 if unknown."""
     ready: bool = True
     draining: bool = False
+    start: StartProgress | None = None
+    """None once the worker has started; a worker that starts is not ready and has no lanes yet."""
     memory_bytes: Count = 0
     memory_limit_bytes: Count = 0
     """Memory limit of MLX; 0 if unknown."""
@@ -425,8 +468,12 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
+START_PREFIX = "PACELINE_WORKER_START "
+"""Begins the lines that `paceline worker --leash` prints during its start; JSON of a
+`StartProgress` follows."""
 READY_PREFIX = "PACELINE_WORKER_READY "
-"""Begins the line that `paceline worker` prints once it accepts requests; JSON follows."""
+"""Begins the line that `paceline worker` prints, but not on a terminal, once it accepts requests;
+JSON follows."""
 
 
 class ExitCode(IntEnum):
@@ -443,4 +490,4 @@ class ExitCode(IntEnum):
     ENGINE_DIED = 4
     """The engine failed for good: every request would fail."""
     INTERRUPTED = 130
-    """Ctrl-C while the weights were loading."""
+    """A shutdown was requested during the start."""

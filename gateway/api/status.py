@@ -28,7 +28,13 @@ from gateway.periodic import SharedRuns
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import StatusFeed
 from gateway.status.model import GatewayStatus, PolicyStatus, Status, StoreStatus
-from gateway.status.render import DEFAULT_WINDOW, FleetRenderer, WindowStats, window_s
+from gateway.status.render import (
+    DEFAULT_WINDOW,
+    FleetRenderer,
+    WindowStats,
+    starting_workers,
+    window_s,
+)
 from gateway.telemetry.prometheus import GatewayMetrics, WorkerMetrics, exposition
 
 READERS_LIMIT = 64
@@ -70,7 +76,10 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
         return PlainTextResponse("alive\n")
 
     not_ready: Responses = {
-        503: {"description": "No worker, or stopping.", "content": {"text/plain": {}}}
+        503: {
+            "description": "No ready worker, or stopping.",
+            "content": {"text/plain": {}},
+        }
     }
 
     # "/health" as in vLLM and SGLang: load generators call it first.
@@ -80,7 +89,9 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
         if gateway.lame_duck:
             return PlainTextResponse("stopping\n", status_code=503)
         if not gateway.fleet.view().workers:
-            return PlainTextResponse("no worker\n", status_code=503)
+            starting = starting_workers(gateway.fleet)
+            text = f"starting: {starting}\n" if starting else "no worker\n"
+            return PlainTextResponse(text, status_code=503)
         why = gateway.cluster_sync.problem
         return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 

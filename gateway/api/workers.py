@@ -111,9 +111,9 @@ async def leave(worker_id: str, gateway: CurrentGateway) -> None:
 
 @heartbeats.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
 async def show_joined(worker_id: str, gateway: CurrentGateway) -> JoinedWorker:
-    """Confirm that a worker has joined, to the process that started it."""
+    """Confirm that a worker has joined and started, to the process that started it."""
     member = _member(gateway, worker_id)
-    if member is None:
+    if member is None or member.report.start is not None:
         raise WorkerUnknown
     return {"worker_id": worker_id, "url": member.report.url}
 

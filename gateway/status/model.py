@@ -205,6 +205,21 @@ class Ejection(StatusModel):
     """Ejections in a row."""
 
 
+class StartStatus(StatusModel):
+    """The start of a worker; all fields are empty if it has started or is gone."""
+
+    stage: str
+    """`download`, `weights`, `kernels`, `self_test`, or that of a newer worker."""
+    description: str
+    """The stage for people, such as `compiling kernels, 2 of 3`."""
+    done: NonNegativeInt
+    """Of a download in bytes."""
+    total: NonNegativeInt
+    """0 if unknown."""
+    elapsed_s: NonNegativeFloat
+    """Seconds since the start began."""
+
+
 class WorkerStatus(WorkStatus):
     """One worker; counts cover all its boots, past ones too."""
 
@@ -222,6 +237,7 @@ class WorkerStatus(WorkStatus):
     """The part of `memory_bytes` that the prefix cache uses."""
     heartbeat_age_s: NonNegativeFloat
     """Seconds since the last heartbeat."""
+    start: StartStatus
     ejection: Ejection
     retry_after_s: NonNegativeFloat
     """Seconds until the worker takes requests again, if it asked for a pause."""

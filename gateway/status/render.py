@@ -33,6 +33,7 @@ _LANE_FIELDS = set(
 _NO_LOAD = dict.fromkeys(
     ("slots", "running", "waiting", "requested_draft_tokens", "effective_draft_tokens"), 0
 )
+_STARTS_SHOWN = 4
 _NO_VALUES = model.Percentiles(count=0, p50=0.0, p95=0.0)
 
 
@@ -157,6 +158,7 @@ class FleetRenderer:
             memory_bytes=latest.memory_bytes if worker else 0,
             prefix_cache_bytes=latest.prefix_cache_bytes if worker else 0,
             heartbeat_age_s=round(max(0.0, age_s), 3),
+            start=_start(self.fleet, worker),
             ejection=_ejection(self.fleet, worker),
             retry_after_s=round(self.fleet.busy_for_s(worker), 3) if worker else 0.0,
             lanes={lane.name: self._lane(lane, worker_id) for lane in sum_lanes(lanes)},
@@ -271,6 +273,31 @@ class WindowStats:
                 )
             )
         return tuple(points)
+
+
+def _start(fleet: WorkerRegistry, worker: WorkerState | None) -> model.StartStatus:
+    progress = worker.report.start if worker else None
+    if worker is None or progress is None:
+        return model.StartStatus(stage="", description="", done=0, total=0, elapsed_s=0.0)
+    age_s = max(0.0, fleet.heartbeat_age_s(worker))
+    return model.StartStatus(
+        stage=progress.stage,
+        description=progress.description,
+        done=progress.done,
+        total=progress.total,
+        elapsed_s=round(progress.elapsed_s + age_s, 1),
+    )
+
+
+def starting_workers(fleet: WorkerRegistry) -> str:
+    """Return which workers start, and how far they are, in one line; empty if none does."""
+    starts = [
+        f"{worker.report.worker_id} ({start.description}, {start.elapsed_s:.0f} s)"
+        for worker in fleet.workers()
+        if (start := _start(fleet, worker)).stage
+    ]
+    more = f" and {len(starts) - _STARTS_SHOWN} more" if len(starts) > _STARTS_SHOWN else ""
+    return ", ".join(starts[:_STARTS_SHOWN]) + more
 
 
 def _ejection(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Ejection:

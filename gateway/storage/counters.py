@@ -129,7 +129,7 @@ def sum_reports(
     A sum beyond the bounds of a report, which no true reports have, leaves out the other boot.
     """
     lanes = report.lanes if earlier is None else sum_lanes((*earlier.lanes, *report.lanes))
-    past = {"boot_id": name, "lanes": lanes, "ready": False, "prefixes": ()}
+    past = {"boot_id": name, "lanes": lanes, "ready": False, "start": None, "prefixes": ()}
     past |= {"worker_id": worker_id, "model": name.removeprefix(EARLIER_BOOTS)}
     summed = report.model_copy(update=past)
     try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,8 +98,12 @@ def test_a_second_live_worker_with_the_same_id_gets_409(
 def test_starting_and_draining_workers_get_no_requests(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    gateway_with_worker.send_heartbeat(worker, ready=False)
+    start = {"stage": "kernels", "done": 1, "total": 3, "elapsed_s": 12.4}
+    gateway_with_worker.send_heartbeat(worker, ready=False, start=start)
     assert gateway_with_worker.chat().status_code == 503
+    waiting = gateway_with_worker.client.get("/readyz")
+    assert waiting.status_code == 503
+    assert re.fullmatch(r"starting: fake-a \(compiling kernels, 1 of 3, [0-9]+ s\)\n", waiting.text)
     gateway_with_worker.send_heartbeat(worker, draining=True)
     assert gateway_with_worker.chat().status_code == 503
     gateway_with_worker.send_heartbeat(worker)

@@ -9,7 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.storage.counters import sum_reports
-from workers.protocol import MAX_COUNT, LaneReport, Speculation, WorkerReport, mtp_block
+from workers.protocol import (
+    MAX_COUNT,
+    LaneReport,
+    Speculation,
+    StartProgress,
+    WorkerReport,
+    mtp_block,
+)
 
 REPORT: dict[str, Any] = {
     "worker_id": "studio",
@@ -19,6 +26,24 @@ REPORT: dict[str, Any] = {
     "context_tokens": 4096,
     "lanes": [{"name": "vlm"}],
 }
+
+
+@pytest.mark.parametrize(
+    ("start", "description"),
+    [
+        ({"stage": "weights"}, "loading the weights"),
+        ({"stage": "kernels", "done": 1, "total": 3}, "compiling kernels, 1 of 3"),
+        (
+            {"stage": "download", "done": 12e8, "total": 87e8},
+            "downloading the model, 1.2 of 8.7 GB",
+        ),
+        ({"stage": "of-a-newer-worker", "total": 2}, "of-a-newer-worker, 0 of 2"),
+    ],
+)
+def test_a_start_is_described_with_its_stage_and_amount(
+    start: dict[str, Any], description: str
+) -> None:
+    assert StartProgress.model_validate(start).description == description
 
 
 def lane(**fields: Any) -> dict[str, Any]:
@@ -33,6 +58,9 @@ INVALID: tuple[dict[str, Any], ...] = (
     *({"worker_id": name} for name in ("", "a" * 65, "a b", "a\n", "\x1b[2J")),
     *({"boot_id": name} for name in ("", "a" * 65, "a/b", "a\n", "earlier:", "earlier:\x1b[2J")),
     *({"model": name} for name in ("", "a" * 256, "\x1b[2J", "\x9b2J", "a\nb", "\u202etxt")),
+    *({"start": {"stage": name}} for name in ("", "a" * 65, "a b", "\x1b[2J")),
+    {"start": {"stage": "kernels", "done": -1}},
+    {"start": {"stage": "kernels", "elapsed_s": float("nan")}},
     {"labels": ["a"] * 65},
     {"labels": ["\x1b"]},
     {"prefixes": ["a" * 129]},
