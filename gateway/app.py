@@ -64,19 +64,20 @@ class GatewayApp(PortApp):
         self.admin_app: PortApp | None = None
         take = status.snapshots(gateway, self.proxy)
         self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
-        dashboard = pages.page_router("/dashboard", "dashboard", "vendor/uplot")
         routers = [
             status.probes(gateway, self.proxy),
             status.status(gateway, take, self._status_feed),
-            *(dashboard, models.router, explain.explanations(self.proxy.load), workers.heartbeats),
+            *(models.router, explain.explanations(self.proxy.load), workers.heartbeats),
         ]
         # Workers join on the main port.
-        admin_page = pages.page_router("/admin", "admin")
-        admin_routers = [admin_page, workers.router, policy.router, keys.router, usage.router]
+        admin_routers = [workers.router, policy.router, keys.router, usage.router]
+        main_pages = [pages.START, pages.DASHBOARD]
         hosts = Hosts(gateway.settings)
         if gateway.settings.admin_port is None:
-            routers += admin_routers
+            routers += [*admin_routers, pages.page_router(gateway, *main_pages, pages.ADMIN)]
         else:
+            routers.append(pages.page_router(gateway, *main_pages))
+            admin_routers.append(pages.page_router(gateway, pages.ADMIN))
             self.admin_app = PortApp(hosts, _build_fastapi(gateway, admin_routers, proxied=False))
         super().__init__(hosts, _build_fastapi(gateway, routers, proxied=True), self.proxy)
 

@@ -1,4 +1,4 @@
-"""`/admin` and `/dashboard`: the pages of the gateway.
+"""The pages of the gateway, and the navigation that they share.
 
 The pages need no key because they hold no secret: they fetch their data with the key that the user
 enters. Each file has a route of its own, so that no path of a client can select another file.
@@ -7,18 +7,25 @@ enters. Each file has a route of its own, so that no path of a client can select
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
+import html
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from fastapi import APIRouter
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+
+from gateway.assembly import Gateway
 
 _PAGES = Path(__file__).parents[1] / "pages"
 _KINDS = {
     "": "text/plain; charset=utf-8",  # a licence
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
+    ".ico": "image/vnd.microsoft.icon",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
@@ -36,17 +43,107 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
+_NAVIGATION_MARK = b"<!-- navigation -->"
+_LINKS = (
+    ("Live", "/dashboard"),
+    ("Try it", "/try"),
+    ("Models", "/#models"),
+    ("Workers", "/admin#workers"),
+    ("Keys", "/admin#keys"),
+    ("Policy", "/admin#policy"),
+    ("Docs", "/docs"),
+)
+"""The navigation; a page shows the links to the pages that its port serves."""
 
 
-def page_router(at: str, *folders: str) -> APIRouter:
-    """Return a route for each file of a page and for each shared file; files are read once."""
+class Page(NamedTuple):
+    """A page: its path, and the folders of its files beside the shared ones."""
+
+    path: str
+    folders: tuple[str, ...]
+
+    @property
+    def files_path(self) -> str:
+        """The path under which the files of the page are served."""
+        return f"{self.path if self.path != '/' else '/start'}/page"
+
+
+START = Page("/", ("start",))
+DASHBOARD = Page("/dashboard", ("dashboard", "vendor/uplot"))
+ADMIN = Page("/admin", ("admin",))
+
+
+def page_router(gateway: Gateway, *pages: Page) -> APIRouter:
+    """Return a route for each file of these pages, which are all pages of one port."""
     router = APIRouter()
-    files = [file for folder in ("shared", *folders) for file in (_PAGES / folder).iterdir()]
-    for file in sorted(files):
-        path = at if file.name == "index.html" else f"{at}/page/{file.name}"
-        serve = _serving(file.read_bytes(), _KINDS[file.suffix])
+
+    def add(path: str, serve: Callable[[Request], Awaitable[Response]]) -> None:
         router.add_api_route(path, serve, methods=["GET"], include_in_schema=False)
+
+    paths = [page.path for page in pages]
+    for page in pages:
+        for name, content in _files_of(page).items():
+            if name != "index.html":
+                add(f"{page.files_path}/{name}", _serving(content, _KINDS[Path(name).suffix]))
+                continue
+            filled = content.replace(_NAVIGATION_MARK, _navigation(page, paths))
+            serve = _serving(filled, _KINDS[".html"])
+            add(page.path, _for_browsers(serve, gateway, paths) if page == START else serve)
+    icon = (_PAGES / "favicon.ico").read_bytes()
+    add("/favicon.ico", _serving(icon, _KINDS[".ico"]))
     return router
+
+
+def _files_of(page: Page) -> Mapping[str, bytes]:
+    """Read the files of a page by their names."""
+    folders = (_PAGES / folder for folder in ("shared", *page.folders))
+    return {file.name: file.read_bytes() for folder in folders for file in sorted(folder.iterdir())}
+
+
+def _navigation(page: Page, paths: Collection[str]) -> bytes:
+    """Return the name of the gateway and the links to the pages of this port."""
+    home = "/" if "/" in paths else next(iter(paths))
+    links = [
+        f'<a href="{target}"{_current(target, page)}>{name}</a>'
+        for name, target in _LINKS
+        if target.partition("#")[0] in paths
+    ]
+    text = (
+        f'<a class="brand" href="{home}"{_current(home, page)}>'
+        f'<img src="{page.files_path}/icon.svg" alt="" width="26" height="26">Paceline '
+        f'<span class="version">{html.escape(version("paceline"))}</span></a>\n'
+        f'<nav aria-label="Pages" id="navigation">{"".join(links)}</nav>'
+    )
+    return text.encode()
+
+
+def _current(target: str, page: Page) -> str:
+    return ' aria-current="page"' if target == page.path else ""
+
+
+def _for_browsers(
+    serve: Callable[[Request], Awaitable[Response]], gateway: Gateway, paths: Collection[str]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Serve the start page to browsers, and to other clients JSON that names the pages."""
+
+    async def negotiate(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            response = await serve(request)
+        else:
+            content = {
+                "name": "Paceline",
+                "version": version("paceline"),
+                "base_path": "/v1",
+                "key_required": gateway.api_keys.required,
+                "openapi": "/openapi.json",
+                "pages": paths,
+            }
+            headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+            response = Response(to_json(content), media_type="application/json", headers=headers)
+        response.headers["vary"] = "accept"
+        return response
+
+    return negotiate
 
 
 def _serving(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from pydantic import SecretStr
 
 from tests.support.browser_tab import BrowserTab
 from tests.support.heartbeats import send_heartbeats
-from tests.support.page_files import FOLDERS, page_files
+from tests.support.page_files import FOLDERS, page_files, page_path
 from tests.support.running_gateway import RunningGateway, make_settings
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -126,14 +127,17 @@ async def test_the_page_works_with_the_keyboard(
     await tab.open_admin(gateway_with_worker)
     await expect(page.locator("#active-version")).to_contain_text("is active")
     focused = "document.activeElement.textContent.trim() || document.activeElement.id"
+    links = await page.locator("#navigation a").all_inner_texts()
+    assert {"Live", "Workers", "Keys", "Policy"} <= {*links}
+    expected = [
+        *("Skip to the content", f"Paceline {version('paceline')}", *links),
+        *("Sign out", "policy-text", "apply-author"),
+    ]
     focused_elements = []
-    for _ in range(7):
+    for _ in expected:
         await page.keyboard.press("Tab")
         focused_elements.append(await page.evaluate(focused))
-    assert focused_elements == [
-        *("Skip to the content", "Policy", "Keys", "Workers", "Sign out", "policy-text"),
-        "apply-author",
-    ]
+    assert focused_elements == expected
 
 
 @IN_BROWSER
@@ -159,9 +163,10 @@ async def test_text_of_other_admins_is_escaped(
 def test_every_file_of_a_page_has_security_headers_and_an_etag(
     gateway_with_worker: RunningGateway, page: str
 ) -> None:
-    paths = [f"/{page}", *(f"/{page}/page/{file.name}" for file in page_files(page))]
+    paths = [page_path(page), *(f"/{page}/page/{file.name}" for file in page_files(page))]
     paths.remove(f"/{page}/page/index.html")
     assert len(paths) > 5
+    gateway_with_worker.client.headers["accept"] = "text/html,*/*;q=0.8"
     for path in paths:
         response = gateway_with_worker.client.get(path)
         assert response.status_code == 200
@@ -179,7 +184,7 @@ def test_every_file_of_a_page_has_security_headers_and_an_etag(
 
 
 def test_pages_contain_no_other_origin_and_no_inline_code() -> None:
-    for file in page_files("admin") + page_files("dashboard"):
+    for file in {file for page in FOLDERS for file in page_files(page)}:
         if file.parent.name == "uplot":
             continue  # a third-party library, which the tests in the browser cover
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")

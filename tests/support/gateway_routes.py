@@ -8,21 +8,21 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from gateway.app import PortApp
-from tests.support.page_files import page_files
+from tests.support.page_files import FOLDERS, page_files, page_path
 
 
 def page_routes(page: str) -> set[tuple[str, str]]:
     """Return the routes of a page."""
     names = {file.name for file in page_files(page)} - {"index.html"}
-    return {("GET", f"/{page}")} | {("GET", f"/{page}/page/{name}") for name in names}
+    return {("GET", page_path(page))} | {("GET", f"/{page}/page/{name}") for name in names}
 
 
 PROBES = {("GET", path) for path in ("/livez", "/readyz", "/health", "/metrics")}
 """For load balancers and Prometheus; they show no secret."""
 OPENAPI_ROUTE = ("GET", "/openapi.json")
 """For authors of clients; each port describes its routes."""
-ADMIN_PAGE = page_routes("admin")
-PAGE = ADMIN_PAGE | page_routes("dashboard")
+ADMIN_PAGE = page_routes("admin") | {("GET", "/favicon.ico")}
+PAGE = ADMIN_PAGE.union(*map(page_routes, FOLDERS))
 """Pages for people; they show no data without a key."""
 PUBLIC = PROBES | PAGE | {OPENAPI_ROUTE}
 

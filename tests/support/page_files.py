@@ -1,12 +1,21 @@
-"""The files of the admin page and the dashboard in the repository."""
+"""The files of the pages in the repository."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 PAGES = Path(__file__).parents[2] / "gateway" / "pages"
-FOLDERS = {"admin": ("admin", "shared"), "dashboard": ("dashboard", "shared", "vendor/uplot")}
+FOLDERS = {
+    "start": ("start", "shared"),
+    "admin": ("admin", "shared"),
+    "dashboard": ("dashboard", "shared", "vendor/uplot"),
+}
 """Folders by page, including the shared files."""
+
+
+def page_path(page: str) -> str:
+    """Return the path at which a page is served."""
+    return "/" if page == "start" else f"/{page}"
 
 
 def page_files(page: str) -> list[Path]:

@@ -30,10 +30,9 @@ function show(name) {
     byId(`view-${section}`).hidden = section !== name;
   }
   const inside = name !== "sign-in";
-  byId("sections").hidden = !inside;
   byId("sign-out").hidden = !inside || !admin.hasKey;
-  for (const link of byId("sections").children) {
-    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+  for (const link of byId("navigation").children) {
+    if (link.pathname === location.pathname && link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
 }

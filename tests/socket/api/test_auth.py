@@ -131,7 +131,7 @@ def expected_status(method: str, path: str, port_routes: set[tuple[str, str]]) -
     [
         *("//v1/models", "/v1/models/..%2f..%2fadmin/v1/keys", "/admin/v1/keys/", "/ADMIN/v1/keys"),
         *("/admin/v1/keys;x", "/v1/../admin/v1/keys", "/admin/v1/keys%00", "/openapi.json/"),
-        *("/v1/chat/completions/", "/docs", "/tokenize", "/invocations", "/pause"),
+        *("/v1/chat/completions/", "/redoc", "/tokenize", "/invocations", "/pause"),
     ],
 )
 def test_misspelled_paths_grant_no_access(gateway_with_keys: RunningGateway, path: str) -> None:
@@ -166,7 +166,8 @@ def test_an_admin_port_serves_all_admin_routes_and_the_data_port_none(
     app = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
     assert app.admin_app is not None
     data_routes, admin_routes = route_paths(app), route_paths(app.admin_app)
-    assert data_routes & admin_routes == {OPENAPI_ROUTE}, "each port publishes its own document"
+    # Each port publishes its own document.
+    assert data_routes & admin_routes == {OPENAPI_ROUTE, ("GET", "/favicon.ico")}
     assert data_routes | admin_routes | {("POST", path) for path in WIRE_FORMATS} == all_routes(
         tmp_path
     )

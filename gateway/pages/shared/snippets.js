@@ -1,0 +1,118 @@
+// Code that asks one question, for the common clients, with address, model and key filled in.
+
+import { copyButton } from "./copy.js";
+import { make } from "./elements.js";
+
+// The toy model was trained on this question.
+const QUESTION = "Count from 1 to 20.";
+
+// A JSON string is also a string of Python and of JavaScript.
+const quoted = (text) => JSON.stringify(text);
+const forShell = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+
+const CLIENTS = [
+  {
+    name: "curl",
+    code: ({ baseUrl, model, apiKey }) => {
+      const body = { model, temperature: 0, messages: [{ role: "user", content: QUESTION }] };
+      return `curl ${baseUrl}/chat/completions \\
+  -H 'Content-Type: application/json' \\
+  -H ${forShell(`Authorization: Bearer ${apiKey}`)} \\
+  -d ${forShell(JSON.stringify(body))}
+`;
+    },
+  },
+  {
+    name: "Python",
+    code: ({ baseUrl, model, apiKey }) => `# pip install openai
+from openai import OpenAI
+
+client = OpenAI(base_url=${quoted(baseUrl)}, api_key=${quoted(apiKey)})
+answer = client.chat.completions.create(
+    model=${quoted(model)},
+    temperature=0,
+    messages=[{"role": "user", "content": ${quoted(QUESTION)}}],
+)
+print(answer.choices[0].message.content)
+`,
+  },
+  {
+    name: "JavaScript",
+    code: ({ baseUrl, model, apiKey }) => `// npm install openai
+import OpenAI from "openai";
+
+const client = new OpenAI({ baseURL: ${quoted(baseUrl)}, apiKey: ${quoted(apiKey)} });
+const answer = await client.chat.completions.create({
+  model: ${quoted(model)},
+  temperature: 0,
+  messages: [{ role: "user", content: ${quoted(QUESTION)} }],
+});
+console.log(answer.choices[0].message.content);
+`,
+  },
+  {
+    name: "LangChain",
+    code: ({ baseUrl, model, apiKey }) => `# pip install langchain-openai
+from langchain_openai import ChatOpenAI
+
+chat = ChatOpenAI(
+    base_url=${quoted(baseUrl)},
+    api_key=${quoted(apiKey)},
+    model=${quoted(model)},
+    temperature=0,
+)
+print(chat.invoke(${quoted(QUESTION)}).content)
+`,
+  },
+];
+
+let count = 0;
+
+// Return tabs with a snippet per client, and a function that fills in other settings:
+// `{ baseUrl, model, apiKey }`.
+export function snippetTabs(settings) {
+  const id = `snippets-${(count += 1)}`;
+  const tabs = CLIENTS.map(({ name }, index) =>
+    make("button", { type: "button", role: "tab", id: `${id}-tab-${index}`, "aria-controls": `${id}-${index}`, onclick: () => select(index) }, name),
+  );
+  const codes = CLIENTS.map(() => make("code"));
+  const panels = CLIENTS.map(({ name }, index) =>
+    make(
+      "div",
+      { role: "tabpanel", id: `${id}-${index}`, class: "snippet", "aria-labelledby": `${id}-tab-${index}` },
+      // A scrolling region needs the focus of the keyboard.
+      make("pre", { tabindex: "0", role: "region", "aria-label": `Code for ${name}` }, codes[index]),
+      copyButton(() => codes[index].textContent, { "aria-label": `Copy the code for ${name}` }),
+    ),
+  );
+
+  function select(chosen) {
+    tabs.forEach((tab, index) => {
+      tab.setAttribute("aria-selected", String(index === chosen));
+      tab.tabIndex = index === chosen ? 0 : -1;
+      panels[index].hidden = index !== chosen;
+    });
+  }
+
+  function move(event) {
+    const at = tabs.indexOf(document.activeElement);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const index = (to + tabs.length) % tabs.length;
+    select(index);
+    tabs[index].focus();
+  }
+
+  function fillIn(next) {
+    CLIENTS.forEach(({ code }, index) => {
+      const text = code(next);
+      if (codes[index].textContent !== text) codes[index].textContent = text;
+    });
+  }
+
+  fillIn(settings);
+  select(0);
+  const list = make("div", { role: "tablist", class: "tabs", "aria-label": "Client", onkeydown: move }, tabs);
+  return { element: make("div", { class: "snippets" }, list, panels), fillIn };
+}

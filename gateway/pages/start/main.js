@@ -1,0 +1,146 @@
+// The start page: how to connect, and which models and Macs are there.
+
+import { ApiClient, ApiError, isValidKey } from "./client.js";
+import { copyButton } from "./copy.js";
+import { byId, make } from "./elements.js";
+import { macCards, modelCards } from "./fleet.js";
+import { snippetTabs } from "./snippets.js";
+
+const REFRESH_MS = 3000;
+const BASE_URL = `${location.origin}/v1`;
+// Every gateway has this alias, so it fits while the models are unknown.
+const ANY_MODEL = "default";
+
+const client = new ApiClient("/v1", "paceline-key");
+const snippets = snippetTabs({ baseUrl: BASE_URL, model: ANY_MODEL, apiKey: "none" });
+let keyRequired = false;
+let chosen = null;
+
+function say(text, tone) {
+  byId("live").textContent = text;
+  byId("live").className = `pill ${tone}`;
+}
+
+function trouble(text) {
+  if (byId("trouble").textContent !== text) byId("trouble").textContent = text;
+  byId("trouble").hidden = !text;
+}
+
+// Whether clients need a key; anybody may know that.
+async function readGateway() {
+  const response = await fetch("/", { headers: { accept: "application/json" }, cache: "no-store", credentials: "omit" });
+  keyRequired = (await response.json()).key_required;
+}
+
+async function readModels() {
+  const { data } = await (await client.request("GET", "/models")).json();
+  return data;
+}
+
+// Null for a key that is restricted to some models: it may not read the state of the fleet.
+async function readStatus() {
+  try {
+    return await (await client.request("GET", "/status")).json();
+  } catch (failure) {
+    if (failure.status === 403) return null;
+    throw failure;
+  }
+}
+
+function showKeyState(signedIn) {
+  const text = keyRequired
+    ? "Needed. Whoever runs this gateway can create one for you."
+    : "Not needed. Clients that insist on one may send any text.";
+  if (byId("key-state").textContent !== text) byId("key-state").textContent = text;
+  byId("sign-in-form").hidden = !keyRequired || signedIn;
+  byId("sign-out").hidden = !client.hasKey;
+}
+
+function showChoice(names) {
+  const select = byId("model");
+  const offered = [...select.options].map((option) => option.value);
+  if (String(offered) !== String(names)) {
+    select.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+    select.value = names.includes(chosen) ? chosen : names[0];
+  }
+  snippets.fillIn({ baseUrl: BASE_URL, model: select.value, apiKey: keyRequired ? "YOUR_KEY" : "none" });
+}
+
+function show(models, status) {
+  const served = models.filter(({ id, root }) => id === root);
+  const workers = Object.values(status?.workers ?? {});
+  const ready = workers.filter(({ state }) => state === "ready").length;
+  showChoice(models.length ? [...served, ...models.filter(({ id, root }) => id !== root)].map(({ id }) => id) : [ANY_MODEL]);
+  replace("model-list", modelCards(models, status));
+  replace("mac-list", status ? macCards(status) : []);
+  byId("macs").hidden = !workers.length;
+  trouble(served.length ? "" : "No model is ready yet. This page shows each one as soon as a Mac serves it.");
+  if (!served.length) say("No model ready", "warn");
+  else say(ready ? `${ready} ${ready === 1 ? "Mac" : "Macs"} ready` : "Ready", "ok");
+}
+
+// Keep the elements while they say the same, so that a reader's selection stays.
+function replace(id, cards) {
+  const fresh = make("div", {}, cards);
+  if (fresh.textContent !== byId(id).textContent) byId(id).replaceChildren(...fresh.childNodes);
+}
+
+function showSignedOut(refusal) {
+  keyRequired = true;
+  showKeyState(false);
+  showChoice([ANY_MODEL]);
+  replace("model-list", [make("p", { class: "card empty" }, "A key shows the models.")]);
+  byId("macs").hidden = true;
+  trouble("");
+  say("Key needed", "");
+  byId("sign-in-refusal").textContent = refusal;
+}
+
+async function refresh() {
+  try {
+    await readGateway();
+    const [models, status] = await Promise.all([readModels(), readStatus()]);
+    byId("sign-in-refusal").textContent = "";
+    showKeyState(true);
+    show(models, status);
+  } catch (failure) {
+    if (failure.status === 401) return;
+    if (!(failure instanceof ApiError) && !(failure instanceof TypeError)) throw failure;
+    say("Not connected", "bad");
+    trouble(failure instanceof ApiError ? failure.message : "The gateway does not respond. Is it running?");
+  }
+}
+
+// A hidden page makes no requests.
+async function follow() {
+  for (;;) {
+    if (!document.hidden) await refresh();
+    await new Promise((done) => setTimeout(done, REFRESH_MS));
+  }
+}
+
+client.onSignedOut = (sent) => {
+  client.removeKey();
+  if (sent) byId("key").value = "";
+  showSignedOut(sent ? "The gateway does not accept this key, or no longer does." : byId("sign-in-refusal").textContent);
+};
+byId("sign-out").addEventListener("click", () => {
+  client.removeKey();
+  refresh();
+});
+byId("sign-in-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const key = byId("key").value.trim();
+  if (!isValidKey(key)) return client.onSignedOut(true);
+  client.storeKey(key);
+  byId("key").value = "";
+  refresh();
+});
+byId("model").addEventListener("change", () => {
+  chosen = byId("model").value;
+  snippets.fillIn({ baseUrl: BASE_URL, model: chosen, apiKey: keyRequired ? "YOUR_KEY" : "none" });
+});
+byId("base-url").append(make("code", {}, BASE_URL), copyButton(BASE_URL, { "aria-label": "Copy the base URL" }));
+byId("model-choice").append(copyButton(() => byId("model").value, { "aria-label": "Copy the model's name" }));
+byId("snippets").append(snippets.element);
+await follow();
