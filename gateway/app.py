@@ -71,13 +71,13 @@ class GatewayApp(PortApp):
         ]
         # Workers join on the main port.
         admin_routers = [workers.router, policy.router, keys.router, usage.router]
-        main_pages = [pages.START, pages.DASHBOARD]
+        main_pages = [pages.START, pages.DASHBOARD, pages.DOCS]
         hosts = Hosts(gateway.settings)
         if gateway.settings.admin_port is None:
             routers += [*admin_routers, pages.page_router(gateway, *main_pages, pages.ADMIN)]
         else:
             routers.append(pages.page_router(gateway, *main_pages))
-            admin_routers.append(pages.page_router(gateway, pages.ADMIN))
+            admin_routers.append(pages.page_router(gateway, pages.ADMIN, pages.DOCS))
             self.admin_app = PortApp(hosts, _build_fastapi(gateway, admin_routers, proxied=False))
         super().__init__(hosts, _build_fastapi(gateway, routers, proxied=True), self.proxy)
 
@@ -115,11 +115,12 @@ def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: b
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
     app.state.gateway = gateway
+    app.state.openapi = document = openapi.OpenApiDocument(app, proxied=proxied)
     for error in (errors.GatewayError, PolicyInvalid, RequestValidationError, HTTPException):
         app.add_exception_handler(error, _render)
     app.add_exception_handler(Exception, _render)  # uvicorn logs it as well
     app.add_exception_handler(ClientDisconnected, _end)
-    for router in (*routers, openapi.published(app, proxied=proxied)):
+    for router in (*routers, openapi.published(document)):
         app.include_router(router)
     return app
 

@@ -24,12 +24,12 @@ from gateway.http.downstream import header, read_small_body
 from gateway.protocols.openai import parse
 from workers.protocol import MAX_REPORT_BYTES
 
-DATA_KEY = "dataKey"
-"""The security scheme of API keys in the published OpenAPI."""
+DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"
+"""The security schemes in the published OpenAPI."""
 _SCHEMES = {
     DATA_KEY: "An API key.",
-    "adminKey": "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
-    "joinToken": "The token with which workers join.",
+    ADMIN_KEY: "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
+    JOIN_TOKEN: "The token with which workers join.",
 }
 _BODY_LIMIT_BYTES = 256 * 1024
 AUTHOR_HEADER = "x-paceline-author"
@@ -55,12 +55,12 @@ def data_router(prefix: str = "") -> APIRouter:
 
 def worker_router(prefix: str) -> APIRouter:
     """Return a router whose routes need the join token; without one no worker joins."""
-    return _router(prefix, "joinToken", _check_join_token, MAX_REPORT_BYTES)
+    return _router(prefix, JOIN_TOKEN, _check_join_token, MAX_REPORT_BYTES)
 
 
 def admin_router(prefix: str = "", body_limit_bytes: int = _BODY_LIMIT_BYTES) -> APIRouter:
     """Return a router whose routes need the admin key."""
-    return _router(prefix, "adminKey", _check_admin_key, body_limit_bytes)
+    return _router(prefix, ADMIN_KEY, _check_admin_key, body_limit_bytes)
 
 
 def _router(

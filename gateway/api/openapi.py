@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.api.auth import DATA_KEY
+from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
 from gateway.protocols import WIRE_FORMATS
 from gateway.proxy.client import PRIORITY_HEADER
@@ -54,6 +54,16 @@ WITH_BODY = (errors.BodyNotJson, errors.FieldInvalid, errors.BodyTooSlow, errors
 FOR_CLIENTS = (errors.KeyRefused, errors.PageRefused)
 FOR_ADMINS = (errors.AdminKeyRefused,)
 STORED = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
+
+
+_NO_KEY = ""
+_TAGS = {
+    DATA_KEY: ("For clients", "With an API key, once there is one."),
+    _NO_KEY: ("For everyone", "Without a key."),
+    ADMIN_KEY: ("For admins", "With the admin key."),
+    JOIN_TOKEN: ("For workers", "With the join token."),
+}
+"""Groups of routes and their descriptions, by the kind of key."""
 
 
 def failures(*known: type[ApiError]) -> Responses:
@@ -101,20 +111,34 @@ _PROXY_ERRORS = (
     *(errors.WorkerFailed, errors.WorkerSilent, errors.WorkerStalled, errors.Interrupted),
 )
 """Errors of the routes that the proxy serves."""
+_SUMMARIES = {Endpoint.CHAT: "Answer a chat", Endpoint.COMPLETIONS: "Continue a text"}
 
 
-def published(app: FastAPI, *, proxied: bool) -> APIRouter:
+class OpenApiDocument:
+    """The document of an app, written at the first request: all routes are added by then."""
+
+    def __init__(self, app: FastAPI, *, proxied: bool) -> None:
+        self._app = app
+        self._proxied = proxied
+        self._text = b""
+        self._writing = asyncio.Lock()
+
+    async def read(self) -> bytes:
+        """Return the document as JSON."""
+        async with self._writing:
+            if not self._text:
+                self._text = await asyncio.to_thread(_write, self._app, proxied=self._proxied)
+        return self._text
+
+
+def published(document: OpenApiDocument) -> APIRouter:
     """Return the route of the document, which needs no key because it contains no secret."""
     router = APIRouter()
-    written: list[bytes] = []
-    writing = asyncio.Lock()
 
     @router.get("/openapi.json", responses=failures() | success({"type": "object"}))
-    async def document() -> Response:
-        async with writing:
-            if not written:  # at the first request: all routes are added by then
-                written.append(await asyncio.to_thread(_write, app, proxied=proxied))
-        return Response(written[0], media_type=JSON)
+    async def show() -> Response:
+        """Show this document."""
+        return Response(await document.read(), media_type=JSON)
 
     return router
 
@@ -125,13 +149,38 @@ def _write(app: FastAPI, *, proxied: bool) -> bytes:
     for path in document["paths"].values():
         for operation in path.values():
             _remove_validation_error(operation)
+            # FastAPI names a route for its function; the docstring is a sentence.
+            if "description" in operation:
+                sentence, _, rest = operation.pop("description").partition("\n\n")
+                operation["summary"] = sentence.removesuffix(".")
+                operation.update({"description": rest} if rest else {})
     for name in (_VALIDATION_ERROR, "ValidationError"):
         schemas.pop(name, None)
     schemas |= _schemas()
     if proxied:
-        for path, wire_format in WIRE_FORMATS.items():
-            document["paths"][path] = {"post": _proxy_operation(wire_format.endpoint)}
+        relayed = {
+            path: {"post": _proxy_operation(wire_format.endpoint)}
+            for path, wire_format in WIRE_FORMATS.items()
+        }
+        document["paths"] = relayed | document["paths"]
+    _group_by_key(document)
     return to_json(document)
+
+
+def _group_by_key(document: dict[str, Any]) -> None:
+    """Tag each operation with the kind of key that it needs."""
+    used = set()
+    for path in document["paths"].values():
+        for operation in path.values():
+            schemes = [name for need in operation.get("security", ()) for name in need]
+            scheme = schemes[0] if schemes else _NO_KEY
+            used.add(scheme)
+            operation["tags"] = [_TAGS[scheme][0]]
+    document["tags"] = [
+        {"name": name, "description": text}
+        for scheme, (name, text) in _TAGS.items()
+        if scheme in used
+    ]
 
 
 def _remove_validation_error(operation: dict[str, Any]) -> None:
@@ -152,7 +201,7 @@ def _proxy_operation(endpoint: Endpoint) -> Mapping[str, Any]:
         "schema": {"type": "string", "enum": list(Priority)},
     }
     return {
-        "summary": f"Generate: {endpoint}",
+        "summary": _SUMMARIES[endpoint],
         "operationId": f"generate_{endpoint}",
         "security": [{DATA_KEY: []}],
         "parameters": [priority],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import html
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +19,10 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api.openapi import OpenApiDocument
 from gateway.assembly import Gateway
 
+_Serve = Callable[[Request], Awaitable[Response]]
 _PAGES = Path(__file__).parents[1] / "pages"
 _KINDS = {
     "": "text/plain; charset=utf-8",  # a licence
@@ -43,7 +46,20 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
+# Swagger UI is a script of others, and the other pages store keys in the tab. A sandbox gives the
+# page an origin of its own, from which no script reads them; its files then cross an origin.
+_DOCS_HEADERS = {
+    **_HEADERS,
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts"
+    ),
+    "cross-origin-resource-policy": "cross-origin",
+}
+# Browsers refuse to show a sandboxed page that asks for an opener policy.
+del _DOCS_HEADERS["cross-origin-opener-policy"]
 _NAVIGATION_MARK = b"<!-- navigation -->"
+_OPENAPI_MARK = b"<!-- openapi -->"
 _LINKS = (
     ("Live", "/dashboard"),
     ("Try it", "/try"),
@@ -61,6 +77,7 @@ class Page(NamedTuple):
 
     path: str
     folders: tuple[str, ...]
+    headers: Mapping[str, str] = _HEADERS
 
     @property
     def files_path(self) -> str:
@@ -71,33 +88,43 @@ class Page(NamedTuple):
 START = Page("/", ("start",))
 DASHBOARD = Page("/dashboard", ("dashboard", "vendor/uplot"))
 ADMIN = Page("/admin", ("admin",))
+DOCS = Page("/docs", ("docs",), _DOCS_HEADERS)
+_SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
 
 
 def page_router(gateway: Gateway, *pages: Page) -> APIRouter:
     """Return a route for each file of these pages, which are all pages of one port."""
     router = APIRouter()
 
-    def add(path: str, serve: Callable[[Request], Awaitable[Response]]) -> None:
+    def add(path: str, serve: _Serve) -> None:
         router.add_api_route(path, serve, methods=["GET"], include_in_schema=False)
 
     paths = [page.path for page in pages]
     for page in pages:
-        for name, content in _files_of(page).items():
-            if name != "index.html":
-                add(f"{page.files_path}/{name}", _serving(content, _KINDS[Path(name).suffix]))
-                continue
-            filled = content.replace(_NAVIGATION_MARK, _navigation(page, paths))
-            serve = _serving(filled, _KINDS[".html"])
+        files = _files_of(page)
+        text = files.pop("index.html").replace(_NAVIGATION_MARK, _navigation(page, paths))
+        if page == DOCS:
+            add(page.path, _serving_docs(text))
+        else:
+            serve = _serving(text, _KINDS[".html"], page.headers)
             add(page.path, _for_browsers(serve, gateway, paths) if page == START else serve)
+        for name, content in files.items():
+            kind = _KINDS[Path(name).suffix]
+            add(f"{page.files_path}/{name}", _serving(content, kind, page.headers))
     icon = (_PAGES / "favicon.ico").read_bytes()
-    add("/favicon.ico", _serving(icon, _KINDS[".ico"]))
+    add("/favicon.ico", _serving(icon, _KINDS[".ico"], _HEADERS))
     return router
 
 
-def _files_of(page: Page) -> Mapping[str, bytes]:
+def _files_of(page: Page) -> dict[str, bytes]:
     """Read the files of a page by their names."""
-    folders = (_PAGES / folder for folder in ("shared", *page.folders))
-    return {file.name: file.read_bytes() for folder in folders for file in sorted(folder.iterdir())}
+    folders = [_PAGES / folder for folder in ("shared", *page.folders)]
+    files = [file for folder in folders for file in sorted(folder.iterdir())]
+    contents = {file.name: file.read_bytes() for file in files}
+    if page == DOCS:
+        swagger = resources.files("fastapi_offline") / "static"
+        contents |= {name: (swagger / name).read_bytes() for name in _SWAGGER_FILES}
+    return contents
 
 
 def _navigation(page: Page, paths: Collection[str]) -> bytes:
@@ -121,9 +148,7 @@ def _current(target: str, page: Page) -> str:
     return ' aria-current="page"' if target == page.path else ""
 
 
-def _for_browsers(
-    serve: Callable[[Request], Awaitable[Response]], gateway: Gateway, paths: Collection[str]
-) -> Callable[[Request], Awaitable[Response]]:
+def _for_browsers(serve: _Serve, gateway: Gateway, paths: Collection[str]) -> _Serve:
     """Serve the start page to browsers, and to other clients JSON that names the pages."""
 
     async def negotiate(request: Request) -> Response:
@@ -146,9 +171,22 @@ def _for_browsers(
     return negotiate
 
 
-def _serving(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+def _serving_docs(text: bytes) -> _Serve:
+    """Serve the API reference with the document of its port in it: it may fetch nothing."""
+
+    async def serve(request: Request) -> Response:
+        document: OpenApiDocument = request.app.state.openapi
+        # Text of the document cannot end the element that holds it.
+        data = (await document.read()).replace(b"<", b"\\u003c")
+        filled = text.replace(_OPENAPI_MARK, data)
+        return Response(filled, headers={**_DOCS_HEADERS, "content-type": _KINDS[".html"]})
+
+    return serve
+
+
+def _serving(content: bytes, kind: str, page_headers: Mapping[str, str]) -> _Serve:
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {**_HEADERS, "etag": etag}
+    headers = {**page_headers, "etag": etag}
 
     async def serve(request: Request) -> Response:
         if request.headers.get("if-none-match") == etag:

@@ -73,6 +73,7 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
 
     @router.get("/livez", response_class=PlainTextResponse, responses=failures())
     async def livez() -> PlainTextResponse:
+        """Report that the process runs."""
         return PlainTextResponse("alive\n")
 
     not_ready: Responses = {
@@ -86,6 +87,7 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
     @router.get("/health", response_class=PlainTextResponse, responses=failures() | not_ready)
     @router.get("/readyz", response_class=PlainTextResponse, responses=failures() | not_ready)
     async def readyz() -> PlainTextResponse:
+        """Report whether a worker can answer requests."""
         if gateway.lame_duck:
             return PlainTextResponse("stopping\n", status_code=503)
         if not gateway.fleet.view().workers:
@@ -106,6 +108,7 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=failures(Overloaded))
     async def metrics() -> Response:
+        """Show the metrics in the format of Prometheus."""
         with readers.admit():
             text = await metrics_text()
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
@@ -198,6 +201,7 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
         responses=failures(*refused, FieldInvalid, Overloaded),
     )
     async def whole(request: Request, window: str = DEFAULT_WINDOW) -> Response:
+        """Show the state of the gateway, its workers, pools and models."""
         given = [name for name, _ in request.query_params.multi_items()]
         if given not in ([], ["window"]):
             raise FieldInvalid(
@@ -216,6 +220,7 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
         responses=failures(*refused, ShuttingDown, TooManyViewers),
     )
     async def events(request: Request) -> Response:
+        """Stream the state, once a second."""
         return StatusStream(feed, lambda: check_again(request))
 
     return router

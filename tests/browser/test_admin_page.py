@@ -159,7 +159,7 @@ async def test_text_of_other_admins_is_escaped(
     assert "owned" not in await tab.page.title()
 
 
-@pytest.mark.parametrize("page", FOLDERS)
+@pytest.mark.parametrize("page", [page for page in FOLDERS if page != "docs"])
 def test_every_file_of_a_page_has_security_headers_and_an_etag(
     gateway_with_worker: RunningGateway, page: str
 ) -> None:
@@ -194,5 +194,7 @@ def test_pages_contain_no_other_origin_and_no_inline_code() -> None:
             assert "style=" not in text
             assert "<style" not in text
             assert text.count("<script") == len(
-                re.findall(r'<script (type="module" )?src="/', text)
+                re.findall(
+                    r'<script ((type="module" )?src="/|id="openapi" type="application/json")', text
+                )
             )

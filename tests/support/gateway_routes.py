@@ -21,7 +21,14 @@ PROBES = {("GET", path) for path in ("/livez", "/readyz", "/health", "/metrics")
 """For load balancers and Prometheus; they show no secret."""
 OPENAPI_ROUTE = ("GET", "/openapi.json")
 """For authors of clients; each port describes its routes."""
-ADMIN_PAGE = page_routes("admin") | {("GET", "/favicon.ico")}
+_SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
+BOTH_PORTS = (
+    page_routes("docs")
+    | {("GET", f"/docs/page/{name}") for name in _SWAGGER_FILES}
+    | {OPENAPI_ROUTE, ("GET", "/favicon.ico")}
+)
+"""Each port describes its own routes."""
+ADMIN_PAGE = page_routes("admin") | (BOTH_PORTS - {OPENAPI_ROUTE})
 PAGE = ADMIN_PAGE.union(*map(page_routes, FOLDERS))
 """Pages for people; they show no data without a key."""
 PUBLIC = PROBES | PAGE | {OPENAPI_ROUTE}

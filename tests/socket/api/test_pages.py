@@ -14,6 +14,7 @@ from tests.support.running_gateway import RunningGateway, make_settings
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 MAIN_LINKS = ["/", "/dashboard", "/#models"]
 ADMIN_LINKS = ["/admin#workers", "/admin#keys", "/admin#policy"]
+DOCS_LINK = "/docs"
 
 
 def links_of(page: httpx.Response) -> list[str]:
@@ -34,7 +35,7 @@ def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_othe
         "base_path": "/v1",
         "key_required": False,
         "openapi": "/openapi.json",
-        "pages": ["/", "/dashboard", "/admin"],
+        "pages": ["/", "/dashboard", "/docs", "/admin"],
     }
     assert page.headers["vary"] == told.headers["vary"] == "accept"
     for path in told.json()["pages"]:
@@ -46,7 +47,7 @@ def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_othe
 
 
 def test_every_page_links_to_all_pages_of_its_port(gateway: RunningGateway, tmp_path: Path) -> None:
-    everywhere = [*MAIN_LINKS, *ADMIN_LINKS]
+    everywhere = [*MAIN_LINKS, *ADMIN_LINKS, DOCS_LINK]
     for path in gateway.client.get("/").json()["pages"]:
         page = gateway.client.get(path, headers=BROWSER)
         assert links_of(page) == everywhere
@@ -54,5 +55,6 @@ def test_every_page_links_to_all_pages_of_its_port(gateway: RunningGateway, tmp_
     settings = make_settings(tmp_path / "split", admin_port=0, admin_key=SecretStr("admin-key"))
     with RunningGateway(settings) as split:
         for path in split.client.get("/").json()["pages"]:
-            assert links_of(split.client.get(path, headers=BROWSER)) == MAIN_LINKS
-        assert links_of(split.admin.get("/admin")) == ["/admin", *ADMIN_LINKS]
+            assert links_of(split.client.get(path, headers=BROWSER)) == [*MAIN_LINKS, DOCS_LINK]
+        for path in ("/admin", "/docs"):
+            assert links_of(split.admin.get(path)) == ["/admin", *ADMIN_LINKS, DOCS_LINK]
