@@ -29,6 +29,8 @@ _VALUES_LIMIT = 1_000_000
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
 # nothing, so they can be left out.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0}
+# Only Paceline's engine knows them. Without them the answer is the same.
+_REPORTS = frozenset(("token_sources",))
 
 
 class OpenAIFormat:
@@ -169,7 +171,7 @@ def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
     sent = {
         name: value
         for name, value in body.items()
-        if name not in _NEUTRAL or value != _NEUTRAL[name]
+        if name not in _REPORTS and (name not in _NEUTRAL or value != _NEUTRAL[name])
     }
     if "stream_options" in sent:
         sent["stream_options"] = {"include_usage": True}

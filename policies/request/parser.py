@@ -29,7 +29,7 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _CONTROL_FIELDS = frozenset(
     "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
     "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
-    "draft_tokens specprefill specprefill_keep_pct thinking_budget metrics".split()
+    "draft_tokens specprefill specprefill_keep_pct thinking_budget metrics token_sources".split()
 )
 # Accepted and ignored, because they do not affect the answer.
 _BOOKKEEPING_FIELDS = frozenset(
@@ -72,6 +72,7 @@ def read_profile(
         include_usage=stream_options.flag("include_usage"),
         running_usage=stream_options.flag("continuous_usage_stats"),
         metrics=body.get("metrics") is not None,
+        token_sources=fields.flag("token_sources"),
         media=tuple(sorted(content.media.items())),
         sampling=_read_sampling(fields, defaults),
         max_tokens=_read_max_tokens(fields, endpoint),

@@ -79,6 +79,8 @@ class RequestProfile(NamedTuple):
     `continuous_usage_stats`)."""
     metrics: bool = False
     """Whether the request asks for draft metrics."""
+    token_sources: bool = False
+    """Whether the answer lists its tokens, and which of them were drafted (`token_sources`)."""
     media: tuple[tuple[str, int], ...] = ()
     """Kind and count, e.g. (("image", 2),); sorted by kind."""
     sampling: Sampling = Sampling()

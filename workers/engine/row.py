@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -46,6 +46,42 @@ class SpeculationCounter:
         )
 
 
+@dataclass(slots=True)
+class PendingTokens:
+    """Tokens of one answer that wait for the end of their text.
+
+    The texts of all tokens, joined, are the text of the answer.
+    """
+
+    _ends: deque[tuple[int, bool]] = field(default_factory=deque)
+    """For each token the characters of the answer up to its end, and whether it was drafted."""
+    _text: str = ""
+    """Text of the answer that belongs to pending tokens."""
+    _begin_chars: int = 0
+    """Where it begins."""
+
+    def append(self, end_chars: int, *, drafted: bool) -> None:
+        """Append a token whose text ends after so many characters of the decoded text."""
+        self._ends.append((end_chars, drafted))
+
+    def release(self, text: str, *, final: bool) -> tuple[types.SourcedToken, ...]:
+        """Take the next text of the answer; return the tokens that it completes.
+
+        At the end these are all tokens; a stop string leaves the last ones less text or none.
+        """
+        self._text += text
+        released = []
+        while self._ends:
+            end_chars, drafted = self._ends[0]
+            length = end_chars - self._begin_chars
+            if length > len(self._text) and not final:
+                break
+            self._ends.popleft()
+            released.append(types.SourcedToken(self._text[:length], drafted))
+            self._begin_chars, self._text = end_chars, self._text[length:]
+        return tuple(released)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
     """A generation in a lane: its request, its answer so far, and the sink of its events."""
@@ -84,6 +120,12 @@ class Row:
     """Tokens of the answer at the last delta."""
     _pending_text: str = ""
     _pending_logprobs: list[types.TokenLogprob] = field(default_factory=list)
+    _pending_tokens: PendingTokens | None = None
+    """None unless the generation asks for `token_sources`."""
+
+    def __post_init__(self) -> None:
+        if self.generation.token_sources:
+            self._pending_tokens = PendingTokens()
 
     @property
     def context_tokens(self) -> int:
@@ -135,6 +177,7 @@ class Row:
     ) -> int:
         """Append the tokens of one step up to the end of the answer; return how many fitted.
 
+        All tokens of a step but its last are drafts that the target accepted.
         The sink gets the decoded text in one delta: at once, or together with the text of the next
         steps if the last delta is younger than `DELTA_INTERVAL_S`.
         """
@@ -156,6 +199,9 @@ class Row:
                     self.finish_reason = types.FinishReason.LENGTH
             if self.finish_reason:
                 text += self.text.flush()
+            if self._pending_tokens is not None:
+                self._pending_tokens.append(self.text.decided_chars, drafted=appended < len(tokens))
+            if self.finish_reason:
                 break
         self._pending_text += text
         if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
@@ -175,8 +221,11 @@ class Row:
     def _emit_delta(self, now_s: float) -> None:
         # Also without text: a gateway charges a stream that is left by its last delta.
         unreported = len(self.answer) - self._reported_tokens
-        if self._pending_text or self._pending_logprobs or unreported >= RUNNING_USAGE_TOKENS:
-            logprobs = tuple(self._pending_logprobs)
-            self.sink(types.Delta(text=self._pending_text, logprobs=logprobs, usage=self.usage()))
+        text, logprobs = self._pending_text, tuple(self._pending_logprobs)
+        tokens: tuple[types.SourcedToken, ...] = ()
+        if self._pending_tokens is not None:
+            tokens = self._pending_tokens.release(text, final=self.finish_reason is not None)
+        if text or logprobs or tokens or unreported >= RUNNING_USAGE_TOKENS:
+            self.sink(types.Delta(text=text, logprobs=logprobs, tokens=tokens, usage=self.usage()))
             self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []
             self._reported_tokens = len(self.answer)

@@ -65,6 +65,8 @@ class Generation:
     keep_call_tokens: bool = False
     """Whether the text includes the control tokens that mark tool calls."""
     top_logprobs: int | None = None
+    token_sources: bool = False
+    """Whether the deltas contain the tokens and their sources."""
     draft_tokens: int | None = None
     """Draft length that the request names; None applies the worker's setting."""
     spec_prefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
@@ -111,12 +113,23 @@ class Usage:
     """Prompt tokens that SpecPrefill skipped."""
 
 
+class SourcedToken(NamedTuple):
+    """A token of an answer, with the text that it completed."""
+
+    text: str
+    """Empty if the token ends the answer, only begins a character, or is part of a stop string."""
+    drafted: bool
+    """Whether the head drafted the token and the target accepted it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """New text; empty while it may belong to a stop string or to an incomplete character."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    tokens: tuple[SourcedToken, ...] = ()
+    """Tokens whose text is complete, if the generation asks for `token_sources`."""
     usage: Usage = Usage(prompt_tokens=0, completion_tokens=0)
     """The counts of the generation so far."""
 

@@ -10,6 +10,7 @@ from workers.engine.types import (
     Finished,
     FinishReason,
     ScoredToken,
+    SourcedToken,
     TokenLogprob,
     Usage,
 )
@@ -23,37 +24,64 @@ _LOWEST_LOGPROB = -9999.0
 class _Choice:
     """One choice; it renders entries of `choices`, for the chunks of a stream or as a whole."""
 
-    def __init__(self, index: int, render_logprobs: Callable[[list[Any]], Json] | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        render_logprobs: Callable[[list[Any]], Json] | None,
+        *,
+        token_sources: bool,
+    ) -> None:
         self._index = index
         self._render_logprobs = render_logprobs
+        self._with_sources = token_sources
         self._text = ""
         self._logprobs: list[Any] = []
         self._pending_logprobs: list[Any] = []
+        self._tokens: list[SourcedToken] = []
+        self._pending_tokens: list[SourcedToken] = []
         self._finish_reason: str | None = None
 
     def _entry(self, name: str, value: Json) -> Json:
-        """Return the entry of a chunk, with the log probabilities since the last one."""
+        """Return the entry of a chunk, with log probabilities and tokens since the last one."""
         logprobs, self._pending_logprobs = self._pending_logprobs, []
         self._logprobs += logprobs
-        return self._render(name, value, logprobs or None)
+        tokens, self._pending_tokens = self._pending_tokens, []
+        self._tokens += tokens
+        return self._render(name, value, logprobs or None, tokens)
 
-    def _render(self, name: str, value: Json, logprobs: list[Any] | None) -> Json:
+    def _render(
+        self, name: str, value: Json, logprobs: list[Any] | None, tokens: Sequence[SourcedToken]
+    ) -> Json:
         rendered = None
         if self._render_logprobs is not None and logprobs is not None:
             rendered = self._render_logprobs(logprobs)
-        return {
+        entry = {
             "index": self._index,
             name: value,
             "logprobs": rendered,
             "finish_reason": self._finish_reason,
         }
+        if self._with_sources:
+            entry["token_sources"] = [
+                {"text": text, "source": "draft" if drafted else "model"}
+                for text, drafted in tokens
+            ]
+        return entry
 
 
 class ChatChoice(_Choice):
     """One choice of a chat completion."""
 
-    def __init__(self, index: int, *, splitter: ToolCallSplitter | None, logprobs: bool) -> None:
-        super().__init__(index, _render_chat_logprobs if logprobs else None)
+    def __init__(
+        self,
+        index: int,
+        *,
+        splitter: ToolCallSplitter | None,
+        logprobs: bool,
+        token_sources: bool,
+    ) -> None:
+        render_logprobs = _render_chat_logprobs if logprobs else None
+        super().__init__(index, render_logprobs, token_sources=token_sources)
         self._splitter = splitter
         self._tool_calls: list[ToolCall] = []
 
@@ -64,6 +92,7 @@ class ChatChoice(_Choice):
     def add(self, delta: Delta) -> Sequence[Json]:
         """Return the new text and tool calls, except text that may begin a tool call."""
         self._pending_logprobs += map(_render_logprob, delta.logprobs)
+        self._pending_tokens += delta.tokens
         if not self._splitter:
             return self._write([delta.text] if delta.text else [])
         return self._write(self._splitter.feed(delta.text))
@@ -84,11 +113,11 @@ class ChatChoice(_Choice):
         }
         if self._tool_calls:
             message["tool_calls"] = self._tool_calls
-        return self._render("message", message, self._logprobs)
+        return self._render("message", message, self._logprobs, self._tokens)
 
     def idle(self) -> Sequence[Json]:
         """Return an entry without text."""
-        return (self._render("delta", {}, None),)
+        return (self._render("delta", {}, None, ()),)
 
     def _write(self, pieces: Sequence[str | ToolCall]) -> Sequence[Json]:
         entries = []
@@ -106,8 +135,11 @@ class ChatChoice(_Choice):
 class CompletionChoice(_Choice):
     """One choice of a text completion."""
 
-    def __init__(self, index: int, *, echo: str, top_logprobs: int | None) -> None:
-        super().__init__(index, None if top_logprobs is None else self._render_tokens)
+    def __init__(
+        self, index: int, *, echo: str, top_logprobs: int | None, token_sources: bool
+    ) -> None:
+        render_logprobs = None if top_logprobs is None else self._render_logprob_lists
+        super().__init__(index, render_logprobs, token_sources=token_sources)
         self._echo = echo
         self._with_top = bool(top_logprobs)
 
@@ -118,6 +150,7 @@ class CompletionChoice(_Choice):
     def add(self, delta: Delta) -> Sequence[Json]:
         """Return the new text."""
         self._pending_logprobs += delta.logprobs
+        self._pending_tokens += delta.tokens
         if not delta.text:
             return ()
         self._text += delta.text
@@ -130,13 +163,13 @@ class CompletionChoice(_Choice):
 
     def idle(self) -> Sequence[Json]:
         """Return an entry without text."""
-        return (self._render("text", "", None),)
+        return (self._render("text", "", None, ()),)
 
     def build(self) -> Json:
         """Return the whole text, after `finish`."""
-        return self._render("text", self._echo + self._text, self._logprobs)
+        return self._render("text", self._echo + self._text, self._logprobs, self._tokens)
 
-    def _render_tokens(self, tokens: Sequence[TokenLogprob]) -> Json:
+    def _render_logprob_lists(self, tokens: Sequence[TokenLogprob]) -> Json:
         tops = [{one.text: _finite(one.logprob) for one in token.top} for token in tokens]
         return {
             "tokens": [token.text for token in tokens],

@@ -102,6 +102,7 @@ async def read_request(
         stop=profile.stop,
         keep_call_tokens=tool_format is not None,
         top_logprobs=profile.top_logprobs,
+        token_sources=profile.token_sources,
         draft_tokens=profile.draft_tokens,
         spec_prefill=SpecPrefillOptions(
             sparse=profile.spec_prefill, keep_share=profile.spec_prefill_keep

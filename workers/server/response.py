@@ -156,14 +156,21 @@ class CompletionResponse(Response):
 
 
 def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionChoice:
-    top_logprobs = request.profile.top_logprobs
+    top_logprobs, token_sources = request.profile.top_logprobs, request.profile.token_sources
     if request.profile.endpoint is Endpoint.COMPLETIONS:
-        return CompletionChoice(index, echo=request.echo, top_logprobs=top_logprobs)
+        return CompletionChoice(
+            index, echo=request.echo, top_logprobs=top_logprobs, token_sources=token_sources
+        )
     splitter = None
     if request.tool_format is not None:
         limit = 1 if request.single_tool_call else None
         splitter = ToolCallSplitter(request.tool_format, limit=limit)
-    return ChatChoice(index, splitter=splitter, logprobs=top_logprobs is not None)
+    return ChatChoice(
+        index,
+        splitter=splitter,
+        logprobs=top_logprobs is not None,
+        token_sources=token_sources,
+    )
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -246,6 +246,7 @@ def test_for_openai_drops_only_fields_without_effect() -> None:
     body = {"top_k": 0, "min_p": 0.0, "temperature": 0.0, "messages": []}
     assert for_openai(body) == {"temperature": 0.0, "messages": []}
     assert for_openai({"top_k": 5, "min_p": 0.1}) == {"top_k": 5, "min_p": 0.1}
+    assert for_openai({"token_sources": True}) == {}
     options = {"include_usage": True, "continuous_usage_stats": True}
     assert for_openai({"stream_options": options}) == {"stream_options": {"include_usage": True}}
 

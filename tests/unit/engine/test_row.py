@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from policies.request.profile import Sampling
 from workers.engine.detokenizer import TextStream
 from workers.engine.row import DELTA_INTERVAL_S, EventSink, Row, SpeculationCounter
@@ -15,6 +18,7 @@ from workers.engine.types import (
     Generation,
     LaneName,
     Prompt,
+    SourcedToken,
     TokenLogprob,
 )
 
@@ -25,13 +29,14 @@ def spell(tokens: Sequence[int]) -> str:
     return "".join(chr(token) for token in tokens if token != END)
 
 
-def make_row(sink: EventSink) -> Row:
+def make_row(sink: EventSink, *, token_sources: bool = False) -> Row:
     return Row(
         generation=Generation(
             request_id="test",
             lane=LaneName.TEXT_MTP,
             prompt=Prompt(text=""),
             sampling=Sampling(temperature=0),
+            token_sources=token_sources,
         ),
         prompt=PreparedPrompt(tokens=(1,)),
         seed=0,
@@ -100,3 +105,58 @@ def test_a_logprob_has_the_offset_of_its_character() -> None:
     tokens = [token for event in deltas if isinstance(event, Delta) for token in event.logprobs]
     assert [token.offset_chars for token in tokens] == [0, 1, 1, 1, 1, 2, 3, 3, 4]
     assert b"".join(token.raw for token in tokens[:-1]).decode() == answer
+
+
+@given(
+    text=st.text(alphabet="ab\u00fc\U0001f642", max_size=20),
+    stop=st.lists(st.text(alphabet="ab\u00fc", min_size=1, max_size=3), max_size=2),
+    drafts=st.lists(st.integers(0, 3), min_size=100, max_size=100),
+    ended=st.booleans(),
+)
+def test_the_texts_of_all_tokens_joined_are_the_answer(
+    text: str, stop: list[str], drafts: list[int], *, ended: bool
+) -> None:
+    """For tokens of one byte, steps of any length, stop strings, and with an end token or without.
+
+    Each token comes once, with its source, and no later than the delta after its text.
+    """
+    events: list[Event | EngineError] = []
+    row = make_row(events.append, token_sources=True)
+    row.text = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), stop)
+    tokens = [*text.encode(), END] if ended else list(text.encode())
+    row.max_tokens = len(tokens)
+    sources: list[bool] = []
+    deltas: list[Delta] = []
+    given_text = joined = ""
+    for number, accepted in enumerate(drafts):
+        step = tokens[len(sources) : len(sources) + accepted + 1]
+        if not step or row.finish_reason:
+            break
+        fitted = row.append_tokens(step, {END}, now_s=number * DELTA_INTERVAL_S * 0.7)
+        sources += [index < len(step) - 1 for index in range(fitted)]
+        deltas = [event for event in events if isinstance(event, Delta)]
+        given_text = "".join(delta.text for delta in deltas)
+        joined = "".join(token.text for delta in deltas for token in delta.tokens)
+        assert given_text.startswith(joined)
+    assert joined == given_text
+    assert [token.drafted for delta in deltas for token in delta.tokens] == sources
+
+
+def test_a_token_without_text_comes_without_delay() -> None:
+    """It begins a character, which the next token completes."""
+    deltas: list[Event | EngineError] = []
+    row = make_row(deltas.append, token_sources=True)
+    row.text = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+    for number, byte in enumerate("\u00fc".encode()):
+        row.append_tokens([byte], {END}, now_s=number)
+    assert [delta.tokens for delta in deltas if isinstance(delta, Delta)] == [
+        (SourcedToken("", drafted=False),),
+        (SourcedToken("\u00fc", drafted=False),),
+    ]
+
+
+def test_no_tokens_are_listed_unless_the_request_asks_for_them() -> None:
+    deltas: list[Event | EngineError] = []
+    row = make_row(deltas.append)
+    row.append_tokens([*b"abc", END], {END}, now_s=0)
+    assert [delta.tokens for delta in deltas if isinstance(delta, Delta)] == [()]

@@ -1,4 +1,4 @@
-"""The reference pages list exactly the error codes, settings, headers and files that exist."""
+"""The reference pages list exactly the errors, settings, headers, fields and files that exist."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+
 from gateway.auth.records import KeyTerms
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError, LimitReached, WorkerError
+from policies.request.parser import KNOWN_FIELDS
+from policies.request.profile import Endpoint
 from workers.protocol import ApiError, NotHttp
 from workers.server.errors import RequestError
 from workers.server.settings import WorkerSettings
@@ -89,6 +93,14 @@ def test_the_page_on_headers_names_exactly_the_headers_of_paceline() -> None:
         for name in re.findall(r'b?"(x-paceline-[a-z-]+)"', file.read_text())
     }
     assert documented == headers
+
+
+def test_the_page_on_requests_names_exactly_the_fields_that_openai_does_not_have() -> None:
+    page = (REFERENCE / "requests.md").read_text()
+    names = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
+    documented = {field for row in names for field in re.findall(r"`(\w+)`", row)}
+    openai = {*CompletionCreateParamsBase.__annotations__, "stream"}
+    assert documented == KNOWN_FIELDS[Endpoint.CHAT] - openai
 
 
 def test_every_python_file_named_by_a_page_exists() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocols.event_stream import StreamScanner, StreamState
+from gateway.protocols.event_stream import StreamScanner, StreamState, has_facts
 from gateway.protocols.openai import OpenAIStreamEncoder
 from gateway.types import Drafts, Usage
 from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
@@ -48,6 +48,12 @@ def scanner_of(
         running_usage=running_usage,
     )
     return StreamScanner(encoder, limit_bytes=limit_bytes)
+
+
+def test_events_with_the_sources_of_tokens_pass_unparsed() -> None:
+    source = {"text": "a", "source": "draft"}
+    choice = {"index": 0, "delta": {"content": "a"}, "token_sources": [source]}
+    assert not has_facts(event({"choices": [{**choice, "finish_reason": None}]}))
 
 
 LINE_END = st.sampled_from([b"\n", b"\r\n", b"\r"])
