@@ -17,7 +17,18 @@ from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.api import explain, keys, models, openapi, pages, policy, status, usage, workers
+from gateway.api import (
+    explain,
+    keys,
+    models,
+    openapi,
+    pages,
+    policy,
+    recent_errors,
+    status,
+    usage,
+    workers,
+)
 from gateway.assembly import LOOP_CHECK_S, Gateway, build_gateway
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
@@ -67,10 +78,12 @@ class GatewayApp(PortApp):
         routers = [
             status.probes(gateway, self.proxy),
             status.status(gateway, take, self._status_feed),
-            *(models.router, explain.explanations(self.proxy.load), workers.heartbeats),
+            *(models.router, recent_errors.own, workers.heartbeats),
+            explain.explanations(self.proxy.load),
         ]
         # Workers join on the main port.
         admin_routers = [workers.router, policy.router, keys.router, usage.router]
+        admin_routers += [recent_errors.router]
         main_pages = [pages.START, pages.DASHBOARD, pages.DOCS]
         hosts = Hosts(gateway.settings)
         if gateway.settings.admin_port is None:

@@ -19,6 +19,7 @@ from gateway.cluster.counters import SharedCounters
 from gateway.cluster.join_token import SharedJoinToken
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
+from gateway.cluster.recent_errors import SharedErrors
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.sync import ClusterSync, PeerWorkers
@@ -39,6 +40,7 @@ from gateway.periodic import Job, WeekClock, periodic_tasks
 from gateway.routing.prefix_affinity import PrefixHasher, PrefixIndex
 from gateway.routing.replay import RecentRequests
 from gateway.storage.counters import CounterStore, MemoryCounters
+from gateway.storage.recent_errors import RecentErrors
 from gateway.storage.records import FileRecords, Records
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
@@ -100,8 +102,11 @@ class Gateway:
         )
         self.key_store = KeyStore(records, self.api_keys, wall)
         self.access_log = AccessLog(settings.access_log) if settings.access_log else None
-        self.accounting = Accounting(self.usage_store, self.access_log, wall)
-        self.stats_history = SnapshotHistory(self.accounting.lane_totals, clock)
+        self.recent_errors = RecentErrors()
+        self.accounting = Accounting(self.usage_store, self.recent_errors, self.access_log, wall)
+        self.stats_history = SnapshotHistory(
+            self.accounting.lane_totals, self.accounting.outcomes, clock
+        )
         self.recent_requests = RecentRequests()
         take_pending = self.accounting.take_pending
         self.cluster_sync = ClusterSync()
@@ -115,14 +120,15 @@ class Gateway:
             peers = PeerWorkers(reports, self.fleet, self.control, self.prefix_index, clock=clock)
             limits = SharedRateLimits(redis, self.api_keys.rate_limiters, clock)
             claims = SharedPrefixClaims(redis, self.prefix_index)
+            recent_errors = SharedErrors(redis, self.recent_errors, wall)
             token = SharedJoinToken(redis, join_token)
             exchanges = (shared.exchange, limits.exchange, claims.exchange, peers.exchange)
             self.cluster_sync = ClusterSync(
                 redis=redis,
                 join_token=token,
                 rate_limits=limits,
-                exchanges=(token.exchange, *exchanges, peers.probe_silent),
-                final_exchanges=(shared.exchange, limits.leave),
+                exchanges=(token.exchange, *exchanges, recent_errors.exchange, peers.probe_silent),
+                final_exchanges=(shared.exchange, recent_errors.exchange, limits.leave),
             )
         self.cordons = Cordons(records, self.fleet, self.control, wall)
         self.probes = HealthChecker(static, self.fleet, self.counters)

@@ -59,11 +59,20 @@ GatewayError                a request that cannot be answered as the client expe
 from __future__ import annotations
 
 import math
+import re
 
 from pydantic_core import to_json
 
 from gateway.types import Headers
 from workers.protocol import ApiError
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@\[\]-]{0,99}")
+_PLAIN_CODE = re.compile(r"[a-z_]{1,64}")
+
+
+def is_plain_name(text: str) -> bool:
+    """Return whether a text is a name by its characters, and so no sentence of a prompt."""
+    return _PLAIN_NAME.fullmatch(text) is not None
 
 
 class StartupError(Exception):
@@ -81,6 +90,11 @@ class GatewayError(ApiError):
         """Return the label for metrics: one of a fixed set."""
         return self.code
 
+    @property
+    def reason(self) -> str:
+        """Return the message for the list of errors, which holds no text of a prompt."""
+        return self.message
+
 
 class RequestRefused(
     GatewayError, status=400, kind="invalid_request_error", code="invalid_request"
@@ -96,6 +110,12 @@ class BodyNotJson(RequestRefused, code="invalid_json"):
 
 class FieldInvalid(RequestRefused, code="invalid_value"):
     """One field of the body is missing, wrong or unknown."""
+
+    @property
+    def reason(self) -> str:
+        """Return the message, if the name of the field can be no text of a prompt."""
+        named = self.param is None or is_plain_name(self.param)
+        return self.message if named else "The body has an unknown field."
 
 
 class NoteMissing(FieldInvalid):
@@ -183,6 +203,12 @@ class ModelUnknown(NotFound, code="model_not_found"):
         super().__init__(
             f"The model '{model[:100]}' does not exist. GET /v1/models lists the models."
         )
+        self._plain = is_plain_name(model)
+
+    @property
+    def reason(self) -> str:
+        """Return the message, if the name of the model can be no text of a prompt."""
+        return self.message if self._plain else "The requested model does not exist."
 
 
 class KeyUnknown(NotFound, code="key_not_found"):
@@ -319,6 +345,12 @@ class RefusedByWorker(RequestRefused):
         """Return one label for all codes of workers."""
         return "refused_by_worker"
 
+    @property
+    def reason(self) -> str:
+        """Return the code of the worker, whose message may repeat parts of the request."""
+        code = self.code if _PLAIN_CODE.fullmatch(self.code or "") else ""
+        return f"The worker rejects the request{code and f' ({code})'}."
+
 
 class Unavailable(GatewayError, status=503, kind="overloaded_error"):
     """The request cannot be served now; a later retry may succeed."""
@@ -335,6 +367,11 @@ class NoWorker(Unavailable, code="no_worker"):
     """No worker in the pools of the route can take the request now."""
 
     message = "No worker is available for this request."
+
+    @property
+    def reason(self) -> str:
+        """Return the general message: the other one names the model as the client wrote it."""
+        return NoWorker.message
 
 
 class QueueFull(Unavailable, code="queue_full"):

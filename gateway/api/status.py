@@ -140,7 +140,9 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
         reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
         # No await from here on, so that all values are of one moment.
         window = WindowStats(gateway.stats_history, length_s)
+        unix_s = gateway.wall()
         fleet = FleetRenderer(
+            unix_s=unix_s,
             policy=gateway.policy_store.current,
             fleet=gateway.fleet,
             queued=gateway.scheduler.waiting,
@@ -152,7 +154,7 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
         )
         lame_duck, version = gateway.lame_duck, gateway.policy_store.version
         return Status(
-            unix_s=round(gateway.wall(), 3),
+            unix_s=round(unix_s, 3),
             gateway=GatewayStatus(
                 ready=not lame_duck and bool(gateway.fleet.view().workers),
                 stopping=lame_duck,

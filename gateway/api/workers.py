@@ -103,10 +103,16 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
     return {"interval_s": HEARTBEAT_INTERVAL_S}
 
 
-@heartbeats.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
-async def leave(worker_id: str, gateway: CurrentGateway) -> None:
+@heartbeats.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused, FieldInvalid))
+async def leave(
+    worker_id: str,
+    gateway: CurrentGateway,
+    restarting: Annotated[
+        bool, Query(description="Its process has ended, and its supervisor starts it again.")
+    ] = False,
+) -> None:
     """Remove a worker."""
-    gateway.fleet.remove(worker_id)
+    gateway.fleet.remove(worker_id, restarting=restarting)
 
 
 @heartbeats.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from pydantic import SecretStr
 
 from gateway.config.settings import Settings, load_settings
 from gateway.config.startup_checks import local_url, secret_source
@@ -19,18 +22,24 @@ _UNKEYED = (
 )
 
 
-def read_settings(
-    host: str | None, port: str | None, config: str | None, token: str | None
-) -> Settings:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `gateway` and `up` share."""
+    parser.set_defaults(run=_run)
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
+    parser.add_argument("--config", type=Path, help="configuration file (paceline.yaml)")
+    parser.add_argument("--token", help="secret that workers join with (default: a stored one)")
+
+
+def settings_from(options: argparse.Namespace) -> Settings:
     """Read the settings; raise `StartupError` if they are invalid."""
-    return load_settings(
-        Path(config) if config else None, host=host, port=port, join_token=token or None
-    )
+    token = SecretStr(options.token) if options.token else None
+    return load_settings(options.config, host=options.host, port=options.port, join_token=token)
 
 
-def run(**flags: str | None) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM, then let running requests finish."""
-    settings = read_settings(**flags)
+    settings = settings_from(options)
     settle_collector()
     run_loop(_serve(settings))
     return 0

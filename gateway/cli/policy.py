@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import json
 import re
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from gateway.cli.client import (
     Gateway,
-    connect,
+    add_admin_commands,
     plain_table,
     print_json,
     print_output,
@@ -30,6 +31,36 @@ _PATH = "/admin/v1/policy"
 # The first line of what `show` prints: `apply` reads from it which version was edited.
 _MARK = re.compile(r"\A# policy version (?P<version>\d+), etag (?P<etag>[0-9a-f-]+)$", re.MULTILINE)
 _VALUE_CHARS = 60
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `policy`."""
+    show, validate, diff, apply, _, rollback = add_admin_commands(
+        parser,
+        {
+            _show: ("show", "print the active policy, or an earlier version"),
+            _validate: ("validate", "check whether a policy is valid"),
+            _diff: ("diff", "show what a policy would change, and which requests it would move"),
+            _apply: ("apply", "activate a policy"),
+            _history: ("history", "list the versions of the policy, the newest first"),
+            _rollback: ("rollback", "activate an earlier version again"),
+        },
+    )
+    show.add_argument("--version", type=int, metavar="N", help="print this version")
+    show.add_argument("--json", action="store_true", help="print JSON instead of YAML")
+    for command in (validate, diff, apply):
+        command.add_argument(
+            "file", type=_PolicyFile, metavar="FILE", help="YAML, or JSON as .json ('-' reads YAML)"
+        )
+    validate.add_argument("--offline", action="store_true", help="check it without a gateway")
+    rollback.add_argument("version", type=int, metavar="VERSION")
+    note = "the purpose; it is stored with the version"
+    apply.add_argument("--note", required=True, help=note)
+    rollback.add_argument("--note", default="", help=note)
+    for command in (apply, rollback):
+        command.add_argument(
+            "--author", default=_default_author(), help="the author (default: %(default)s)"
+        )
 
 
 class _PolicyFile:
@@ -58,89 +89,84 @@ class _PolicyFile:
                 )
 
 
-def show(*, version: int | None, url: str, as_json: bool) -> int:
-    """Print the active policy, or an earlier version."""
-    gateway = connect(url, admin=True)
-    if version is None:
-        response = gateway.send("GET", _PATH)
-        document, headers = gateway.json_of(response), response.headers
+def _show(options: argparse.Namespace) -> int:
+    if options.version is None:
+        response = options.gateway.send("GET", _PATH)
+        document, headers = options.gateway.json_of(response), response.headers
         mark = _mark(headers["x-paceline-policy-version"], headers["etag"].strip('"'))
     else:
-        earlier = gateway.read("GET", f"{_PATH}/history/{version}")
-        document, mark = earlier["document"], f"# policy version {earlier['number']}"
-    if as_json:
+        version = options.gateway.read("GET", f"{_PATH}/history/{options.version}")
+        document, mark = version["document"], f"# policy version {version['number']}"
+    if options.json:
         print_json(document)
     else:
         sys.stdout.write(f"{mark}\n{write_yaml(document)}")
     return 0
 
 
-def validate(*, file: str, offline: bool, url: str) -> int:
-    """Print the problems of a policy; return 1 if there are any."""
-    policy = _PolicyFile(file)
+def _validate(options: argparse.Namespace) -> int:
+    file = options.file
     problems: Sequence[Problem] = ()
     warnings: Sequence[Mapping[str, Any]] = ()
-    if offline:
+    if options.offline:
         try:
-            parse_policy(policy.text, file)
+            parse_policy(file.text, file.name)
         except PolicyInvalid as invalid:
             problems = invalid.problems
     else:
-        answer = policy.post(connect(url, admin=True), "/validate")
+        answer = file.post(options.gateway, "/validate")
         problems = [Problem(**one) for one in answer["problems"]]
         warnings = answer["warnings"]
     for field, message, line in problems:
-        where = f"{file}:{line}" if line else file
+        where = f"{file.name}:{line}" if line else file.name
         sys.stdout.write(": ".join(part for part in (where, field, message) if part) + "\n")
     for warning in warnings:
-        sys.stdout.write(f"{file}: warning: {warning['message']}\n")
+        sys.stdout.write(f"{file.name}: warning: {warning['message']}\n")
     if not problems:
-        sys.stdout.write(f"{file} is a valid policy.\n")
+        sys.stdout.write(f"{file.name} is a valid policy.\n")
     return 1 if problems else 0
 
 
-def diff(*, file: str, url: str) -> int:
-    """Print what a policy would change."""
-    _print_difference(_PolicyFile(file).post(connect(url, admin=True), "/diff"))
+def _diff(options: argparse.Namespace) -> int:
+    _print_difference(options.file.post(options.gateway, "/diff"))
     return 0
 
 
-def apply(*, file: str, note: str, author: str | None, url: str) -> int:
-    """Activate a policy, and print what it changes."""
-    policy, gateway = _PolicyFile(file), connect(url, admin=True)
-    difference = policy.post(gateway, "/diff")
+def _apply(options: argparse.Namespace) -> int:
+    file = options.file
+    difference = file.post(options.gateway, "/diff")
     if not _print_difference(difference):
         return 0
     etag = difference["onto"]["etag"]
     hint = "Nothing was changed. Check `paceline policy diff`, then try again."
-    if policy.mark:
-        etag = policy.mark["etag"]
+    if file.mark:
+        etag = file.mark["etag"]
         hint = (
-            f"Nothing was changed: {file} is based on version {policy.mark['version']}. Merge "
+            f"Nothing was changed: {file.name} is based on version {file.mark['version']}. Merge "
             "the output of `paceline policy show` into the file, including its first line."
         )
-    headers = {**policy.headers, **_edit_headers(author, note, etag)}
-    content = policy.text.encode()
-    version = gateway.read("PUT", _PATH, content=content, headers=headers, conflict_hint=hint)
-    policy.update_mark(version)
+    headers = {**file.headers, **_edit_headers(options, etag)}
+    content = file.text.encode()
+    version = options.gateway.read(
+        "PUT", _PATH, content=content, headers=headers, conflict_hint=hint
+    )
+    file.update_mark(version)
     return _print_version(version)
 
 
-def rollback(*, version: int, note: str, author: str | None, url: str) -> int:
-    """Activate an earlier version again, and print what it changes."""
-    gateway = connect(url, admin=True)
-    earlier = gateway.read("GET", f"{_PATH}/history/{version}")
-    difference = gateway.read("POST", f"{_PATH}/diff", json=earlier["document"])
+def _rollback(options: argparse.Namespace) -> int:
+    earlier = options.gateway.read("GET", f"{_PATH}/history/{options.version}")
+    difference = options.gateway.read("POST", f"{_PATH}/diff", json=earlier["document"])
     if not _print_difference(difference):
         return 0
-    restored = gateway.read(
+    version = options.gateway.read(
         "POST",
         f"{_PATH}/rollback",
-        json={"version": version},
-        headers=_edit_headers(author, note, difference["onto"]["etag"]),
+        json={"version": options.version},
+        headers=_edit_headers(options, difference["onto"]["etag"]),
         conflict_hint="Nothing was changed. Check `paceline policy history`, then try again.",
     )
-    return _print_version(restored)
+    return _print_version(version)
 
 
 def _print_difference(difference: Mapping[str, Any]) -> bool:
@@ -149,11 +175,11 @@ def _print_difference(difference: Mapping[str, Any]) -> bool:
     return bool(difference["changes"])
 
 
-def _edit_headers(author: str | None, note: str, etag: str) -> dict[str, str]:
+def _edit_headers(options: argparse.Namespace, etag: str) -> dict[str, str]:
     """Return the author and note of an edit, and the version on which it is based."""
     return {
-        "x-paceline-author": quote(_default_author() if author is None else author),
-        "x-paceline-note": quote(note),
+        "x-paceline-author": quote(options.author),
+        "x-paceline-note": quote(options.note),
         "if-match": f'"{etag}"',
     }
 
@@ -163,10 +189,9 @@ def _print_version(version: Mapping[str, Any]) -> int:
     return 0
 
 
-def history(*, url: str) -> int:
-    """List the versions of the policy."""
+def _history(options: argparse.Namespace) -> int:
     table = plain_table("Version", "When", "By", "Reason", "Note", no_wrap=("Version", "When"))
-    versions = connect(url, admin=True).read("GET", f"{_PATH}/history")["versions"]
+    versions = options.gateway.read("GET", f"{_PATH}/history")["versions"]
     for index, version in enumerate(versions):  # the active one is first
         number = Text(str(version["number"]), style="" if index else "green")
         rest = (version[name] for name in ("time", "author", "reason", "note"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import functools
@@ -10,7 +11,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,18 +58,23 @@ restart it:
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
-def run(*, model: str | None, config: str | None, **flags: str | None) -> int:
-    """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot run."""
-    settings = serve.read_settings(config=config, **flags)
-    settle_collector()
-    worker_flags = (
-        *(("--model", model) if model else ()),
-        *(("--config", config) if config else ()),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `up`."""
+    serve.add_options(parser)
+    parser.set_defaults(run=_run)
+    parser.add_argument(
+        "--model", help="folder or Hugging Face name of an MLX model (default: a toy model)"
     )
-    return run_loop(_serve(settings, worker_flags))
 
 
-async def _serve(settings: Settings, worker_flags: Sequence[str]) -> int:
+def _run(options: argparse.Namespace) -> int:
+    """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot run."""
+    settings = serve.settings_from(options)
+    settle_collector()
+    return run_loop(_serve(settings, options))
+
+
+async def _serve(settings: Settings, options: argparse.Namespace) -> int:
     shutdown = Shutdown()
     with shutdown.on_signals():
         started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
@@ -84,7 +90,7 @@ async def _serve(settings: Settings, worker_flags: Sequence[str]) -> int:
         if listening.admin_url:
             _print(f"The admin port listens on {listening.admin_url}.")
         _print(f"Gateway listens on {listening.url}.")
-        runner = _WorkerRunner(given=settings, worker_flags=worker_flags, listening=listening)
+        runner = _WorkerRunner(given=settings, options=options, listening=listening)
         worker = asyncio.create_task(runner.run(), name="worker")
         try:
             await asyncio.wait({gateway, worker}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,8 +116,7 @@ class _WorkerRunner:
 
     given: Settings
     """The settings without the stored secrets."""
-    worker_flags: Sequence[str]
-    """Flags that the worker gets besides those of its place."""
+    options: argparse.Namespace
     listening: Listening
     greeted: bool = False
     muted: bool = False
@@ -123,7 +128,8 @@ class _WorkerRunner:
         command = (
             *(sys.executable, "-m", "workers", "--leash", "--port", "0"),
             *("--id", name, "--join", gateway_url),
-            *self.worker_flags,
+            *(("--model", self.options.model) if self.options.model else ()),
+            *(("--config", str(self.options.config)) if self.options.config else ()),
         )
         async with httpx.AsyncClient(
             base_url=f"{gateway_url}/admin/v1/workers",
@@ -201,7 +207,7 @@ class _WorkerRunner:
 async def _remove_worker(client: httpx.AsyncClient, name: str) -> None:
     """Remove a dead worker at once, so that its next process can join under the same id."""
     with contextlib.suppress(httpx.HTTPError):
-        await client.delete(f"/{name}")
+        await client.delete(f"/{name}", params={"restarting": "true"})
 
 
 async def _wait_until_joined(client: httpx.AsyncClient, name: str, worker_url: str) -> None:

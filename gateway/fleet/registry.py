@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from gateway.errors import TooManyWorkers, WorkerIdTaken
 from gateway.fleet.backend import Backend, PacelineBackend
@@ -25,6 +26,10 @@ NO_WORKERS: frozenset[str] = frozenset()
 # After this gateway's event loop has stalled for so long, timeouts prove nothing about workers.
 _STALL_S = 1.0
 _TIMEOUTS = frozenset((AttemptResult.TIMED_OUT, AttemptResult.UNREACHABLE))
+
+
+AbsenceKind = Literal["restarting", "silent", "left"]
+"""Why a worker is gone; `restarting`: its process ended, and its supervisor starts it again."""
 
 
 class WorkerRegistry:
@@ -51,6 +56,9 @@ class WorkerRegistry:
         self.on_capacity: Callable[[], None] = lambda: None
         self._backend = backend or PacelineBackend()
         self._workers: dict[str, WorkerState] = {}
+        self._absences: dict[str, tuple[AbsenceKind, float]] = {}
+        """Why the last workers that are gone are, and since when, by the clock. One whose process
+        is started again is here until it is ready."""
         self._cordoned: frozenset[str] = frozenset()
         self._stalled_until_s = NEVER_S
         self._last_tick_s: float | None = None
@@ -128,9 +136,11 @@ class WorkerRegistry:
         self._views.invalidate()
         self.on_capacity()
 
-    def remove(self, worker_id: str) -> None:
-        """Remove a worker that has left."""
-        self._workers.pop(worker_id, None)
+    def remove(self, worker_id: str, *, restarting: bool = False) -> None:
+        """Remove a worker that has left, or whose process has ended and is started again."""
+        known = self._workers.pop(worker_id, None) is not None or worker_id in self._absences
+        if known:
+            self._set_absence(worker_id, "restarting" if restarting else "left", self._clock())
         self._views.invalidate()
         self.on_capacity()
 
@@ -236,6 +246,13 @@ class WorkerRegistry:
         """Return the time since a worker's last heartbeat."""
         return self._clock() - worker.heartbeat_at_s
 
+    def absence(self, worker_id: str) -> tuple[AbsenceKind, float] | None:
+        """Return why a worker is gone and for how many seconds; None if that is not known."""
+        if worker_id not in self._absences:
+            return None
+        kind, since_s = self._absences[worker_id]
+        return kind, self._clock() - since_s
+
     def ejected_for_s(self, worker: WorkerState) -> float:
         """Return how long a worker stays ejected; 0 if it is not."""
         return max(0.0, worker.breaker.ejected_until_s - self._clock())
@@ -277,6 +294,9 @@ class WorkerRegistry:
             )
             self._workers[report.worker_id] = worker
             self._views.invalidate()
+        absence = self._absences.get(report.worker_id)
+        if absence is not None and (report.ready or absence[0] != "restarting"):
+            del self._absences[report.worker_id]
         if not self._known_models.issuperset(worker.models):
             self._seen_models |= dict.fromkeys(worker.models)
             for model in tuple(self._seen_models)[:-MAX_KNOWN_MODELS]:
@@ -353,8 +373,18 @@ class WorkerRegistry:
 
     def _expire(self, now_s: float) -> None:
         """Remove workers without heartbeats, unless this gateway could not receive any."""
-        if not self._is_stalled(now_s):
-            self._workers = {name: one for name, one in self._workers.items() if one.is_live(now_s)}
+        if self._is_stalled(now_s):
+            return
+        for worker_id, worker in tuple(self._workers.items()):
+            if not worker.is_live(now_s):
+                del self._workers[worker_id]
+                self._set_absence(worker_id, "silent", worker.heartbeat_at_s)
+
+    def _set_absence(self, worker_id: str, kind: AbsenceKind, since_s: float) -> None:
+        self._absences.pop(worker_id, None)
+        self._absences[worker_id] = kind, since_s
+        if len(self._absences) > MAX_WORKERS:
+            del self._absences[next(iter(self._absences))]
 
 
 class _ViewCache:

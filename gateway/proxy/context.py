@@ -136,6 +136,7 @@ class RequestContext(RequestRecord):
         """Complete the record of the request, which ends now."""
         if self.error is not None:
             self.status, self.code = self.error.status, self.error.counted_as
+            self.reason = self.error.reason
         elif self.outcome is Outcome.CLIENT_LEFT:
             self.status = _CLIENT_CLOSED_REQUEST
         self.seconds = now_s - self.began_s

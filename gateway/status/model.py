@@ -4,8 +4,8 @@ No value is null and no field is left out: absence is 0, an empty string or an e
 exception is `mtp`, which is `{"enabled": false}` if no lane drafts.
 
 Counts only grow, survive restarts and cover all gateways that share a Redis. `gateway`, `recent`,
-`history` and `in_flight` cover the gateway that answers. `recent` and `history` cover the window of
-the query (`?window=5m`) and the requests that reached a worker.
+`last_minute`, `history` and `in_flight` cover the gateway that answers. `recent` and `history`
+cover the window of the query (`?window=5m`) and the requests that reached a worker.
 
 `python -m gateway.status.model > docs/status.schema.json` writes the schema; a test fails if the
 file is out of date.
@@ -135,6 +135,23 @@ class Recent(StatusModel):
     `rejected`; `bypass_counts` are those of `decisions`, in the window."""
 
 
+class FleetRecent(Recent):
+    """Requests that ended in the window, of the whole fleet."""
+
+    answered: NonNegativeInt
+    """Requests that got a response, those that reached no worker included."""
+    errors: NonNegativeInt
+    """The part of `answered` whose response is an error, or ends in one."""
+
+
+class LastMinute(StatusModel):
+    """Requests that got a response within the last minute, whatever window the query requests."""
+
+    answered: NonNegativeInt
+    errors: NonNegativeInt
+    """The part of `answered` whose response is an error, or ends in one."""
+
+
 class Window(StatusModel):
     """The time that `recent` and `history` cover."""
 
@@ -220,6 +237,16 @@ class StartStatus(StatusModel):
     """Seconds since the start began."""
 
 
+class Absence(StatusModel):
+    """Why a worker is gone; all fields are empty if it is not, or if this gateway does not know."""
+
+    kind: Literal["", "restarting", "silent", "left"]
+    """`restarting`: its process ended, and `paceline up` starts it again; `silent`: its heartbeats
+    stopped; `left`: it signed off."""
+    unix_s: NonNegativeFloat
+    """The end of the process, or the last heartbeat, in seconds since the epoch."""
+
+
 class WorkerStatus(WorkStatus):
     """One worker; counts cover all its boots, past ones too."""
 
@@ -238,6 +265,8 @@ class WorkerStatus(WorkStatus):
     heartbeat_age_s: NonNegativeFloat
     """Seconds since the last heartbeat."""
     start: StartStatus
+    absence: Absence
+    """A worker that is started again keeps it until it is ready."""
     ejection: Ejection
     retry_after_s: NonNegativeFloat
     """Seconds until the worker takes requests again, if it asked for a pause."""
@@ -346,7 +375,8 @@ class Status(StatusModel):
     policy: PolicyStatus
     mtp: Mtp
     savings: Savings
-    recent: Recent
+    recent: FleetRecent
+    last_minute: LastMinute
     history: tuple[Point, ...]
     """The window in intervals, oldest first."""
     decisions: Decisions

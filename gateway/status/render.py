@@ -19,6 +19,7 @@ from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.status import model
 from gateway.storage.counters import CounterKey, sum_lanes
 from gateway.telemetry import stats
+from gateway.types import Outcome
 from policies.document import PolicyDocument
 from policies.sections import Pool
 from workers import protocol
@@ -34,6 +35,8 @@ _NO_LOAD = dict.fromkeys(
     ("slots", "running", "waiting", "requested_draft_tokens", "effective_draft_tokens"), 0
 )
 _STARTS_SHOWN = 4
+_ERRORS = (Outcome.REFUSED, Outcome.UNSERVED, Outcome.FAILED)
+_MINUTE_S = 60.0
 _NO_VALUES = model.Percentiles(count=0, p50=0.0, p95=0.0)
 
 
@@ -58,6 +61,7 @@ class FleetRenderer:
     requests of this gateway by the name of a pool.
     """
 
+    unix_s: float
     policy: PolicyDocument
     fleet: WorkerRegistry
     queued: Callable[[str], int]
@@ -81,7 +85,8 @@ class FleetRenderer:
             "window": self.window.extent,
             "mtp": mtp,
             "savings": _savings(lanes),
-            "recent": self.window.recent(mtp),
+            "recent": model.FleetRecent(**dict(self.window.recent(mtp)), **self.window.answers()),
+            "last_minute": model.LastMinute(**self.window.answers(_MINUTE_S)),
             "history": self.window.history(),
             "decisions": _decisions(self.counts),
             "outcomes": _family(self.counts, "outcomes"),
@@ -159,11 +164,19 @@ class FleetRenderer:
             prefix_cache_bytes=latest.prefix_cache_bytes if worker else 0,
             heartbeat_age_s=round(max(0.0, age_s), 3),
             start=_start(self.fleet, worker),
+            absence=self._absence(worker_id),
             ejection=_ejection(self.fleet, worker),
             retry_after_s=round(self.fleet.busy_for_s(worker), 3) if worker else 0.0,
             lanes={lane.name: self._lane(lane, worker_id) for lane in sum_lanes(lanes)},
             **self._sums(lanes, lambda key: key.worker_id == worker_id),
         )
+
+    def _absence(self, worker_id: str) -> model.Absence:
+        absence = self.fleet.absence(worker_id)
+        if absence is None:
+            return model.Absence(kind="", unix_s=0.0)
+        kind, seconds = absence
+        return model.Absence(kind=kind, unix_s=round(max(0.0, self.unix_s - seconds), 3))
 
     def _lane(self, lane: protocol.LaneReport, worker_id: str) -> model.LaneStatus:
         worker = self._workers.get(worker_id)
@@ -212,7 +225,8 @@ class WindowStats:
     """Statistics of the requests that ended within one window up to now."""
 
     def __init__(self, history: stats.SnapshotHistory, length_s: float) -> None:
-        now = history.take_snapshot()
+        self._history = history
+        self._now = now = history.take_snapshot()
         self._snapshots = history.window(now, length_s)
         self._now_s = now.at_s
         begin = self._snapshots[0]
@@ -251,6 +265,18 @@ class WindowStats:
             prefix=model.PrefixResults(**_prefix_results(totals.prefix)),
             mtp=_recent_mtp(totals, mtp),
         )
+
+    def answers(self, length_s: float | None = None) -> dict[str, Any]:
+        """Count the responses and errors of the window, or of another one up to now."""
+        begin = self._snapshots[0]
+        if length_s is not None:
+            begin = self._history.window(self._now, length_s)[0]
+        counts = {
+            outcome: count - begin.outcomes.get(outcome, 0)
+            for outcome, count in self._now.outcomes.items()
+        }
+        errors = sum(counts[outcome] for outcome in _ERRORS)
+        return {"answered": counts[Outcome.COMPLETED] + errors, "errors": errors}
 
     def history(self) -> tuple[model.Point, ...]:
         """Return the intervals of the window, oldest first."""

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gateway.auth.usage_store import UsageStore
+from gateway.errors import is_plain_name
 from gateway.storage.counters import CounterKey
+from gateway.storage.recent_errors import MAX_TEXT_CHARS, ErrorRecord, RecentErrors
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import LaneKey, LaneStats, LaneTotals
@@ -33,9 +35,14 @@ class Accounting:
     """Counters of the requests of one gateway. `wall` returns the seconds since the epoch."""
 
     def __init__(
-        self, usage_store: UsageStore, access_log: AccessLog | None, wall: Callable[[], float]
+        self,
+        usage_store: UsageStore,
+        recent_errors: RecentErrors,
+        access_log: AccessLog | None,
+        wall: Callable[[], float],
     ) -> None:
         self._usage_store = usage_store
+        self._recent_errors = recent_errors
         self._access_log = access_log
         self._wall = wall
         self._counters: dict[tuple[Any, ...], _Counters] = {}
@@ -68,6 +75,8 @@ class Accounting:
             _observe(counters.lane, record)
         if record.spent.requests:
             self._usage_store.add(record.caller, usage, record.spent, self._wall())
+        if record.reason and record.outcome is not Outcome.RESENT:
+            self._recent_errors.add(_error_record(record, self._wall()))
         if self._access_log is not None:
             self._access_log.write(record, self._wall())
 
@@ -81,6 +90,11 @@ class Accounting:
         """Return all counts since this gateway started."""
         self._flush()
         return self._totals
+
+    def outcomes(self) -> Mapping[str, int]:
+        """Return the requests since this gateway started by their outcome."""
+        totals = self.totals()
+        return {one.value: totals["outcomes", one.value] for one in Outcome}
 
     def lane_stats(self) -> Mapping[LaneKey, LaneStats]:
         """Return counters and histograms by lane."""
@@ -155,6 +169,22 @@ class _Counters:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+
+
+def _error_record(record: RequestRecord, unix_s: float) -> ErrorRecord:
+    """Describe a request that ended in an error."""
+    model = record.inspected.profile.model if record.inspected else ""
+    return ErrorRecord(
+        unix_s=unix_s,
+        request_id=record.request_id,
+        key=record.caller.key,
+        # Without a worker, the name of the model may still be any text of the client.
+        model=model if record.candidate or is_plain_name(model) else "",
+        worker_id=record.candidate.worker_id if record.candidate else "",
+        status=record.status,
+        code=record.code,
+        reason=record.reason[:MAX_TEXT_CHARS],
+    )
 
 
 def _observe(lane: LaneStats, record: RequestRecord) -> None:

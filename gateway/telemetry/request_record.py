@@ -28,6 +28,8 @@ class RequestRecord:
     seconds: float = 0.0
     code: str = ""
     """The error code for counters; empty without an error."""
+    reason: str = ""
+    """The error in a sentence without text of a prompt; empty without an error."""
     inspected: Inspected | None = None
     decision: Decision | None = None
     candidate: Candidate | None = None

@@ -151,6 +151,8 @@ class Snapshot(NamedTuple):
     lanes: Mapping[LaneKey, LaneTotals]
     all_lanes: LaneTotals
     """The sum over all lanes."""
+    outcomes: Mapping[str, int]
+    """All requests, those that reached no lane included."""
 
     def minus(self, earlier: Snapshot) -> dict[LaneKey, LaneTotals]:
         """Return the totals since an earlier snapshot, of lanes where requests ended since."""
@@ -165,11 +167,15 @@ class SnapshotHistory:
     """Snapshots of the last fifteen minutes. `clock` returns monotonic seconds."""
 
     def __init__(
-        self, lane_totals: Callable[[], Mapping[LaneKey, LaneTotals]], clock: Callable[[], float]
+        self,
+        lane_totals: Callable[[], Mapping[LaneKey, LaneTotals]],
+        outcomes: Callable[[], Mapping[str, int]],
+        clock: Callable[[], float],
     ) -> None:
         self._lane_totals = lane_totals
+        self._outcomes = outcomes
         self._clock = clock
-        self._snapshots: deque[Snapshot] = deque([Snapshot(clock(), {}, NO_TOTALS)])
+        self._snapshots: deque[Snapshot] = deque([Snapshot(clock(), {}, NO_TOTALS, {})])
 
     async def record(self) -> None:
         """Add a snapshot, every `SNAPSHOT_INTERVAL_S`; drop those older than any window."""
@@ -181,7 +187,7 @@ class SnapshotHistory:
     def take_snapshot(self) -> Snapshot:
         """Return a snapshot of this moment, without adding it to the history."""
         lanes = self._lane_totals()
-        return Snapshot(self._clock(), lanes, sum_totals(lanes.values()))
+        return Snapshot(self._clock(), lanes, sum_totals(lanes.values()), self._outcomes())
 
     def window(self, now: Snapshot, window_s: float) -> list[Snapshot]:
         """List the snapshots of a window, oldest first and `now` last.

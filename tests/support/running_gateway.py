@@ -109,10 +109,11 @@ class RunningGateway:
             json=report.model_dump(mode="json"),
         )
 
-    def remove_worker(self, worker: ScriptedWorker) -> httpx.Response:
-        """Remove a worker, as it does at its shutdown."""
+    def remove_worker(self, worker: ScriptedWorker, **query: bool) -> httpx.Response:
+        """Remove a worker, as it does at its shutdown, or its supervisor after its end."""
         path = f"/admin/v1/workers/{worker.worker_id}"
-        return self.client.delete(path, headers={"authorization": f"Bearer {JOIN_TOKEN}"})
+        headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
+        return self.client.delete(path, headers=headers, params=query)
 
     def chat(self, **fields: Any) -> httpx.Response:
         """Request a chat answer."""

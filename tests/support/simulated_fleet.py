@@ -16,6 +16,7 @@ from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.routing.select import Candidate, Decision
 from gateway.status.render import mtp_status
 from gateway.storage.counters import CounterStore, MemoryCounters
+from gateway.storage.recent_errors import RecentErrors
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import WorkerMetrics, exposition
 from gateway.telemetry.request_record import RequestRecord
@@ -89,7 +90,9 @@ class SimulatedGateway:
     """The accounting of one run of a gateway, and its store."""
 
     def __init__(self, wall: Any) -> None:
-        self.accounting = Accounting(UsageStore(MemoryRecords(), wall, "life"), None, wall)
+        self.accounting = Accounting(
+            UsageStore(MemoryRecords(), wall, "life"), RecentErrors(), None, wall
+        )
         self.store = self._make_store()
 
     def _make_store(self) -> CounterStore:

@@ -28,6 +28,7 @@ DATA_PLANE = (
     ("GET", "/v1/models", 200),
     ("GET", "/v1/models/demo", 200),
     ("GET", "/v1/status", 200),
+    ("GET", "/v1/errors", 200),
 )
 ADMIN_PLANE = (
     ("GET", "/admin/v1/workers", 200),
@@ -40,6 +41,7 @@ ADMIN_PLANE = (
     ("PATCH", "/admin/v1/keys/key-000000000000", 404),
     ("DELETE", "/admin/v1/keys/key-000000000000", 404),
     ("GET", "/admin/v1/usage", 200),
+    ("GET", "/admin/v1/errors", 200),
     ("GET", "/admin/v1/policy", 200),
     ("PUT", "/admin/v1/policy", 428),
     ("PATCH", "/admin/v1/policy", 428),

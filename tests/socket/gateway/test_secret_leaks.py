@@ -102,7 +102,7 @@ def test_secrets_and_prompts_are_in_no_log_metric_error_status_or_state(
         outputs["metrics"] = gateway.client.get("/metrics").text
         bearer = {"authorization": f"Bearer {STATIC}"}
         outputs["status"] = gateway.client.get("/v1/status", headers=bearer).text
-        for path in ("keys", "usage", "usage?format=csv", "workers"):
+        for path in ("keys", "usage", "usage?format=csv", "workers", "errors"):
             outputs[path] = gateway.admin.get(f"/admin/v1/{path}").text
     for file in tmp_path.rglob("*"):
         if file.is_file():
@@ -284,7 +284,9 @@ def test_request_texts_are_in_no_log_error_explanation_diff_metric_or_state(
         outputs.add("applied", admin.put(single_pool_policy("all")))
         for path in ("", "/history"):
             outputs.add("policy", admin.get(path))
-        for path in ("keys", "usage", "usage?format=csv", f"usage?from={CANARY}", "workers"):
+        for path in (
+            *("keys", "usage", "usage?format=csv", f"usage?from={CANARY}", "workers", "errors"),
+        ):
             outputs.add(path, gateway.admin.get(f"/admin/v1/{path}"))
         outputs.add("metrics", gateway.client.get("/metrics"))
         status = gateway.client.get("/v1/status", headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,8 @@ def test_every_level_has_the_figures_of_its_requests(
     assert status["pools"]["text-mtp"]["recent"]["reasons"] == {"eligible": 2}
     assert status["pools"]["text-mtp"]["decisions"] == {"eligible": 2}
     assert status["recent"]["mtp"]["bypass_counts"] == {"non_greedy_sampling": 1}
+    for answers in (status["recent"], status["last_minute"]):
+        assert (answers["answered"], answers["errors"]) == (4, 1)
     assert status["gateway"]["added_latency_s"]["count"] == 3
     (point,) = status["history"]
     assert (point["requests"], point["attempted"], point["acceptance_rate"]) == (3, 6, 0.5)
@@ -124,3 +127,22 @@ def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(
     assert [path for path, value in paths(status) if value is None] == []
     assert status["workers"]["fake-a"]["boot_id"] == ""
     assert status["workers"]["fake-a"]["heartbeat_age_s"] == 0
+
+
+def test_a_worker_that_is_gone_tells_why_and_since_when(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    def absence() -> dict[str, Any]:
+        found: dict[str, Any] = gateway_with_worker.status()["workers"]["fake-a"]["absence"]
+        return found
+
+    assert absence() == {"kind": "", "unix_s": 0}
+    began_s = time.time()
+    gateway_with_worker.remove_worker(worker)
+    left = absence()
+    assert left["kind"] == "left"
+    assert began_s - 0.01 <= left["unix_s"] <= time.time()
+    gateway_with_worker.remove_worker(worker, restarting=True)
+    assert absence()["kind"] == "restarting"
+    gateway_with_worker.send_heartbeat(worker, boot_id="boot-2")
+    assert absence() == {"kind": "", "unix_s": 0}

@@ -484,3 +484,44 @@ def test_c5_the_models_that_a_fleet_knows_are_bounded(clock: FakeClock) -> None:
     assert len(known) == MAX_KNOWN_MODELS + 1
     assert {"static", f"model-{MAX_KNOWN_MODELS + 4}"} <= known
     assert "model-4" not in known
+
+
+def test_an_absence_names_its_kind_and_begins_with_the_last_sign_of_the_worker(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    fleet.heartbeat(report())
+    assert fleet.absence("mac") is None
+    clock.now_s += HEARTBEAT_TIMEOUT_S + 3
+    assert fleet.workers() == ()
+    assert fleet.absence("mac") == ("silent", HEARTBEAT_TIMEOUT_S + 3)
+    fleet.heartbeat(report())
+    assert fleet.absence("mac") is None
+    fleet.remove("mac")
+    clock.now_s += 2
+    assert fleet.absence("mac") == ("left", 2)
+    fleet.heartbeat(report(boot_id="2", ready=False))
+    assert fleet.absence("mac") is None
+    fleet.remove("never-joined", restarting=True)
+    assert fleet.absence("never-joined") is None
+
+
+def test_a_worker_whose_process_is_started_again_is_absent_until_it_is_ready(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    fleet.heartbeat(report())
+    fleet.remove("mac", restarting=True)
+    clock.now_s += 5
+    fleet.remove("mac", restarting=True)
+    assert fleet.absence("mac") == ("restarting", 0), "its process has ended again"
+    fleet.heartbeat(report(boot_id="2", ready=False))
+    assert fleet.absence("mac") == ("restarting", 0)
+    fleet.heartbeat(report(boot_id="2"))
+    assert fleet.absence("mac") is None
+
+
+def test_absences_of_endless_workers_are_bounded(fleet: WorkerRegistry) -> None:
+    for number in range(MAX_WORKERS + 5):
+        fleet.heartbeat(report(worker_id=f"mac-{number}", url=f"http://mac-{number}:9200"))
+        fleet.remove(f"mac-{number}")
+    assert fleet.absence("mac-4") is None
+    assert fleet.absence("mac-5") is not None

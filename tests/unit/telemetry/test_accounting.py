@@ -6,6 +6,7 @@ import pytest
 
 from gateway.auth.usage_store import UsageStore
 from gateway.routing.select import Candidate
+from gateway.storage.recent_errors import RecentErrors
 from gateway.telemetry import accounting
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.request_record import RequestRecord
@@ -28,7 +29,9 @@ def test_c5_requests_to_endless_workers_and_models_have_bounded_labels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(accounting, "_LANES_LIMIT", 3)
-    accounts = Accounting(UsageStore(MemoryRecords(), lambda: 0.0, "life"), None, lambda: 0.0)
+    accounts = Accounting(
+        UsageStore(MemoryRecords(), lambda: 0.0, "life"), RecentErrors(), None, lambda: 0.0
+    )
     for number in range(20):
         accounts.account(record(f"mac-{number}", f"model-{number}"))
     accounts.account(record("mac-0", "model-0"))

@@ -46,7 +46,7 @@ class GrowingTotals:
     def __init__(self) -> None:
         self.now_s = 1_000_000.0
         self.requests = 0
-        self.history = SnapshotHistory(self.lane_totals, lambda: self.now_s)
+        self.history = SnapshotHistory(self.lane_totals, dict, lambda: self.now_s)
 
     def lane_totals(self) -> dict[LaneKey, LaneTotals]:
         return {LANE: LaneTotals(requests=self.requests)} if self.requests else {}
