@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from functools import cached_property
 from importlib import resources
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from itertools import islice
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from policies.base import Name, Section
+from policies.base import NAME_PATTERN, Name, Section
 from policies.compiler import CompiledPolicy, compile_document
-from policies.error_messages import message_of
+from policies.error_messages import closest, message_of
 from policies.routes import Route, When
 from policies.sections import (
     Limits,
@@ -24,19 +27,23 @@ from policies.sections import (
     PrefixPolicy,
     Retries,
 )
-from policies.yaml_io import YamlInvalid, line_of, read_yaml
+from policies.yaml_io import YamlInvalid, line_finder, read_yaml
 
 DEFAULT_FILE = "default.yaml"
 FieldPath = tuple[str | int, ...]
 """Steps from the top of a document: names of fields and indices of entries."""
 _PROBLEMS_LIMIT = 32
+_STEP_CHARS = 128
 
 
 class Problem(NamedTuple):
     """One reason why a document is invalid."""
 
     field: str
-    """The path of the field, such as routes.0.when.media; empty for the whole document."""
+    """The path of the field, such as routes.pictures.when.media; empty for the whole document.
+
+    An entry of a list is written as its name, or as #1, #2 and so on if it has none.
+    """
     message: str
     line: int | None = None
     """The line of the field in the text, counted from 1, if it is known."""
@@ -149,60 +156,148 @@ class PolicyDocument(Section):
 
 def read_policy(document: Any, source: str) -> PolicyDocument:
     """Validate a parsed document; raise `PolicyInvalid` with every invalid field."""
-    try:
-        return PolicyDocument.model_validate(document)
-    except ValidationError as invalid:
-        raise PolicyInvalid(source, _problems(invalid, document)) from None
+    return _validate(document, source, "")
 
 
 def parse_policy(text: str, source: str) -> PolicyDocument:
     """Parse a policy from YAML or JSON; raise `PolicyInvalid` with lines."""
     try:
-        return read_policy(read_yaml(text), source)
+        document = read_yaml(text)
     except YamlInvalid as invalid:
-        problems = [Problem("", invalid.message, invalid.line)]
-    except PolicyInvalid as invalid:
-        problems = [
-            problem._replace(line=line_of(text, problem.field)) for problem in invalid.problems
-        ]
-    raise PolicyInvalid(source, tuple(sorted(problems, key=lambda problem: problem.line or 0)))
+        problem = Problem("", invalid.message, invalid.line)
+        raise PolicyInvalid(source, (problem,)) from None
+    return _validate(document, source, text)
+
+
+def _validate(document: Any, source: str, text: str) -> PolicyDocument:
+    """Validate a document; the problems have the lines of the text, if there is one."""
+    try:
+        return PolicyDocument.model_validate(document)
+    except ValidationError as invalid:
+        raise PolicyInvalid(source, _problems(invalid, document, text)) from None
+
+
+def default_text() -> str:
+    """Return the text of the policy that is shipped with Paceline."""
+    return (resources.files("policies") / DEFAULT_FILE).read_text(encoding="utf-8")
 
 
 def default_policy() -> PolicyDocument:
     """Return the policy that is shipped with Paceline."""
-    return parse_policy(
-        (resources.files("policies") / DEFAULT_FILE).read_text(encoding="utf-8"), DEFAULT_FILE
-    )
+    return parse_policy(default_text(), DEFAULT_FILE)
 
 
-def _problems(invalid: ValidationError, document: dict[str, Any]) -> tuple[Problem, ...]:
-    """Return pydantic's errors as problems, at most `_PROBLEMS_LIMIT`."""
+def example_texts() -> dict[str, str]:
+    """Return the texts of the shipped examples by name."""
+    folder = resources.files("policies") / "examples"
+    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    return {
+        file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
+        for file in files
+        if file.name.endswith(".yaml")
+    }
+
+
+def _problems(invalid: ValidationError, document: Any, text: str) -> tuple[Problem, ...]:
+    """Return pydantic's errors as problems, at most `_PROBLEMS_LIMIT`, in the order of lines."""
     errors = invalid.errors(include_url=False, include_input=False)
     parents = {error["loc"][:steps] for error in errors for steps in range(len(error["loc"]))}
-    found: dict[Problem, None] = {}
+    found: dict[tuple[FieldPath, str], ErrorDetails] = {}
     for error in errors:
         at = error["loc"]
         if error["type"] == "too_short" and at in parents:
             continue  # pydantic does not count invalid entries, so the list only seems too short
-        found[Problem(_field(document, at), message_of(error))] = None
-    problems = tuple(found)
-    if len(problems) <= _PROBLEMS_LIMIT:
-        return problems
-    last = problems[_PROBLEMS_LIMIT - 1]
-    more = f"{last.message}; and {len(problems) - _PROBLEMS_LIMIT} more problems"
-    return (*problems[: _PROBLEMS_LIMIT - 1], last._replace(message=more))
+        found.setdefault((_path(document, at), message_of(error)), error)
+    # Suggestions for the shown ones alone: a long document may have thousands of problems.
+    shown = dict(islice(found.items(), _PROBLEMS_LIMIT))
+    suggested = {key: _suggestion(document, key[0], error) for key, error in shown.items()}
+    misspelt = {(*path[:-1], name) for (path, _), name in suggested.items() if name}
+    line_of = line_finder(text)
+    problems = [
+        Problem(
+            _field(document, path),
+            f"{message}; did you mean '{name}'?" if (name := suggested[path, message]) else message,
+            line_of(path),
+        )
+        for (path, message), error in shown.items()
+        # A misspelt field is one mistake, and not also the lack of the field that was meant.
+        if not (error["type"] == "missing" and path in misspelt)
+    ]
+    if len(found) > _PROBLEMS_LIMIT:
+        last = problems[-1]
+        more = f"{last.message}; and {len(found) - _PROBLEMS_LIMIT} more problems"
+        problems[-1] = last._replace(message=more)
+    return tuple(sorted(problems, key=lambda problem: problem.line or 0))
 
 
-def _field(document: Any, place: Iterable[Any]) -> str:
+def _path(document: Any, place: Iterable[Any]) -> FieldPath:
     """Return the path of an error, up to the last field that the document contains or lacks."""
-    steps: list[str] = []
+    steps: list[str | int] = []
     at = document
     for step in place:
         if step == "[key]" or not isinstance(at, dict | list):
             break  # pydantic's marker of a key; or a single name in place of a list
-        steps.append(str(step))
+        steps.append(step)
         try:
             at = at[step]
         except (LookupError, TypeError):
             break
+    return tuple(steps)
+
+
+def _field(document: Any, path: FieldPath) -> str:
+    """Return a path as text, in which an entry of a list has its name instead of its index."""
+    steps: list[str] = []
+    at = document
+    for step in path:
+        entries, at = at, _entry(at, step)
+        name = at.get("name") if isinstance(at, dict) else None
+        if not isinstance(entries, list):
+            steps.append(str(step)[:_STEP_CHARS])
+        elif isinstance(name, str) and re.fullmatch(NAME_PATTERN, name):
+            steps.append(name)
+        else:
+            steps.append(f"#{int(step) + 1}")
     return ".".join(steps)
+
+
+def _entry(parent: Any, step: str | int) -> Any:
+    try:
+        return parent[step]
+    except (LookupError, TypeError):
+        return None
+
+
+def _suggestion(document: Any, path: FieldPath, error: ErrorDetails) -> str:
+    """Return the name that was probably meant by an unknown one, or an empty string."""
+    if error["type"] == "extra_forbidden":
+        return closest(str(path[-1]), _section(path[:-1]).model_fields)
+    if path[:1] == ("routes",) and path[2:3] == ("to",):
+        pool = functools.reduce(_entry, path, document)
+        pools = document.get("pools")
+        if isinstance(pool, str) and isinstance(pools, dict) and pool not in pools:
+            return closest(pool, map(str, pools))
+    return ""
+
+
+def _section(path: FieldPath) -> type[Section]:
+    """Return the class of the section at a path."""
+    section: type[Section] = PolicyDocument
+    steps = iter(path)
+    for step in steps:
+        field = section.model_fields[str(step)]
+        section, is_entry = _section_within(field.annotation)
+        if is_entry:
+            next(steps, None)  # the index or the name of the entry
+    return section
+
+
+def _section_within(annotation: Any) -> tuple[type[Section], bool]:
+    """Return the section in the annotation of a field, and whether it is an entry of many."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    for part in get_args(annotation):
+        section, is_entry = _section_within(part)
+        if section is not Section:
+            return section, is_entry or get_origin(annotation) in (dict, tuple)
+    return Section, False

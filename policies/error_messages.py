@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from itertools import islice
 from typing import Final, get_args
 
 from pydantic_core import ErrorDetails
@@ -33,6 +36,16 @@ _MESSAGES: Final = {
 # The errors of validators in this package, which have messages of their own.
 _OWN_ERRORS: Final = frozenset(("value_error", "assertion_error"))
 _PYDANTIC_ERRORS: Final = frozenset(get_args(ErrorType)) - _OWN_ERRORS
+
+
+_SUGGESTIONS_FROM = 200
+"""A comparison takes microseconds, and a document may have thousands of names."""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the known name for which this one is probably a typing error, or an empty string."""
+    candidates = [one for one in islice(known, _SUGGESTIONS_FROM) if len(one) <= 128]
+    return next(iter(difflib.get_close_matches(name[:128], candidates, n=1)), "")
 
 
 def message_of(error: ErrorDetails) -> str:

@@ -6,7 +6,8 @@ text: a few YAML lines can expand to millions of values, or nest until the stack
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -17,6 +18,41 @@ VALUES_LIMIT = 20_000
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _BAD_ALIAS = "an alias is undefined or contains itself"
+# Context and problem as the parser words them (PyYAML and libyaml differ in the rest), the reason
+# for a person, and whether the place where the construct begins is the one to look at.
+_REASONS = (
+    ("while scanning a quoted scalar", "", "the quotation mark here is not closed", True),
+    ("while scanning a simple key", "", "a ':' and a space are missing in this line", True),
+    (
+        *("while scanning for the next token", ""),
+        *("a text that begins with '@', '`' or '%' needs quotation marks", False),
+    ),
+    (
+        *("while scanning an a", ""),
+        *("a text that begins with '*' or '&' needs quotation marks", False),
+    ),
+    (
+        *("while parsing a block mapping", ""),
+        *("expected 'field: value', indented as line {begins}, where its block begins", False),
+    ),
+    (
+        *("while parsing a block collection", ""),
+        *("expected '- ', indented as line {begins}, where its list begins", False),
+    ),
+    ("while parsing a block node", "", "a value is missing in this line", False),
+    (
+        *("expected a single document", ""),
+        *("a second document begins here; a policy is one document", False),
+    ),
+    ("while constructing a mapping", "unhashable", "the name of a field must be text", False),
+    (
+        *("", "mapping values are not allowed"),
+        "this ':' is not possible here: check the indentation, and put quotation marks around a "
+        "text that contains ': '",
+        False,
+    ),
+    ("", "constructor for the tag", "a policy has no tags such as '!name'", False),
+)
 
 
 class YamlInvalid(Exception):
@@ -37,9 +73,10 @@ def read_yaml(text: str) -> Any:
             return None
         _measure(root, {})
         return _Loader("").construct_document(root)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise YamlInvalid("it is not valid YAML", mark and mark.line + 1) from None
+    except yaml.MarkedYAMLError as error:
+        raise _invalid(error, text) from None
+    except yaml.YAMLError:
+        raise YamlInvalid("it contains a character that YAML does not allow") from None
     except (ValueError, OverflowError):
         # For example an impossible date, or a number of ten thousand digits.
         raise YamlInvalid("it contains an invalid value") from None
@@ -58,24 +95,29 @@ def write_yaml(document: Any) -> str:
     return text
 
 
-def line_of(text: str, field: str) -> int | None:
-    """Return the line of a field (`routes.0.to`) or of its nearest parent, counted from 1.
+def line_finder(text: str) -> Callable[[Sequence[str | int]], int | None]:
+    """Return a function that maps the path of a field, or of its nearest parent, to its line.
 
     The size of the text must have been checked by `read_yaml`.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
-        return None
+        root = None
     if root is None:
-        return None
-    lines = {**dict(_lines("", root)), "": root.start_mark.line + 1}
-    while field not in lines:
-        field = field.rpartition(".")[0]
-    return lines[field]
+        return lambda _path: None
+    lines = {(): root.start_mark.line + 1, **dict(_lines((), root))}
+
+    def line_of(path: Sequence[str | int]) -> int:
+        steps = tuple(map(str, path))
+        while steps not in lines:
+            steps = steps[:-1]
+        return lines[steps]
+
+    return line_of
 
 
-def _lines(field: str, node: yaml.Node) -> Iterator[tuple[str, int]]:
+def _lines(parent: tuple[str, ...], node: yaml.Node) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield the path and the line of each value within the value of a field."""
     entries = []
     if isinstance(node, yaml.MappingNode):
@@ -83,9 +125,50 @@ def _lines(field: str, node: yaml.Node) -> Iterator[tuple[str, int]]:
     elif isinstance(node, yaml.SequenceNode):
         entries = [(str(index), value, value) for index, value in enumerate(node.value)]
     for name, first, value in entries:
-        path = f"{field}.{name}" if field else name
+        path = (*parent, name)
         yield path, first.start_mark.line + 1
         yield from _lines(path, value)
+
+
+def _invalid(error: yaml.MarkedYAMLError, text: str) -> YamlInvalid:
+    """Describe an error of the parser: what is wrong, and the line to look at."""
+    found, begun = error.problem_mark, error.context_mark
+    line = found.line + 1 if found else None
+    begins = begun.line + 1 if begun else line
+    problem, context = error.problem or "", error.context or ""
+    character = text[found.index : found.index + 1] if found else ""
+    for opening, closing in (("[", "]"), ("{", "}")):
+        if f"',' or '{closing}'" in problem:
+            place = "in this line" if begins == line else f"before line {line}"
+            return YamlInvalid(
+                f"the '{opening}' here is not closed: ',' or '{closing}' is missing {place}", begins
+            )
+    if context == "while parsing a flow node" and line is not None:
+        return _value_missing(text, line)
+    for of_context, of_problem, reason, at_begin in _REASONS:
+        if context.startswith(of_context) and of_problem in problem:
+            if character in ("]", "}") and of_context.startswith("while parsing"):
+                return YamlInvalid(f"this '{character}' closes no bracket", line)
+            if character == "\t":
+                return YamlInvalid("a tab cannot indent a line; use spaces", line)
+            return YamlInvalid(reason.format(begins=begins), begins if at_begin else line)
+    return YamlInvalid("it is not valid YAML", line)
+
+
+def _value_missing(text: str, line: int) -> YamlInvalid:
+    """Describe a missing value within brackets by the innermost bracket that is open there."""
+    opened: list[int] = []
+    with contextlib.suppress(yaml.YAMLError):  # the scanner reads ahead
+        for token in yaml.scan(text, Loader=_Loader):
+            if token.start_mark.line + 1 >= line:
+                break
+            if isinstance(token, yaml.FlowSequenceStartToken | yaml.FlowMappingStartToken):
+                opened.append(token.start_mark.line + 1)
+            elif isinstance(token, yaml.FlowSequenceEndToken | yaml.FlowMappingEndToken):
+                del opened[-1:]
+    if not opened:
+        return YamlInvalid("a value is missing in this line", line)
+    return YamlInvalid(f"the bracket that opens here is not closed before line {line}", opened[-1])
 
 
 def _check_events(text: str) -> None:

@@ -47,7 +47,8 @@ from gateway.errors import (
 )
 from gateway.http.downstream import header
 from policies.diff import diff, merge_patch
-from policies.document import PolicyInvalid, Problem
+from policies.document import PolicyInvalid, Problem, default_text, example_texts
+from policies.schema import schema
 from policies.yaml_io import YamlInvalid, read_yaml, write_yaml
 
 router = admin_router("/admin/v1/policy")
@@ -88,6 +89,20 @@ class Difference(TypedDict):
     decisions: int
     moves: list[dict[str, Any]]
     warnings: list[dict[str, Any]]
+
+
+class Example(TypedDict):
+    """A complete policy to start from."""
+
+    name: str
+    title: str
+    text: str
+
+
+class Examples(TypedDict):
+    """The shipped policy, and the shipped examples."""
+
+    examples: list[Example]
 
 
 class Rollback(BaseModel):
@@ -192,7 +207,20 @@ async def rollback(
     back = f"back to version {body.version}"
     attribution = Attribution(author, f"{back}: {note}" if note else back, Reason.ROLLBACK)
     proposal = await asyncio.to_thread(Proposal.from_document, earlier.document)
+    proposal = proposal._replace(text=earlier.text)
     return await _apply(gateway.policy_store, proposal, attribution, base)
+
+
+@router.get("/schema", responses=failures(*FOR_ADMINS) | success({"type": "object"}))
+async def show_schema() -> Response:
+    """Show the JSON Schema of the document."""
+    return Response(await asyncio.to_thread(_schema), media_type=JSON)
+
+
+@router.get("/examples", responses=failures(*FOR_ADMINS))
+async def show_examples() -> Examples:
+    """Show the shipped policy and the shipped examples."""
+    return {"examples": await asyncio.to_thread(_examples)}
 
 
 @router.get("/history", responses=failures(*FOR_ADMINS, *STORED))
@@ -290,14 +318,29 @@ async def _apply(
     return AppliedVersion(**dict(version), warnings=_warnings(store, proposal))
 
 
+@functools.cache
+def _schema() -> str:
+    return schema()
+
+
+@functools.cache
+def _examples() -> list[Example]:
+    """Return the shipped texts; the second line of an example begins with its title."""
+    examples = [Example(name="default", title="The shipped policy", text=default_text())]
+    for name, text in example_texts().items():
+        title = text.splitlines()[1].removeprefix("# ").partition(":")[0]
+        examples.append(Example(name=name, title=title, text=text))
+    return examples
+
+
 def _wants_yaml(request: Request) -> bool:
     return YAML in request.headers.get("accept", "")
 
 
 async def _as_yaml(version: PolicyVersion, headers: Mapping[str, str]) -> Response:
-    """Render the document; the comments of the original are not stored."""
-    document = await asyncio.to_thread(write_yaml, version.document)
-    return Response(document, headers=headers, media_type=YAML)
+    """Return the text of the author, or the document as YAML if the author sent no text."""
+    text = version.text or await asyncio.to_thread(write_yaml, version.document)
+    return Response(text, headers=headers, media_type=YAML)
 
 
 def _warnings(store: PolicyStore, proposal: Proposal) -> list[dict[str, Any]]:

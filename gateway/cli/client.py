@@ -105,7 +105,11 @@ class Gateway:
             if isinstance(content, dict):
                 cleaned: Mapping[str, Any] = _printable(content)
                 return cleaned
-        raise GatewayUnavailable(f"the server at {self.url} is not a Paceline gateway.")
+        raise self.unknown_server()
+
+    def unknown_server(self) -> GatewayUnavailable:
+        """Return the error for a response that no gateway sends."""
+        return GatewayUnavailable(f"the server at {self.url} is not a Paceline gateway.")
 
 
 def add_gateway(parser: argparse.ArgumentParser, *, admin: bool = False) -> None:

@@ -25,11 +25,12 @@ from gateway.cli.client import (
     read_text,
 )
 from policies.document import PolicyInvalid, Problem, parse_policy
-from policies.yaml_io import write_yaml
+from workers.terminal import printable
 
 _PATH = "/admin/v1/policy"
 # The first line of what `show` prints: `apply` reads from it which version was edited.
 _MARK = re.compile(r"\A# policy version (?P<version>\d+), etag (?P<etag>[0-9a-f-]+)$", re.MULTILINE)
+_MARK_LINE = re.compile(r"\A# policy version \d+(, etag [0-9a-f-]+)?\n")
 _VALUE_CHARS = 60
 
 
@@ -90,17 +91,17 @@ class _PolicyFile:
 
 
 def _show(options: argparse.Namespace) -> int:
-    if options.version is None:
-        response = options.gateway.send("GET", _PATH)
-        document, headers = options.gateway.json_of(response), response.headers
-        mark = _mark(headers["x-paceline-policy-version"], headers["etag"].strip('"'))
-    else:
-        version = options.gateway.read("GET", f"{_PATH}/history/{options.version}")
-        document, mark = version["document"], f"# policy version {version['number']}"
+    path = _PATH if options.version is None else f"{_PATH}/history/{options.version}"
     if options.json:
-        print_json(document)
-    else:
-        sys.stdout.write(f"{mark}\n{write_yaml(document)}")
+        shown = options.gateway.read("GET", path)
+        print_json(shown if options.version is None else shown["document"])
+        return 0
+    response = options.gateway.send("GET", path, headers={"accept": "application/yaml"})
+    number, etag = (response.headers.get(name) for name in ("x-paceline-policy-version", "etag"))
+    if number is None:
+        raise options.gateway.unknown_server()
+    mark = _mark(number, etag.strip('"')) if etag else f"# policy version {number}"
+    sys.stdout.write(f"{mark}\n{printable(response.text)}")
     return 0
 
 
@@ -146,7 +147,8 @@ def _apply(options: argparse.Namespace) -> int:
             "the output of `paceline policy show` into the file, including its first line."
         )
     headers = {**file.headers, **_edit_headers(options, etag)}
-    content = file.text.encode()
+    # The gateway stores the text, to which `show` adds the mark of its version.
+    content = _MARK_LINE.sub("", file.text).encode()
     version = options.gateway.read(
         "PUT", _PATH, content=content, headers=headers, conflict_hint=hint
     )

@@ -12,7 +12,7 @@ from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import Attribution, Proposal, Reason
 from gateway.errors import StartupError
 from gateway.storage.disk_thread import DiskThread
-from policies.document import PolicyInvalid, Problem, default_policy
+from policies.document import PolicyInvalid, Problem, default_text
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def read_source(file: Path | None) -> tuple[Proposal, Attribution]:
     Raise `StartupError` with the line and field of every problem.
     """
     if file is None:
-        return Proposal.of(default_policy()), _SHIPPED
+        return Proposal.from_yaml(default_text()), _SHIPPED
     try:
         return _FileContent.read(file).proposal(), _BY_FILE
     except PolicyInvalid as invalid:

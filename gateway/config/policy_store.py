@@ -124,7 +124,7 @@ class PolicyStore:
         """Add the active policy as the first version, if the start could not do so."""
         begun = self.version
         attribution = Attribution(begun.author, begun.note, begun.reason)
-        first = PolicyVersion.following(0, begun.document, attribution, begun.time)
+        first = PolicyVersion.following(0, begun.document, attribution, begun.time, begun.text)
         if begun.number < first.number and await _add_version(self._records, first):
             self._put_in_force(first, self.current)
 
@@ -139,7 +139,9 @@ class PolicyStore:
         time = _utc(self._wall())
         # The number of a skipped version is taken too.
         number = max(last.number, self._skipped)
-        version = PolicyVersion.following(number, proposal.document, attribution, time)
+        version = PolicyVersion.following(
+            number, proposal.document, attribution, time, proposal.text
+        )
         if not await _add_version(self._records, version):
             await self.refresh()
             raise self._conflict()
@@ -176,7 +178,9 @@ async def open_policy_store(
     while (newest := _newest_usable(texts := await records.all(POLICY_KIND), reader)) is None:
         proposal.check(static_workers)
         number = max(map(_number, texts), default=0)
-        first = PolicyVersion.following(number, proposal.document, attribution, _utc(wall()))
+        first = PolicyVersion.following(
+            number, proposal.document, attribution, _utc(wall()), proposal.text
+        )
         try:
             added = await _add_version(records, first)
         except RecordsUnwritable:

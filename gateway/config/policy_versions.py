@@ -26,15 +26,17 @@ class Proposal(NamedTuple):
 
     policy: PolicyDocument
     document: Document
+    text: str = ""
+    """The YAML of the author with its comments; empty if there is none."""
 
     @classmethod
-    def of(cls, policy: PolicyDocument) -> Proposal:
+    def of(cls, policy: PolicyDocument, text: str = "") -> Proposal:
         """Return the proposal of a policy, compiled.
 
         With thousands of routes that takes longer than the first request should wait.
         """
         _ = policy.compiled
-        return cls(policy, policy.model_dump(mode="json", exclude_unset=True))
+        return cls(policy, policy.model_dump(mode="json", exclude_unset=True), text)
 
     @classmethod
     def from_document(cls, document: Any) -> Proposal:
@@ -44,7 +46,7 @@ class Proposal(NamedTuple):
     @classmethod
     def from_yaml(cls, text: str) -> Proposal:
         """Parse a policy from YAML; raise `PolicyInvalid` with line numbers."""
-        return cls.of(parse_policy(text, _SOURCE))
+        return cls.of(parse_policy(text, _SOURCE), text)
 
     def check(self, workers: Sequence[StaticWorker]) -> None:
         """Raise `PolicyInvalid` if the policy lacks pools of static workers.
@@ -95,12 +97,17 @@ class PolicyVersion(VersionInfo):
     """One version of the policy; it never changes."""
 
     document: Document
+    text: str = ""
+    """The YAML of the author with its comments; empty if the author sent JSON or a patch."""
 
     @classmethod
-    def following(cls, last: int, document: Document, attribution: Attribution, time: str) -> Self:
+    def following(
+        cls, last: int, document: Document, attribution: Attribution, time: str, text: str = ""
+    ) -> Self:
         """Return the version that follows the one numbered `last`; 0: the first version."""
         number = last + 1
-        fields = {"number": number, "time": time, "document": document, **attribution._asdict()}
+        content = {"document": document, "text": text}
+        fields = {"number": number, "time": time, **content, **attribution._asdict()}
         # All fields, so that first versions of different gateways have different tags.
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
         return cls(etag=f"{number}-{digest[:16]}", **fields)

@@ -39,7 +39,7 @@ async def test_an_invalid_edit_is_reported_during_typing_with_a_link_to_its_line
     await tab.fill_policy(invalid)
     problem = page.locator("#problems li")
     await expect(problem).to_contain_text("there is no pool 'fast'")
-    await expect(problem).to_contain_text("routes.0.to.0")
+    await expect(problem).to_contain_text("routes.all.to.#1")
     line = 1 + invalid[: invalid.index("- fast")].count("\n")
     await expect(problem).to_contain_text(f"Line {line}")
     await expect(page.locator("#check")).to_have_text("1 problem")

@@ -81,6 +81,8 @@ ROUTES = (
     ("PATCH", ""),
     ("POST", "/validate"),
     ("POST", "/diff"),
+    ("GET", "/schema"),
+    ("GET", "/examples"),
     ("GET", "/history"),
     ("GET", "/history/1"),
     ("POST", "/rollback"),

@@ -48,6 +48,8 @@ ADMIN_PLANE = (
     ("POST", "/admin/v1/policy/rollback", 428),
     ("POST", "/admin/v1/policy/validate", 200),
     ("POST", "/admin/v1/policy/diff", 400),
+    ("GET", "/admin/v1/policy/schema", 200),
+    ("GET", "/admin/v1/policy/examples", 200),
     ("GET", "/admin/v1/policy/history", 200),
     ("GET", "/admin/v1/policy/history/1", 200),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from policies.document import default_policy
+from policies.document import default_policy, default_text
+from policies.schema import schema
 from policies.yaml_io import read_yaml
 from tests.support.policies import ROUTES, PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, status_and_code
@@ -46,16 +48,16 @@ def test_a_client_that_accepts_yaml_gets_the_policy_as_yaml(
         ({**single_pool_policy("a"), "colour": 1}, "colour", "colour: unknown field"),
         (
             {**single_pool_policy("vlm"), "routes": [{"name": "all", "to": ["fast"]}]},
-            "routes.0.to.0",
+            "routes.all.to.#1",
             "there is no pool 'fast'",
         ),
         (
             "version: 1\nroutes:\n- {name: all, to: [fast]}\npools: {vlm: {lanes: [vlm]}}",
-            "routes.0.to.0",
+            "routes.all.to.#1",
             "there is no pool 'fast'",
         ),
         ([], None, "it must be a mapping"),
-        ("a: b: c", None, "line 1: it is not valid YAML"),
+        ("a: b: c", None, "line 1: this ':' is not possible here"),
         ("a: 1\na: 2", None, "line 2: 'a' is a duplicate key"),
         ("[" * 100_000, None, "nested more than 32 levels deep"),
     ],
@@ -131,8 +133,12 @@ def test_validate_reports_problems_without_applying_the_policy(
         "warnings": [],
     }
     document = document.replace("colour: red\n", "")
+    misspelt = admin.post("/validate", document.replace("to:", "too:"), "application/yaml")
+    assert misspelt["problems"] == [
+        {"field": "routes.all.too", "message": "unknown field; did you mean 'to'?", "line": 4}
+    ]
     assert admin.post("/validate", document, "application/yaml")["problems"] == [
-        {"field": "routes.0.to.0", "message": "there is no pool 'b'", "line": 4}
+        {"field": "routes.all.to.#1", "message": "there is no pool 'b'", "line": 4}
     ]
     assert admin.post("/validate", "{") == {
         "valid": False,
@@ -243,6 +249,40 @@ def test_put_accepts_yaml(gateway: RunningGateway, admin: PolicyAdmin) -> None:
     content_types = ("application/yaml; charset=utf-8", "Application/YAML")
     for number, content_type in enumerate(content_types, start=3):
         assert admin.put(document, content_type=content_type).json()["number"] == number
+
+
+def test_the_text_of_the_author_is_kept_with_its_comments(
+    gateway: RunningGateway, admin: PolicyAdmin
+) -> None:
+    def text(path: str = "") -> str:
+        return str(admin.get(path, headers={"accept": "application/yaml"}).text)
+
+    assert text() == default_text()
+    document = f"# für alle\n{to_yaml(single_pool_policy('slow'))}\n# the end"
+    admin.put(document)
+    admin.put(document.replace("für alle", "for all"))
+    assert text() == document.replace("für alle", "for all"), "a change of comments is an edit"
+    assert admin.document() == single_pool_policy("slow")
+    admin.put(single_pool_policy("b"))
+    assert text() == "version: 1\nroutes:\n- name: all\n  to: [b]\npools:\n  b:\n    lanes: [vlm]\n"
+    admin.patch({"limits": {"max_tokens": 7}})
+    assert "max_tokens: 7" in text(), "a patch has no text"
+    admin.edit("POST", {"version": 2}, "/rollback")
+    assert text() == text("/history/2") == text("/history/6") == document
+    assert admin.get("/history/6").json()["text"] == document
+    assert "text" not in admin.get("/history").json()["versions"][0]
+
+
+def test_the_page_can_load_the_schema_and_valid_examples(
+    gateway: RunningGateway, admin: PolicyAdmin
+) -> None:
+    assert admin.get("/schema").json() == json.loads(schema())
+    examples = admin.get("/examples").json()["examples"]
+    assert [one["name"] for one in examples][:2] == ["default", "night_batch"]
+    assert len(examples) == 6
+    for example in examples:
+        assert 4 < len(example["title"]) < 40, example["name"]
+        assert admin.post("/validate", example["text"], "application/yaml")["problems"] == []
 
 
 @pytest.mark.parametrize("content_type", ["application/merge-patch+json", "application/json"])

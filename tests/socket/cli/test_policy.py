@@ -89,6 +89,22 @@ def test_the_output_of_show_can_be_edited_and_applied(
     assert file.read_text().startswith(f"# policy version 4, etag {newest['etag']}\n")
 
 
+def test_show_and_apply_keep_the_comments_of_the_author(
+    run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path
+) -> None:
+    text = f"# for all\n{to_yaml(single_pool_policy('b', limit=8))}# the end\n"
+    admin.put(text)
+    file = tmp_path / "edited.yaml"
+    for limit in (9, 10):
+        file.write_text(
+            run_policy_command("show")[1].replace(f"limit: {limit - 1}", f"limit: {limit}")
+        )
+        assert run_policy_command("apply", str(file), "--note", "more")[0] == 0
+    mark, _, shown = run_policy_command("show")[1].partition("\n")
+    assert mark.startswith("# policy version 4, etag ")
+    assert shown == text.replace("limit: 8", "limit: 10")
+
+
 def test_a_conflicting_edit_is_reported_and_changes_nothing(
     run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path
 ) -> None:
@@ -182,7 +198,7 @@ def test_an_invalid_policy_is_reported_by_file_line_and_field(
     assert (code, printed) == (1, f"{file}:5: colour: unknown field\n")
     file.write_text(INVALID_POLICY.replace("colour: red\n", ""))
     code, printed = run_policy_command("validate", str(file), *options)
-    assert (code, printed) == (1, f"{file}:4: routes.0.to.0: there is no pool 'fast'\n")
+    assert (code, printed) == (1, f"{file}:4: routes.all.to.#1: there is no pool 'fast'\n")
     file.write_text("a: [")
     assert run_policy_command("validate", str(file), *options)[0] == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import threading
 import time
@@ -16,6 +15,7 @@ import httpx
 
 from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.gateway_process import running_gateway_process
+from tests.support.policies import single_pool_policy, to_yaml
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import (
     RunningGateway,
@@ -294,16 +294,17 @@ def test_a_key_revoked_at_one_gateway_is_rejected_by_the_other(
     wait_for_sync(second, lambda: second.chat().status_code == 401)
 
 
-def test_a_policy_edit_at_one_gateway_applies_at_the_other(
+def test_a_policy_edit_at_one_gateway_applies_at_the_other_with_the_text_of_its_author(
     make_cluster_gateway: MakeClusterGateway,
 ) -> None:
     first, second = make_cluster_gateway(), make_cluster_gateway()
     now = first.admin.get("/admin/v1/policy")
-    changed = first.admin.patch(
+    text = f"# für alle\n{to_yaml(single_pool_policy('slow'))}"
+    changed = first.admin.put(
         "/admin/v1/policy",
-        content=json.dumps({"models": {"other": {}}}),
+        content=text.encode(),
         headers={
-            "content-type": "application/merge-patch+json",
+            "content-type": "application/yaml",
             "if-match": now.headers["etag"],
             "x-paceline-author": "tests",
             "x-paceline-note": "replicate it",
@@ -316,6 +317,8 @@ def test_a_policy_edit_at_one_gateway_applies_at_the_other(
         return bool(response.headers["etag"].strip('"') == changed.json()["etag"])
 
     wait_for_sync(second, replicated)
+    shown = second.admin.get("/admin/v1/policy", headers={"accept": "application/yaml"})
+    assert shown.text == text
 
 
 def two_gateways_with_key(

@@ -257,9 +257,9 @@ async def test_c15_a_start_with_unreadable_versions_alone_adds_its_own() -> None
 
 
 def test_a_policy_in_yaml_equals_the_same_policy_in_json() -> None:
-    assert Proposal.from_yaml(to_yaml(single_pool_policy("a"))) == Proposal.from_document(
-        single_pool_policy("a")
-    )
+    text = to_yaml(single_pool_policy("a"))
+    from_document = Proposal.from_document(single_pool_policy("a"))
+    assert Proposal.from_yaml(text) == from_document._replace(text=text)
 
 
 def test_a_store_has_no_other_public_methods() -> None:

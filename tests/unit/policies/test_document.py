@@ -79,95 +79,115 @@ def test_the_last_of_any_number_of_routes_may_match_every_request(number: int) -
     [
         (changed("version", to=2), "version", "1"),
         (changed("rotues", to=[]), "rotues", "unknown field"),
-        (changed("routes", 0, "when", "colour", to=1), "routes.0.when.colour", "unknown field"),
-        (changed("routes", 0, "when", "media", to="yes"), "routes.0.when.media", "true, false, or"),
-        (changed("routes", 0, "when", "media", to=[]), "routes.0.when.media", "some of: image"),
-        (changed("routes", 0, "when", "media", to=["gif"]), "routes.0.when.media", "image, video"),
-        (changed("routes", 0, "when", "media", to=None), "routes.0.when.media", "it is empty"),
-        (changed("routes", 0, "when", "stream", to="no"), "routes.0.when.stream", "true or false"),
+        (changed("routes", 0, "when", "colour", to=1), "routes.media.when.colour", "unknown field"),
+        (
+            changed("routes", 0, "when", "media", to="yes"),
+            "routes.media.when.media",
+            "true, false, or",
+        ),
+        (changed("routes", 0, "when", "media", to=[]), "routes.media.when.media", "some of: image"),
+        (
+            changed("routes", 0, "when", "media", to=["gif"]),
+            "routes.media.when.media",
+            "image, video",
+        ),
+        (changed("routes", 0, "when", "media", to=None), "routes.media.when.media", "it is empty"),
+        (
+            changed("routes", 0, "when", "stream", to="no"),
+            "routes.media.when.stream",
+            "true or false",
+        ),
         (
             changed("routes", 0, "when", to={"features": {}}),
-            "routes.0.when.features",
+            "routes.media.when.features",
             "at least one feature",
         ),
         (
             changed("routes", 0, "when", to={"features": {"toolz": True}}),
-            "routes.0.when.features.toolz",
+            "routes.media.when.features.toolz",
             "unknown field",
         ),
         (
             changed("routes", 0, "when", to={"prompt_chars": {}}),
-            "routes.0.when.prompt_chars",
+            "routes.media.when.prompt_chars",
             "'at_least', 'at_most' or both",
         ),
         (
             changed("routes", 0, "when", to={"messages": {"at_least": 3, "at_most": 2}}),
-            "routes.0.when.messages",
+            "routes.media.when.messages",
             "'at_least' is greater than 'at_most'",
         ),
         (
             changed("routes", 0, "when", to={"max_tokens": {"at_least": -1}}),
-            "routes.0.when.max_tokens.at_least",
+            "routes.media.when.max_tokens.at_least",
             "it must be at least 0",
         ),
-        (changed("routes", 0, "when", to={"model": []}), "routes.0.when.model", "at least 1"),
+        (changed("routes", 0, "when", to={"model": []}), "routes.media.when.model", "at least 1"),
         (
             changed("pools", "vlm", "queue", to={"timeout_s": float("inf")}),
             "pools.vlm.queue.timeout_s",
             "finite number",
         ),
-        (changed("routes", 0, "when", to={"team": 7}), "routes.0.when.team", "a list"),
-        (changed("routes", 0, "when", to={"team": ["a", 7]}), "routes.0.when.team.1", "text"),
-        (changed("routes", 0, "when", to={"key": ""}), "routes.0.when.key", "at least 1"),
-        (changed("routes", 0, "when", to={"header": {}}), "routes.0.when.header", "at least 1"),
+        (changed("routes", 0, "when", to={"team": 7}), "routes.media.when.team", "a list"),
+        (changed("routes", 0, "when", to={"team": ["a", 7]}), "routes.media.when.team.#2", "text"),
+        (changed("routes", 0, "when", to={"key": ""}), "routes.media.when.key", "at least 1"),
+        (changed("routes", 0, "when", to={"header": {}}), "routes.media.when.header", "at least 1"),
         (
             changed("routes", 0, "when", to={"header": {"X-Tier": "gold"}}),
-            "routes.0.when.header.X-Tier",
+            "routes.media.when.header.X-Tier",
             "it must match ^[a-z0-9]",
         ),
         (
             changed("routes", 0, "when", to={"header": {"authorization": "Bearer x"}}),
-            "routes.0.when.header.authorization",
+            "routes.media.when.header.authorization",
             "contains a secret",
         ),
-        (changed("routes", 0, "when", to={"hours": "6-9"}), "routes.0.when.hours", "22:00-06:00"),
-        (changed("routes", 0, "when", to={"hours": 6}), "routes.0.when.hours", "22:00-06:00"),
+        (
+            changed("routes", 0, "when", to={"hours": "6-9"}),
+            "routes.media.when.hours",
+            "22:00-06:00",
+        ),
+        (changed("routes", 0, "when", to={"hours": 6}), "routes.media.when.hours", "22:00-06:00"),
         (
             changed("routes", 0, "when", to={"hours": "24:00-06:00"}),
-            "routes.0.when.hours",
+            "routes.media.when.hours",
             "22:00-06:00",
         ),
         (
             changed("routes", 0, "when", to={"hours": "06:00-06:00"}),
-            "routes.0.when.hours",
+            "routes.media.when.hours",
             "same minute",
         ),
-        (changed("routes", 0, "when", to={"days": "sunday"}), "routes.0.when.days", "'sun'"),
+        (changed("routes", 0, "when", to={"days": "sunday"}), "routes.media.when.days", "'sun'"),
         (changed("routes", to=[]), "routes", "at least 1"),
-        (changed("routes", 1, "to", to=[]), "routes.1.to", "at least 1"),
-        (changed("routes", 1, "to", to=["fast"]), "routes.1.to.0", "there is no pool 'fast'"),
-        (changed("routes", 1, "to", to="fast"), "routes.1.to", "there is no pool 'fast'"),
-        (changed("routes", 1, "to", to=["vlm", "vlm"]), "routes.1.to.1", "'vlm' is listed twice"),
-        (changed("routes", 1, "name", to="media"), "routes.1.name", "'media' is used twice"),
-        (changed("routes", 1, to={"to": ["vlm"]}), "routes.1.name", "this field is required"),
-        (changed("routes", 0, "when", to={}), "routes.0", "it matches every request"),
-        (changed("routes", 1, "when", to={"greedy": True}), "routes.1.when", "the last route"),
+        (changed("routes", 1, "to", to=[]), "routes.rest.to", "at least 1"),
+        (changed("routes", 1, "to", to=["fast"]), "routes.rest.to.#1", "there is no pool 'fast'"),
+        (changed("routes", 1, "to", to="fast"), "routes.rest.to", "there is no pool 'fast'"),
+        (
+            changed("routes", 1, "to", to=["vlm", "vlm"]),
+            "routes.rest.to.#2",
+            "'vlm' is listed twice",
+        ),
+        (changed("routes", 1, "name", to="media"), "routes.media.name", "'media' is used twice"),
+        (changed("routes", 1, to={"to": ["vlm"]}), "routes.#2.name", "this field is required"),
+        (changed("routes", 0, "when", to={}), "routes.media", "it matches every request"),
+        (changed("routes", 1, "when", to={"greedy": True}), "routes.rest.when", "the last route"),
         (
             changed("routes", 0, "when", to={"model": "default"}),
-            "routes.0.when.model",
+            "routes.media.when.model",
             "'default' is an alias",
         ),
         (
             changed("routes", 0, "when", to={"model": ["demo", "default"]}),
-            "routes.0.when.model.1",
+            "routes.media.when.model.#2",
             "'default' is an alias",
         ),
         (
             changed("models", "other", to={"aliases": ["default"]}),
-            "models.other.aliases.0",
+            "models.other.aliases.#1",
             "already an alias of 'demo'",
         ),
-        (changed("models", "default", to={}), "models.demo.aliases.0", "is the name of a model"),
+        (changed("models", "default", to={}), "models.demo.aliases.#1", "is the name of a model"),
         (
             changed("models", "demo", "sampling", "temperature", to=3),
             "models.demo.sampling.temperature",
@@ -179,7 +199,7 @@ def test_the_last_of_any_number_of_routes_may_match_every_request(number: int) -
         (changed("pools", "vlm", "workers", to={}), "pools.vlm.workers", "'labels', 'models' or"),
         (
             changed("pools", "vlm", "workers", to={"labels": ["-x"]}),
-            "pools.vlm.workers.labels.0",
+            "pools.vlm.workers.labels.#1",
             "it must match",
         ),
         (changed("pools", "vlm", "weights", to={"big": 0}), "pools.vlm.weights.big", "than 0"),
@@ -187,15 +207,15 @@ def test_the_last_of_any_number_of_routes_may_match_every_request(number: int) -
         (changed("limits", to={"max_tokens": 0}), "limits.max_tokens", "1"),
         (changed("limits", to={"prompt_chars": 1.5}), "limits.prompt_chars", "whole number"),
         (changed("limits", to={"request_timeout_s": 0}), "limits.request_timeout_s", "than 0"),
-        (changed("media", to={"kinds": ["gif"]}), "media.kinds.0", "'image'"),
+        (changed("media", to={"kinds": ["gif"]}), "media.kinds.#1", "'image'"),
         (changed("media", to={"pictures": 33}), "media.pictures", "32"),
         (changed("media", to={"pixels": 10**9}), "media.pixels", "64000000"),
         (changed("retries", to={"share": 2}), "retries.share", "1"),
         (changed("retries", to={"at_least": -1}), "retries.at_least", "0"),
-        (changed("routes", 0, "spill", to={"after_wait_ms": 1}), "routes.0.spill", "no second"),
+        (changed("routes", 0, "spill", to={"after_wait_ms": 1}), "routes.media.spill", "no second"),
         (
             changed("routes", 0, "spill", to={"after_wait_ms": -1}),
-            "routes.0.spill.after_wait_ms",
+            "routes.media.spill.after_wait_ms",
             "0",
         ),
         (changed("pools", "vlm", "queue", to={"limit": -1}), "pools.vlm.queue.limit", "0"),
@@ -204,7 +224,7 @@ def test_the_last_of_any_number_of_routes_may_match_every_request(number: int) -
             "pools.vlm.queue.timeout_s",
             "0",
         ),
-        (changed("priorities", to=["urgent"]), "priorities.0", "interactive"),
+        (changed("priorities", to=["urgent"]), "priorities.#1", "interactive"),
         ([], "", "mapping"),
         (None, "", "mapping"),
     ],
@@ -234,7 +254,7 @@ def test_two_errors_of_meaning_are_both_reported() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
         read_policy(document, "policy.yaml")
     assert {problem.field for problem in invalid.value.problems} == {
-        *("routes.1.to.0", "routes.1.name")
+        *("routes.media.to.#1", "routes.media.name")
     }
 
 
@@ -243,14 +263,14 @@ def test_of_very_many_errors_the_first_are_reported_and_the_rest_are_counted() -
         read_policy(changed("routes", to=[{"name": "?"}] * 1000), "policy.yaml")
     problems = invalid.value.problems
     assert len(problems) == 32
-    assert problems[-1].field == "routes.15.to"
+    assert problems[-1].field == "routes.#16.to"
     assert problems[-1].message == "this field is required; and 1968 more problems"
 
 
 def test_an_invalid_route_is_not_reported_as_missing() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
         read_policy(changed("routes", to=[{"name": "all", "to": ["vlm"], "x": 1}]), "policy.yaml")
-    assert [problem.field for problem in invalid.value.problems] == ["routes.0.x"]
+    assert [problem.field for problem in invalid.value.problems] == ["routes.all.x"]
 
 
 def test_a_single_name_is_accepted_for_a_list_of_names() -> None:
@@ -280,8 +300,8 @@ def test_a_dumped_policy_is_read_as_the_same_policy() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: [", "it is not valid YAML"),
-        ("!!python/object:os.system {}", "it is not valid YAML"),
+        ("a: [", "is not closed"),
+        ("!!python/object:os.system {}", "a policy has no tags"),
         ("", "it must be a mapping"),
     ],
 )
@@ -316,18 +336,62 @@ def test_errors_in_a_text_are_listed_in_order_of_their_lines() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
         parse_policy(POLICY_TEXT.replace("name: media", "nam: media"), "policy.yaml")
     assert [(problem.line, problem.field) for problem in invalid.value.problems] == [
-        (3, "routes.0.name"),
-        (3, "routes.0.nam"),
-        (10, "routes.1.colour"),
+        (3, "routes.#1.nam"),
+        (10, "routes.rest.colour"),
     ]
-    assert "line 10: routes.1.colour: unknown field" in str(invalid.value)
+    assert "line 10: routes.rest.colour: unknown field" in str(invalid.value)
 
 
 def test_an_error_of_meaning_in_a_text_has_a_line() -> None:
-    with pytest.raises(PolicyInvalid, match=r"line 7: routes\.0\.to\.1: there is no pool 'fast'"):
+    with pytest.raises(
+        PolicyInvalid, match=r"line 7: routes\.media\.to\.#2: there is no pool 'fast'"
+    ):
         parse_policy(POLICY_TEXT.replace("    colour: red\n", ""), "policy.yaml")
 
 
 def test_a_duplicate_field_is_rejected() -> None:
     with pytest.raises(PolicyInvalid, match="line 13: 'pools' is a duplicate key"):
         parse_policy(POLICY_TEXT + "pools: {}\n", "policy.yaml")
+
+
+MISSPELT = """\
+version: 1
+models:
+  m: {aliases: [d], samplin: {temperature: 0}}
+routes:
+  - name: media
+    when: {mdeia: true, features: {toolz: true}}
+    too: [vlm]
+  - name: rest
+    to: [vlm]
+pools:
+  vlm: {lane: [vlm], queue: {timeout: 3}, colour: red}
+  queue: {lanes: [vlm], wokers: {labels: [a]}}
+"""
+
+
+def test_a_misspelt_field_gets_a_suggestion_and_is_reported_once() -> None:
+    with pytest.raises(PolicyInvalid) as invalid:
+        parse_policy(MISSPELT, "policy.yaml")
+    assert {str(problem) for problem in invalid.value.problems} == {
+        "line 3: models.m.samplin: unknown field; did you mean 'sampling'?",
+        "line 6: routes.media.when.mdeia: unknown field; did you mean 'media'?",
+        "line 6: routes.media.when.features.toolz: unknown field; did you mean 'tools'?",
+        "line 7: routes.media.too: unknown field; did you mean 'to'?",
+        "line 11: pools.vlm.lane: unknown field; did you mean 'lanes'?",
+        "line 11: pools.vlm.queue.timeout: unknown field; did you mean 'timeout_s'?",
+        "line 11: pools.vlm.colour: unknown field",
+        "line 12: pools.queue.wokers: unknown field; did you mean 'workers'?",
+    }
+
+
+def test_a_misspelt_pool_gets_a_suggestion() -> None:
+    for to in ("vml", ["vml"]):
+        with pytest.raises(PolicyInvalid, match="no pool 'vml'; did you mean 'vlm'"):
+            read_policy(changed("routes", 1, "to", to=to), "policy.yaml")
+
+
+def test_a_very_long_unknown_name_is_shortened() -> None:
+    with pytest.raises(PolicyInvalid) as invalid:
+        read_policy({**VALID, "x" * 100_000: 1}, "policy.yaml")
+    assert len(str(invalid.value)) < 300

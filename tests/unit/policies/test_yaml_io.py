@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from importlib import resources
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.yaml_io import DEPTH_LIMIT, YamlInvalid, line_of, read_yaml
+from policies.yaml_io import DEPTH_LIMIT, YamlInvalid, line_finder, read_yaml
 
 TEXT = """\
 version: 1
@@ -42,23 +43,58 @@ def test_ordinary_yaml_and_json_are_read_as_by_pyyaml() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "line"),
     [
-        ("a: 1\nb: c: d", "it is not valid YAML", 2),
-        ("a: 1\nb: !!python/object:os.system x", "it is not valid YAML", 2),
-        ("a: 1\n? [b]\n: 2", "it is not valid YAML", 2),
+        ("a: 1\nb: !!python/object:os.system x", "a policy has no tags such as '!name'", 2),
+        ("a: 1\n? [b]\n: 2", "the name of a field must be text", 2),
         ("a: 1\nb: 2\na: 3", "'a' is a duplicate key", 3),
         ("a:\n  b: 1\n  'b': 2", "'b' is a duplicate key", 3),
         ("a: *nothing", "an alias is undefined or contains itself", 1),
         ("a:\n - &it [*it]", "an alias is undefined or contains itself", 2),
         ("a: 2001-99-99", "it contains an invalid value", None),
         ("a: " + "1" * 5000, "it contains an invalid value", None),
-        ("\x00", "it is not valid YAML", None),
-        ("a: 1\n---\nb: 1", "it is not valid YAML", 2),
+        ("\x00", "it contains a character that YAML does not allow", None),
+        ("a: 1\n---\nb: 1", "a second document begins here; a policy is one document", 2),
+        ("a: 1\nb: @x", "a text that begins with '@', '`' or '%' needs quotation marks", 2),
+        ("a: 1\nb: *", "a text that begins with '*' or '&' needs quotation marks", 2),
+        ("a: &x 1\nb: &x 2", "it is not valid YAML", 2),
     ],
 )
 def test_invalid_yaml_is_rejected_with_its_line(text: str, message: str, line: int | None) -> None:
     with pytest.raises(YamlInvalid) as invalid:
         read_yaml(text)
     assert (invalid.value.message, invalid.value.line) == (message, line)
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "line"),
+    [
+        (
+            "a:\n- to: [b, c\n- to: [d]",
+            "'[' here is not closed: ',' or ']' is missing before line 3",
+            2,
+        ),
+        ("a: {b: 1, c: 2\nd: 3", "'{' here is not closed: ',' or '}' is missing before line 2", 1),
+        ("a: 1\nb: {c: [1, 2}, d: 3}", "',' or ']' is missing in this line", 2),
+        (
+            "a: 1\nb: [c,\n  d,\n  - e\n",
+            "the bracket that opens here is not closed before line 4",
+            2,
+        ),
+        ("a: 1\nb: 'c\nd: 1", "the quotation mark here is not closed", 2),
+        ("a: 1\nb: [c]]\n", "this ']' closes no bracket", 2),
+        ("a: 1\nb: }\n", "this '}' closes no bracket", 2),
+        ("a:\n  b: 1\n c: 2", "indented as line 1, where its block begins", 3),
+        ("a:\n  - b: 1\n   c: 2", "expected '- ', indented as line 2, where its list begins", 3),
+        ("a: 1\nb\nc: 2", "a ':' and a space are missing in this line", 2),
+        ("a: 1\nb: c: d", "this ':' is not possible here: check the indentation", 2),
+        ("a:\n\tb: 1", "a tab cannot indent a line; use spaces", 2),
+    ],
+)
+def test_an_error_of_the_parser_has_a_reason_and_the_line_where_it_begins(
+    text: str, message: str, line: int
+) -> None:
+    with pytest.raises(YamlInvalid, match=re.escape(message)) as invalid:
+        read_yaml(text)
+    assert invalid.value.line == line
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
@@ -96,7 +132,7 @@ def test_aliases_that_expand_exponentially_are_rejected() -> None:
 def test_any_text_is_read_or_raises_yaml_invalid(text: str) -> None:
     with contextlib.suppress(YamlInvalid):
         read_yaml(text)
-    assert (line_of(text, "a.b") or 1) >= 1
+    assert (line_finder(text)(("a", "b")) or 1) >= 1
 
 
 LINES = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cf", "Zl", "Zp")))
@@ -113,25 +149,27 @@ def test_a_value_dumped_as_yaml_is_read_back_unchanged(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "line"),
+    ("path", "line"),
     [
-        ("version", 1),
-        ("models.Qwen/Qwen3.5-4B.sampling.temperature", 4),
-        ("models.Qwen/Qwen3.5-4B.sampling.top_p", 4),
-        ("routes", 5),
-        ("routes.0", 6),
-        ("routes.0.to.0", 7),
-        ("routes.1.to", 9),
-        ("routes.2", 5),
-        ("routes.1.when.media.bool", 8),
-        ("pools", 1),
-        ("", 1),
+        (("version",), 1),
+        (("models", "Qwen/Qwen3.5-4B", "sampling", "temperature"), 4),
+        (("models", "Qwen/Qwen3.5-4B", "sampling", "top_p"), 4),
+        (("routes",), 5),
+        (("routes", 0), 6),
+        (("routes", 0, "to", 0), 7),
+        (("routes", 1, "to"), 9),
+        (("routes", 2), 5),
+        (("routes", 1, "when", "media", "bool"), 8),
+        (("pools",), 1),
+        ((), 1),
     ],
 )
-def test_the_line_of_a_field_or_of_its_nearest_parent_is_returned(field: str, line: int) -> None:
-    assert line_of(TEXT, field) == line
+def test_the_line_of_a_field_or_of_its_nearest_parent_is_returned(
+    path: tuple[str | int, ...], line: int
+) -> None:
+    assert line_finder(TEXT)(path) == line
 
 
 def test_an_empty_or_invalid_text_has_no_line_numbers() -> None:
-    assert line_of("", "a") is None
-    assert line_of("a: [", "a") is None
+    assert line_finder("")(("a",)) is None
+    assert line_finder("a: [")(("a",)) is None
