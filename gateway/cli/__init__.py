@@ -1,28 +1,16 @@
-"""The command `paceline`: each subcommand is a module, imported when it runs."""
+"""The command `paceline`."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
-from workers.terminal import configure_logging, printable
+import click
 
-# The help texts are here, not in the modules, so that `paceline --help` imports none of them.
-COMMANDS = {
-    "up": "run the gateway and one worker: a working endpoint in one command",
-    "gateway": "run the gateway alone",
-    "status": "show lanes, workers and draft acceptance",
-    "policy": "show and change the policy of a running gateway",
-    "explain": "show where a request would be routed, and why",
-    "keys": "create, list and revoke API keys, and show their usage",
-    "bench": "measure any OpenAI endpoint: first token, throughput, draft acceptance",
-    "worker": "serve a model on this machine (`paceline worker --help` lists its options)",
-}
+from gateway.cli.commands import COMPLETION_VARIABLE, PROGRAM, paceline
+from workers.command_line import describe_usage_error
 
 
 class CommandError(Exception):
@@ -30,19 +18,17 @@ class CommandError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    configure_logging(logging.WARNING, "%(asctime)s %(levelname)s %(name)s %(message)s")
-    if arguments[:1] == ["worker"]:
-        # A process of its own: the gateway's code and an engine's never share one.
-        os.execv(sys.executable, [sys.executable, "-m", "workers", *arguments[1:]])  # noqa: S606
+    """Run one command and return its exit code."""
+    arguments = tuple(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parser(chosen=arguments[0] if arguments else "").parse_args(arguments)
-        exit_code: int = options.run(options)
+        exit_code = _run(arguments)
         sys.stdout.flush()
         return exit_code
+    except click.UsageError as error:
+        sys.stderr.write(f"{_terminal_line(describe_usage_error(error))}\n")
+        sys.exit(2)
     except CommandError as error:
-        sys.exit(printable(f"paceline: {error}"))
+        sys.exit(_terminal_line(error))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has enough, as `head` does
@@ -53,21 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, StartupError):
             raise
-        sys.stderr.write(printable(f"paceline: {error}\n"))
+        sys.stderr.write(f"{_terminal_line(error)}\n")
         return 2
 
 
-def _parser(chosen: str) -> argparse.ArgumentParser:
-    """Return the parser of all commands, with the options of the chosen one alone."""
-    parser = argparse.ArgumentParser(
-        prog="paceline", description="One OpenAI-compatible endpoint over all of a team's Macs."
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        if name != chosen:
-            commands.add_parser(name, help=summary)
-            continue
-        module = importlib.import_module(f"gateway.cli.{name}")
-        subparser = commands.add_parser(name, help=summary, description=module.__doc__)
-        module.add_options(subparser)
-    return parser
+def _run(arguments: Sequence[str]) -> int:
+    """Run one command, print its help or complete it."""
+    if instruction := os.environ.get(COMPLETION_VARIABLE):
+        from click.shell_completion import shell_complete  # noqa: PLC0415  # seldom needed
+
+        return shell_complete(paceline, {}, PROGRAM, COMPLETION_VARIABLE, instruction)
+    # Not by `main` of click, which has its own ways with Ctrl-C and closed pipes.
+    try:
+        with paceline.make_context(PROGRAM, list(arguments), obj=arguments) as context:
+            exit_code: int = paceline.invoke(context)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help())
+        return 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    return exit_code
+
+
+def _terminal_line(message: object) -> str:
+    from workers.terminal import printable  # noqa: PLC0415  # loads `logging`: not for `--help`
+
+    return printable(f"{PROGRAM}: {message}")

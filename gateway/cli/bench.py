@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gateway.cli import CommandError
-from gateway.cli.client import add_gateway
-from gateway.loadgen import MeasurementError, json_object, report, runner
+from gateway.cli.client import connect
+from gateway.loadgen import MeasurementError, report, runner
 from gateway.loadgen.client import Endpoint, open_endpoint
 from gateway.loadgen.plot import svg
 from gateway.loadgen.prompts import built_in_prompts, read_prompts
@@ -29,63 +28,9 @@ _BUSY_SHARE = 0.8
 _PIPED_WIDTH = 120
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `bench`."""
-    parser.set_defaults(run=_run)
-    add_gateway(parser)
-    add = parser.add_argument
-    add_count = functools.partial(add, type=_number(int), metavar="N")
-    add_fields = functools.partial(add, type=_json_object, metavar="JSON")
-    add("--model", default="", help="default: the first model of the endpoint")
-    add(
-        "--compare",
-        metavar="URL",
-        default="",
-        help="a second endpoint, measured in alternation; its key is in PACELINE_COMPARE_API_KEY",
-    )
-    add(
-        "--compare-model",
-        metavar="MODEL",
-        default="",
-        help="default: the same model if the endpoint serves it",
-    )
-    load = parser.add_mutually_exclusive_group()
-    load.add_argument(
-        "--concurrency",
-        type=_numbers(int),
-        default=(1,),
-        metavar="N,N,...",
-        help="levels of concurrent requests, one after another (default: 1)",
-    )
-    load.add_argument(
-        "--rate",
-        type=_numbers(float),
-        metavar="R,R,...",
-        help="levels of requests per second instead; latencies count from the time at which each "
-        "request is due",
-    )
-    add_count("--requests", help="requests per measurement (default: at least 16)")
-    add("--prompts", type=Path, metavar="FILE.jsonl", help="JSON lines with 'prompt' or 'messages'")
-    add_count("--max-tokens", default=256, help="default: 256")
-    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    add_fields("--body", default={}, help="further fields of every request")
-    add_fields(
-        "--compare-body",
-        help="""for the second endpoint, e.g. '{"draft_tokens": 0}' (default: --body)""",
-    )
-    add("--seed", type=int, default=0, help="selects prompts and arrival times")
-    add_count("--repeat", help="repetitions (default: 1; 2 in a comparison)")
-    add(
-        "--json",
-        type=_output_file,
-        metavar="FILE",
-        help="write all figures, under the names of vLLM",
-    )
-    add("--plot", type=_svg_file, metavar="FILE.svg", help="plot the figures by level of load")
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(**given: Any) -> int:
     """Run the benchmark; return 0 if a request succeeded, 1 if none did, 130 if interrupted."""
+    options = SimpleNamespace(**given)
     endpoints: list[Endpoint] = []
     measurements: list[Measurement] = []
     interrupted = False
@@ -104,13 +49,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 async def _measure(
-    options: argparse.Namespace,
+    options: SimpleNamespace,
     endpoints: list[Endpoint],
     measurements: list[Measurement],
     console: Console,
 ) -> None:
     """Add the endpoints and their measurements to the lists, and print each measurement."""
-    levels = [Level(concurrency=number) for number in options.concurrency]
+    levels = [Level(concurrency=number) for number in options.concurrency or (1,)]
     plan = runner.Plan(
         levels=[Level(rate=rate) for rate in options.rate] if options.rate else levels,
         prompts=read_prompts(options.prompts) if options.prompts else built_in_prompts(),
@@ -119,7 +64,7 @@ async def _measure(
         seed=options.seed,
     )
     common = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-    targets = [(options.gateway.url, options.model, options.body, "PACELINE_API_KEY")]
+    targets = [(connect(options.url).url, options.model, options.body, "PACELINE_API_KEY")]
     if options.compare:
         body = options.body if options.compare_body is None else options.compare_body
         targets.append((options.compare, options.compare_model, body, "PACELINE_COMPARE_API_KEY"))
@@ -177,7 +122,7 @@ def _warn(measured: Measurement) -> None:
 
 
 def _report(
-    options: argparse.Namespace,
+    options: SimpleNamespace,
     endpoints: Sequence[Endpoint],
     measurements: Sequence[Measurement],
     console: Console,
@@ -188,7 +133,7 @@ def _report(
         console.print("", report.sweep(measurements))
     if ratios:
         console.print("", report.comparison(ratios))
-    if options.json:
+    if options.json_file:
         record = {
             "measured": datetime.now(UTC).isoformat(timespec="seconds"),
             "endpoints": [
@@ -199,7 +144,7 @@ def _report(
             "runs": [measured.to_json() for measured in measurements],
             "ratios": [ratio._asdict() for ratio in ratios],
         }
-        _write(options.json, json.dumps(record, indent=2) + "\n")
+        _write(options.json_file, json.dumps(record, indent=2) + "\n")
     if options.plot:
         _write(options.plot, svg(measurements, endpoints=_names(endpoints)))
 
@@ -231,41 +176,3 @@ def _progress() -> Iterator[runner.ProgressReporter]:
 
     with bars:
         yield start
-
-
-def _numbers(kind: type[int] | type[float]) -> Callable[[str], Sequence[float]]:
-    parse = _number(kind)
-    return lambda text: tuple(parse(part) for part in text.split(","))
-
-
-def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = kind(0)
-        if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-        return number
-
-    return parse
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    if (value := json_object(text)) is None:
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
-def _output_file(text: str) -> Path:
-    """Return a writable file; checking first avoids losing the results of a long measurement."""
-    file = Path(text)
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{file} cannot be written")
-    return file
-
-
-def _svg_file(text: str) -> Path:
-    if Path(text).suffix != ".svg":
-        raise argparse.ArgumentTypeError("the plot is an SVG file: use a name that ends in .svg")
-    return _output_file(text)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,36 +111,13 @@ class Gateway:
         return GatewayUnavailable(f"the server at {self.url} is not a Paceline gateway.")
 
 
-def add_gateway(parser: argparse.ArgumentParser, *, admin: bool = False) -> None:
-    """Add the option `--url`, which sets `gateway`; its default is the gateway of the settings.
+def connect(url: str, *, admin: bool = False) -> Gateway:
+    """Return the gateway at a URL; without one, that of the settings.
 
     With `admin`, the default is the port for admins, if the settings name one.
     """
     key_variable = _ADMIN_KEY if admin else "PACELINE_API_KEY"
-    parser.add_argument(
-        "--url",
-        dest="gateway",
-        metavar="URL",
-        # The settings are read only if needed.
-        type=lambda url: Gateway(url or _own_address(admin=admin), key_variable),
-        default="",
-        help="the gateway (default: the one of the settings, else http://127.0.0.1:8000)",
-    )
-
-
-def add_admin_commands(
-    parser: argparse.ArgumentParser,
-    commands: Mapping[Callable[[argparse.Namespace], int], tuple[str, str]],
-) -> list[argparse.ArgumentParser]:
-    """Add commands under a command, each a function with its name and summary."""
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    added = []
-    for run, (name, summary) in commands.items():
-        command = subparsers.add_parser(name, help=summary, description=summary)
-        command.set_defaults(run=run)
-        add_gateway(command, admin=True)
-        added.append(command)
-    return added
+    return Gateway(url or _own_address(admin=admin), key_variable)
 
 
 def plain_table(
@@ -160,8 +136,12 @@ def read_text(name: str) -> str:
     """Return the content of a file, or of standard input for `-`."""
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"cannot read {name}: {error}") from None
+    except FileNotFoundError:
+        raise CommandError(f"cannot read {name}: there is no such file.") from None
+    except OSError as error:
+        raise CommandError(f"cannot read {name}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise CommandError(f"cannot read {name}: it is not text in UTF-8.") from None
 
 
 def print_output(shown: RenderableType) -> None:

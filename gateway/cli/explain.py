@@ -2,27 +2,76 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.text import Text
 
 from gateway.cli import CommandError
-from gateway.cli.client import add_gateway, print_json, read_text
+from gateway.cli.client import connect, print_json, print_output, read_text
+
+_BECAUSE = {
+    "eligible": "the request can use drafts",
+    "media": "the request contains pictures, video, audio or files",
+    "non_greedy_sampling": "temperature is {temperature}",
+    "logits_processors": "a penalty, a bias or forbidden words change token scores",
+    "structured_output": "the answer must follow a schema",
+    "logprobs": "the request asks for log probabilities",
+    "multiple_choices": "n is {choices}",
+    "thinking_budget": "the request limits how long the model may think",
+    "prompt_too_long": "the prompt is longer than the speculative lane accepts",
+    "no_mtp_worker": "no worker with an MTP head is available",
+    "mtp_not_paying": "drafts were measured to slow this lane down at its present load",
+    "head_unhealthy": "the MTP head failed its self-test, or kept failing",
+    "policy": "route '{route}' of the policy says so",
+    "spilled": "the preferred pool is full",
+}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `explain`."""
-    parser.add_argument(
-        "request", metavar="REQUEST.json", help="the body of a request ('-' reads standard input)"
-    )
-    add_gateway(parser)
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    """Print the gateway's decision as JSON."""
+def run(*, request: str, url: str, as_json: bool) -> int:
+    """Print the gateway's decision in sentences, or as JSON."""
     try:
-        body = json.loads(read_text(options.request))
+        body = json.loads(read_text(request))
     except json.JSONDecodeError as error:
-        raise CommandError(f"{options.request} is not JSON: {error}") from None
-    print_json(options.gateway.read("POST", "/v1/route/explain", json=body))
+        name = "standard input" if request == "-" else request
+        raise CommandError(f"{name} is not JSON: line {error.lineno}, {error.msg}.") from None
+    explanation = connect(url).read("POST", "/v1/route/explain", json=body)
+    if as_json:
+        print_json(explanation)
+    else:
+        print_output(Text("\n".join(_sentences(explanation))))
     return 0
+
+
+def _sentences(explanation: Mapping[str, Any]) -> list[str]:
+    """Return the decision with its reason, then the alternatives."""
+    first, *rest = explanation["candidates"] or [None]
+    lines = ["No worker can take this request now."]
+    if first is not None:
+        lines = [f"{_place(first)}, because {_reason(first['reason'], explanation)}."]
+    if rest:
+        lines.append(f"Next: {', '.join(map(_place, rest))}.")
+    if unavailable := explanation["unavailable"]:
+        states = (f"{worker} ({state})" for worker, state in unavailable.items())
+        lines.append(f"Unavailable: {', '.join(states)}.")
+    return lines
+
+
+def _place(candidate: Mapping[str, Any]) -> str:
+    return f"{candidate['pool']} on {candidate['worker_id']}"
+
+
+def _reason(reason: str, explanation: Mapping[str, Any]) -> str:
+    """Return all reasons against the speculative lane if one of them decided, else the one."""
+    bypass = explanation["bypass"]
+    profile = explanation["profile"]
+    clauses = (
+        _BECAUSE.get(one, one).format(
+            temperature=profile["sampling"]["temperature"],
+            choices=profile["choices"],
+            route=explanation["route"],
+        )
+        for one in (bypass if reason in bypass else [reason])
+    )
+    return ", and ".join(clauses)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
-
-from pydantic import SecretStr
 
 from gateway.config.settings import Settings, load_settings
 from gateway.config.startup_checks import local_url, secret_source
@@ -22,24 +19,18 @@ _UNKEYED = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `gateway` and `up` share."""
-    parser.set_defaults(run=_run)
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
-    parser.add_argument("--config", type=Path, help="configuration file (paceline.yaml)")
-    parser.add_argument("--token", help="secret that workers join with (default: a stored one)")
-
-
-def settings_from(options: argparse.Namespace) -> Settings:
+def read_settings(
+    host: str | None, port: str | None, config: str | None, token: str | None
+) -> Settings:
     """Read the settings; raise `StartupError` if they are invalid."""
-    token = SecretStr(options.token) if options.token else None
-    return load_settings(options.config, host=options.host, port=options.port, join_token=token)
+    return load_settings(
+        Path(config) if config else None, host=host, port=port, join_token=token or None
+    )
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(**flags: str | None) -> int:
     """Serve until Ctrl-C or SIGTERM, then let running requests finish."""
-    settings = settings_from(options)
+    settings = read_settings(**flags)
     settle_collector()
     run_loop(_serve(settings))
     return 0

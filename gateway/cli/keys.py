@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote
 
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.client import add_admin_commands, plain_table, print_json, print_output
-from policies.document import Priority
+from gateway.cli.client import connect, plain_table, print_json, print_output
 
 _PATH = "/admin/v1/keys"
 _USAGE_PATH = "/admin/v1/usage"
@@ -23,59 +19,23 @@ _USAGE_COLUMNS = (
     *("prompt_tokens", "cached_tokens", "completion_tokens", "guessed_tokens"),
 )
 _LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
-_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 _STATE_STYLES = {"active": "green", "expired": "yellow", "revoked": "red"}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the commands under `keys`; each sends the admin key."""
-    create, listing, revoke, usage = add_admin_commands(
-        parser,
-        {
-            _create: ("create", "create a key; its secret is shown only once"),
-            _list: ("list", "list all keys, without their secrets"),
-            _revoke: ("revoke", "revoke a key, and end its running requests"),
-            _usage: ("usage", "show the usage of keys by day (UTC)"),
-        },
-    )
-    create.add_argument("name", help="its owner")
-    create.add_argument("--team", help="usage is summed by team")
-    create.add_argument("--model", action="append", dest="models", help="allow only this (repeat)")
-    create.add_argument("--pool", action="append", dest="pools", help="allow only this (repeat)")
-    create.add_argument(
-        "--priority", choices=[str(one) for one in Priority], help="the highest one allowed"
-    )
-    for limit in _LIMITS:
-        create.add_argument(f"--{limit.replace('_', '-')}", type=int, metavar="N")
-    lifetime = "90m, 12h or 30d (default: never)"
-    create.add_argument(
-        "--expires-in", dest="expires_at", type=_expiry, metavar="TIME", help=lifetime
-    )
-    revoke.add_argument("id", help="the id that `paceline keys list` shows")
-    usage.add_argument("--from", dest="first", metavar="DAY", help="like 2026-11-01")
-    usage.add_argument("--to", dest="last", metavar="DAY", help="like 2026-11-30 (default: today)")
-    for command in (create, listing, revoke, usage):
-        forms = command.add_mutually_exclusive_group()
-        forms.add_argument("--json", action="store_true", help="print the gateway's response")
-        if command is usage:
-            forms.add_argument("--csv", action="store_true", help="print CSV")
-
-
-def _create(options: argparse.Namespace) -> int:
-    fields = ("name", "team", "models", "pools", "priority", "expires_at", *_LIMITS)
-    given = vars(options)
-    body = {name: given[name] for name in fields if given[name] is not None}
-    key = options.gateway.read("POST", _PATH, json=body)
-    return _print(
-        options,
-        key,
+def create(*, url: str, as_json: bool, **terms: Any) -> int:
+    """Create a key with the given terms."""
+    body = {name: value for name, value in terms.items() if value not in (None, ())}
+    key = connect(url, admin=True).read("POST", _PATH, json=body)
+    shown = (
         f"Created {key['id']} for {key['name']}. The secret is shown only this once:\n\n"
-        f"{key['secret']}",
+        f"{key['secret']}"
     )
+    return _print(key, shown, as_json=as_json)
 
 
-def _list(options: argparse.Namespace) -> int:
-    answer = options.gateway.read("GET", _PATH)
+def list_all(*, url: str, as_json: bool) -> int:
+    """List all keys."""
+    answer = connect(url, admin=True).read("GET", _PATH)
     table = plain_table("Id", "Name", "Team", "Begins", "State", "May use", "Limits")
     for key in answer["keys"]:
         state = Text(key["state"], style=_STATE_STYLES.get(key["state"], ""))
@@ -83,32 +43,35 @@ def _list(options: argparse.Namespace) -> int:
         table.add_row(
             *(key["id"], key["name"], key["team"], key["prefix"], state, scope, _limits(key))
         )
-    return _print(options, answer, table)
+    return _print(answer, table, as_json=as_json)
 
 
-def _revoke(options: argparse.Namespace) -> int:
-    key = options.gateway.read("DELETE", f"{_PATH}/{quote(options.id, safe='')}")
-    return _print(options, key, f"Revoked {key['id']} of {key['name']}.")
+def revoke(*, key_id: str, url: str, as_json: bool) -> int:
+    """Revoke a key."""
+    key = connect(url, admin=True).read("DELETE", f"{_PATH}/{quote(key_id, safe='')}")
+    return _print(key, f"Revoked {key['id']} of {key['name']}.", as_json=as_json)
 
 
-def _usage(options: argparse.Namespace) -> int:
-    days = {"from": options.first, "to": options.last}
+def usage(*, first: str | None, last: str | None, url: str, as_json: bool, as_csv: bool) -> int:
+    """Show the usage of keys by day."""
+    gateway = connect(url, admin=True)
+    days = {"from": first, "to": last}
     query = {name: day for name, day in days.items() if day is not None}
-    if options.csv:
-        response = options.gateway.send("GET", _USAGE_PATH, params={**query, "format": "csv"})
+    if as_csv:
+        response = gateway.send("GET", _USAGE_PATH, params={**query, "format": "csv"})
         sys.stdout.write(response.text)
         return 0
-    answer = options.gateway.read("GET", _USAGE_PATH, params=query)
+    answer = gateway.read("GET", _USAGE_PATH, params=query)
     numbers = ("Requests", "Prompt", "Cached", "Completion", "Guessed")
     table = plain_table("Day", "Key", "Name", "Team", numbers=numbers)
     for row in answer["rows"]:
         table.add_row(*(str(row[column]) for column in _USAGE_COLUMNS))
-    return _print(options, answer, table)
+    return _print(answer, table, as_json=as_json)
 
 
-def _print(options: argparse.Namespace, answer: Mapping[str, Any], shown: str | Table) -> int:
-    """Print the gateway's answer with `--json`, else its form for a terminal."""
-    if options.json:
+def _print(answer: Mapping[str, Any], shown: str | Table, *, as_json: bool) -> int:
+    """Print the gateway's answer as JSON, or its form for a terminal."""
+    if as_json:
         print_json(answer)
     else:
         print_output(Text(shown) if isinstance(shown, str) else shown)
@@ -121,11 +84,3 @@ def _limits(key: Mapping[str, Any]) -> str:
     if key["expires_at"] is not None:
         limits.append(f"until {key['expires_at'][:16]}")
     return ", ".join(limits) or "none"
-
-
-def _expiry(text: str) -> str:
-    """Return the time at which a duration from now ends."""
-    match = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError("must be like 90m, 12h or 30d")
-    return (datetime.now(UTC) + timedelta(**{_UNITS[match[2]]: int(match[1])})).isoformat()

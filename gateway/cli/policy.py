@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import json
 import re
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from gateway.cli.client import (
     Gateway,
-    add_admin_commands,
+    connect,
     plain_table,
     print_json,
     print_output,
@@ -32,36 +31,6 @@ _PATH = "/admin/v1/policy"
 _MARK = re.compile(r"\A# policy version (?P<version>\d+), etag (?P<etag>[0-9a-f-]+)$", re.MULTILINE)
 _MARK_LINE = re.compile(r"\A# policy version \d+(, etag [0-9a-f-]+)?\n")
 _VALUE_CHARS = 60
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the commands of `policy`."""
-    show, validate, diff, apply, _, rollback = add_admin_commands(
-        parser,
-        {
-            _show: ("show", "print the active policy, or an earlier version"),
-            _validate: ("validate", "check whether a policy is valid"),
-            _diff: ("diff", "show what a policy would change, and which requests it would move"),
-            _apply: ("apply", "activate a policy"),
-            _history: ("history", "list the versions of the policy, the newest first"),
-            _rollback: ("rollback", "activate an earlier version again"),
-        },
-    )
-    show.add_argument("--version", type=int, metavar="N", help="print this version")
-    show.add_argument("--json", action="store_true", help="print JSON instead of YAML")
-    for command in (validate, diff, apply):
-        command.add_argument(
-            "file", type=_PolicyFile, metavar="FILE", help="YAML, or JSON as .json ('-' reads YAML)"
-        )
-    validate.add_argument("--offline", action="store_true", help="check it without a gateway")
-    rollback.add_argument("version", type=int, metavar="VERSION")
-    note = "the purpose; it is stored with the version"
-    apply.add_argument("--note", required=True, help=note)
-    rollback.add_argument("--note", default="", help=note)
-    for command in (apply, rollback):
-        command.add_argument(
-            "--author", default=_default_author(), help="the author (default: %(default)s)"
-        )
 
 
 class _PolicyFile:
@@ -90,85 +59,90 @@ class _PolicyFile:
                 )
 
 
-def _show(options: argparse.Namespace) -> int:
-    path = _PATH if options.version is None else f"{_PATH}/history/{options.version}"
-    if options.json:
-        shown = options.gateway.read("GET", path)
-        print_json(shown if options.version is None else shown["document"])
+def show(*, version: int | None, url: str, as_json: bool) -> int:
+    """Print the active policy, or an earlier version."""
+    gateway = connect(url, admin=True)
+    path = _PATH if version is None else f"{_PATH}/history/{version}"
+    if as_json:
+        shown = gateway.read("GET", path)
+        print_json(shown if version is None else shown["document"])
         return 0
-    response = options.gateway.send("GET", path, headers={"accept": "application/yaml"})
+    response = gateway.send("GET", path, headers={"accept": "application/yaml"})
     number, etag = (response.headers.get(name) for name in ("x-paceline-policy-version", "etag"))
     if number is None:
-        raise options.gateway.unknown_server()
+        raise gateway.unknown_server()
     mark = _mark(number, etag.strip('"')) if etag else f"# policy version {number}"
     sys.stdout.write(f"{mark}\n{printable(response.text)}")
     return 0
 
 
-def _validate(options: argparse.Namespace) -> int:
-    file = options.file
+def validate(*, file: str, offline: bool, url: str) -> int:
+    """Print the problems of a policy; return 1 if there are any."""
+    policy = _PolicyFile(file)
     problems: Sequence[Problem] = ()
     warnings: Sequence[Mapping[str, Any]] = ()
-    if options.offline:
+    if offline:
         try:
-            parse_policy(file.text, file.name)
+            parse_policy(policy.text, file)
         except PolicyInvalid as invalid:
             problems = invalid.problems
     else:
-        answer = file.post(options.gateway, "/validate")
+        answer = policy.post(connect(url, admin=True), "/validate")
         problems = [Problem(**one) for one in answer["problems"]]
         warnings = answer["warnings"]
     for field, message, line in problems:
-        where = f"{file.name}:{line}" if line else file.name
+        where = f"{file}:{line}" if line else file
         sys.stdout.write(": ".join(part for part in (where, field, message) if part) + "\n")
     for warning in warnings:
-        sys.stdout.write(f"{file.name}: warning: {warning['message']}\n")
+        sys.stdout.write(f"{file}: warning: {warning['message']}\n")
     if not problems:
-        sys.stdout.write(f"{file.name} is a valid policy.\n")
+        sys.stdout.write(f"{file} is a valid policy.\n")
     return 1 if problems else 0
 
 
-def _diff(options: argparse.Namespace) -> int:
-    _print_difference(options.file.post(options.gateway, "/diff"))
+def diff(*, file: str, url: str) -> int:
+    """Print what a policy would change."""
+    _print_difference(_PolicyFile(file).post(connect(url, admin=True), "/diff"))
     return 0
 
 
-def _apply(options: argparse.Namespace) -> int:
-    file = options.file
-    difference = file.post(options.gateway, "/diff")
+def apply(*, file: str, note: str, author: str | None, url: str) -> int:
+    """Activate a policy, and print what it changes."""
+    policy, gateway = _PolicyFile(file), connect(url, admin=True)
+    difference = policy.post(gateway, "/diff")
     if not _print_difference(difference):
         return 0
     etag = difference["onto"]["etag"]
     hint = "Nothing was changed. Check `paceline policy diff`, then try again."
-    if file.mark:
-        etag = file.mark["etag"]
+    if policy.mark:
+        etag = policy.mark["etag"]
         hint = (
-            f"Nothing was changed: {file.name} is based on version {file.mark['version']}. Merge "
+            f"Nothing was changed: {file} is based on version {policy.mark['version']}. Merge "
             "the output of `paceline policy show` into the file, including its first line."
         )
-    headers = {**file.headers, **_edit_headers(options, etag)}
+    headers = {**policy.headers, **_edit_headers(author, note, etag)}
     # The gateway stores the text, to which `show` adds the mark of its version.
-    content = _MARK_LINE.sub("", file.text).encode()
-    version = options.gateway.read(
-        "PUT", _PATH, content=content, headers=headers, conflict_hint=hint
-    )
-    file.update_mark(version)
+    content = _MARK_LINE.sub("", policy.text).encode()
+    version = gateway.read("PUT", _PATH, content=content, headers=headers, conflict_hint=hint)
+    policy.update_mark(version)
     return _print_version(version)
 
 
-def _rollback(options: argparse.Namespace) -> int:
-    earlier = options.gateway.read("GET", f"{_PATH}/history/{options.version}")
-    difference = options.gateway.read("POST", f"{_PATH}/diff", json=earlier["document"])
+def rollback(*, version: int, note: str, author: str | None, url: str) -> int:
+    """Activate an earlier version again, and print what it changes."""
+    gateway = connect(url, admin=True)
+    earlier = gateway.read("GET", f"{_PATH}/history/{version}")
+    difference = gateway.read("POST", f"{_PATH}/diff", json=earlier["document"])
     if not _print_difference(difference):
         return 0
-    version = options.gateway.read(
+    restored = gateway.read(
         "POST",
         f"{_PATH}/rollback",
-        json={"version": options.version},
-        headers=_edit_headers(options, difference["onto"]["etag"]),
+        json={"version": version},
+        headers=_edit_headers(author, note, difference["onto"]["etag"]),
         conflict_hint="Nothing was changed. Check `paceline policy history`, then try again.",
     )
-    return _print_version(version)
+    return _print_version(restored)
 
 
 def _print_difference(difference: Mapping[str, Any]) -> bool:
@@ -177,11 +151,11 @@ def _print_difference(difference: Mapping[str, Any]) -> bool:
     return bool(difference["changes"])
 
 
-def _edit_headers(options: argparse.Namespace, etag: str) -> dict[str, str]:
+def _edit_headers(author: str | None, note: str, etag: str) -> dict[str, str]:
     """Return the author and note of an edit, and the version on which it is based."""
     return {
-        "x-paceline-author": quote(options.author),
-        "x-paceline-note": quote(options.note),
+        "x-paceline-author": quote(_default_author() if author is None else author),
+        "x-paceline-note": quote(note),
         "if-match": f'"{etag}"',
     }
 
@@ -191,9 +165,10 @@ def _print_version(version: Mapping[str, Any]) -> int:
     return 0
 
 
-def _history(options: argparse.Namespace) -> int:
+def history(*, url: str) -> int:
+    """List the versions of the policy."""
     table = plain_table("Version", "When", "By", "Reason", "Note", no_wrap=("Version", "When"))
-    versions = options.gateway.read("GET", f"{_PATH}/history")["versions"]
+    versions = connect(url, admin=True).read("GET", f"{_PATH}/history")["versions"]
     for index, version in enumerate(versions):  # the active one is first
         number = Text(str(version["number"]), style="" if index else "green")
         rest = (version[name] for name in ("time", "author", "reason", "note"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -17,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.client import Gateway, GatewayUnavailable, add_gateway, plain_table, print_json
+from gateway.cli.client import Gateway, GatewayUnavailable, connect, plain_table, print_json
 from workers.terminal import printable
 
 _WATCH_TIMEOUT_S = 5.0
@@ -27,29 +26,15 @@ _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `status`."""
-    add_gateway(parser)
-    parser.set_defaults(run=_run)
-    parser.add_argument("--json", action="store_true", help="print /v1/status unchanged")
-    parser.add_argument(
-        "--watch",
-        type=_seconds,
-        nargs="?",
-        const=2.0,
-        metavar="SECONDS",
-        help="repeat until Ctrl-C (every 2 s)",
-    )
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(*, url: str, as_json: bool, watch: float | None) -> int:
     """Print the state of a gateway; return 0 if it is ready, else 1."""
-    if options.watch:
+    gateway = connect(url)
+    if watch:
         with contextlib.suppress(KeyboardInterrupt):
-            _watch(options.gateway, options.watch, as_json=options.json)
+            _watch(gateway, watch, as_json=as_json)
         return 0
-    state = options.gateway.read("GET", "/v1/status")
-    if options.json:
+    state = gateway.read("GET", "/v1/status")
+    if as_json:
         print_json(state)
     else:
         Console(highlight=False).print(render(state))
@@ -164,13 +149,3 @@ def _states(gateway: Gateway, every_s: float) -> Iterator[tuple[Mapping[str, Any
         except GatewayUnavailable as reason:
             yield None, str(reason)
         time.sleep(every_s)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a time between 0.1 and 3600 seconds")
-    return seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
@@ -11,7 +10,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,23 +57,18 @@ restart it:
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `up`."""
-    serve.add_options(parser)
-    parser.set_defaults(run=_run)
-    parser.add_argument(
-        "--model", help="folder or Hugging Face name of an MLX model (default: a toy model)"
-    )
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(*, model: str | None, config: str | None, **flags: str | None) -> int:
     """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot run."""
-    settings = serve.settings_from(options)
+    settings = serve.read_settings(config=config, **flags)
     settle_collector()
-    return run_loop(_serve(settings, options))
+    worker_flags = (
+        *(("--model", model) if model else ()),
+        *(("--config", config) if config else ()),
+    )
+    return run_loop(_serve(settings, worker_flags))
 
 
-async def _serve(settings: Settings, options: argparse.Namespace) -> int:
+async def _serve(settings: Settings, worker_flags: Sequence[str]) -> int:
     shutdown = Shutdown()
     with shutdown.on_signals():
         started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
@@ -90,7 +84,7 @@ async def _serve(settings: Settings, options: argparse.Namespace) -> int:
         if listening.admin_url:
             _print(f"The admin port listens on {listening.admin_url}.")
         _print(f"Gateway listens on {listening.url}.")
-        runner = _WorkerRunner(given=settings, options=options, listening=listening)
+        runner = _WorkerRunner(given=settings, worker_flags=worker_flags, listening=listening)
         worker = asyncio.create_task(runner.run(), name="worker")
         try:
             await asyncio.wait({gateway, worker}, return_when=asyncio.FIRST_COMPLETED)
@@ -116,7 +110,8 @@ class _WorkerRunner:
 
     given: Settings
     """The settings without the stored secrets."""
-    options: argparse.Namespace
+    worker_flags: Sequence[str]
+    """Flags that the worker gets besides those of its place."""
     listening: Listening
     greeted: bool = False
     muted: bool = False
@@ -128,8 +123,7 @@ class _WorkerRunner:
         command = (
             *(sys.executable, "-m", "workers", "--leash", "--port", "0"),
             *("--id", name, "--join", gateway_url),
-            *(("--model", self.options.model) if self.options.model else ()),
-            *(("--config", str(self.options.config)) if self.options.config else ()),
+            *self.worker_flags,
         )
         async with httpx.AsyncClient(
             base_url=f"{gateway_url}/admin/v1/workers",

@@ -157,5 +157,5 @@ def test_explain_prints_the_pool_of_a_request(up: UpProcess, tmp_path: Path) -> 
     for temperature, pool in ((0, "text-mtp"), (1, "vlm")):
         request = tmp_path / "request.json"
         request.write_text(json.dumps(text_body(up.model, temperature=temperature)))
-        result = run_paceline(tmp_path, "explain", str(request), "--url", up.url)
+        result = run_paceline(tmp_path, "explain", str(request), "--json", "--url", up.url)
         assert json.loads(result.stdout)["pool"] == pool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -13,8 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import uvloop
 
+from workers.command_line import describe_usage_error, worker_command
 from workers.config_file import InvalidSettings, load_layered
 from workers.engine.spec_prefill import SpecPrefillSettings
 from workers.engine.types import EngineSettings, ModelCard, ModelUnusable
@@ -41,6 +42,11 @@ def main(arguments: Sequence[str]) -> int:
         logging.getLogger(verbose).setLevel(logging.WARNING)
     try:
         return _run(read_settings(arguments))
+    except click.exceptions.Exit as end:  # after `--help`
+        return end.exit_code
+    except click.UsageError as error:
+        sys.stderr.write(printable(f"paceline worker: {describe_usage_error(error)}\n"))
+        return ExitCode.SETTINGS
     except (InvalidSettings, ModelUnusable) as error:
         sys.stderr.write(printable(f"paceline worker: {error}\n"))
         return ExitCode.MODEL if isinstance(error, ModelUnusable) else ExitCode.SETTINGS
@@ -173,35 +179,14 @@ def _print(line: str) -> None:
 
 def read_settings(arguments: Sequence[str]) -> WorkerSettings:
     """Return the settings of a command line; raise `InvalidSettings` naming each wrong one."""
-    options = vars(_parser().parse_args(arguments))
-    flags = {name: value for name, value in options.items() if value}
+    command = worker_command()
+    with command.make_context("paceline worker", list(arguments)) as context:
+        flags = {name: value for name, value in context.params.items() if value}
     config = flags.pop("config", None)
     return load_layered(
-        WorkerSettings, flags, config, section="worker", flag_names={"labels": "label"}
+        WorkerSettings,
+        flags,
+        Path(config) if config else None,
+        section="worker",
+        flag_names={"labels": "label"},
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline worker",
-        description="Serve one MLX model on this machine: text with speculative decoding, and "
-        "images if the model supports them.",
-    )
-    add = parser.add_argument
-    add("--model", help="folder or Hugging Face repository of an MLX model (default: a toy model)")
-    add("--lanes", help="comma-separated lanes (default: text-mtp,vlm)")
-    add("--host", help="address to listen on (default: loopback, or the one facing the gateway)")
-    add("--port", help="port to listen on; 0 picks a free port (default: 9200)")
-    add("--join", metavar="URL", help="gateway that receives the heartbeats of this worker")
-    add("--token", help="join token of the gateway (PACELINE_JOIN_TOKEN does not show it in `ps`)")
-    add("--id", help="name of this worker (default: host name and port)")
-    add("--label", action="append", dest="labels", help="label for pools of the policy; repeatable")
-    add("--draft-tokens", metavar="K", help="draft tokens per step, 0 to 8 (default: 2)")
-    add("--prefix-cache-dir", metavar="DIR", help="store the prefix cache across restarts")
-    add("--prefix-cache-bytes", metavar="N", help="size of the prefix cache (default: 1 GiB)")
-    add("--spec-prefill", metavar="DRAFT", help="small model that selects tokens of long prompts")
-    add("--spec-prefill-threshold", metavar="N", help="shortest long prompt (default: 8192)")
-    add("--spec-prefill-keep", metavar="SHARE", help="share of tokens to prefill (default: 0.3)")
-    add("--config", metavar="FILE", type=Path, help="settings file (default: paceline.yaml)")
-    add("--leash", action="store_true", help="shut down when standard input closes")
-    return parser

@@ -1,41 +1,149 @@
-"""`paceline --help` and the help of every command."""
+"""Help, version, completion and usage errors of every command."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
+import click
 import pytest
 
-from gateway.cli import COMMANDS
+from gateway.cli import main
+from gateway.cli.commands import paceline
+from policies.document import Priority
+from workers.command_line import worker_command
+from workers.server.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[3]
+# Each of them takes a tenth of a second of CPU time or more to import.
+HEAVY = {"fastapi", "httpx", "pydantic", "rich", "uvicorn", "yaml"}
+Path_ = tuple[str, ...]
 
 
-def test_the_main_help_imports_no_command() -> None:
-    """The imports of a command use a second of CPU time, which `--help` does not need."""
-    program = """
+def commands_of(group: click.Group, path: Path_ = ()) -> Iterator[tuple[Path_, click.Command]]:
+    """Yield every command of a group with its path, and those of its groups."""
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        if isinstance(command, click.Group):
+            yield from commands_of(command, (*path, name))
+
+
+COMMANDS = dict(commands_of(paceline))
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `paceline` in a process that fails if it imports a heavy package."""
+    program = f"""
 import contextlib, sys
 from gateway.cli import main
-with contextlib.suppress(SystemExit):
-    main(["--help"])
-loaded = sorted({name.partition(".")[0] for name in sys.modules})
-assert not {"pydantic", "fastapi", "httpx", "rich", "uvicorn"} & set(loaded), loaded
+try:
+    sys.exit(main())
+finally:
+    assert not {HEAVY!r} & {{name.partition(".")[0] for name in sys.modules}}, "slow"
 """
-    process = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert all(f"    {name} " in process.stdout for name in COMMANDS)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_prints_its_usage(name: str) -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "gateway", name, "--help"],
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
-        check=True,
+        env={"PYTHONPATH": str(ROOT), **environment},
+        check=False,
         capture_output=True,
         text=True,
     )
-    assert process.stdout.startswith(f"usage: paceline {name}")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_the_main_help_lists_every_command_and_imports_none(arguments: Path_) -> None:
+    process = run(*arguments)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert all(f"\n  {name} " in process.stdout for name in paceline.commands)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_each_command_prints_its_usage_and_explains_every_argument(
+    path: Path_, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*path, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: paceline {' '.join(path)}")
+    assert COMMANDS[path].help
+
+
+def test_help_and_errors_of_a_command_import_neither_it_nor_its_libraries() -> None:
+    assert run("bench", "--help").returncode == 0
+    assert run("worker", "--help").returncode == 0
+    assert run("keys").returncode == 0
+    process = run("up", "--prot", "8000")
+    assert process.returncode == 2
+    assert process.stderr == (
+        "paceline: There is no option '--prot'; did you mean '--port'? See `paceline up --help`.\n"
+    )
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"paceline {version('paceline')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("stauts", "There is no command 'stauts'; did you mean 'status'? See `paceline --help`."),
+        ("xyz", "There is no command 'xyz'. See `paceline --help`."),
+        ("keys lst", "There is no command 'lst'; did you mean 'list'? See `paceline keys --help`."),
+        ("bench --mdoel m", "There is no option '--mdoel'; did you mean '--model'?"),
+        ("status --colour", "There is no option '--colour'. See `paceline status --help`."),
+        ("keys create", "NAME is missing. See `paceline keys create --help`."),
+        ("keys create a b", "'b' is one argument too many."),
+        ("keys create a --priority high", "--priority: 'high' is not one of 'interactive', "),
+        ("keys create a --tokens-a-day x", "--tokens-a-day: 'x' is not a whole number."),
+        ("policy show --version new", "--version: 'new' is not a whole number."),
+        ("policy apply file", "--note is missing."),
+        ("status --url", "--url needs a value."),
+        ("status --json=yes", "--json takes no value."),
+        ("status --watch 0", "--watch: '0' is not a time between 0.1 and 3600 seconds."),
+        ("keys usage --json --csv", "--json is not allowed with --csv."),
+        ("worker --prot 1", "There is no option '--prot'; did you mean '--port'?"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_help(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(f"paceline: {message}")
+    assert error.endswith(" --help`.\n")
+    assert error.count("\n") == 1
+
+
+def test_the_shell_completes_commands_options_and_values() -> None:
+    assert "complete -o nosort" in run("completion", "bash").stdout
+    for words, expected in (
+        ("paceline sta", ["status"]),
+        ("paceline keys re", ["revoke"]),
+        ("paceline keys create --priority b", ["bulk"]),
+        ("paceline worker --prefix-cache-", ["--prefix-cache-dir", "--prefix-cache-bytes"]),
+    ):
+        place = str(words.count(" "))
+        completed = run(_PACELINE_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=place)
+        assert completed.stdout.split() == [f"plain,{word}" for word in expected]
+
+
+def test_the_priorities_of_a_key_are_those_of_the_policy() -> None:
+    (option,) = (one for one in COMMANDS["keys", "create"].params if one.name == "priority")
+    assert isinstance(option.type, click.Choice)
+    assert list(option.type.choices) == [str(one) for one in Priority]
+
+
+def test_each_setting_of_a_worker_has_one_flag_that_names_its_default() -> None:
+    flags = {option.name: option for option in worker_command().params}
+    settings = WorkerSettings.model_fields
+    assert flags.keys() == settings.keys() - {"state_dir"} | {"config"}
+    for name, option in flags.items():
+        assert isinstance(option, click.Option)
+        default = settings[name].default if name in settings else None
+        if default and name != "lanes":
+            assert f"(default: {default}" in (option.help or ""), name
