@@ -54,6 +54,10 @@ class BrowserTab:
         """Open the page for admins without a key."""
         await self._go(gateway.url, "/admin")
 
+    async def open_start(self, url: str) -> None:
+        """Open the start page of a gateway."""
+        await self._go(url, "/")
+
     async def open_dashboard(self, url: str) -> None:
         """Open the dashboard of a gateway."""
         await self._go(url, "/dashboard")

@@ -1,0 +1,78 @@
+"""The start page and the API reference: snippets, navigation, and what their scripts can read."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.async_api import expect
+
+from tests.support.browser_tab import BrowserTab
+from tests.support.running_gateway import RunningGateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippet(
+    gateway_with_worker: RunningGateway, tab: BrowserTab
+) -> None:
+    page, url = tab.page, gateway_with_worker.url
+    await tab.open_start(url)
+    await expect(page.locator("#live")).to_have_text("1 Mac ready")
+    await expect(page.get_by_role("article", name="demo")).to_contain_text("Also called default")
+    await expect(page.get_by_role("article", name="fake-a")).to_contain_text("ready")
+    await expect(page.locator("#key-state")).to_contain_text("Not needed")
+    for client in ("curl", "Python", "JavaScript", "LangChain"):
+        await page.get_by_role("tab", name=client).click()
+        code = page.get_by_role("tabpanel").locator("code")
+        for part in (f"{url}/v1", "demo", "none"):
+            await expect(code).to_contain_text(part)
+    await page.keyboard.press("Home")
+    await expect(page.get_by_role("tab", name="curl")).to_be_focused()
+    await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    await page.get_by_role("button", name="Copy the code for curl").click()
+    await expect(page.locator("#notice")).to_have_text("Copied.")
+    copied = await page.evaluate("navigator.clipboard.readText()")
+    assert copied.startswith(f"curl {url}/v1/chat/completions")
+    await page.get_by_label("Model", exact=True).select_option("gpt-4o-mini")
+    await expect(page.get_by_role("tabpanel").locator("code")).to_contain_text('"gpt-4o-mini"')
+
+
+async def test_a_stranger_without_a_key_sees_the_address_and_no_model(
+    gateway_with_worker: RunningGateway, tab: BrowserTab
+) -> None:
+    key = gateway_with_worker.create_key()
+    limited_key = gateway_with_worker.create_key(models=["demo"])
+    page = tab.page
+    await tab.open_start(gateway_with_worker.url)
+    await expect(page.locator("#live")).to_have_text("Key needed")
+    await expect(page.get_by_role("tabpanel").locator("code")).to_contain_text("Bearer YOUR_KEY")
+    text = await page.locator("main").inner_text()
+    assert "demo" not in text
+    assert "fake-a" not in text
+    for secret, macs in (("wrong", 0), (limited_key["secret"], 0), (key["secret"], 1)):
+        await page.get_by_label("Your key").fill(secret)
+        await page.keyboard.press("Enter")
+        if secret == "wrong":
+            await expect(page.get_by_role("alert").last).to_contain_text("does not accept this key")
+            continue
+        await expect(page.get_by_role("article", name="demo")).to_be_visible()
+        await expect(page.locator("#mac-list article")).to_have_count(macs)
+        assert secret not in await page.content()
+        await tab.button("Sign out").click()
+        await expect(page.locator("#live")).to_have_text("Key needed")
+
+
+async def test_the_api_reference_reads_no_key_that_another_page_stored(
+    gateway_with_worker: RunningGateway, tab: BrowserTab
+) -> None:
+    page = tab.page
+    await tab.open_admin(gateway_with_worker)
+    await expect(page.locator("#active-version")).to_contain_text("is active")
+    await page.get_by_role("link", name="Docs").click()
+    await expect(page.locator("#operations-tag-For_clients")).to_be_visible()
+    await expect(page.get_by_text("/v1/chat/completions", exact=True)).to_be_visible()
+    read = "name => { try { return window[name].length } catch (error) { return error.name } }"
+    for storage in ("sessionStorage", "localStorage"):
+        assert await page.evaluate(read, storage) == "SecurityError"
+    assert await page.evaluate("origin") == "null"
+    await page.get_by_role("link", name="Policy").click()
+    await expect(page.locator("#active-version")).to_contain_text("is active")
