@@ -254,9 +254,8 @@ class WorkerIdTaken(RequestRefused, status=409, code="worker_id_taken"):
 
 
 class WorkerUnconfirmed(RequestRefused, status=422, code="worker_unconfirmed"):
-    """The URL of a heartbeat does not answer as the worker that sent the heartbeat."""
+    """The URL of a heartbeat does not answer as the worker that sent it; the message says why."""
 
-    message = "The gateway did not get the report of this worker and boot from its 'url'."
     param = "url"
 
 

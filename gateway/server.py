@@ -12,12 +12,12 @@ from typing import NamedTuple, TypeVar
 
 from gateway.app import PortApp, create_app
 from gateway.config.settings import Settings
-from gateway.config.startup_checks import base_url, check_secrets, ensure_secrets
+from gateway.config.startup_checks import check_secrets, ensure_secrets
 from gateway.errors import StartupError
 from gateway.http.downstream import DownstreamProtocol
 from workers.http import Server, raise_open_file_limit
 from workers.lifecycle import Shutdown
-from workers.protocol import is_loopback
+from workers.protocol import base_url, is_loopback
 
 Result = TypeVar("Result")
 

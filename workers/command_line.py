@@ -49,7 +49,7 @@ def worker_command(run: Callable[..., int] | None = None) -> Command:
             text("--lanes", "Comma-separated lanes (default: text-mtp,vlm)."),
             text(
                 "--host",
-                "Address to listen on (default: loopback, or the one facing the gateway).",
+                "Address to listen on (default: loopback; with --join all addresses).",
                 "ADDRESS",
             ),
             text("--port", "Port to listen on; 0 takes a free one (default: 9200).", "N"),

@@ -1,4 +1,4 @@
-"""Heartbeats of a worker: reports to its gateways while it runs, and a deletion at its end.
+"""Joining gateways: a question before the start, heartbeats with reports, a deletion at the end.
 
 Each address of the name in `--join` is a gateway, whose heartbeats do not wait for the others.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
+import os
 import socket
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
@@ -17,23 +21,117 @@ import httpx
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
+from workers.http import system_error
 from workers.lifecycle import first_of
-from workers.protocol import WorkerReport
+from workers.protocol import PROTOCOL, WorkerReport, base_url, speaks
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 5.0
+# A Mac that returns to the network is used again within 10 s: a heartbeat that began before has
+# at most the connect timeout left, and then waits for its retry.
+REQUEST_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 2.0
 """A gateway that restarts has the reports of all its workers within this time."""
+REPEAT_AFTER_S = 60.0
+"""A state that lasts is logged again after so long."""
 RESOLVE_INTERVAL_S = 2.0
 MAX_ADDRESSES = 16
 
-_STATUS_MESSAGES = {
-    401: "it has another join token",
-    422: "it does not get this worker's report at its URL; check --host and firewalls",
-    409: "another worker uses this id; start this one with another --id",
-}
+_OTHER_TOKEN = "it has another join token"  # noqa: S105
+_ID_TAKEN = "another worker uses this id; start this one with another --id"
+_LOCAL_NETWORK = (
+    "on macOS, allow Local Network for this terminal (System Settings > Privacy & Security)"
+)
+
+
+class NotAdmitted(Exception):
+    """The gateway will never accept this worker; the message is for the person who starts it."""
+
+
+def wait_for_gateway(
+    url: str,
+    token: SecretStr | None,
+    worker_id: str,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Ask a gateway whether this worker may join; wait for one that cannot be reached.
+
+    Raise `NotAdmitted` for another join token or protocol, or if no gateway answers at the URL.
+    `pause` waits for so many seconds, and may raise to end the wait.
+    """
+    waiting = _RepeatedLog("gateway.unreachable, waiting for it")
+    with httpx.Client(
+        headers=_authorization(token), timeout=REQUEST_TIMEOUT, trust_env=False
+    ) as client:
+        while True:
+            try:
+                response = client.get(f"{url}/admin/v1/workers/{worker_id}/protocol")
+            except httpx.TransportError as error:
+                waiting.log(f"{url}: {_describe(error)}")
+            else:
+                if not _is_passing(response.status_code):
+                    _check_admission(response, url, token)
+                    return
+                waiting.log(f"{url}: {_rejection(response)}")
+            pause(LONGEST_RETRY_S)
+
+
+def _is_passing(status: int) -> bool:
+    """Return whether a gateway or a proxy may return another status later."""
+    return status >= httpx.codes.INTERNAL_SERVER_ERROR or status in (
+        httpx.codes.REQUEST_TIMEOUT,
+        httpx.codes.TOO_MANY_REQUESTS,
+    )
+
+
+def _check_admission(response: httpx.Response, url: str, token: SecretStr | None) -> None:
+    """Raise `NotAdmitted` unless a gateway has answered that speaks the worker's protocol."""
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        problem = "has another join token" if token else "needs its join token"
+        raise NotAdmitted(
+            f"The gateway at {url} {problem}. Set PACELINE_JOIN_TOKEN, or use --token, with the "
+            "gateway's PACELINE_JOIN_TOKEN, or else the content of ~/.paceline/join-token on its "
+            "machine."
+        )
+    if response.status_code != httpx.codes.OK:
+        raise NotAdmitted(f"No gateway answers at {url}: {_rejection(response)}. Check --join.")
+    try:
+        protocol = _ProtocolResponse.model_validate_json(response.content).protocol
+    except ValidationError:
+        raise NotAdmitted(
+            f"No gateway answers at {url}, but another program. Check --join."
+        ) from None
+    if not speaks(protocol):
+        older = "gateway" if protocol < PROTOCOL else "worker"
+        raise NotAdmitted(
+            f"The gateway at {url} speaks protocol {protocol} and this worker {PROTOCOL}; they may "
+            f"differ by one. Update this {older}."
+        )
+
+
+class _ProtocolResponse(BaseModel):
+    protocol: int = Field(ge=0)
+
+
+class _RepeatedLog:
+    """Logs a state once, again if its reason changes, and seldom while it lasts."""
+
+    def __init__(self, event: str) -> None:
+        self._event = event
+        self._reason = ""
+        self._logged_s = 0.0
+
+    def log(self, reason: str) -> None:
+        now_s = time.monotonic()
+        if reason != self._reason or now_s - self._logged_s >= REPEAT_AFTER_S:
+            self._reason, self._logged_s = reason, now_s
+            log.warning("%s: %s", self._event, reason)
+
+    def clear(self) -> bool:
+        """Forget the state; return whether it was logged."""
+        logged, self._reason = bool(self._reason), ""
+        return logged
 
 
 Resolver = Callable[[httpx.URL], Awaitable[set[str]]]
@@ -50,6 +148,9 @@ class Membership:
     report: Callable[[], WorkerReport]
     changed: asyncio.Event
     """Set to send the next heartbeats at once."""
+    port: int | None = None
+    """Each gateway is given the address that faces it now, with this port. None: the URL of the
+    report, which the owner has set."""
 
 
 async def resolve(url: httpx.URL) -> set[str]:
@@ -64,10 +165,12 @@ async def resolve(url: httpx.URL) -> set[str]:
 @contextlib.asynccontextmanager
 async def joined(membership: Membership, resolver: Resolver = resolve) -> AsyncIterator[None]:
     """Send heartbeats within the context, and leave the gateways at its end."""
-    token, url = membership.token, httpx.URL(membership.gateway_url)
+    url = httpx.URL(membership.gateway_url)
     async with httpx.AsyncClient(
-        headers={"authorization": f"Bearer {token.get_secret_value()}"} if token else {},
-        timeout=REQUEST_TIMEOUT_S,
+        headers=_authorization(membership.token),
+        timeout=REQUEST_TIMEOUT,
+        # After sleep, or with another address, an idle connection is dead and nothing says so.
+        limits=httpx.Limits(max_keepalive_connections=0),
         trust_env=False,  # a proxy to the internet cannot reach the local network
     ) as client:
         gateways: dict[str, _Gateway] = {}
@@ -123,8 +226,52 @@ async def _announce_changes(changed: asyncio.Event, gateways: dict[str, _Gateway
 class HeartbeatRejected(Exception):
     """An error response of the gateway to a heartbeat."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(_STATUS_MESSAGES.get(status, f"it returned status {status}"))
+
+class _ErrorBody(BaseModel):
+    message: str = Field(max_length=1000)
+
+
+class _ErrorResponse(BaseModel):
+    error: _ErrorBody
+
+
+def _rejection(response: httpx.Response) -> str:
+    """Return why a gateway rejects a request of this worker: in our words, else in its own."""
+    match response.status_code:
+        case httpx.codes.UNAUTHORIZED:
+            return _OTHER_TOKEN
+        case httpx.codes.CONFLICT:
+            return _ID_TAKEN
+    try:
+        return _ErrorResponse.model_validate_json(response.content).error.message
+    except ValidationError:
+        return f"it returned status {response.status_code}"
+
+
+def _describe(error: BaseException) -> str:
+    """Return the reason for an error, and the cure of a local network that macOS blocks."""
+    if isinstance(error, httpx.TimeoutException):
+        return "no answer in time"
+    match system_error(error):
+        case socket.gaierror():
+            return "its name cannot be resolved"
+        case OSError(errno=errno.EHOSTUNREACH) if sys.platform == "darwin":
+            return f"{os.strerror(errno.EHOSTUNREACH)}; {_LOCAL_NETWORK}"
+        case OSError(errno=int() as number):
+            return os.strerror(number)
+    return str(error) or type(error).__name__
+
+
+def _authorization(token: SecretStr | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {token.get_secret_value()}"} if token else {}
+
+
+def source_address(address: str, port: int = 9) -> str:
+    """Return this machine's address on the route to another; raise OSError without a route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))  # selects the route; a datagram socket sends nothing here
+        return str(probe.getsockname()[0])
 
 
 class _HeartbeatResponse(BaseModel):
@@ -138,13 +285,15 @@ class _Gateway:
         self, client: httpx.AsyncClient, membership: Membership, url: httpx.URL, address: str
     ) -> None:
         self._client = client
-        self._report = membership.report
+        self._address = address
+        self._membership = membership
         path = f"{url.path.rstrip('/')}/admin/v1/workers/{membership.worker_id}"
         self._url = url.copy_with(host=address, path=path)
         # The gateway is called by its name all the same, and its certificate has the name.
         self._host = {"host": url.netloc.decode()}
         self._tls = {"sni_hostname": url.raw_host.decode()}
         self._name = f"{url} ({address})"
+        self._failing = _RepeatedLog("heartbeat.failed, retrying")
         self.changed = asyncio.Event()
         """Set to send the next heartbeat at once."""
 
@@ -167,14 +316,14 @@ class _Gateway:
         """Send reports, each a new one, until the gateway accepts one; return its interval in s."""
         async for attempt in AsyncRetrying(  # after any error: a worker that gives up is lost
             wait=wait_random_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S),
-            before_sleep=self._log_first_failure,
+            before_sleep=self._log_failure,
         ):
             with attempt:
                 self.changed.clear()
                 response = await self._request("PUT", self._report().model_dump(mode="json"))
                 if response.is_error:
-                    raise HeartbeatRejected(response.status_code)
-        if attempt.retry_state.attempt_number > 1:
+                    raise HeartbeatRejected(_rejection(response))
+        if self._failing.clear():
             log.info("heartbeat.recovered gateway=%s", self._name)
         try:
             return _HeartbeatResponse.model_validate_json(response.content).interval_s
@@ -186,9 +335,14 @@ class _Gateway:
             method, self._url, json=body, headers=self._host, extensions=self._tls
         )
 
-    def _log_first_failure(self, state: RetryCallState) -> None:
-        """Log the first of consecutive failures: an outage is one event, not hundreds."""
-        if state.attempt_number == 1 and state.outcome:
-            error = state.outcome.exception()
-            reason = error or type(error).__name__
-            log.warning("heartbeat.failed, retrying: %s: %s", self._name, reason)
+    def _report(self) -> WorkerReport:
+        """Return the present report, with the address that faces this gateway now."""
+        report, port = self._membership.report(), self._membership.port
+        if port is None:
+            return report
+        return report.model_copy(update={"url": base_url(source_address(self._address), port)})
+
+    def _log_failure(self, state: RetryCallState) -> None:
+        """Log a failure unless it is the one of before: an outage is one event, not hundreds."""
+        if state.outcome and (error := state.outcome.exception()):
+            self._failing.log(f"{self._name}: {_describe(error)}")

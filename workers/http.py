@@ -340,6 +340,19 @@ def _probe_idle_clients(listener: socket.socket) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
+def system_error(error: BaseException) -> OSError | None:
+    """Return the system's error behind one of a client library, which hides it several deep."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause
+        if isinstance(cause, BaseExceptionGroup):  # one for each address of a name
+            cause = cause.exceptions[0]
+        else:
+            cause = cause.__cause__ or cause.__context__
+    return None
+
+
 def raise_open_file_limit() -> None:
     """Let the process open as many files as the system allows, 65,536 at most."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

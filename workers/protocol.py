@@ -22,6 +22,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from policies.base import Label, Name
 
+PROTOCOL = 1
+"""Number of this protocol. It grows by one with each change that an older side misunderstands."""
 MAX_REPORTED_PREFIXES = 64
 """Cached prefixes that a report lists; a worker may have more."""
 NO_PREFIX = "-"
@@ -82,10 +84,18 @@ def _check_url(url: str) -> str:
 BaseUrl = Annotated[str, AfterValidator(_check_url)]
 
 
-class Record(BaseModel):
-    """A frozen record without unknown fields."""
+def speaks(protocol: int) -> bool:
+    """Return whether this side understands the protocol: its own, and one step older or newer.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    So a fleet is upgraded machine by machine, in any order.
+    """
+    return abs(protocol - PROTOCOL) <= 1
+
+
+class Record(BaseModel):
+    """A frozen record; unknown fields are ignored, because a newer worker may send more."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Speculation(Record):
@@ -316,6 +326,8 @@ class WorkerReport(Record):
     worker_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     boot_id: BootId
     """New at every start, so that the counts of two boots are never mixed."""
+    protocol: Count = 1
+    """The worker's `PROTOCOL`; a report without it is of the first."""
     url: BaseUrl
     """Base URL for the gateway, such as http://192.168.1.20:9200."""
     model: ModelName
@@ -468,6 +480,11 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
+def base_url(host: str, port: int) -> str:
+    """Return a URL such as http://127.0.0.1:8000 or http://[::1]:8000."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 START_PREFIX = "PACELINE_WORKER_START "
 """Begins the lines that `paceline worker --leash` prints during its start; JSON of a
 `StartProgress` follows."""
@@ -489,5 +506,7 @@ class ExitCode(IntEnum):
     """The model cannot be loaded."""
     ENGINE_DIED = 4
     """The engine failed for good: every request would fail."""
+    NOT_ADMITTED = 5
+    """The gateway rejects the join token, or speaks another protocol."""
     INTERRUPTED = 130
     """A shutdown was requested during the start."""

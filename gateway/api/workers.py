@@ -23,7 +23,7 @@ from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
 from gateway.status.render import worker_state
 from gateway.storage.counters import GONE_WORKERS
-from workers.protocol import EARLIER_BOOTS, WorkerReport
+from workers.protocol import EARLIER_BOOTS, PROTOCOL, WorkerReport, speaks
 
 PREFIX = "/admin/v1/workers"
 heartbeats = worker_router(PREFIX)
@@ -36,6 +36,12 @@ class Interval(TypedDict):
     """The interval of heartbeats that the gateway expects."""
 
     interval_s: float
+
+
+class SpokenProtocol(TypedDict):
+    """The protocol between workers and this gateway, which understands one step more and less."""
+
+    protocol: int
 
 
 class JoinedWorker(TypedDict):
@@ -67,6 +73,8 @@ class WorkerDetails(TypedDict):
     model: NotRequired[str]
     labels: NotRequired[list[str]]
     heartbeat_age_s: NotRequired[float]
+    problem: NotRequired[str]
+    """Why the gateway cannot reach the worker."""
     cordoned_since: NotRequired[str]
     cordoned_by: NotRequired[str]
 
@@ -86,7 +94,7 @@ class DrainedWorker(WorkerDetails):
 
 @heartbeats.put("/{worker_id}", responses=_HEARTBEAT)
 async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGateway) -> Interval:
-    """Record a heartbeat; the first one joins, once the worker answers at its URL."""
+    """Record a heartbeat; a ready worker joins once it answers at its URL."""
     if urlsplit(report.url).path:
         raise FieldInvalid("'url' must be like http://192.168.1.20:9200.", param="url")
     if report.worker_id != worker_id:
@@ -95,12 +103,26 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
         raise FieldInvalid("'boot_id' is the name of a sum.", param="boot_id")
     if worker_id == GONE_WORKERS:
         raise FieldInvalid("'worker_id' is the name of a sum.", param="worker_id")
-    if gateway.fleet.is_new(report) and not await gateway.control.confirm(report):
-        raise WorkerUnconfirmed
-    gateway.fleet.heartbeat(report)
+    if not speaks(report.protocol):
+        raise FieldInvalid(
+            f"The worker speaks protocol {report.protocol} and this gateway {PROTOCOL}; they may "
+            "differ by one. Update the older of the two.",
+            param="protocol",
+        )
+    reached = gateway.fleet.needs_call_back(report)
+    if reached and (problem := await gateway.control.call_back(report)):
+        gateway.fleet.record_unreachable(report, problem)
+        raise WorkerUnconfirmed(problem)
+    gateway.fleet.heartbeat(report, reached=reached)
     gateway.prefix_index.record_report(report)
     await gateway.counters.store_report(report)
     return {"interval_s": HEARTBEAT_INTERVAL_S}
+
+
+@heartbeats.get("/{worker_id}/protocol", responses=failures(KeyRefused))
+async def show_protocol(worker_id: str) -> SpokenProtocol:  # noqa: ARG001  # of the path
+    """Show the protocol for workers; before it loads its model, a worker asks for it."""
+    return {"protocol": PROTOCOL}
 
 
 @heartbeats.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused, FieldInvalid))
@@ -117,9 +139,9 @@ async def leave(
 
 @heartbeats.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
 async def show_joined(worker_id: str, gateway: CurrentGateway) -> JoinedWorker:
-    """Confirm that a worker has joined and started, to the process that started it."""
+    """Confirm that a worker has joined and is ready, to the process that started it."""
     member = _member(gateway, worker_id)
-    if member is None or member.report.start is not None:
+    if member is None or member.problem or not member.report.ready:
         raise WorkerUnknown
     return {"worker_id": worker_id, "url": member.report.url}
 
@@ -186,6 +208,8 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
             ],
             "heartbeat_age_s": round(gateway.fleet.heartbeat_age_s(member), 3),
         }
+        if member.problem:
+            worker["problem"] = member.problem
     cordon = gateway.cordons.by_worker.get(worker_id)
     if cordon is not None:
         worker |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}

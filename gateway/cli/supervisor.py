@@ -17,8 +17,8 @@ from typing import Any
 
 from workers.protocol import READY_PREFIX, ExitCode
 
-REFUSALS = frozenset((ExitCode.SETTINGS, ExitCode.MODEL))
-"""Exit codes of a worker that would fail again: invalid settings, an unusable model."""
+REFUSALS = frozenset((ExitCode.SETTINGS, ExitCode.MODEL, ExitCode.NOT_ADMITTED))
+"""Exit codes of a worker that would fail again: settings, model, join token."""
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 RESET_AFTER_S = 60.0

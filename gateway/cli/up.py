@@ -22,12 +22,12 @@ from rich.text import Text
 from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.config.settings import Settings
-from gateway.config.startup_checks import base_url, local_url, secret_source
+from gateway.config.startup_checks import local_url, secret_source
 from gateway.server import Listening, settle_collector
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
 from workers.lifecycle import Shutdown
-from workers.protocol import is_loopback
+from workers.protocol import base_url, is_loopback
 from workers.terminal import printable
 
 _REQUEST_TIMEOUT_S = 2.0

@@ -14,7 +14,7 @@ from gateway.config.settings import Settings
 from gateway.errors import StartupError
 from gateway.storage.records import exclusive_writer, replace_file
 from gateway.types import fits_header
-from workers.protocol import is_loopback
+from workers.protocol import base_url, is_loopback
 
 StoredSecret = Literal["join_token", "admin_key"]
 """A setting that is created and stored in the state folder if it is not given."""
@@ -99,11 +99,6 @@ def secret_source(given: Settings, name: StoredSecret) -> str:
 def local_url(host: str, port: int) -> str:
     """Return the address that reaches the gateway from this machine: no wildcard."""
     return base_url(_LOOPBACK_OF.get(host, host), port)
-
-
-def base_url(host: str, port: int) -> str:
-    """Return a URL such as http://127.0.0.1:8000 or http://[::1]:8000."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_address(host: str) -> bool:

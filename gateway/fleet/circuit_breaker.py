@@ -5,7 +5,7 @@
 
 Envoy's outlier detection with numbers for a fleet of a few machines, where its defaults would
 eject no worker. A worker comes back by answering real requests, first one, then two, then four at a
-time; a health check proves too little.
+time; a health check proves too little. It only ends the wait of a worker that could not be reached.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class CircuitBreaker:
     busy_until_s: float = 0.0
     reason: str = ""
     """Reason of the last ejection."""
+    unreachable: bool = False
+    """The last attempt got no connection."""
 
     def is_ejected(self, now_s: float) -> bool:
         """Return whether the worker is ejected."""
@@ -73,12 +75,22 @@ class CircuitBreaker:
         """Record a success; on probation, the limit doubles until it reaches all slots."""
         if self.probation_limit is None and not self.failures:
             return self
-        recovered = replace(self, connect_failures=0, failures=0)
+        recovered = replace(self, connect_failures=0, failures=0, unreachable=False)
         if self.probation_limit is None:
             return recovered
         more = self.probation_limit * 2
         limit = more if more < slots else None
         return replace(recovered, probation_limit=limit, healthy_since_s=now_s)
+
+    def record_connection(self, now_s: float) -> CircuitBreaker:
+        """Record that a call back got a connection again; probation replaces an ejection."""
+        return replace(
+            self,
+            connect_failures=0,
+            failures=self.failures - self.connect_failures,
+            unreachable=False,
+            ejected_until_s=min(self.ejected_until_s, now_s),
+        )
 
     def record_busy(self, now_s: float, retry_after_s: float) -> CircuitBreaker:
         """Record that the worker asks for a pause."""
@@ -93,6 +105,7 @@ class CircuitBreaker:
             self,
             connect_failures=self.connect_failures + 1 if unreachable else 0,
             failures=self.failures + 1,
+            unreachable=unreachable,
         )
         why = noted.ejection_reason
         if last or not why:
@@ -108,6 +121,7 @@ class CircuitBreaker:
             probation_limit=1,
             busy_until_s=self.busy_until_s,
             reason=why,
+            unreachable=unreachable,
         )
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 
 import httpx
@@ -17,6 +19,7 @@ from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.http.upstream import certificate_authorities
 from gateway.periodic import Job, SharedRuns
 from gateway.storage.counters import CounterStore
+from workers.http import system_error
 from workers.protocol import MAX_REPORT_BYTES, WorkerReport
 
 log = logging.getLogger(__name__)
@@ -112,20 +115,28 @@ class ReportClient:
             trust_env=False,
         )
 
-    async def confirm(self, worker: WorkerReport) -> bool:
-        """Return whether the URL of a report answers as that boot of that worker."""
-        if self._call_backs.locked():
-            return False  # too many at once: the worker sends its heartbeat again
+    async def call_back(self, worker: WorkerReport) -> str:
+        """Return why the URL of a report does not answer as that boot; empty if it does.
+
+        The sentence is for the owner of the worker, and for admins.
+        """
+        if self._call_backs.locked():  # the worker sends its heartbeat again
+            return "The gateway checks too many workers at once; it tries again."
         async with self._call_backs:
-            report = await self._fetch(worker, CALL_BACK_TIMEOUT_S)
-        return report is not None and report.boot_id == worker.boot_id
+            try:
+                report = await self._fetch(worker, CALL_BACK_TIMEOUT_S)
+            except _NoReport as failure:
+                return str(failure)
+        return "" if report.boot_id == worker.boot_id else _OTHER_PROCESS
 
     async def _refresh_all(self) -> None:
         """Update the reports of all live workers; one that times out keeps its last report."""
-        current = [one.report for one in self._fleet.workers() if one.backend.sends_reports]
-        fetches = (self._fetch(report, REPORT_TIMEOUT_S) for report in current)
-        reports = await asyncio.gather(*fetches)
-        for report in reports:
+        current = [
+            one.report
+            for one in self._fleet.workers()
+            if one.backend.sends_reports and one.confirmed and not one.problem
+        ]
+        for report in await asyncio.gather(*map(self._refreshed, current)):
             if report is not None:
                 self._fleet.update_report(report)
                 await self._store.store_report(report)
@@ -138,31 +149,89 @@ class ReportClient:
 
     async def probe(self, worker: WorkerReport) -> bool:
         """Return whether a worker answers; its answer counts as a heartbeat."""
-        report = await self._fetch(worker, REPORT_TIMEOUT_S)
+        report = await self._refreshed(worker)
         if report is None:
             return False
         self._fleet.probe_succeeded(report)
         await self._store.store_report(report)
         return True
 
-    async def _fetch(self, worker: WorkerReport, timeout_s: float) -> WorkerReport | None:
-        """Return the present report of a worker; None without one that names the same URL."""
+    async def _refreshed(self, worker: WorkerReport) -> WorkerReport | None:
+        """Return the present report of a worker; None without one in time."""
+        try:
+            return await self._fetch(worker, REPORT_TIMEOUT_S)
+        except _NoReport as failure:
+            log.warning("report.failed worker=%s error=%.300s", worker.worker_id, failure.detail)
+            return None
+
+    async def _fetch(self, worker: WorkerReport, timeout_s: float) -> WorkerReport:
+        """Return the present report of a worker; raise `_NoReport`."""
         url = worker.url + self._backend.probe_path
         try:
             async with asyncio.timeout(timeout_s):
                 status, body = await _get_with_retry(self.client, url)
             if status != httpx.codes.OK:
-                raise ValueError(f"status {status}")
+                rejected = status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+                raise _NoReport(_OTHER_TOKEN if rejected else _OTHER_PROGRAM, f"status {status}")
             report = WorkerReport.model_validate(from_json(body)["report"])
+            if report.worker_id != worker.worker_id:
+                raise _NoReport(_OTHER_PROCESS, f"worker {report.worker_id}")
+        except _NoReport:
+            raise
         # The client library raises arbitrary errors, such as AttributeError for a connection that
         # is reset while it is made; the reports of other workers must still arrive.
         except Exception as error:  # noqa: BLE001
             # The text alone: a stored exception would keep its broken connection open.
-            text = " ".join(repr(error).split())
-            log.warning("report.failed worker=%s error=%.300s", worker.worker_id, text)
-            return None
-        same = (report.worker_id, report.url) == (worker.worker_id, worker.url)
-        return report if same else None
+            raise _NoReport(_problem(error), " ".join(repr(error).split())) from None
+        # It has answered at this URL. It may name another one, which faces another gateway.
+        return report.model_copy(update={"url": worker.url})
+
+
+class _NoReport(Exception):
+    """A worker's URL returned no report of that worker.
+
+    The message is for people, `detail` for the log.
+    """
+
+    def __init__(self, problem: str, detail: str) -> None:
+        super().__init__(problem)
+        self.detail = detail
+
+
+_FIREWALL = (
+    "The gateway gets no answer at the worker's address: a firewall may block its port. On macOS, "
+    "allow incoming connections for Python: System Settings > Network > Firewall > Options."
+)
+_NO_ROUTE = (
+    "The gateway has no route to the worker's address. On macOS, allow Local Network for the "
+    "terminals of gateway and worker: System Settings > Privacy & Security > Local Network."
+)
+_REFUSED = (
+    "The worker's address refuses the gateway's connection: nothing listens there, or a firewall "
+    "rejects it. Check --host and --port of the worker."
+)
+_NO_NAME = "The gateway cannot resolve the worker's name. Start the worker with an IP as --host."
+_OTHER_TOKEN = "The program at the worker's address has another join token."  # noqa: S105
+_OTHER_PROGRAM = "The program at the worker's address does not answer as a worker does."
+_OTHER_PROCESS = "Another worker, or an earlier start of this one, answers at the worker's address."
+_PROBLEMS = {
+    errno.ECONNREFUSED: _REFUSED,
+    errno.ETIMEDOUT: _FIREWALL,
+    errno.EHOSTUNREACH: _NO_ROUTE,
+    errno.ENETUNREACH: _NO_ROUTE,
+}
+
+
+def _problem(error: BaseException) -> str:
+    """Return the reason for an error of the client library, and what to do about it."""
+    if isinstance(error, httpx.TimeoutException | TimeoutError):
+        return _FIREWALL
+    match system_error(error):
+        case socket.gaierror():
+            return _NO_NAME
+        case OSError(errno=number) if number in _PROBLEMS:
+            return _PROBLEMS[number]
+    return _OTHER_PROGRAM
 
 
 async def _get_with_retry(

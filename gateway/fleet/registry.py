@@ -64,10 +64,13 @@ class WorkerRegistry:
         self._last_tick_s: float | None = None
         self._views = _ViewCache()
 
-    def heartbeat(self, report: WorkerReport, backend: Backend | None = None) -> None:
+    def heartbeat(
+        self, report: WorkerReport, backend: Backend | None = None, *, reached: bool = False
+    ) -> None:
         """Record a heartbeat; raise `WorkerIdTaken` if another live worker has the id.
 
-        Raise `TooManyWorkers` if it is of a further worker.
+        Raise `TooManyWorkers` if it is of a further worker. `reached`: the gateway has just got an
+        answer at the URL of the report.
         """
         if backend is None:
             self._check_count(report)
@@ -76,17 +79,50 @@ class WorkerRegistry:
             raise WorkerIdTaken
         worker.local = True
         worker.local_heartbeat_at_s = worker.heartbeat_at_s
+        if reached:
+            self._set_reached(worker)
 
-    def is_new(self, report: WorkerReport) -> bool:
-        """Return whether the worker's boot or URL is new; raise the errors of `heartbeat`."""
+    def needs_call_back(self, report: WorkerReport) -> bool:
+        """Return whether the gateway must reach the worker at its URL before its heartbeat counts.
+
+        So it is for a new boot or URL, and after a failed connection. A worker that is not ready
+        gets no requests, so it need not be reached. Raise the errors of `heartbeat`.
+        """
         self._check_count(report)
         worker = self._workers.get(report.worker_id)
-        if worker is None:
-            return True
-        if self._is_taken(worker, report, self._backend):
+        if worker is not None and self._is_taken(worker, report, self._backend):
             raise WorkerIdTaken
-        known = worker.report.boot_id, worker.report.url
-        return known != (report.boot_id, report.url) or worker.backend is not self._backend
+        return report.ready and (
+            worker is None
+            or worker.backend is not self._backend
+            or not _same_address(worker.report, report)
+            or not worker.confirmed
+            or bool(worker.problem)
+            or worker.breaker.unreachable
+        )
+
+    def record_unreachable(self, report: WorkerReport, problem: str) -> None:
+        """Record a heartbeat of a worker that this gateway cannot reach, for people to see.
+
+        It gets no requests, and the counts of a new one are ignored. A live worker that is reached
+        elsewhere stays as it is: nothing proves that the report is its own.
+        """
+        now_s = self._clock()
+        before = worker = self._workers.get(report.worker_id)
+        known = worker is not None and _same_address(worker.report, report)
+        if worker is not None and not (known or worker.problem) and worker.is_live(now_s):
+            return
+        if before is None or before.problem != problem:
+            log.warning("worker.unreachable worker=%s: %s", report.worker_id, problem)
+        if worker is not None and known and worker.confirmed:
+            worker.heartbeat_at_s = now_s
+        else:
+            worker = self._record(report.model_copy(update={"lanes": (), "prefixes": ()}), now_s)
+            if worker is None:
+                return
+            worker.confirmed = False
+        worker.problem = problem
+        self._views.invalidate()
 
     def merge_remote(self, report: WorkerReport, age_s: float) -> bool:
         """Record a heartbeat that another gateway received; return whether it is news."""
@@ -106,7 +142,9 @@ class WorkerRegistry:
     def probe_succeeded(self, report: WorkerReport) -> None:
         """Record a worker's answer to a probe as a heartbeat at this gateway."""
         if self.merge_remote(report, 0.0):
-            self._workers[report.worker_id].local_heartbeat_at_s = self._clock()
+            worker = self._workers[report.worker_id]
+            worker.local_heartbeat_at_s = self._clock()
+            self._set_reached(worker)
 
     def update_report(self, report: WorkerReport) -> None:
         """Replace the report of a worker without recording a heartbeat."""
@@ -279,6 +317,7 @@ class WorkerRegistry:
             and worker.report.boot_id == report.boot_id
         ):
             before = worker.report
+            worker.confirmed &= _same_address(before, report)
             worker.update(report, now_s)
             worker.heartbeat_at_s = heartbeat_at_s
             if same_routing(before, report):
@@ -294,6 +333,7 @@ class WorkerRegistry:
             )
             self._workers[report.worker_id] = worker
             self._views.invalidate()
+        worker.confirmed |= report.ready
         absence = self._absences.get(report.worker_id)
         if absence is not None and (report.ready or absence[0] != "restarting"):
             del self._absences[report.worker_id]
@@ -304,6 +344,15 @@ class WorkerRegistry:
             self._known_models = self._static_models | self._seen_models.keys()
         self.on_capacity()
         return worker
+
+    def _set_reached(self, worker: WorkerState) -> None:
+        """Record that this gateway reaches a worker again."""
+        if not (worker.problem or worker.breaker.unreachable):
+            return
+        worker.problem = ""
+        worker.breaker = worker.breaker.record_connection(self._clock())
+        self._views.invalidate()
+        self.on_capacity()
 
     def _check_count(self, report: WorkerReport) -> None:
         """Raise `TooManyWorkers` if a worker that is not in the fleet would be one too many."""
@@ -325,7 +374,7 @@ class WorkerRegistry:
         # A heartbeat of the id of a static worker must not get the key of that worker.
         if worker.backend is backend and (report.boot_id == same[0] or report.url == same[1]):
             return False
-        return worker.is_live(self._clock())
+        return not worker.problem and worker.is_live(self._clock())
 
     def _rebuild_views(self, now_s: float) -> None:
         """Take views of all available workers, valid until time alone changes which these are."""
@@ -385,6 +434,11 @@ class WorkerRegistry:
         self._absences[worker_id] = kind, since_s
         if len(self._absences) > MAX_WORKERS:
             del self._absences[next(iter(self._absences))]
+
+
+def _same_address(one: WorkerReport, other: WorkerReport) -> bool:
+    """Return whether two reports of a worker are of one boot at one URL."""
+    return (one.boot_id, one.url) == (other.boot_id, other.url)
 
 
 class _ViewCache:

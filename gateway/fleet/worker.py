@@ -35,6 +35,10 @@ class WorkerState:
     """Time of the last heartbeat that this gateway received itself."""
     local: bool = False
     """The worker sends its heartbeats to this gateway, as far as is known."""
+    confirmed: bool = False
+    """A gateway has reached the worker at its URL."""
+    problem: str = ""
+    """Why this gateway cannot reach the worker; empty if it can, as far as is known."""
     peak_in_flight: dict[str, int] = field(default_factory=dict)
     """Most requests of this gateway since the last report, by lane."""
     remote_requests: dict[str, int] = field(default_factory=dict)
@@ -99,8 +103,9 @@ class WorkerState:
 
     @property
     def accepting(self) -> bool:
-        """Return whether neither the worker nor an admin refuses new requests."""
-        return self.report.ready and not self.report.draining and not self.cordoned
+        """Return whether it can be reached, and neither it nor an admin refuses new requests."""
+        report = self.report
+        return report.ready and not report.draining and not self.cordoned and not self.problem
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -181,7 +181,15 @@ class Point(StatusModel):
 
 
 WorkerCondition = Literal[
-    "ready", "starting", "draining", "cordoned", "ejected", "busy", "probation", "gone"
+    "ready",
+    "starting",
+    "draining",
+    "unreachable",
+    "cordoned",
+    "ejected",
+    "busy",
+    "probation",
+    "gone",
 ]
 
 
@@ -252,7 +260,10 @@ class WorkerStatus(WorkStatus):
 
     state: WorkerCondition
     """`gone`: it signed off or its heartbeats stopped; `probation`: it is given requests one by
-    one after an ejection; `busy`: it asked for a pause."""
+    one after an ejection; `busy`: it asked for a pause; `unreachable`: this gateway gets its
+    heartbeats and no connection to it."""
+    problem: str
+    """Why the worker is unreachable, and what to do; empty if it is not."""
     model: str
     labels: tuple[str, ...]
     boots: NonNegativeInt

@@ -73,7 +73,10 @@ class FleetRenderer:
 
     def __post_init__(self) -> None:
         self._workers = {worker.report.worker_id: worker for worker in self.fleet.workers()}
-        self.reports = _mark_past_boots(self.reports, self._workers)
+        stored = {report.worker_id for report in self.reports}
+        # The counts of a worker that was never reached are not stored.
+        unproven = [one.report for id_, one in self._workers.items() if id_ not in stored]
+        self.reports = _mark_past_boots((*self.reports, *unproven), self._workers)
 
     def render(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -155,6 +158,7 @@ class FleetRenderer:
         age_s = self.fleet.heartbeat_age_s(worker) if worker else 0.0
         return model.WorkerStatus(
             state=worker_state(self.fleet, worker),
+            problem=worker.problem if worker else "",
             model=latest.model,
             labels=latest.labels,
             boots=len(reports),
@@ -207,6 +211,7 @@ def worker_state(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Wor
     conditions: tuple[tuple[model.WorkerCondition, bool], ...] = (
         ("draining", worker.report.draining),
         ("starting", not worker.report.ready),
+        ("unreachable", bool(worker.problem)),
         ("cordoned", worker.cordoned),
         ("ejected", fleet.ejected_for_s(worker) > 0),
         ("busy", fleet.busy_for_s(worker) > 0),

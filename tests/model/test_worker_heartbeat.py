@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
@@ -17,8 +17,8 @@ from tests.support.compose_stack import gateway_addresses
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from tests.support.worker_process import running_worker
 from workers import heartbeat
-from workers.heartbeat import Membership, joined
-from workers.protocol import WorkerReport
+from workers.heartbeat import Membership, joined, source_address
+from workers.protocol import PROTOCOL, WorkerReport
 from workers.server.runtime import Worker
 
 
@@ -36,6 +36,10 @@ class Gateway:
 
     def app(self) -> FastAPI:
         app = FastAPI()
+
+        @app.get("/admin/v1/workers/{worker_id}/protocol")
+        async def show_protocol(worker_id: str) -> dict[str, int]:
+            return {"protocol": PROTOCOL}
 
         @app.put("/admin/v1/workers/{worker_id}")
         async def heartbeat(request: Request, worker_id: str) -> Response:
@@ -180,6 +184,23 @@ async def test_every_address_of_a_name_gets_heartbeats_and_the_name_as_host() ->
         assert gateway.reports[-1].draining
         assert gateway.hosts == {url.removeprefix("http://")}
         assert gateway.removed == ["scripted-1"]
+
+
+async def test_each_gateway_is_given_the_address_that_faces_it_now() -> None:
+    """Unless the owner has set one: then the gateway gets it with every heartbeat."""
+    hosts = gateway_addresses(2)
+
+    async def resolver(_: httpx.URL) -> set[str]:
+        return set(hosts)
+
+    async with gateways_at(*hosts) as (url, gateways):
+        worker = make_worker(ScriptedEngine())
+        async with joined(replace(membership(worker, url), port=9200), resolver):
+            for gateway in gateways:
+                await gateway.reports_reach(2)
+        faces = {address: source_address(address) for address in hosts}
+        for host, gateway in zip(hosts, gateways, strict=True):
+            assert {report.url for report in gateway.reports} == {f"http://{faces[host]}:9200"}
 
 
 async def wait_for_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
+import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -19,6 +21,7 @@ from workers.command_line import describe_usage_error, worker_command
 from workers.config_file import InvalidSettings, load_layered
 from workers.engine.spec_prefill import SpecPrefillSettings
 from workers.engine.types import EngineSettings, ModelCard, ModelUnusable
+from workers.heartbeat import NotAdmitted, wait_for_gateway
 from workers.lifecycle import Shutdown
 from workers.protocol import READY_PREFIX, ExitCode
 from workers.server.model_source import ModelSource, resolve_model
@@ -34,6 +37,12 @@ from workers.server.settings import (
 )
 from workers.terminal import configure_logging, printable
 
+_EXIT_CODES: dict[type[Exception], ExitCode] = {
+    InvalidSettings: ExitCode.SETTINGS,
+    ModelUnusable: ExitCode.MODEL,
+    NotAdmitted: ExitCode.NOT_ADMITTED,
+}
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run a worker until its end; return the exit code."""
@@ -47,17 +56,21 @@ def main(arguments: Sequence[str]) -> int:
     except click.UsageError as error:
         sys.stderr.write(printable(f"paceline worker: {describe_usage_error(error)}\n"))
         return ExitCode.SETTINGS
-    except (InvalidSettings, ModelUnusable) as error:
+    except (InvalidSettings, ModelUnusable, NotAdmitted) as error:
         sys.stderr.write(printable(f"paceline worker: {error}\n"))
-        return ExitCode.MODEL if isinstance(error, ModelUnusable) else ExitCode.SETTINGS
+        return _EXIT_CODES[type(error)]
     except KeyboardInterrupt:  # while the weights load; later the server handles signals
         return ExitCode.INTERRUPTED
 
 
 def _run(settings: WorkerSettings) -> int:
     # Bind before the weights load, which may take minutes: a port in use is reported at once.
-    with _bind(settings.listening_host(), settings.port) as listener:
+    with _bind(settings.listening_host, settings.port) as listener:
         cache_secret = prefix_cache_secret(settings)
+        if settings.join:
+            wait_for_gateway(
+                settings.join, settings.token, _worker_id(settings, listener), _pause_of(settings)
+            )
         source = resolve_model(settings.model)
         engine = _start_engine(settings, source, cache_secret)
         try:
@@ -68,6 +81,22 @@ def _run(settings: WorkerSettings) -> int:
     return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
 
 
+def _worker_id(settings: WorkerSettings, listener: socket.socket) -> str:
+    return settings.id or default_worker_id(socket.gethostname(), listener.getsockname()[1])
+
+
+def _pause_of(settings: WorkerSettings) -> Callable[[float], object]:
+    """Return `time.sleep`, or for a worker on a leash a wait that ends with its parent."""
+    if not settings.leash:
+        return time.sleep
+
+    def pause(seconds: float) -> None:
+        if select.select([sys.stdin], [], [], seconds)[0] and not os.read(sys.stdin.fileno(), 1024):
+            raise KeyboardInterrupt
+
+    return pause
+
+
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -75,6 +104,8 @@ def _bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(address)
     except OSError as error:
         raise cannot_listen(host, port, error) from error
@@ -113,7 +144,7 @@ async def _serve(
 ) -> bool:
     host, port = listener.getsockname()[:2]
     worker = Worker(
-        worker_id=settings.id or default_worker_id(socket.gethostname(), port),
+        worker_id=_worker_id(settings, listener),
         boot_id=secrets.token_hex(8),
         url=advertised_url(host, port, settings.join or None),
         labels=settings.labels,
@@ -131,15 +162,16 @@ async def _serve(
                 listener,
                 token=settings.token,
                 gateway_url=settings.join,
+                follows_route=settings.follows_route,
                 shutdown=shutdown,
-                on_ready=lambda: _announce(worker, source),
+                on_ready=lambda: _announce(worker, source, settings.join),
             )
     finally:
         if leash is not None:
             leash.cancel()
 
 
-def _announce(worker: Worker, source: ModelSource) -> None:
+def _announce(worker: Worker, source: ModelSource, gateway_url: str) -> None:
     """Print the start lines for people, then the ready line for programs."""
     card = worker.engine.card
     if source.toy:
@@ -148,6 +180,11 @@ def _announce(worker: Worker, source: ModelSource) -> None:
             "with --model FOLDER_OR_REPOSITORY, for example --model Qwen/Qwen3.5-4B"
         )
     _print(_start_line(worker, card))
+    if not gateway_url:
+        _print(
+            "Not joined to any gateway: this worker answers at its own address alone. To join one, "
+            "start it with --join http://GATEWAY:8000 --token TOKEN"
+        )
     ready = {
         "url": worker.url,
         "worker_id": worker.worker_id,

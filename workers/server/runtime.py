@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from workers.protocol import MAX_REPORTED_PREFIXES, WorkerReport
+from workers.protocol import MAX_REPORTED_PREFIXES, PROTOCOL, WorkerReport
 from workers.server.errors import WorkerDraining
 from workers.server.pictures import PictureMemory
 from workers.server.ports import ServingEngine
@@ -77,6 +77,7 @@ class Worker:
         return WorkerReport(
             worker_id=self.worker_id,
             boot_id=self.boot_id,
+            protocol=PROTOCOL,
             url=self.url,
             model=card.model,
             labels=self.labels,

@@ -37,12 +37,14 @@ async def serve(
     *,
     token: SecretStr | None,
     gateway_url: str,
+    follows_route: bool = False,
     shutdown: Shutdown,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serve until a shutdown is requested or the engine dies; return whether the engine is alive.
 
-    Raises `InvalidSettings` if the listener cannot listen.
+    `follows_route`: each gateway is given the address that faces it. Raises `InvalidSettings` if
+    the listener cannot listen.
     """
     raise_open_file_limit()
     try:
@@ -58,6 +60,7 @@ async def serve(
         worker_id=worker.worker_id,
         report=worker.report,
         changed=worker.changed,
+        port=listener.getsockname()[1] if follows_route else None,
     )
     async with (
         Server(create_app(worker, token)).on(listener),

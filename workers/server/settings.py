@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
@@ -19,7 +20,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from policies.base import Label
 from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
-from workers.protocol import MAX_LABELS, is_loopback
+from workers.heartbeat import source_address
+from workers.protocol import MAX_LABELS, base_url, is_loopback
 
 _DEFAULT_HOST = "127.0.0.1"
 _WILDCARDS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - compared, not bound
@@ -40,7 +42,7 @@ class WorkerSettings(BaseSettings):
     """A folder or a Hugging Face repository; empty: the demo checkpoint."""
     lanes: Annotated[tuple[LaneName, ...], NoDecode] = (LaneName.TEXT_MTP, LaneName.VLM)
     host: str = ""
-    """Empty: loopback, or the address that faces a gateway on another machine."""
+    """Empty: loopback, or all addresses if it joins a gateway on another machine."""
     port: int = Field(9200, ge=0, le=65535)
     join: str = ""
     """URL of the gateway that receives the heartbeats."""
@@ -76,7 +78,8 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _check_join(cls, value: str) -> str:
         parts = urlsplit(value)
-        if value and (parts.scheme not in ("http", "https") or not parts.hostname):
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        if value and not usable:
             raise ValueError("must be the URL of a gateway, such as http://192.168.1.10:8000")
         return value.rstrip("/")
 
@@ -105,14 +108,20 @@ class WorkerSettings(BaseSettings):
         """Whether the gateway runs on another machine."""
         return bool(self.join) and not is_loopback(urlsplit(self.join).hostname or "")
 
+    @property
     def listening_host(self) -> str:
-        """Return the host to listen on; raise `InvalidSettings` without a route to the gateway."""
+        """The host to listen on.
+
+        All addresses for a gateway on another machine: the one that faces it may change.
+        """
         if self.host or not self.joins_another_machine:
             return self.host or _DEFAULT_HOST
-        try:
-            return _source_address(self.join)
-        except OSError as error:
-            raise InvalidSettings(f"No route to the gateway at {self.join}.") from error
+        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  # needs the token
+
+    @property
+    def follows_route(self) -> bool:
+        """Whether gateways get the address that faces them, since the owner has set none."""
+        return bool(self.join) and self.listening_host in _WILDCARDS
 
 
 def prefix_cache_secret(settings: WorkerSettings) -> bytes:
@@ -161,20 +170,17 @@ def default_worker_id(hostname: str, port: int) -> str:
     return f"{short[:50]}-{port}"
 
 
-def _source_address(url: str) -> str:
-    """Return this machine's address on the route to `url`; raise OSError without a route."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        parts.hostname, port, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # selects the route; a datagram socket sends nothing here
-        return str(probe.getsockname()[0])
-
-
 def advertised_url(host: str, port: int, gateway_url: str | None) -> str:
     """Return the URL at which a gateway can reach a worker that listens on `host`."""
     if host in _WILDCARDS:
-        host = _source_address(gateway_url) if gateway_url else socket.gethostname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        host = socket.gethostname()
+        if gateway_url:
+            with contextlib.suppress(OSError):  # without a route now, heartbeats name it later
+                host = source_address(_resolve(gateway_url))
+    return base_url(host, port)
+
+
+def _resolve(url: str) -> str:
+    """Return the first address of the host of a URL; raise OSError."""
+    found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_DGRAM)
+    return str(found[0][4][0])

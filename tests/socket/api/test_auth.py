@@ -158,6 +158,7 @@ def test_the_route_lists_of_this_file_are_complete(tmp_path: Path) -> None:
         ("PUT", "/admin/v1/workers/{worker_id}"),
         ("DELETE", "/admin/v1/workers/{worker_id}"),
         ("GET", "/admin/v1/workers/{worker_id}/joined"),
+        ("GET", "/admin/v1/workers/{worker_id}/protocol"),
     }
     # This stream never ends; tests/socket/status tests its authentication.
     listed.add(("GET", "/v1/status/events"))

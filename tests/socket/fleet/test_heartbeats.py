@@ -24,7 +24,7 @@ from tests.support.gateway_fixtures import MakeGateway
 from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from tests.support.static_workers import static_worker
-from workers.protocol import WorkerReport
+from workers.protocol import PROTOCOL, WorkerReport
 
 BEARER = {"authorization": f"Bearer {JOIN_TOKEN}"}
 
@@ -59,7 +59,7 @@ def test_an_invalid_field_of_a_heartbeat_is_named(
         ({"url": "http://mac:9200/v1"}, "url"),
         ({"url": "http://user@mac:9200"}, "url"),
         ({"boot_id": "earlier:demo"}, "boot_id"),
-        ({"secret": 1}, "secret"),
+        ({"protocol": 3}, "protocol"),
         ({"lanes": [{"name": "vlm", "running": -1}]}, "lanes.0.running"),
         (lane_with(drafted=1, accepted=2), "lanes.0.speculation"),
         (lane_with(drafted=1, accepted=1, errors=1), "lanes.0.speculation"),
@@ -173,7 +173,11 @@ def test_c5_a_url_counts_only_if_the_worker_answers_there(
     for url in (second_worker.url, gateway.url, "http://127.0.0.1:1", "http://worker.invalid:9200"):
         assert put(gateway, worker.report(url=url)) == UNCONFIRMED
     assert put(gateway, worker.report(boot_id="boot-2")) == UNCONFIRMED, "another boot answers"
-    assert gateway.status()["workers"] == {}
+    shown = gateway.status()["workers"]
+    assert {worker_id: worker["state"] for worker_id, worker in shown.items()} == {
+        "fake-a": "unreachable"
+    }
+    assert gateway.chat().status_code == 503
     assert put(gateway, report)[0] == 200
     assert put(gateway, worker.report(url=second_worker.url)) == UNCONFIRMED
     assert gateway.chat().status_code == 200
@@ -205,7 +209,6 @@ def test_c5_a_slow_call_back_delays_no_other_request(
 @pytest.mark.parametrize(
     "change",
     [
-        {"url": "http://127.0.0.1:1"},
         {"worker_id": "fake-b"},
         {"context_tokens": 10**400},
         {"prefixes": ["a"] * 65},
@@ -220,6 +223,75 @@ def test_c5_a_fetched_report_is_checked_as_a_heartbeat(
     worker.status_body = json.dumps({"report": report}).encode()
     assert gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 4096
     assert gateway_with_worker.chat().status_code == 200
+
+
+def test_c5_a_fetched_report_changes_no_url(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    report = worker.report(context_tokens=5, url="http://127.0.0.1:1").model_dump(mode="json")
+    worker.status_body = json.dumps({"report": report}).encode()
+    assert gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 5
+    assert gateway_with_worker.chat().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("http://127.0.0.1:1", "nothing listens there"),
+        ("http://worker.invalid:9200", "cannot resolve"),
+        ("gateway", "does not answer as a worker"),
+        ("second", "Another worker"),
+    ],
+)
+def test_the_owner_and_the_admin_of_an_unreachable_worker_learn_why(
+    gateway: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    place: str,
+    reason: str,
+) -> None:
+    url = {"gateway": gateway.url, "second": second_worker.url}.get(place, place)
+    response = gateway.send_heartbeat(worker, url=url)
+    assert response.status_code == 422
+    problem = response.json()["error"]["message"]
+    assert reason in problem
+    assert gateway.status()["workers"]["fake-a"]["problem"] == problem
+    (listed,) = gateway.admin.get("/admin/v1/workers").json()["workers"]
+    assert (listed["state"], listed["problem"]) == ("unreachable", problem)
+    assert gateway.send_heartbeat(worker).status_code == 200
+    assert gateway.status()["workers"]["fake-a"]["problem"] == ""
+    assert gateway.chat().status_code == 200
+
+
+def test_a_worker_that_refuses_connections_is_called_back_and_used_again_at_once(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
+) -> None:
+    assert put(gateway_with_worker, worker.report(url=proxy.url))[0] == 200
+    proxy.refuse()
+    assert gateway_with_worker.chat().status_code == 503
+    assert put(gateway_with_worker, worker.report(url=proxy.url)) == UNCONFIRMED
+    assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "unreachable"
+    proxy.listen()
+    assert put(gateway_with_worker, worker.report(url=proxy.url))[0] == 200
+    assert gateway_with_worker.chat().status_code == 200
+
+
+def test_a_starting_worker_is_shown_and_has_not_joined(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    joined = "/admin/v1/workers/fake-a/joined"
+    assert put(gateway, worker.report(ready=False, lanes=[], url="http://127.0.0.1:1"))[0] == 200
+    assert gateway.status()["workers"]["fake-a"]["state"] == "starting"
+    assert gateway.client.get(joined, headers=BEARER).status_code == 404
+    assert put(gateway, worker.report())[0] == 200
+    assert gateway.client.get(joined, headers=BEARER).status_code == 200
+
+
+def test_the_protocol_is_shown_to_holders_of_the_join_token(gateway: RunningGateway) -> None:
+    path = "/admin/v1/workers/fake-a/protocol"
+    assert gateway.client.get(path, headers=BEARER).json() == {"protocol": PROTOCOL}
+    assert gateway.client.get(path).status_code == 401
+    assert gateway.admin.get(path).status_code == 401, "the admin key opens no route of workers"
 
 
 def test_c5_a_fetched_report_is_bounded_in_size(
@@ -252,7 +324,7 @@ async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: Script
     server = await asyncio.start_server(send_without_end, "127.0.0.1", 0)
     async with server, client.client:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        assert not await client.confirm(worker.report(url=url))
+        assert await client.call_back(worker.report(url=url))
     assert sent < 20_000_000, "a report has 256 KB; the system buffers the rest"
 
 
@@ -298,12 +370,12 @@ async def test_c5_call_backs_are_bounded_in_time_and_number(worker: ScriptedWork
         begun_s = time.monotonic()
         async with client.client, asyncio.TaskGroup() as group:
             waiting = [
-                group.create_task(client.confirm(worker.report(worker_id=f"w-{number}", url=url)))
+                group.create_task(client.call_back(worker.report(worker_id=f"w-{number}", url=url)))
                 for number in range(64)
             ]
             await asyncio.sleep(0)
-            assert not await client.confirm(worker.report())
+            assert "too many" in await client.call_back(worker.report())
             assert time.monotonic() - begun_s < 2.0, "refused without a wait"
-        assert not any(task.result() for task in waiting)
+        assert {"firewall" in task.result() for task in waiting} == {True}
     async with httpx.AsyncClient() as client.client:
-        assert await client.confirm(worker.report()), "their places are free again"
+        assert await client.call_back(worker.report()) == "", "their places are free again"

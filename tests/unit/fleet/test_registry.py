@@ -298,11 +298,80 @@ def test_a_busy_worker_is_skipped_until_its_retry_after_and_not_ejected(
 
 
 @pytest.mark.parametrize("boot_id", ["1", "3"])
-def test_a_worker_is_new_with_another_boot_or_url(fleet: WorkerRegistry, boot_id: str) -> None:
+def test_a_worker_is_called_back_for_another_boot_or_url(
+    fleet: WorkerRegistry, boot_id: str
+) -> None:
     fleet.heartbeat(report("2"))
-    assert not fleet.is_new(report("2"))
-    assert fleet.is_new(report(boot_id))
-    assert fleet.is_new(report("2", url="http://a:1"))
+    assert not fleet.needs_call_back(report("2"))
+    assert fleet.needs_call_back(report(boot_id))
+    assert fleet.needs_call_back(report("2", url="http://a:1"))
+
+
+def test_a_starting_worker_is_called_back_once_it_is_ready(fleet: WorkerRegistry) -> None:
+    starting = report(ready=False)
+    assert not fleet.needs_call_back(starting)
+    fleet.heartbeat(starting)
+    assert fleet.needs_call_back(report())
+    fleet.heartbeat(report(), reached=True)
+    assert not fleet.needs_call_back(report())
+    fleet.heartbeat(report(url="http://a:1", ready=False))
+    assert fleet.needs_call_back(report(url="http://a:1")), "nothing has answered there"
+
+
+def test_a_worker_that_cannot_be_reached_gets_no_requests_until_it_is_reached(
+    fleet: WorkerRegistry, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        clock.now_s += HEARTBEAT_INTERVAL_S
+        fleet.record_unreachable(report(), "no answer")
+        assert worker_ids(fleet) == []
+    (worker,) = fleet.workers()
+    assert worker.problem == "no answer"
+    assert worker.report.lanes == (), "nobody has confirmed its counts"
+    assert [record.getMessage() for record in caplog.records] == [
+        "worker.unreachable worker=mac: no answer"
+    ]
+    assert fleet.needs_call_back(report())
+    fleet.heartbeat(report(), reached=True)
+    assert worker_ids(fleet) == ["mac"]
+    assert worker.problem == ""
+
+
+def test_a_failed_connection_has_the_worker_called_back_and_an_answer_ends_its_ejection(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    add_two_workers(fleet)
+    again = report(worker_id="a")
+    fail_requests(fleet, "a", 3, AttemptResult.UNREACHABLE)
+    assert fleet.needs_call_back(again)
+    fleet.record_unreachable(again, "no answer")
+    clock.now_s += HEARTBEAT_INTERVAL_S
+    assert worker_ids(fleet) == ["b"]
+    assert [lane.name for lane in fleet.workers()[0].report.lanes] == ["vlm"], "it was confirmed"
+    fleet.heartbeat(again, reached=True)
+    assert worker_ids(fleet) == ["a", "b"]
+    assert not fleet.needs_call_back(again)
+    assert fleet.workers()[0].breaker.probation_limit == 1, "real answers end the probation"
+
+
+def test_an_answer_to_a_call_back_ends_no_ejection_for_failed_requests(
+    fleet: WorkerRegistry,
+) -> None:
+    add_two_workers(fleet)
+    again = report(worker_id="a")
+    fail_requests(fleet, "a", 5, AttemptResult.FAILED)
+    assert not fleet.needs_call_back(again)
+    fleet.heartbeat(again, reached=True)
+    assert worker_ids(fleet) == ["b"]
+
+
+def test_an_unproven_report_replaces_no_live_worker_and_holds_no_id(fleet: WorkerRegistry) -> None:
+    fleet.heartbeat(report(), reached=True)
+    fleet.record_unreachable(report(url="http://other:1"), "no answer")
+    assert worker_ids(fleet) == ["mac"]
+    fleet.record_unreachable(report(), "no answer")
+    fleet.heartbeat(report("2", "http://new:1"), reached=True)
+    assert [worker.report.url for worker in fleet.workers()] == ["http://new:1"]
 
 
 def test_routing_depends_on_the_values_of_a_report_and_not_on_its_identity() -> None:
@@ -461,7 +530,7 @@ def test_c5_further_workers_are_rejected_until_one_is_gone(
         fleet.heartbeat(report(worker_id=f"mac-{number}"))
     for _ in range(3):
         with pytest.raises(TooManyWorkers):
-            fleet.is_new(report(worker_id="late"))
+            fleet.needs_call_back(report(worker_id="late"))
         with pytest.raises(TooManyWorkers):
             fleet.heartbeat(report(worker_id="late"))
         assert not fleet.merge_remote(report(worker_id="late"), 0.0)

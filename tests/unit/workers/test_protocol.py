@@ -11,11 +11,13 @@ from pydantic import ValidationError
 from gateway.storage.counters import sum_reports
 from workers.protocol import (
     MAX_COUNT,
+    PROTOCOL,
     LaneReport,
     Speculation,
     StartProgress,
     WorkerReport,
     mtp_block,
+    speaks,
 )
 
 REPORT: dict[str, Any] = {
@@ -48,6 +50,20 @@ def test_a_start_is_described_with_its_stage_and_amount(
 
 def lane(**fields: Any) -> dict[str, Any]:
     return {"lanes": [{"name": "vlm", **fields}]}
+
+
+def test_a_report_of_a_newer_worker_may_have_further_fields() -> None:
+    """One step newer and one step older work, so that a fleet is upgraded one by one."""
+    newer = {**REPORT, "protocol": PROTOCOL + 1, "more": 1, **lane(more=1, prefix={"more": 1})}
+    assert WorkerReport.model_validate(newer).protocol == PROTOCOL + 1
+    assert WorkerReport.model_validate(REPORT).protocol == 1, "that of reports without a number"
+    assert [speaks(PROTOCOL + step) for step in (-2, -1, 0, 1, 2)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 HUGE = 10**400

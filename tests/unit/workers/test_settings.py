@@ -24,7 +24,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_by_default_a_worker_listens_on_loopback_with_both_lanes() -> None:
     settings = read_settings([])
-    assert (settings.listening_host(), settings.port) == ("127.0.0.1", 9200)
+    assert (settings.listening_host, settings.port) == ("127.0.0.1", 9200)
     assert settings.lanes == (LaneName.TEXT_MTP, LaneName.VLM)
     assert settings.draft_tokens == 2
 
@@ -65,7 +65,7 @@ def test_host_and_port_of_the_gateway_do_not_apply_to_the_worker(
 ) -> None:
     monkeypatch.setenv("PACELINE_PORT", "8000")
     monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
-    assert (read_settings([]).port, read_settings([]).listening_host()) == (9200, "127.0.0.1")
+    assert (read_settings([]).port, read_settings([]).listening_host) == (9200, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
