@@ -190,9 +190,9 @@ def test_f31_an_admins_edit_waits_for_a_slow_redis(
     private_redis: RedisServer, start_gateway: StartGateway
 ) -> None:
     with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
-        proxy.fault = Fault(drip_bytes=65536, drip_pause_s=0.1)
         gateway = start_gateway("a", redis_url(proxy))
         wait_until(lambda: redis_status(gateway)["gateways"] == 1)
+        proxy.fault = Fault(drip_bytes=65536, drip_pause_s=0.1)
         path = "/admin/v1/policy"
         before = gateway.admin.get(path)
         headers = {"if-match": before.headers["etag"], "x-paceline-note": "slowly"}

@@ -105,7 +105,7 @@ async def test_an_invalid_policy_fails_the_start_with_file_and_field(tmp_path: P
         "version: 1\nroutes: [{name: a, to: [nowhere]}]\npools: {vlm: {lanes: [vlm]}}"
     )
     settings = make_settings(tmp_path, policy=policy)
-    with pytest.raises(StartupError, match=r"policy\.yaml .*line 2: routes\.0\.to\.0: there is no"):
+    with pytest.raises(StartupError, match=r"policy\.yaml .*line 2: routes\.a\.to\.#1: "):
         await serve(settings, shutdown=Shutdown())
 
 

@@ -92,7 +92,7 @@ def test_a_wrong_method_returns_405_with_the_allowed_one(
 def test_an_unknown_path_returns_404_in_openais_error_format(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    for path in ("/v1/chat/completions/", "//v1/chat/completions", "/nothing", "/docs"):
+    for path in ("/v1/chat/completions/", "//v1/chat/completions", "/nothing", "/docs/no"):
         assert error_of(gateway_with_worker.client.post(path, json=chat_body()))[0] == 404
 
 
