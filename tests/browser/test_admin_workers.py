@@ -8,7 +8,7 @@ from playwright.async_api import expect
 from tests.support.browser_tab import BrowserTab
 from tests.support.heartbeats import send_heartbeats
 from tests.support.running_gateway import RunningGateway, wait_until
-from tests.support.scripted_worker import Script, ScriptedWorker
+from tests.support.scripted_worker import JOIN_TOKEN, Script, ScriptedWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -57,3 +57,22 @@ async def test_a_drained_worker_finishes_its_answers_and_the_page_shows_when_it_
         worker.resume.set()
         assert "data: [DONE]" in list(lines)
     await expect(page.locator("#notice")).to_have_text("fake-a runs no request and can be stopped.")
+
+
+async def test_a_new_mac_appears_while_one_looks_and_the_page_shows_no_token(
+    gateway_with_worker: RunningGateway, second_worker: ScriptedWorker, tab: BrowserTab
+) -> None:
+    page = tab.page
+    await tab.open_admin(gateway_with_worker, "#workers")
+    await expect(page.get_by_role("article", name="fake-a")).to_contain_text("ready")
+    await tab.button("Add a Mac").click()
+    dialog = page.get_by_role("dialog", name="Add a Mac")
+    await expect(dialog).to_contain_text("paceline worker --join ")
+    await expect(dialog).to_contain_text("Waiting for a new worker")
+    assert JOIN_TOKEN not in await page.content()
+    async with page.expect_response("**/admin/v1/workers"):
+        pass
+    assert gateway_with_worker.send_heartbeat(second_worker, url="http://127.0.0.1:1").is_error
+    await expect(dialog).to_contain_text("fake-b: The worker's address refuses")
+    with send_heartbeats(gateway_with_worker, second_worker):
+        await expect(dialog).to_contain_text("fake-b: ready")

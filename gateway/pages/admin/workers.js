@@ -1,15 +1,17 @@
-// The workers: load, cordon and drain.
+// The workers: load, cordon and drain, and how to add one.
 
 import { request, requestJson } from "./api.js";
+import { openDialog } from "./dialogs.js";
 import { ago, bar, button, byId, make, notice, pill, several } from "./elements.js";
 import { authorHeader } from "./policy_api.js";
 
 const REFRESH_MS = 2000;
 const DRAIN_S = 20;
-const TONES = { ready: "ok", cordoned: "warn", gone: "bad", ejected: "bad" };
+const TONES = { ready: "ok", cordoned: "warn", gone: "bad", ejected: "bad", unreachable: "bad" };
 
 let timer;
 const draining = new Set();
+let arrivals; // while the dialog is open: the workers known before, and the place of the news
 
 export const workers = {
   async enter() {
@@ -31,6 +33,7 @@ async function refresh() {
 
 function show(all) {
   const open = all.filter(({ state }) => state === "ready").length;
+  showArrivals(all);
   const running = all.reduce((sum, worker) => sum + worker.in_flight, 0);
   byId("fleet-line").textContent = all.length
     ? `${open} of ${several(all.length, "worker")} ready, ${several(running, "request")} running`
@@ -39,7 +42,7 @@ function show(all) {
   byId("workers").replaceChildren(
     ...(all.length
       ? all.sort((one, other) => one.worker_id.localeCompare(other.worker_id)).map(card)
-      : [make("p", { class: "card empty" }, "No worker has joined. Start one with ", make("code", {}, "paceline worker"), ".")]),
+      : [make("p", { class: "card empty" }, "No worker has joined. Choose \u201cAdd a Mac\u201d.")]),
   );
   // The cards are replaced every two seconds; a focused button keeps its focus.
   if (focused) byId("workers").querySelector(`[data-action="${CSS.escape(focused)}"]`)?.focus();
@@ -55,6 +58,7 @@ function card(worker) {
     make("div", { class: "card-head" }, make("h2", { class: "title" }, id), pill(state, TONES[state] ?? "warn")),
     make("p", { class: "muted small" }, details.filter(Boolean).join(" · ")),
     worker.url && make("p", { class: "muted small address" }, worker.url),
+    worker.problem && make("p", { class: "cordon-line", role: "status" }, worker.problem),
     make("div", { class: "lanes" }, lanes.map(lane)),
     worker.cordoned_since && cordonLine(worker),
     make("div", { class: "row" }, actions(worker)),
@@ -117,6 +121,40 @@ async function drain(id) {
     draining.delete(id);
   }
 }
+
+// The join token opens the routes of workers, and no page may read it: the command names its place.
+function addMac() {
+  const loopback = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
+  const gateway = loopback ? `http://GATEWAY-ADDRESS:${location.port || 80}` : location.origin;
+  const code = (text) => make("pre", { class: "command", tabindex: "0" }, make("code", {}, text));
+  const news = make("p", { role: "status" }, "Waiting for a new worker …");
+  arrivals = { known: undefined, news };
+  const dialog = openDialog(
+    "Add a Mac",
+    [
+      loopback &&
+        make("p", {}, "You see this page at an address of the gateway\u2019s own machine. Other Macs need its network address, and a gateway that listens there (--host 0.0.0.0, which needs an API key)."),
+      make("p", {}, "On the gateway\u2019s machine, print the join token, unless PACELINE_JOIN_TOKEN sets it:"),
+      code("cat ~/.paceline/join-token"),
+      make("p", {}, "On the new Mac, clone Paceline, run scripts/setup worker, and join with that token:"),
+      code(`PACELINE_JOIN_TOKEN=TOKEN .venv/bin/paceline worker --join ${gateway} --model NAME`),
+      news,
+    ],
+    [],
+  );
+  dialog.addEventListener("close", () => (arrivals = undefined));
+  refresh();
+}
+
+function showArrivals(all) {
+  if (!arrivals) return;
+  arrivals.known ??= new Set(all.filter(({ state }) => state !== "gone").map(({ worker_id: id }) => id));
+  const added = all.filter(({ worker_id: id }) => !arrivals.known.has(id));
+  const text = added.map(({ worker_id: id, state, problem }) => `${id}: ${problem ?? state}`).join(" ");
+  if (text && arrivals.news.textContent !== text) arrivals.news.textContent = text;
+}
+
+byId("add-mac").addEventListener("click", addMac);
 
 const path = (id, action) => `/workers/${encodeURIComponent(id)}/${action}`;
 
