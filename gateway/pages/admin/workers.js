@@ -125,7 +125,7 @@ async function drain(id) {
 // The join token opens the routes of workers, and no page may read it: the command names its place.
 function addMac() {
   const loopback = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
-  const gateway = loopback ? `http://GATEWAY-ADDRESS:${location.port || 80}` : location.origin;
+  const gateway = loopback ? location.origin.replace(location.hostname, "GATEWAY-ADDRESS") : location.origin;
   const code = (text) => make("pre", { class: "command", tabindex: "0" }, make("code", {}, text));
   const news = make("p", { role: "status" }, "Waiting for a new worker …");
   arrivals = { known: undefined, news };
