@@ -1,10 +1,10 @@
 .DEFAULT_GOAL := help
-.PHONY: help up test check bench mutants lock
+.PHONY: help up test check bench pictures mutants lock
 
 BIN := .venv/bin
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: ## set up what is missing, then run the gateway and one worker (ARGS="--model ...")
 	@scripts/setup worker
@@ -25,6 +25,10 @@ check: ## lint, format, types, import contracts and prose
 bench: ## print the benchmarks
 	@scripts/setup dev
 	@exec $(BIN)/python -m bench $(ARGS)
+
+pictures: ## take pictures of all pages into docs/pages
+	@scripts/setup dev
+	@exec $(BIN)/python -m tools.pictures
 
 mutants: ## count changes of the program that no test notices (ARGS="--count 500 --seed 7")
 	@scripts/setup dev
