@@ -24,6 +24,7 @@ from workers.terminal import printable
 
 # A diff of the policy replays the last ten thousand requests.
 _TIMEOUT_S = 30.0
+_API_KEY = "PACELINE_API_KEY"
 _ADMIN_KEY = "PACELINE_ADMIN_KEY"
 
 
@@ -65,6 +66,8 @@ class Gateway:
             raise GatewayUnavailable(
                 f"no gateway answers at {self.url}; `paceline up` starts one."
             ) from None
+        if response.status_code == httpx.codes.UNAUTHORIZED and not secret and source == _API_KEY:
+            raise GatewayUnavailable(f"this gateway needs a key: {_API_KEY}=pk-... paceline ...")
         if response.is_error:
             hints: dict[int, str] = {
                 httpx.codes.PRECONDITION_FAILED: conflict_hint,
@@ -116,7 +119,7 @@ def connect(url: str, *, admin: bool = False) -> Gateway:
 
     With `admin`, the default is the port for admins, if the settings name one.
     """
-    key_variable = _ADMIN_KEY if admin else "PACELINE_API_KEY"
+    key_variable = _ADMIN_KEY if admin else _API_KEY
     return Gateway(url or _own_address(admin=admin), key_variable)
 
 

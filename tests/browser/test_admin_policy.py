@@ -108,12 +108,19 @@ async def test_the_second_of_two_edits_conflicts_and_its_text_is_kept(
     with PolicyAdmin(gateway_with_worker.url, gateway_with_worker.admin_key) as bob:
         assert bob.put(single_pool_policy("slow"), x_paceline_author="bob").status_code == 200
     await page.get_by_label("Purpose").fill("second edit")
-    await tab.button("Apply as version 2").click()
+    # Disabled already if the page has seen the edit of bob by now.
+    await page.locator("#apply-button").evaluate("button => button.click()")
     conflict = page.locator("#conflict")
     await expect(conflict).to_contain_text("The policy has changed. Version 2 is active")
+    await expect(page.locator("#apply-button")).to_be_disabled()
+    await page.get_by_label("Document").press("End")
+    await page.get_by_label("Document").type(" ")
+    await expect(page.locator("#check")).to_have_text("Valid")
+    await expect(page.locator("#apply-button")).to_be_disabled()
+    await tab.fill_policy(ALL_TO_VLM)
     assert pool_of(gateway_with_worker) == "slow", "the edit of bob is still active"
 
-    await tab.button("Load the new version, keep my text").click()
+    await tab.button("Load version 2 (your text stays in this tab)").click()
     await expect(page.get_by_label("Document")).to_have_value(
         write_yaml(single_pool_policy("slow"))
     )

@@ -13,6 +13,7 @@ const editor = new Editor(byId("editor"), edited);
 let base = null; // the version on which the edit is based: { text, etag, number }
 let savedText = null; // the user's text while the editor shows another version
 let valid = true;
+let conflict = false; // another version is active, and the user has not chosen yet
 let pause;
 let validation = new AbortController();
 let timer;
@@ -35,6 +36,7 @@ async function adopt(version, text = version.text) {
   base = version;
   editor.text = text;
   byId("conflict").hidden = true;
+  conflict = false;
   edited();
   await refreshHistory();
 }
@@ -102,7 +104,7 @@ async function check() {
 function state(text, tone = "") {
   byId("check").className = `pill ${tone}`;
   byId("check").textContent = text;
-  const ready = dirty() && valid;
+  const ready = dirty() && valid && !conflict;
   byId("preview").disabled = !ready;
   byId("apply-button").disabled = !ready;
   byId("apply-button").textContent = ready ? `Apply as version ${base.number + 1}` : "Apply";
@@ -141,12 +143,14 @@ function showConflict(newest) {
   if (!banner.hidden && banner.dataset.etag === newest.etag) return;
   banner.dataset.etag = newest.etag;
   banner.hidden = false;
+  conflict = true;
+  state("Conflict", "bad");
   banner.replaceChildren(
     make("p", {}, make("strong", {}, "The policy has changed. "), `Version ${newest.number} is active, and your edit is based on version ${base.number}.`),
     make(
       "div",
       { class: "row" },
-      button("Load the new version, keep my text", () => loadNewest(newest), { class: "primary" }),
+      button(`Load version ${newest.number} (your text stays in this tab)`, () => loadNewest(newest), { class: "primary" }),
       button(`Continue with my text on version ${newest.number}`, () => perform(() => adopt(newest, editor.text))),
     ),
   );

@@ -62,6 +62,18 @@ def test_the_admin_key_comes_from_the_environment(
         assert main(["status", "--json", "--url", gateway.url]) == 1, "no worker"
 
 
+def test_a_command_without_a_key_says_where_to_put_one(
+    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway_with_worker.create_key()
+    command = ["status", "--url", gateway_with_worker.url]
+    with pytest.raises(SystemExit, match=r"needs a key: PACELINE_API_KEY=pk-\.\.\. paceline"):
+        main(command)
+    monkeypatch.setenv("PACELINE_API_KEY", "pk-wrong")
+    with pytest.raises(SystemExit, match=r"refused: .* reads it from PACELINE_API_KEY\.$"):
+        main(command)
+
+
 def test_c3_commands_send_the_stored_admin_key_to_this_machine_only(
     gateway: RunningGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
