@@ -32,7 +32,7 @@ def test_make_help_lists_every_target() -> None:
         ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert re.findall(r"^  make (\w+)", output, re.MULTILINE) == [
-        *("help", "up", "test", "check", "bench", "mutants", "lock")
+        *("help", "up", "test", "check", "bench", "pictures", "mutants", "lock")
     ]
 
 
@@ -63,8 +63,10 @@ def test_every_install_is_by_hash_or_of_this_project() -> None:
         if path.is_file()
         for line in path.read_text().replace("\\\n", " ").splitlines()
         for command in re.findall(
-            r"\b(?:pip3?|uv|uv pip|pipx) (?:install|wheel|sync|add)\b[^`&|]*", line
+            r"\b(?:(?:pip3?|uv|uv pip|pipx) (?:install|wheel|sync|add)\b|pip_install --)[^`&|]*",
+            line,
         )
+        if '"$@"' not in command  # the shell function `pip_install`
     ]
     locked = [command for command in commands if "--require-hashes" in command]
     own = [command for command in commands if "--no-deps" in command]
