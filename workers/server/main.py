@@ -179,12 +179,12 @@ def _announce(worker: Worker, source: ModelSource, gateway_url: str) -> None:
             "This is a toy model that ships with Paceline. To serve a real one, start the worker "
             "with --model FOLDER_OR_REPOSITORY, for example --model Qwen/Qwen3.5-4B"
         )
-    _print(_start_line(worker, card))
     if not gateway_url:
         _print(
             "Not joined to any gateway: this worker answers at its own address alone. To join one, "
             "start it with --join http://GATEWAY:8000 --token TOKEN"
         )
+    _print(_start_line(worker, card))
     ready = {
         "url": worker.url,
         "worker_id": worker.worker_id,

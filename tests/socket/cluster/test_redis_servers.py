@@ -101,7 +101,12 @@ def use_every_part(server: RedisServer, url: str, folder: Path, worker: Scripted
         assert first.chat(messages=messages, max_tokens=5).status_code == 200
         wait_until(lambda: completed(second) == 1)
         wait_until(lambda: remaining(second) == remaining(first) == 990)
-        assert second.admin.put(CORDON).is_success
+
+        def cordon() -> bool:  # the worker stays in the fleet by its heartbeats
+            assert first.send_heartbeat(worker, boot_id="boot-17").is_success
+            return second.admin.put(CORDON).is_success
+
+        wait_until(cordon)
         wait_until(lambda: "cordoned_by" in first.admin.get("/admin/v1/workers").text)
         assert first.admin.delete(CORDON).is_success
         first.send_heartbeat(worker, boot_id="boot-17")
