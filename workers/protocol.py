@@ -2,9 +2,8 @@
 
 The report of a worker is the body of every heartbeat and part of `/v1/status`. Its counts start at
 zero with every boot and never decrease: the total of a fleet is the sum over the last report of
-every boot. The exit code, the start lines and the ready line are for the parent process; an end by
-a signal has no code here: MLX aborts the process if a GPU kernel fails, and the system kills it if
-memory runs out.
+every boot. The exit code and the ready line are for the parent process; an end by a signal has no
+code here: MLX aborts the process if a GPU kernel fails, and the system kills it if memory runs out.
 """
 
 from __future__ import annotations
@@ -485,12 +484,8 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-START_PREFIX = "PACELINE_WORKER_START "
-"""Begins the lines that `paceline worker --leash` prints during its start; JSON of a
-`StartProgress` follows."""
 READY_PREFIX = "PACELINE_WORKER_READY "
-"""Begins the line that `paceline worker` prints, but not on a terminal, once it accepts requests;
-JSON follows."""
+"""Begins the line that `paceline worker` prints once it accepts requests; JSON follows."""
 
 
 class ExitCode(IntEnum):
@@ -509,4 +504,4 @@ class ExitCode(IntEnum):
     NOT_ADMITTED = 5
     """The gateway rejects the join token, or speaks another protocol."""
     INTERRUPTED = 130
-    """A shutdown was requested during the start."""
+    """Ctrl-C during the start."""

@@ -24,11 +24,8 @@ $mac ip link set lo up && $mac ip addr add 10.9.0.2/24 dev there && $mac ip link
 "$PYTHON" -m gateway gateway --host 0.0.0.0 > /run/gateway.log 2>&1 &
 $mac "$PYTHON" -m tests.support.networked_worker join-token http://10.9.0.1:8000 9200 \
   > /run/worker.log 2>&1 &
-wait_for() {  # the state and the URL of the worker on the page of workers
-  for _ in $(seq 300); do
-    "$PYTHON" -c "$SHOW" | grep -q "$1" && echo "$1" && return
-    sleep 0.1
-  done
+wait_for() {  # the state, the URL and the problem of the worker, as admins see them
+  "$PYTHON" -c "$WAIT" "$1" && echo "$1" && return
   cat /run/gateway.log /run/worker.log && exit 1
 }
 move() {
@@ -49,15 +46,22 @@ echo "its owner is told"
 $mac ip rule del pref 10
 wait_for "ready http://10.9.0.4:9200"
 """
-_SHOW = """
-import http.client, json
-connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=10)
-try:
-    connection.request("GET", "/admin/v1/workers", headers={"authorization": "Bearer admin-key"})
-    for worker in json.load(connection.getresponse())["workers"]:
-        print(worker["state"], worker.get("url"), worker.get("problem", ""))
-except OSError:
-    pass
+_WAIT = """
+import http.client, json, sys, time
+end_s = time.monotonic() + 60
+while time.monotonic() < end_s:
+    connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=10)
+    try:
+        headers = {"authorization": "Bearer admin-key"}
+        connection.request("GET", "/admin/v1/workers", headers=headers)
+        for worker in json.load(connection.getresponse())["workers"]:
+            shown = [worker["state"], worker.get("url", ""), worker.get("problem", "")]
+            if " ".join(shown).startswith(sys.argv[1]):
+                sys.exit()
+    except OSError:
+        pass
+    time.sleep(0.1)
+sys.exit(1)
 """
 
 
@@ -70,7 +74,7 @@ def test_a_mac_with_another_address_or_a_closed_firewall_is_told_and_used_again(
         **os.environ,
         "PYTHON": sys.executable,
         "PYTHONPATH": str(_ROOT),
-        "SHOW": _SHOW,
+        "WAIT": _WAIT,
         "PACELINE_STATE_DIR": "/run/state",
         "PACELINE_API_KEY": "api-key",
         "PACELINE_ADMIN_KEY": "admin-key",
