@@ -337,6 +337,18 @@ def test_a_worker_that_cannot_be_reached_gets_no_requests_until_it_is_reached(
     assert worker.problem == ""
 
 
+def test_a_worker_that_only_another_gateway_reaches_is_called_back_here_all_the_same(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    fleet.record_unreachable(report(), "no answer")
+    clock.now_s += HEARTBEAT_INTERVAL_S
+    assert fleet.merge_remote(report(), 0.0)
+    assert worker_ids(fleet) == []
+    assert fleet.needs_call_back(report())
+    fleet.heartbeat(report(), reached=True)
+    assert worker_ids(fleet) == ["mac"]
+
+
 def test_a_failed_connection_has_the_worker_called_back_and_an_answer_ends_its_ejection(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
