@@ -16,7 +16,6 @@ _BECAUSE = {
     "media": "the request contains pictures, video, audio or files",
     "non_greedy_sampling": "temperature is {temperature}",
     "logits_processors": "a penalty, a bias or forbidden words change token scores",
-    "structured_output": "the answer must follow a schema",
     "logprobs": "the request asks for log probabilities",
     "multiple_choices": "n is {choices}",
     "thinking_budget": "the request limits how long the model may think",

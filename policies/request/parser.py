@@ -12,21 +12,18 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from policies.request.constraint import CONSTRAINT_FIELDS, check_size, read_constraint
 from policies.request.content import read_content
 from policies.request.fields import FieldError, Fields
 from policies.request.profile import OPENAI_DEFAULTS, Endpoint, RequestProfile, Sampling
 
-STRUCTURED_FIELDS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
-
 _FUNCTION_FIELDS = (("description", str, "a string"), ("parameters", Mapping, "an object"))
-# OpenAI allows as many tools; no useful schema has more levels.
 _TOOLS_LIMIT = 128
-_SCHEMA_LIMIT_LEVELS = 32
-_SCHEMA_LIMIT_CHARS = 64 * 1024
+"""OpenAI allows as many."""
 _TEMPLATE_KWARGS = frozenset(("enable_thinking",))
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
-_CONTROL_FIELDS = frozenset(
+_CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
     "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
     "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
     "draft_tokens specprefill specprefill_keep_pct thinking_budget metrics token_sources".split()
@@ -37,9 +34,7 @@ _BOOKKEEPING_FIELDS = frozenset(
 )
 KNOWN_FIELDS = {
     Endpoint.CHAT: (_CONTROL_FIELDS | _BOOKKEEPING_FIELDS).union(
-        "messages tools tool_choice parallel_tool_calls response_format top_logprobs "
-        "chat_template_kwargs".split(),
-        STRUCTURED_FIELDS,
+        "messages tools tool_choice parallel_tool_calls top_logprobs chat_template_kwargs".split()
     ),
     Endpoint.COMPLETIONS: _CONTROL_FIELDS | _BOOKKEEPING_FIELDS | {"prompt", "echo"},
 }
@@ -80,7 +75,7 @@ def read_profile(
         choices=fields.integer("n", 1, low=1, high=16) or 1,
         top_logprobs=_read_logprobs(fields, endpoint),
         tools=bool(tools),
-        structured_output=_structured(body),
+        structured_output=read_constraint(body) is not None,
         thinking_budget=fields.integer("thinking_budget", None, low=0),
         draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),
         spec_prefill=fields.choice("specprefill"),
@@ -168,47 +163,8 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
         for name, kind, text in _FUNCTION_FIELDS:
             if not isinstance(function.get(name), kind | None):
                 raise FieldError(f"tools[{index}].function.{name}", f"'{name}' must be {text}.")
-        _check_schema(tool, f"tools[{index}]")
+        check_size(tool, f"tools[{index}]")
     return tools if body.get("tool_choice") != "none" else ()
-
-
-def _structured(body: Mapping[str, Any]) -> bool:
-    chosen = body.get("response_format")
-    if chosen is not None:
-        kinds = ("text", "json_object", "json_schema")
-        kind = chosen.get("type") if isinstance(chosen, Mapping) else None
-        if kind not in kinds:
-            raise FieldError("response_format", f"'response_format.type' must be one of {kinds}.")
-        _check_schema(chosen, "response_format")
-        if kind != "text":
-            return True
-    fields = [name for name in STRUCTURED_FIELDS if body.get(name) is not None]
-    for name in fields:
-        _check_schema(body[name], name)
-    return bool(fields)
-
-
-def _check_schema(schema: Any, name: str) -> None:
-    """Reject a schema that is too deep or too long, because compiling it would take too long."""
-    level, depth, size = [schema], 0, 0
-    while level:
-        depth += 1
-        deeper: list[Any] = []
-        for node in level:
-            if isinstance(node, Mapping):
-                size += sum(map(len, node))
-                deeper += node.values()
-            elif isinstance(node, list):
-                deeper += node
-            else:
-                size += len(node) if isinstance(node, str) else 1
-        level = deeper
-        if depth > _SCHEMA_LIMIT_LEVELS or size > _SCHEMA_LIMIT_CHARS:
-            raise FieldError(
-                name,
-                f"'{name}' may have at most {_SCHEMA_LIMIT_LEVELS} levels and "
-                f"{_SCHEMA_LIMIT_CHARS} characters.",
-            )
 
 
 def _check_template_kwargs(body: Mapping[str, Any]) -> None:

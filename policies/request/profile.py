@@ -24,7 +24,6 @@ class Bypass(StrEnum):
     MEDIA = "media"
     NON_GREEDY_SAMPLING = "non_greedy_sampling"
     LOGITS_PROCESSORS = "logits_processors"
-    STRUCTURED_OUTPUT = "structured_output"
     LOGPROBS = "logprobs"
     MULTIPLE_CHOICES = "multiple_choices"
     THINKING_BUDGET = "thinking_budget"
@@ -123,8 +122,6 @@ def bypass_reasons(profile: RequestProfile) -> tuple[Bypass, ...]:
         reasons.append(Bypass.NON_GREEDY_SAMPLING)
     if sampling.reshapes_logits:
         reasons.append(Bypass.LOGITS_PROCESSORS)
-    if profile.structured_output:
-        reasons.append(Bypass.STRUCTURED_OUTPUT)
     if profile.top_logprobs is not None:
         reasons.append(Bypass.LOGPROBS)
     if profile.choices > 1:

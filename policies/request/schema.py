@@ -39,6 +39,11 @@ _OUTLINES: Mapping[str, Any] = {
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
     "tools": {"type": ["array", "null"], "items": {"type": "object", "required": ["function"]}},
     "response_format": {"type": ["object", "null"]},
+    "structured_outputs": {"type": ["object", "null"]},
+    "guided_json": {"type": ["object", "string", "boolean", "null"]},
+    "guided_regex": {"type": ["string", "null"]},
+    "guided_choice": {"type": ["array", "null"], "items": {"type": "string"}},
+    "guided_grammar": {"type": ["string", "null"]},
     "chat_template_kwargs": {"type": ["object", "null"]},
     "specprefill_keep_pct": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
 }

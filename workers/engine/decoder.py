@@ -23,6 +23,7 @@ import mlx.core as mx
 from workers.engine.batch import Batch, set_states, states_of
 from workers.engine.draft_head import DraftHead
 from workers.engine.draft_length import DraftLength
+from workers.engine.grammar import allowed_tokens
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, Target
 from workers.engine.prefill import Prefill, seed_head
@@ -306,7 +307,15 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
         offset,
         batch.position_shift,
     )
-    chosen = choose(verified.scores, [row.sampling_context() for row in batch.rows], drafts)
+    allowed = None
+    if any(row.matcher for row in batch.rows):
+        # The device verifies while the host reads the drafts and finds the tokens allowed after
+        # each. The caches must not hold the old keys meanwhile, or MLX would copy all of them.
+        set_states(batch.caches, graph.attention_state(verified.layers, batch.caches))
+        mx.async_eval(verified.scores)
+        allowed = allowed_tokens([row.matcher for row in batch.rows], drafts)
+    contexts = [row.sampling_context() for row in batch.rows]
+    chosen = choose(verified.scores, contexts, drafts, allowed)
     if length:
         drafted, head = (drafts, mx.array(limits)), (head_state, offset)
         committed = graph.commit(verified.layers, verified.hidden, chosen, drafted, head)
@@ -334,7 +343,12 @@ def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
         batch.last_tokens[:, None], batch.caches, mx.array(positions, dtype=mx.int32)
     )
     scores = target.scores(output)
-    chosen = choose(scores, [row.sampling_context() for row in batch.rows])
+    allowed = None
+    if any(row.matcher for row in batch.rows):
+        mx.async_eval(scores)
+        allowed = allowed_tokens([row.matcher for row in batch.rows])
+    contexts = [row.sampling_context() for row in batch.rows]
+    chosen = choose(scores, contexts, allowed=allowed)
     batch.last_tokens = chosen[:, 0]
     decided = mx.concatenate([mx.zeros_like(chosen), chosen], axis=1)
     mx.async_eval(decided)

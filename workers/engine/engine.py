@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from workers.engine import types
+from workers.engine.grammar import GrammarCompiler
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.model_folder import refusing
@@ -37,6 +38,7 @@ class Engine:
     settings: types.EngineSettings
     checkpoint: Checkpoint
     prompts: PromptRenderer
+    grammars: GrammarCompiler
     lanes: tuple[LaneScheduler, ...]
     prefix_cache: PrefixCache
     memory: MemoryEstimate
@@ -116,6 +118,7 @@ class Engine:
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; running generations raise `EngineStopped`."""
         self.thread.stop(timeout_s)
+        self.grammars.close()
         self.prefix_cache.close()
 
     async def generate(self, generation: types.Generation) -> AsyncGenerator[types.Event, None]:
@@ -137,6 +140,8 @@ class Engine:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         row = self._make_row(generation, lane, prompt, enqueue)
+        if generation.constraint is not None:
+            row.matcher = await self.grammars.matcher(generation.constraint)
         if prompt.prefix is not None:
             key = prompt.prefix.key
             row.prefetched = await asyncio.to_thread(self.prefix_cache.prefetch, key)
@@ -213,6 +218,7 @@ def load_engine(settings: types.EngineSettings) -> Engine:
     checkpoint = load_checkpoint(settings.model)
     sparse_prefill = load_sparse_prefill(settings.spec_prefill, checkpoint)
     prompts = PromptRenderer(checkpoint.processor)
+    grammars = GrammarCompiler(checkpoint.processor, checkpoint.vocabulary, checkpoint.eos)
     draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
     if draft_tokens:
         checkpoint.target.native_verify = probe_native_verify(checkpoint.target)
@@ -262,6 +268,7 @@ def load_engine(settings: types.EngineSettings) -> Engine:
         settings=settings,
         checkpoint=checkpoint,
         prompts=prompts,
+        grammars=grammars,
         lanes=tuple(lanes),
         prefix_cache=prefix_cache,
         memory=memory,

@@ -10,6 +10,7 @@ from math import inf
 from policies.request.profile import Bypass
 from workers.engine import types
 from workers.engine.detokenizer import TextStream
+from workers.engine.grammar import Matcher
 from workers.engine.prefix_cache_files import HostPrefix
 from workers.engine.sampler import SamplingContext
 from workers.engine.tokenizer import PreparedPrompt
@@ -96,6 +97,8 @@ class Row:
     """Whether the request names its draft length: it then applies even where it does not pay."""
     bypass: tuple[Bypass, ...] = ()
     """Reasons why the row must not speculate, for the lane's counts."""
+    matcher: Matcher | None = None
+    """Tells which tokens may come next; None if the answer may have any form."""
     text: TextStream
     speculation: SpeculationCounter
     sink: EventSink
@@ -189,11 +192,13 @@ class Row:
                 self._pending_logprobs.append(replace(logprobs[appended], offset_chars=begin))
             appended += 1
             self.answer.append(token)
+            if self.matcher is not None:
+                self.matcher.advance(token)
             if token in ends:
                 self.finish_reason = types.FinishReason.STOP
             else:
                 text += self.text.push(token)
-                if self.text.stopped:
+                if self.text.stopped or (self.matcher is not None and self.matcher.complete):
                     self.finish_reason = types.FinishReason.STOP
                 elif len(self.answer) >= self.max_tokens:
                     self.finish_reason = types.FinishReason.LENGTH

@@ -30,13 +30,18 @@ class SamplingContext:
 
 
 def choose(
-    logits: mx.array, rows: Sequence[SamplingContext], drafts: mx.array | None = None
+    logits: mx.array,
+    rows: Sequence[SamplingContext],
+    drafts: mx.array | None = None,
+    allowed: mx.array | None = None,
 ) -> mx.array:
     """Choose a token for every row and position: [rows, L, vocabulary] to [rows, L] int32.
 
     Position i is chosen as if the answer included the first i of `drafts` [rows, L - 1]; the caller
-    uses it only if it does.
+    uses it only if it does. `allowed` [rows, L, words] has a bit for each token that may be chosen.
     """
+    if allowed is not None:
+        logits = _exclude(logits, allowed)
     greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
     plain = [row.sampling.greedy and not row.sampling.reshapes_logits for row in rows]
     if all(plain):
@@ -49,6 +54,14 @@ def choose(
             for index, row in enumerate(rows)
         ]
     )
+
+
+def _exclude(logits: mx.array, allowed: mx.array) -> mx.array:
+    """Set the scores of all tokens without a bit to minus infinity."""
+    vocabulary = logits.shape[-1]
+    bits = (allowed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    bits = bits.reshape(*allowed.shape[:-1], -1)[..., :vocabulary]
+    return mx.where(bits.astype(mx.bool_), logits, mx.array(-mx.inf, dtype=logits.dtype))
 
 
 def _choose_row(logits: mx.array, row: SamplingContext, drafts: mx.array | None) -> mx.array:

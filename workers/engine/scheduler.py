@@ -17,6 +17,7 @@ from policies.request.profile import Bypass
 from workers.engine import types
 from workers.engine.decoder import Decoder, Outcome, check_device
 from workers.engine.draft_head import DraftHead
+from workers.engine.grammar import allowed_tokens
 from workers.engine.memory import GROWTH_TOKENS, MemoryEstimate
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
@@ -233,7 +234,8 @@ class LaneScheduler:
         self._store_prefix(prefill)
         if prefill.complete and not row.answer:
             assert prefill.scores is not None
-            token = int(choose(prefill.scores, [row.sampling_context()]).item())
+            allowed = allowed_tokens([row.matcher])
+            token = int(choose(prefill.scores, [row.sampling_context()], allowed=allowed).item())
             self._decoder.append_first_token(row, prefill.scores[0], token)
 
     def _store_prefix(self, prefill: Prefill) -> None:

@@ -11,12 +11,13 @@ States are lists of layers: `(keys, values)` of an attention, the slots of a rec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
 from workers.engine.kv_cache import History, RecurrentCache, RowCache, stack_history, state_after
-from workers.engine.model import KVCache, MtpHead, Target
+from workers.engine.model import KVCache, LayerCache, MtpHead, Target
 
 F = TypeVar("F")
 LayerState: TypeAlias = tuple[mx.array, ...]
@@ -56,6 +57,13 @@ class StepGraph:
     ) -> VerifyResult:
         """Run tokens [rows, L] through the target, at every row's cursor."""
         return VerifyResult(*self._verify(tokens, state, offset, position_shift))
+
+    def attention_state(self, layers: Layers, caches: Sequence[LayerCache]) -> State:
+        """Return the new states of the attention layers, and the old ones of the others."""
+        return [
+            tuple(layer) if attends else tuple(cache.state)
+            for attends, layer, cache in zip(self._attends, layers, caches, strict=True)
+        ]
 
     def roll_back(self, layers: Layers, kept: mx.array, length: int) -> State:
         """Return the state after the first `kept[row]` of `length` verified tokens."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from policies.request.constraint import Constraint
 from policies.request.profile import Bypass, Sampling
 from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
 from workers.protocol import Speculation
@@ -62,6 +63,8 @@ class Generation:
     token_limit: int | None = None
     """The most tokens of the prompt and all answers together; None: no limit."""
     stop: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    """The form that the answer must have."""
     keep_call_tokens: bool = False
     """Whether the text includes the control tokens that mark tool calls."""
     top_logprobs: int | None = None

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from policies.request.constraint import read_constraint
 from policies.request.content import (
     MEDIA_KINDS,
     MESSAGE_TEXTS,
     source_of,
 )
-from policies.request.parser import STRUCTURED_FIELDS, read_profile
+from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt
@@ -100,6 +101,7 @@ async def read_request(
         choices=profile.choices,
         token_limit=_token_limit(request.headers.get(TOKENS_LIMIT_HEADER)),
         stop=profile.stop,
+        constraint=read_constraint(body),
         keep_call_tokens=tool_format is not None,
         top_logprobs=profile.top_logprobs,
         token_sources=profile.token_sources,
@@ -148,11 +150,7 @@ def _parse(content: bytearray) -> dict[str, Json]:
 
 def _reject_unsupported(body: Mapping[str, Json]) -> None:
     """Raise for a value that the engine does not support; none is ignored silently."""
-    fields = [
-        name for name in (*STRUCTURED_FIELDS, "thinking_budget") if body.get(name) is not None
-    ]
-    if (body.get("response_format") or {}).get("type", "text") != "text":
-        fields.append("response_format")
+    fields = [] if body.get("thinking_budget") is None else ["thinking_budget"]
     if body.get("tool_choice") not in (None, "auto", "none"):
         fields.append("tool_choice")
     if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM

@@ -7,7 +7,6 @@ const SENTENCES = {
   media: "The request contains pictures, video, audio or files.",
   non_greedy_sampling: "The request samples: its temperature is above 0. Set temperature 0 to use drafts.",
   logits_processors: "Penalties, biases or forbidden words change token scores.",
-  structured_output: "The answer must follow a schema.",
   logprobs: "The request asks for log probabilities.",
   multiple_choices: "The request asks for several choices (n above 1).",
   thinking_budget: "The request limits how long the model may think.",

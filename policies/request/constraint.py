@@ -1,0 +1,140 @@
+"""The form that a request prescribes for its answer, in the spellings of OpenAI and of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from policies.request.fields import FieldError
+
+CONSTRAINT_FIELDS = frozenset(
+    "response_format structured_outputs guided_json guided_regex guided_choice "
+    "guided_grammar".split()
+)
+_MAX_LEVELS = 32
+"""No useful schema has more levels."""
+_MAX_CHARS = 64 * 1024
+_MAX_CHOICES = 1024
+
+
+class ConstraintKind(StrEnum):
+    """The ways to prescribe a form; the values are vLLM's."""
+
+    JSON = "json"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+_KINDS = frozenset(kind.value for kind in ConstraintKind)
+
+
+class Constraint(NamedTuple):
+    """The prescribed form of one answer."""
+
+    kind: ConstraintKind
+    value: Any
+    """A JSON Schema, an expression, a list of texts, or a grammar as Lark or llama.cpp write it."""
+    param: str
+    """Path of the field that holds it, for errors."""
+
+
+def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
+    """Return the constraint of a body, or None; raise `FieldError` if it is malformed."""
+    constraints = [*_from_response_format(body), *_from_vllm_fields(body)]
+    if len(constraints) > 1:
+        raise FieldError(
+            constraints[1].param,
+            f"'{constraints[1].param}' and '{constraints[0].param}' both prescribe the answer.",
+        )
+    return constraints[0] if constraints else None
+
+
+def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
+    chosen = body.get("response_format")
+    if chosen is None:
+        return
+    check_size(chosen, "response_format")
+    kinds = ("text", "json_object", "json_schema")
+    kind = chosen.get("type") if isinstance(chosen, Mapping) else None
+    if kind not in kinds:
+        raise FieldError("response_format", f"'response_format.type' must be one of {kinds}.")
+    if kind == "json_object":
+        yield Constraint(ConstraintKind.JSON, {"type": "object"}, "response_format")
+    elif kind == "json_schema":
+        name = "response_format.json_schema"
+        inner = chosen.get("json_schema")
+        if not isinstance(inner, Mapping):
+            raise FieldError(name, f"'{name}' must be an object with a 'schema'.")
+        yield _constraint(ConstraintKind.JSON, inner.get("schema"), f"{name}.schema")
+
+
+def _from_vllm_fields(body: Mapping[str, Any]) -> Iterator[Constraint]:
+    for kind in ConstraintKind:
+        name = f"guided_{kind}"
+        if body.get(name) is not None:
+            yield _constraint(kind, body[name], name)
+    outputs = body.get("structured_outputs")
+    if outputs is None:
+        return
+    if not isinstance(outputs, Mapping):
+        raise FieldError("structured_outputs", "'structured_outputs' must be an object.")
+    given = {name: value for name, value in outputs.items() if value is not None}
+    if given.get("json_object") is False:
+        del given["json_object"]
+    for name, value in given.items():
+        param = f"structured_outputs.{name[:100]}"
+        if name == "json_object" and value is True:
+            yield Constraint(ConstraintKind.JSON, {"type": "object"}, param)
+        elif name in _KINDS:
+            yield _constraint(ConstraintKind(name), value, param)
+        else:
+            raise FieldError(param, f"'{param}' is not supported.")
+
+
+def _constraint(kind: ConstraintKind, value: Any, param: str) -> Constraint:
+    """Check the type and the size of a value."""
+    check_size(value, param)
+    if kind is ConstraintKind.CHOICE:
+        texts = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
+        if not texts or not 1 <= len(value) <= _MAX_CHOICES:
+            raise FieldError(
+                param, f"'{param}' must be a list of 1 to {_MAX_CHOICES} non-empty strings."
+            )
+    elif kind is ConstraintKind.JSON:
+        if isinstance(value, str):  # vLLM takes the text of a schema too
+            try:
+                value = from_json(value, allow_inf_nan=False)
+            except ValueError:
+                value = None
+            check_size(value, param)
+        if not isinstance(value, Mapping | bool):
+            raise FieldError(param, f"'{param}' must be a JSON Schema.")
+    elif not isinstance(value, str) or not value:
+        raise FieldError(param, f"'{param}' must be a non-empty string.")
+    return Constraint(kind, value, param)
+
+
+def check_size(schema: Any, param: str) -> None:
+    """Reject a value that is too deep or too long, because compiling it would take too long."""
+    level, depth, size = [schema], 0, 0
+    while level:
+        depth += 1
+        deeper: list[Any] = []
+        for node in level:
+            if isinstance(node, Mapping):
+                size += sum(map(len, node))
+                deeper += node.values()
+            elif isinstance(node, list):
+                deeper += node
+            else:
+                size += len(node) if isinstance(node, str) else 1
+        level = deeper
+        if depth > _MAX_LEVELS or size > _MAX_CHARS:
+            raise FieldError(
+                param,
+                f"'{param}' may have at most {_MAX_LEVELS} levels and {_MAX_CHARS} characters.",
+            )

@@ -1,0 +1,267 @@
+"""Answers of a prescribed form, on the real engine and through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from policies.request.constraint import Constraint, ConstraintKind
+from policies.request.profile import Sampling
+from workers.engine.engine import Engine
+from workers.engine.grammar import CACHED_GRAMMARS
+from workers.engine.types import (
+    Delta,
+    Finished,
+    FinishReason,
+    Generation,
+    InvalidGeneration,
+    LaneName,
+    Prompt,
+)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "mood": {"enum": ["😀 merry", "sad"]},
+    },
+    "required": ["name", "age", "mood"],
+    "additionalProperties": False,
+}
+QUESTION: Any = [{"role": "user", "content": "Tell me about a person."}]
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def check_person(text: str) -> None:
+    person = json.loads(text)
+    assert list(person) == ["name", "age", "mood"]
+    assert len(person["name"]) <= 12
+    assert 0 <= person["age"] <= 120
+    assert person["mood"] in ("😀 merry", "sad")
+
+
+async def answer(
+    engine: Engine,
+    question: str,
+    constraint: Constraint | None = None,
+    *,
+    temperature: float = 0,
+    draft_tokens: int | None = None,
+    max_tokens: int = 64,
+) -> tuple[str, Finished]:
+    text = ""
+    generation = Generation(
+        request_id="test",
+        lane=LaneName.TEXT_MTP,
+        prompt=Prompt(text=engine.prompts.chat([{"role": "user", "content": question}])),
+        sampling=Sampling(temperature=temperature, seed=7),
+        max_tokens=max_tokens,
+        draft_tokens=draft_tokens,
+        constraint=constraint,
+    )
+    async for event in engine.generate(generation):
+        if isinstance(event, Delta):
+            text += event.text
+        else:
+            return text, event
+    raise AssertionError("every generation finishes")
+
+
+def schema(value: Any) -> Constraint:
+    return Constraint(ConstraintKind.JSON, value, "guided_json")
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_schema_holds_whole_and_streamed(openai_client: OpenAI, temperature: float) -> None:
+    """A client's answer follows its schema, greedy and sampled, and a stream has the same text."""
+    fields: Any = {
+        "model": "demo",
+        "messages": QUESTION,
+        "temperature": temperature,
+        "seed": 1,
+        "response_format": FORMAT,
+    }
+    whole = openai_client.chat.completions.create(**fields).choices[0]
+    check_person(whole.message.content or "")
+    assert whole.finish_reason == "stop"
+    chunks = list(openai_client.chat.completions.create(stream=True, **fields))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == whole.message.content
+
+
+def test_a_greedy_constrained_request_speculates(openai_client: OpenAI) -> None:
+    """The gateway counts no bypass for it, and the worker drafts."""
+    raw = openai_client.chat.completions.with_raw_response.create(
+        model="demo",
+        messages=QUESTION,
+        temperature=0,
+        response_format=FORMAT,
+        extra_body={"metrics": "summary", "draft_tokens": 2},
+    )
+    assert (raw.headers["x-paceline-pool"], raw.headers["x-paceline-reason"]) == (
+        "text-mtp",
+        "eligible",
+    )
+    assert json.loads(raw.text)["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"guided_choice": ["é", "green"]}, "é|green"),
+        ({"guided_regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"guided_grammar": 'start: "a" "b"'}, "ab"),
+        ({"guided_grammar": 'root ::= "a" "b" | "c"'}, "ab|c"),
+        ({"guided_json": '{"enum": [17, true]}'}, "17|true"),
+        ({"structured_outputs": {"choice": ["red"], "regex": None}}, "red"),
+    ],
+)
+def test_vllms_fields_prescribe_the_answer(
+    openai_client: OpenAI, fields: dict[str, Any], form: str
+) -> None:
+    """The answer has the form that any of vLLM's fields describes, also of a completion."""
+    chat = openai_client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=1, extra_body=fields
+    )
+    assert re.fullmatch(form, chat.choices[0].message.content or "")
+    text = openai_client.completions.create(model="demo", prompt="Say", extra_body=fields)
+    assert re.fullmatch(form, text.choices[0].text)
+
+
+async def test_constrained_rows_leave_the_others_alone(engine: Engine) -> None:
+    """Beside eight constrained answers, free ones stay what they are alone, and the reverse."""
+    questions = [f"Count from {first} to 30." for first in range(3)]
+    free = [await answer(engine, question) for question in questions]
+    bound = [
+        await answer(engine, q, schema(PERSON), temperature=t) for q in questions for t in (0, 1)
+    ]
+    together = await asyncio.gather(
+        *(answer(engine, question) for question in questions),
+        *(answer(engine, q, schema(PERSON), temperature=t) for q in questions for t in (0, 1)),
+        *(answer(engine, "Hello", schema({"enum": ["yes", "no"]})) for _ in range(2)),
+    )
+    assert [text for text, _ in together[:3]] == [text for text, _ in free]
+    assert [text for text, _ in together[3:9]] == [text for text, _ in bound]
+    assert [text for text, _ in together[9:]] in (['"yes"'] * 2, ['"no"'] * 2)
+    for text, end in together[3:9]:
+        check_person(text)
+        assert end.reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_drafts_do_not_change_a_constrained_answer(
+    engine: Engine, temperature: float
+) -> None:
+    """With any number of drafts the answer is the same, and its counts add up to its tokens."""
+    answers = [
+        await answer(
+            engine,
+            "Count from 1 to 9.",
+            schema(
+                {"type": "array", "items": {"enum": [*range(40)]}, "minItems": 9, "maxItems": 9}
+            ),
+            temperature=temperature,
+            draft_tokens=count,
+        )
+        for count in (0, 1, 2)
+    ]
+    assert len({text for text, _ in answers}) == 1
+    for text, end in answers:
+        assert len(json.loads(text)) == 9
+        drafts = end.speculation
+        assert drafts.accepted <= drafts.drafted
+        assert end.usage.completion_tokens == answers[0][1].usage.completion_tokens
+    assert answers[2][1].speculation.accepted > 0
+
+
+async def test_a_limit_of_tokens_ends_an_answer_before_its_form(engine: Engine) -> None:
+    """Then `finish_reason` is `length`, the only case in which the answer may be incomplete."""
+    text, end = await answer(engine, "Hello", schema(PERSON), max_tokens=4)
+    assert end.reason is FinishReason.LENGTH
+    assert text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"not": {"type": "string"}}, "'not'"),
+        ({"type": "string", "format": "verse"}, "'format'"),
+        ({"type": "string", "pattern": "(?=a)b"}, "'pattern'"),
+        ({"$ref": "#/$defs/none"}, "'$ref'"),
+        ({"$ref": "https://example.com/schema"}, "'$ref'"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "'oneOf'"),
+        ({"type": "text"}, "'type'"),
+        ({"minimum": "x"}, "'minimum'"),
+        ({"enum": []}, "satisfy"),
+        ({"$ref": "#"}, "schema"),
+        ({"not": {}, "x-guidance": {"lenient": True}}, "'not'"),
+    ],
+)
+def test_a_schema_that_cannot_be_held_is_refused(
+    openai_client: OpenAI, bad: dict[str, Any], named: str
+) -> None:
+    """The error names the field and the keyword, whole or streamed, and no answer is generated."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as refused:
+            openai_client.chat.completions.create(
+                model="demo", messages=QUESTION, response_format=form, stream=stream
+            )
+        assert refused.value.param == "response_format.json_schema.schema"
+        assert named in refused.value.message
+        assert "lenient" not in refused.value.message
+
+
+async def test_a_hostile_constraint_ends_with_an_error_of_its_own(engine: Engine) -> None:
+    """Deep references, huge grammars and repetitions end at a bound; the engine serves on."""
+    deep = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1800)}
+    deep["d1800"] = {"type": "string"}
+    wide = {f"p{i}": {"type": "string", "pattern": f"x{i}+"} for i in range(1500)}
+    rules = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n'
+    for constraint in (
+        schema({"$ref": "#/$defs/d0", "$defs": deep}),
+        schema({"type": "object", "properties": wide}),
+        Constraint(ConstraintKind.REGEX, "(a{1000}){1000}", "guided_regex"),
+        Constraint(ConstraintKind.GRAMMAR, rules, "guided_grammar"),
+        Constraint(ConstraintKind.GRAMMAR, "root ::= " + "(" * 30_000, "guided_grammar"),
+    ):
+        with suppress(InvalidGeneration):
+            await answer(engine, "Hello", constraint, max_tokens=4)
+    assert engine.alive
+
+
+async def test_the_cache_of_grammars_is_bounded(engine: Engine) -> None:
+    """Other schemas make the oldest one leave; a repeated one is compiled once."""
+    for number in range(CACHED_GRAMMARS + 3):
+        await engine.grammars.matcher(schema({"const": number}))
+    assert engine.grammars.cached == CACHED_GRAMMARS
+    await engine.grammars.matcher(schema({"const": CACHED_GRAMMARS}))
+    assert engine.grammars.cached == CACHED_GRAMMARS
+
+
+async def test_clients_at_once_each_get_their_form(async_openai_client: AsyncOpenAI) -> None:
+    """Eight constrained streams at once, two of each form, answer in their own forms."""
+
+    async def ask(index: int) -> str:
+        form: Any = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"const": index // 2}},
+        }
+        stream = await async_openai_client.chat.completions.create(
+            model="demo",
+            messages=QUESTION,
+            stream=True,
+            temperature=index % 2,
+            response_format=form,
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert await asyncio.gather(*map(ask, range(8))) == [str(index // 2) for index in range(8)]

@@ -1,0 +1,248 @@
+"""Grammars: hold an answer to a JSON Schema, an expression, a list of texts or a grammar.
+
+llguidance compiles a constraint for the model's tokenizer, and tells after every token which ones
+may come next. A constraint is a client's: its compilation has a thread of its own, and llguidance's
+limits on the size of grammars and on the work for one token bound both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.hf import from_tokenizer
+from llguidance.numpy import (
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+from transformers import PreTrainedTokenizerFast
+
+from policies.request.constraint import Constraint, ConstraintKind
+from workers.engine.tokenizer import token_bytes
+from workers.engine.types import InvalidGeneration
+
+logger = logging.getLogger(__name__)
+
+CACHED_GRAMMARS = 64
+COMPILE_TIMEOUT_S = 10.0
+_STACK_BYTES = 256 << 20
+"""The compiler recurses along references: a schema of 64 KiB may refer thousands of levels deep."""
+
+# No endless white space, in which models get lost, and no constraint that is left out silently.
+_JSON_OPTIONS: Any = {
+    "whitespace_pattern": r" ?|\n[ \t]{0,20}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+
+_UNSATISFIABLE = "No answer can satisfy the constraint."
+# What llguidance's messages say, and what the client is told: its own text never leaves the worker.
+_JSON_ERRORS = (
+    (r'Unimplemented keys: \["([^"]{1,40})"', "The worker does not support the keyword '{}'."),
+    (r"(oneOf)", "The worker supports '{}' only where no value fits two of its schemas."),
+    (r"Unknown (format)", "The worker does not know this '{}'."),
+    (r"(?:Expected .{1,80} for|invalid) '([^']{1,40})'", "The value of '{}' is invalid."),
+    (r"(?i)invalid (type)\b|^(type) must", "The value of 'type' is invalid."),
+    (r"Pointer|Resource|\$ref", "A '$ref' of the schema refers to no part of it."),
+    (r"(?i)unsatisfiable", _UNSATISFIABLE),
+    (r"(?i)regex|look-?around", "The worker does not support this value of 'pattern'."),
+)  # fmt: skip
+_TOO_COMPLEX = re.compile("(?i)too (large|many|complex|deep|big)|fuel|limit|Unable to determine")
+
+
+class GrammarCompiler:
+    """The compiled grammars of one model; methods are safe to call from any thread."""
+
+    def __init__(self, processor: Any, vocabulary: int, ends: frozenset[int]) -> None:
+        self._cache: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        tokenizer = getattr(processor, "tokenizer", processor)
+        before = threading.stack_size(_STACK_BYTES)
+        try:  # starts the thread
+            self._tokenizer = self._thread.submit(_load_tokenizer, tokenizer, vocabulary, ends)
+        finally:
+            threading.stack_size(before)
+
+    @property
+    def cached(self) -> int:
+        """Return the number of compiled grammars."""
+        return len(self._cache)
+
+    async def matcher(self, constraint: Constraint) -> Matcher:
+        """Return a matcher at the beginning of an answer; raise `InvalidGeneration` without one."""
+        key = constraint._replace(value=json.dumps(constraint.value))
+        compiled = self._lookup(key)
+        if compiled is None:
+            loop = asyncio.get_running_loop()
+            try:
+                async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                    compiled = await loop.run_in_executor(
+                        self._thread, self._compile, constraint, key
+                    )
+            except TimeoutError as error:
+                raise _invalid(constraint, "The worker takes too long to compile it.") from error
+        words = (self._tokenizer.result().vocab_size + 31) // 32
+        return Matcher(compiled.deep_copy(), words, constraint.param)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _lookup(self, key: Constraint) -> LLMatcher | None:
+        with self._lock:
+            compiled = self._cache.get(key)
+            if compiled is not None:
+                self._cache.move_to_end(key)
+            return compiled
+
+    def _compile(self, constraint: Constraint, key: Constraint) -> LLMatcher:
+        compiled = self._lookup(key)  # another request may have compiled it meanwhile
+        if compiled is not None:
+            return compiled
+        try:
+            tokenizer = self._tokenizer.result()
+        except Exception as error:
+            logger.warning("grammar.no_tokenizer", exc_info=error)
+            raise _invalid(constraint, "This model's tokenizer supports no constraints.") from error
+        try:
+            compiled = LLMatcher(tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
+        except (ValueError, RecursionError) as error:
+            logger.info("grammar.rejected", exc_info=error)
+            raise _invalid(constraint, _explain(constraint, str(error))) from error
+        if not compiled.is_error():
+            compiled.compute_bitmask()  # the most expensive mask: here it delays nobody's answer
+        if compiled.is_error():
+            raise _invalid(constraint, _explain(constraint, compiled.get_error()))
+        if compiled.is_stopped():
+            raise _invalid(constraint, _UNSATISFIABLE)
+        with self._lock:
+            self._cache[key] = compiled
+            if len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return compiled
+
+
+class Matcher:
+    """The place of one answer in its grammar; used by one thread at a time."""
+
+    def __init__(self, state: LLMatcher, words: int, param: str) -> None:
+        self.state = state
+        self.words = words
+        """Words of 32 bits that have a bit for every token."""
+        self._param = param
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing but the end may follow."""
+        return bool(self.state.is_stopped())
+
+    def advance(self, token: int) -> None:
+        """Take the next token of the answer; raise `InvalidGeneration` if it may not come there.
+
+        That happens only where the grammar got beyond llguidance's limits, and allows nothing.
+        """
+        if not self.state.consume_token(token):
+            logger.info("grammar.failed error=%s", self.state.get_error())
+            raise InvalidGeneration(
+                self._param,
+                "This constraint became too complex while the worker generated the answer.",
+                "unsupported_value",
+            )
+
+
+def allowed_tokens(
+    matchers: Sequence[Matcher | None], drafts: mx.array | None = None
+) -> mx.array | None:
+    """Return a bit for each token that may come next: [rows, L, words] uint32; None if all may.
+
+    Position i follows the first i of `drafts` [rows, L - 1]. What follows a draft that may not come
+    there is undefined, since the draft will be rejected.
+    """
+    constrained = [(index, one) for index, one in enumerate(matchers) if one is not None]
+    if not constrained:
+        return None
+    length = 1 if drafts is None else drafts.shape[1] + 1
+    words = constrained[0][1].words
+    bits = np.full((len(matchers) * length, words), -1, dtype=np.int32)
+    if drafts is None or length == 1:
+        fill_next_token_bitmask_par(_executor(), [(one.state, at) for at, one in constrained], bits)
+    else:
+        drafted = drafts.tolist()
+        places = [(one.state, index * length, drafted[index]) for index, one in constrained]
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), places, bits)
+    return mx.array(bits.view(np.uint32)).reshape(len(matchers), length, words)
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
+
+
+def _load_tokenizer(tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
+    """Load the tokenizer for llguidance, with every token of the model's scores."""
+    size, eos = max(vocabulary, len(tokenizer)), sorted(ends)
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        return from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), n_vocab=size, eos_token=eos)
+
+
+class _Vocabulary:
+    """What llguidance reads of a tokenizer that is not of the `tokenizers` package."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = tokenizer.all_special_ids
+        self.tokens = [token_bytes(tokenizer, token) for token in range(len(tokenizer))]
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _grammar(constraint: Constraint) -> str:
+    """Return llguidance's form of a constraint; raise `ValueError` if it has none."""
+    value = constraint.value
+    match constraint.kind:
+        case ConstraintKind.JSON:
+            if value is False:
+                raise ValueError("unsatisfiable")
+            schema = {} if value is True else value
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(value)
+        case ConstraintKind.CHOICE:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+        case ConstraintKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(any_to_lark(value))
+
+
+def _explain(constraint: Constraint, reason: str) -> str:
+    """Return what a client is told about a constraint that llguidance refuses."""
+    logger.info("grammar.refused reason=%s", reason[:500])
+    if constraint.kind is ConstraintKind.JSON:
+        for pattern, message in _JSON_ERRORS:
+            if found := re.search(pattern, reason):
+                return message.format(*found.groups())
+    if _TOO_COMPLEX.search(reason):
+        return "It is too complex."
+    nouns = {ConstraintKind.JSON: "schema", ConstraintKind.REGEX: "regular expression"}
+    return f"The worker does not support this {nouns.get(constraint.kind, 'grammar')}."
+
+
+def _invalid(constraint: Constraint, message: str) -> InvalidGeneration:
+    return InvalidGeneration(constraint.param, message, "unsupported_value")
