@@ -27,9 +27,13 @@ class ConstraintKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    CALLS = "calls"
+    """Calls of tools alone, which no field of vLLM names."""
 
 
-_KINDS = frozenset(kind.value for kind in ConstraintKind)
+_VLLM_KINDS = frozenset(ConstraintKind) - {ConstraintKind.CALLS}
+_KINDS = frozenset(kind.value for kind in _VLLM_KINDS)
+_MAX_CALLS = 16
 
 
 class Constraint(NamedTuple):
@@ -37,20 +41,47 @@ class Constraint(NamedTuple):
 
     kind: ConstraintKind
     value: Any
-    """A JSON Schema, an expression, a list of texts, or a grammar as Lark or llama.cpp write it."""
+    """A JSON Schema, an expression, a list of texts, or a grammar as Lark or llama.cpp write it.
+
+    For calls, their `limit`, and the parameters of all `functions` by name.
+    """
     param: str
     """Path of the field that holds it, for errors."""
 
 
 def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint of a body, or None; raise `FieldError` if it is malformed."""
+    """Return the constraint of a body, or None; raise `FieldError` if it is malformed.
+
+    A forced call of a tool comes before any other form, because its answer has no text.
+    """
     constraints = [*_from_response_format(body), *_from_vllm_fields(body)]
     if len(constraints) > 1:
         raise FieldError(
             constraints[1].param,
             f"'{constraints[1].param}' and '{constraints[0].param}' both prescribe the answer.",
         )
-    return constraints[0] if constraints else None
+    forced = _forced_calls(body)
+    return forced or (constraints[0] if constraints else None)
+
+
+def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:
+    """Return the constraint of `tool_choice`; the tools have been checked."""
+    choice, named = body.get("tool_choice"), None
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        named = function.get("name") if isinstance(function, Mapping) else None
+    if choice != "required" and not isinstance(named, str):
+        return None
+    functions = {
+        tool["function"]["name"]: tool["function"].get("parameters") or {}
+        for tool in body.get("tools") or ()
+        if named in (None, tool["function"]["name"])
+    }
+    if not functions:
+        raise FieldError("tool_choice", "'tool_choice' must choose one of 'tools'.")
+    single = named is not None or body.get("parallel_tool_calls") is False
+    value = {"limit": 1 if single else _MAX_CALLS, "functions": functions}
+    return Constraint(ConstraintKind.CALLS, value, "tools")
 
 
 def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
@@ -73,7 +104,7 @@ def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
 
 
 def _from_vllm_fields(body: Mapping[str, Any]) -> Iterator[Constraint]:
-    for kind in ConstraintKind:
+    for kind in sorted(_VLLM_KINDS):
         name = f"guided_{kind}"
         if body.get(name) is not None:
             yield _constraint(kind, body[name], name)

@@ -36,6 +36,22 @@ PERSON = {
     "required": ["name", "age", "mood"],
     "additionalProperties": False,
 }
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "now", "strict": True}},
+    {
+        "type": "function",
+        "function": {
+            "name": "greet",
+            "parameters": {
+                "type": "object",
+                "properties": {"who": {"$ref": "#/$defs/who"}, "note": {"const": '"\\{'}},
+                "required": ["who", "note"],
+                "additionalProperties": False,
+                "$defs": {"who": PERSON},
+            },
+        },
+    },
+]
 QUESTION: Any = [{"role": "user", "content": "Tell me about a person."}]
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 
@@ -265,3 +281,56 @@ async def test_clients_at_once_each_get_their_form(async_openai_client: AsyncOpe
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     assert await asyncio.gather(*map(ask, range(8))) == [str(index // 2) for index in range(8)]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "greet"}}]
+)
+def test_a_forced_call_is_made_and_its_arguments_follow_the_schema(
+    openai_client: OpenAI, choice: Any, temperature: float
+) -> None:
+    """`tool_choice` gets calls alone, whole and streamed alike, and one call of a named tool."""
+    fields: Any = {
+        "model": "demo",
+        "messages": QUESTION,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": temperature == 1,
+        "temperature": temperature,
+        "seed": 3,
+    }
+    whole = openai_client.chat.completions.create(**fields).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (None, "tool_calls")
+    calls = [
+        (call.function.name, call.function.arguments) for call in whole.message.tool_calls or []
+    ]
+    assert calls
+    if choice != "required":
+        assert [name for name, _ in calls] == ["greet"]
+    for name, arguments in calls:
+        if name == "greet":
+            check_person(json.dumps(json.loads(arguments)["who"]))
+        else:
+            assert json.loads(arguments) == {}
+    with openai_client.chat.completions.stream(**fields) as stream:
+        message = stream.get_final_completion().choices[0].message
+    streamed = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    assert streamed == calls
+    assert not message.content
+
+
+def test_a_cut_forced_call_leaves_no_markup(openai_client: OpenAI) -> None:
+    """`length` leaves the beginning of the arguments, and nothing in the text."""
+    choice = openai_client.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "greet"}},
+        temperature=0,
+        max_tokens=30,
+    ).choices[0]
+    assert choice.finish_reason == "length"
+    assert not choice.message.content
+    calls = choice.message.model_dump()["tool_calls"]
+    assert calls[0]["function"]["arguments"].startswith('{"who": ')

@@ -13,7 +13,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -40,9 +40,12 @@ COMPILE_TIMEOUT_S = 10.0
 _STACK_BYTES = 256 << 20
 """The compiler recurses along references: a schema of 64 KiB may refer thousands of levels deep."""
 
-# No endless white space, in which models get lost, and no constraint that is left out silently.
+# One line, as Python writes JSON: models get lost in white space, and a separator that the grammar
+# forces is a draft that the target accepts. No constraint is left out silently.
 _JSON_OPTIONS: Any = {
-    "whitespace_pattern": r" ?|\n[ \t]{0,20}",
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
     "lenient": False,
     "coerce_one_of": False,
 }
@@ -219,28 +222,54 @@ def _grammar(constraint: Constraint) -> str:
     value = constraint.value
     match constraint.kind:
         case ConstraintKind.JSON:
-            if value is False:
-                raise ValueError("unsatisfiable")
-            schema = {} if value is True else value
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+            return LLMatcher.grammar_from_lark(f"start: {_lark_json(value)}")
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(value)
         case ConstraintKind.CHOICE:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
         case ConstraintKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(any_to_lark(value))
+        case ConstraintKind.CALLS:
+            return LLMatcher.grammar_from_lark(_lark_calls(**value))
+
+
+def _lark_json(schema: Any) -> str:
+    """Return Lark's expression of a JSON Schema."""
+    if schema is False:
+        raise ValueError("unsatisfiable")
+    options = {} if schema is True else schema
+    return "%json " + json.dumps({**options, "x-guidance": _JSON_OPTIONS})
+
+
+def _lark_calls(limit: int, functions: Mapping[str, Any]) -> str:
+    """Return the grammar of a list of calls; every function's schema refers to itself alone."""
+    calls, rules = [], []
+    for index, (name, parameters) in enumerate(functions.items()):
+        begin = f'{{"name": {json.dumps(name)}, "arguments": '
+        calls.append(f'{json.dumps(begin)} arguments_{index} "}}"')
+        schema = {"type": "object", **(parameters or {"additionalProperties": False})}
+        rules.append(f"arguments_{index}: {_lark_json(schema)}")
+    more = f'(", " call){{0,{limit - 1}}}' if limit > 1 else ""
+    start = f'start: "[" call {more} "]"'
+    return "\n".join([start, f"call: {' | '.join(calls)}", *rules])
 
 
 def _explain(constraint: Constraint, reason: str) -> str:
     """Return what a client is told about a constraint that llguidance refuses."""
     logger.info("grammar.refused reason=%s", reason[:500])
-    if constraint.kind is ConstraintKind.JSON:
+    if constraint.kind in (ConstraintKind.JSON, ConstraintKind.CALLS):
+        # Without the place in the grammar, and without the schema itself.
+        reason = re.sub(r"(?s)^.*?JSON schema: |\n +\d+ \|.*", "", reason)
         for pattern, message in _JSON_ERRORS:
             if found := re.search(pattern, reason):
                 return message.format(*found.groups())
     if _TOO_COMPLEX.search(reason):
         return "It is too complex."
-    nouns = {ConstraintKind.JSON: "schema", ConstraintKind.REGEX: "regular expression"}
+    nouns = {
+        ConstraintKind.JSON: "schema",
+        ConstraintKind.CALLS: "schema",
+        ConstraintKind.REGEX: "regular expression",
+    }
     return f"The worker does not support this {nouns.get(constraint.kind, 'grammar')}."
 
 

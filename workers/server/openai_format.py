@@ -15,7 +15,7 @@ from workers.engine.types import (
     Usage,
 )
 from workers.server.ports import Json
-from workers.server.tool_calls import ToolCall, ToolCallSplitter
+from workers.server.tool_calls import ArgumentsText, ForcedCallReader, ToolCall, ToolCallSplitter
 
 _LOWEST_LOGPROB = -9999.0
 """JSON has no minus infinity; vLLM writes this number instead."""
@@ -76,7 +76,7 @@ class ChatChoice(_Choice):
         self,
         index: int,
         *,
-        splitter: ToolCallSplitter | None,
+        splitter: ToolCallSplitter | ForcedCallReader | None,
         logprobs: bool,
         token_sources: bool,
     ) -> None:
@@ -122,12 +122,16 @@ class ChatChoice(_Choice):
     def _write(self, pieces: Sequence[str | ToolCall]) -> Sequence[Json]:
         entries = []
         for piece in pieces:
-            if isinstance(piece, str):
+            if isinstance(piece, ArgumentsText):
+                index = len(self._tool_calls) - 1
+                self._tool_calls[index]["function"]["arguments"] += piece
+                delta: Json = {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+            elif isinstance(piece, str):
                 self._text += piece
-                delta: Json = {"content": piece}
+                delta = {"content": piece}
             else:
                 delta = {"tool_calls": [{"index": len(self._tool_calls), **piece}]}
-                self._tool_calls.append(piece)
+                self._tool_calls.append({**piece, "function": dict(piece["function"])})
             entries.append(self._entry("delta", delta))
         return entries
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from policies.request.constraint import read_constraint
+from policies.request.constraint import ConstraintKind, read_constraint
 from policies.request.content import (
     MEDIA_KINDS,
     MESSAGE_TEXTS,
@@ -54,6 +54,8 @@ class CompletionRequest:
     generations: tuple[Generation, ...]
     """One for each choice."""
     tool_format: ToolFormat | None = None
+    forced_calls: bool = False
+    """Whether the answer is a list of calls in JSON, whatever the model's own format."""
     single_tool_call: bool = False
     echo: str = ""
     """The prompt, if the response begins with it."""
@@ -84,7 +86,9 @@ async def read_request(
         raise UnknownModel(profile.model, engine.card.model)
     _reject_unsupported(body)
     tools = body["tools"] if profile.tools else None
-    tool_format = _tool_format(engine.prompts, tools) if tools else None
+    constraint = read_constraint(body)
+    forced = constraint is not None and constraint.kind is ConstraintKind.CALLS
+    tool_format = None if forced or not tools else _tool_format(engine.prompts, tools)
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
     if endpoint is Endpoint.CHAT:
         prefix_key = _prefix_key(request.headers.get(PREFIX_HEADER))
@@ -101,7 +105,7 @@ async def read_request(
         choices=profile.choices,
         token_limit=_token_limit(request.headers.get(TOKENS_LIMIT_HEADER)),
         stop=profile.stop,
-        constraint=read_constraint(body),
+        constraint=constraint,
         keep_call_tokens=tool_format is not None,
         top_logprobs=profile.top_logprobs,
         token_sources=profile.token_sources,
@@ -116,6 +120,7 @@ async def read_request(
         created_s=created_s,
         profile=profile,
         generations=_one_per_choice(generation, profile.choices),
+        forced_calls=forced,
         tool_format=tool_format,
         single_tool_call=body.get("parallel_tool_calls") is False,
         echo=_read_echo(body, profile),
@@ -151,7 +156,9 @@ def _parse(content: bytearray) -> dict[str, Json]:
 def _reject_unsupported(body: Mapping[str, Json]) -> None:
     """Raise for a value that the engine does not support; none is ignored silently."""
     fields = [] if body.get("thinking_budget") is None else ["thinking_budget"]
-    if body.get("tool_choice") not in (None, "auto", "none"):
+    choice = body.get("tool_choice")
+    named = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
+    if not named and choice not in (None, "auto", "none", "required"):
         fields.append("tool_choice")
     if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
         fields.append("metrics")

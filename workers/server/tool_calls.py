@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -31,6 +32,66 @@ _PARSE_ERRORS = (
 
 ToolCall = dict[str, Json]
 """One call of a function in OpenAI's format, its arguments as JSON text."""
+
+
+class ArgumentsText(str):
+    """More of the arguments of the latest call."""
+
+    __slots__ = ()
+
+
+class ForcedCallReader:
+    """Reads calls from the JSON that a request with a forced tool gets, while the text arrives.
+
+    The grammar fixes its form: `[{"name": "add", "arguments": {...}}, ...]`.
+    """
+
+    _HEAD = re.compile(r'[\[}, ]*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
+    _STRUCTURE = re.compile(r'[{}"]|\\.')
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._depth = 0
+        """Open braces of the arguments; 0 outside of them."""
+        self._quoted = False
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """Add text; return calls as they begin, with empty arguments, and then their arguments."""
+        self._buffer += text
+        out: list[str | ToolCall] = []
+        while self._buffer:
+            if not self._depth:
+                head = self._HEAD.match(self._buffer)
+                if head is None or not self._buffer.startswith("{", head.end()):
+                    break
+                out.append(_call(json.loads(head[1]), ""))
+                self._buffer = self._buffer[head.end() :]
+            elif self._buffer == "\\":
+                break  # the character after it decides
+            arguments = self._take_arguments()
+            out.append(ArgumentsText(arguments))
+        return out
+
+    def close(self) -> list[str | ToolCall]:
+        """Return nothing: what is left is the end of the list, or a call that has no name yet."""
+        return []
+
+    def _take_arguments(self) -> str:
+        """Return the text up to the end of the arguments, or up to an escape that is cut."""
+        end = len(self._buffer)
+        cut = len(self._buffer) - len(self._buffer.rstrip("\\"))
+        if cut % 2:
+            end -= 1
+        for mark in self._STRUCTURE.finditer(self._buffer, 0, end):
+            if mark[0] == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted and mark[0] in "{}":
+                self._depth += 1 if mark[0] == "{" else -1
+                if not self._depth:
+                    end = mark.end()
+                    break
+        taken, self._buffer = self._buffer[:end], self._buffer[end:]
+        return taken
 
 
 class ToolCallSplitter:
@@ -139,10 +200,14 @@ def _read_call(name: str, arguments: Json) -> ToolCall:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     arguments.encode()  # raises for half a surrogate pair, which no response can contain
+    return _call(name.strip(), arguments)
+
+
+def _call(name: str, arguments: str) -> ToolCall:
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
-        "function": {"name": name.strip(), "arguments": arguments},
+        "function": {"name": name, "arguments": arguments},
     }
 
 

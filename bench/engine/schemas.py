@@ -1,0 +1,161 @@
+"""Random JSON Schemas on the demo model: does every answer validate?
+
+`python -m bench.engine.schemas [--count 2000]` writes `bench/results/schemas.md`. Each schema is
+asked once, eight at a time: greedy or sampled, with or without drafts. An answer must validate with
+jsonschema-rs (formats too) unless it ended by `length`; a refused schema counts under its keyword.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from policies.request.constraint import Constraint, ConstraintKind
+from policies.request.profile import Sampling
+from tests.support.schemas import Schema, keywords, schemas
+from workers.demo import CHECKPOINT
+from workers.engine.engine import Engine
+from workers.engine.types import (
+    Delta,
+    EngineSettings,
+    FinishReason,
+    Generation,
+    InvalidGeneration,
+    LaneName,
+    Prompt,
+)
+
+MAX_TOKENS = 512
+RESULTS = Path(__file__).parent.parent / "results" / "schemas.md"
+QUESTIONS = ("Tell me about a person.", "What is the weather?", "Count from 1 to 9.", "Hello")
+
+
+def draw_schemas(count: int) -> list[Schema]:
+    drawn: list[Schema] = []
+
+    @seed(22)
+    @settings(
+        max_examples=count,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(schemas())
+    def collect(schema: Schema) -> None:
+        drawn.append(schema)
+
+    collect()
+    return drawn
+
+
+async def ask(engine: Engine, index: int, schema: Schema) -> tuple[str, str]:
+    """Return the outcome (`valid`, `length`, `refused`, `invalid`, `not JSON`) and its detail."""
+    text = ""
+    generation = Generation(
+        request_id=str(index),
+        lane=LaneName.TEXT_MTP,
+        prompt=Prompt(
+            text=engine.prompts.chat([{"role": "user", "content": QUESTIONS[index % 4]}])
+        ),
+        sampling=Sampling(temperature=index // 4 % 2, seed=index),
+        max_tokens=MAX_TOKENS,
+        draft_tokens=None if index // 8 % 2 else 2,
+        constraint=Constraint(ConstraintKind.JSON, schema, "response_format"),
+    )
+    try:
+        async for event in engine.generate(generation):
+            if isinstance(event, Delta):
+                text += event.text
+            elif event.reason is FinishReason.LENGTH:
+                return "length", text
+    except InvalidGeneration as error:
+        named = re.search("'(.+?)'", error.message)
+        return "refused", named[1] if named else error.message
+    return check(schema, text)
+
+
+def check(schema: Schema, text: str) -> tuple[str, str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return "not JSON", text
+    try:
+        jsonschema_rs.validator_for(schema, validate_formats=True).validate(value)
+    except jsonschema_rs.ValidationError as error:
+        return "invalid", f"{error.message[:200]} in {text[:200]}"
+    return "valid", text
+
+
+async def ask_all(drawn: list[Schema], rows: int = 8) -> list[tuple[str, str]]:
+    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
+    free = asyncio.Semaphore(rows)
+
+    async def one(index: int) -> tuple[str, str]:
+        async with free:
+            return await ask(engine, index, drawn[index])
+
+    try:
+        return await asyncio.gather(*map(one, range(len(drawn))))
+    finally:
+        engine.stop()
+
+
+def render(drawn: list[Schema], outcomes: list[tuple[str, str]]) -> str:
+    total, counts = len(drawn), Counter(kind for kind, _ in outcomes)
+    lines = [
+        "# Random JSON Schemas",
+        "",
+        f"`python -m bench.engine.schemas --count {total}`: {total} schemas drawn by Hypothesis"
+        " (`tests/support/schemas.py`), one answer of the demo model each, half of them sampled, "
+        f"at most {MAX_TOKENS} tokens, eight at a time. `valid`: jsonschema-rs accepts the answer.",
+        "",
+        "| outcome | answers | share |",
+        "| --- | ---: | ---: |",
+    ]
+    lines += [f"| {kind} | {n} | {n / total:.1%} |" for kind, n in counts.most_common()]
+    lines += ["", "| refused for | schemas |", "| --- | ---: |"]
+    refused = Counter(detail for kind, detail in outcomes if kind == "refused")
+    lines += [f"| {detail} | {n} |" for detail, n in refused.most_common()]
+    columns = [
+        kind for kind in ("valid", "length", "refused", "invalid", "not JSON") if counts[kind]
+    ]
+    lines += ["", f"| keyword | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    by_keyword: dict[str, Counter[str]] = {}
+    for schema, (kind, _) in zip(drawn, outcomes, strict=True):
+        for keyword in keywords(schema):
+            by_keyword.setdefault(keyword, Counter())[kind] += 1
+    for keyword in sorted(by_keyword):
+        cells = " | ".join(str(by_keyword[keyword][kind]) for kind in columns)
+        lines.append(f"| `{keyword}` | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    drawn = draw_schemas(options.count)
+    outcomes = asyncio.run(ask_all(drawn))
+    for schema, (kind, detail) in zip(drawn, outcomes, strict=True):
+        if kind in ("invalid", "not JSON"):
+            sys.stdout.write(f"{kind}: {json.dumps(schema)}\n    {detail}\n")
+    table = render(drawn, outcomes)
+    options.results.write_text(table)
+    sys.stdout.write(table)
+    bad: Any = [kind for kind, _ in outcomes if kind in ("invalid", "not JSON")]
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()
