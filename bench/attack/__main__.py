@@ -49,9 +49,8 @@ _NAMES: Final = (
     *(attack.name for attack in (*AT_TARGET, *OF_THEIR_OWN)),
     *(checkpoints.NAME, FLOODS),
 )
-_WARM_UP_SHARE: Final = 0.1
-"""Of the time, before the memory is measured for the first time."""
 _GROWTH_MB: Final = 20.0
+"""In the second half of the time: in the first one a process gets the memory of its largest work."""
 _INPUTS: Final = 100_000
 _INPUTS_AFTER_S: Final = 600.0
 _FLOOD_GROWTH_MB: Final = 10.0
@@ -59,12 +58,26 @@ _CONNECTION_KB: Final = 20.0
 _NEIGHBOUR_MS: Final = 50.0
 
 
+class Memory(NamedTuple):
+    """Resident memory of an attacked process."""
+
+    part: str
+    start_mb: float
+    half_mb: float
+    end_mb: float
+
+    @property
+    def growth_mb(self) -> float:
+        """Return the growth in the second half."""
+        return self.end_mb - self.half_mb
+
+
 class Result(NamedTuple):
-    """The tallies of all attacks, and the growth of the attacked processes."""
+    """The tallies of all attacks, and the memory of the attacked processes."""
 
     tallies: tuple[tuple[Tally, str], ...]
     """Each with the promise that it tests."""
-    growth_mb: Mapping[str, float]
+    memory: tuple[Memory, ...]
 
     @property
     def failed(self) -> int:
@@ -111,13 +124,12 @@ async def attack(
     shares = sum(attack.share for attack in (*at_target, *of_their_own))
     checked = Tally(sums.NAME)
     async with running_target(home) as (target, parts):
-        for kind in at_target:
-            await player.play(kind, target, seconds * _WARM_UP_SHARE * kind.share, "/warm-up")
-        before = _resident_mb(parts)
-        for kind in at_target:
-            await player.play(kind, target, seconds * kind.share / shares)
+        resident_mb = [_resident_mb(parts)]
+        for half in ("/first", "/second"):
+            for kind in at_target:
+                await player.play(kind, target, seconds / 2 * kind.share / shares, half)
+            resident_mb.append(_resident_mb(parts))
         await sums.check_sums(target, checked)
-        after = _resident_mb(parts)
         for part in parts.values():
             if not part.alive:
                 checked.fail(f"the {part.name} has ended", part.log.read_text()[-500:])
@@ -127,8 +139,8 @@ async def attack(
             await player.play(kind, target, seconds * kind.share / shares)
     promises = {kind.name: kind.promise for kind in (*at_target, *of_their_own)}
     tallies = [(player.tallies[name], promise) for name, promise in promises.items()]
-    growth_mb = {name: after[name] - before[name] for name in parts}
-    return Result((*tallies, (checked, sums.PROMISE)), growth_mb)
+    memory = [Memory(name, *(one[name] for one in resident_mb)) for name in parts]
+    return Result((*tallies, (checked, sums.PROMISE)), tuple(memory))
 
 
 def _resident_mb(parts: Mapping[str, Part]) -> dict[str, float]:
@@ -165,6 +177,18 @@ def attack_table(result: Result) -> tables.Grid:
     )
 
 
+def memory_table(result: Result) -> tables.Grid:
+    """Return the memory of the attacked processes."""
+    return tables.Grid(
+        title="Resident memory of the attacked processes, MB",
+        columns=("process", "at the start", "after half of the time", "at the end"),
+        rows=tuple(
+            (one.part, *(f"{value:.1f}" for value in (one.start_mb, one.half_mb, one.end_mb)))
+            for one in result.memory
+        ),
+    )
+
+
 def attack_targets(result: Result, *, whole: bool) -> list[tables.Target]:
     """Return the targets of the attacks."""
     at_most = {
@@ -175,9 +199,15 @@ def attack_targets(result: Result, *, whole: bool) -> list[tables.Target]:
         tables.Target(name=name, reached=reached, bound=0.0, at_least=False)
         for name, reached in at_most.items()
     ]
-    for part, growth_mb in result.growth_mb.items():
-        name = f"growth of the {part}, MB"
-        bounds.append(tables.Target(name=name, reached=growth_mb, bound=_GROWTH_MB, at_least=False))
+    bounds += [
+        tables.Target(
+            name=f"growth of the {one.part} in the second half, MB",
+            reached=one.growth_mb,
+            bound=_GROWTH_MB,
+            at_least=False,
+        )
+        for one in result.memory
+    ]
     if whole:
         inputs = sum(tally.inputs for tally, _ in result.tallies)
         bounds.append(
@@ -242,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     grids: list[tables.Grid] = []
     targets: list[tables.Target] = []
-    result = Result((), {})
+    result = Result((), ())
     with Progress(console=console) as progress:
         if set(only) - {checkpoints.NAME, FLOODS}:
             with tempfile.TemporaryDirectory(prefix="paceline-attack-") as home:
@@ -251,8 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tally = Tally(checkpoints.NAME)
             bar = progress.add_task(checkpoints.NAME, total=count)
             checkpoints.load_checkpoints(count, options.seed, tally, lambda: progress.advance(bar))
-            result = Result((*result.tallies, (tally, checkpoints.PROMISE)), result.growth_mb)
-        grids.append(attack_table(result))
+            result = Result((*result.tallies, (tally, checkpoints.PROMISE)), result.memory)
+        grids += [attack_table(result), memory_table(result)]
         targets += attack_targets(result, whole=not options.only and seconds >= _INPUTS_AFTER_S)
         if FLOODS in only:
             progress.add_task(FLOODS, total=None)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import quantiles
 from typing import Final, NamedTuple
@@ -31,6 +33,8 @@ RESULTS: Final = Path(__file__).parents[1] / "results" / "fairness.md"
 _QUEUE_LIMIT: Final = 128
 _SLOTS: Final = (1, 4)
 _REQUESTS: Final = 200
+_FILL_S: Final = 4.0
+"""Time that the process of the flood takes to start and to fill the queue."""
 _RETRY_S: Final = 0.01
 """Pause of the flooding client after a rejection: it ignores `Retry-After`."""
 
@@ -44,6 +48,13 @@ class Times(NamedTuple):
     """Time from the first word to the last."""
 
 
+class _Counts(NamedTuple):
+    """What a flooding client got."""
+
+    answers: int
+    rejections: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flood:
     """The times of one client alone, and beside a flood."""
@@ -52,9 +63,7 @@ class Flood:
     connections: int
     alone: Times
     flooded: Times
-    answers: int
-    """Answers that the flooding client got."""
-    rejections: int
+    flood: _Counts
 
     @property
     def bound_s(self) -> float:
@@ -68,38 +77,64 @@ class _Flooder:
     def __init__(self, port: int, key: str) -> None:
         self._port = port
         self._question = Question(stream=True, mark=backend.BRIEF_MARK, key=key)
-        self.answers = 0
-        self.rejections = 0
-        self._ended = False
+        self._answers = 0
+        self._rejections = 0
 
-    @contextlib.asynccontextmanager
-    async def running(self, connections: int) -> AsyncIterator[None]:
-        """Flood the gateway within the context."""
-        tasks = [asyncio.create_task(self._repeat()) for _ in range(connections)]
-        try:
-            await asyncio.sleep(1.0)  # the queue fills
-            yield
-        finally:
-            self._ended = True  # `wait_for` of Python 3.11 may lose a cancellation
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+    async def run(self, connections: int, stop: Connection) -> _Counts:
+        """Flood the gateway until the other end of `stop` sends or closes."""
+        stopped = asyncio.Event()
+        asyncio.get_running_loop().add_reader(stop.fileno(), stopped.set)
+        tasks = [asyncio.create_task(self._repeat(stopped)) for _ in range(connections)]
+        await asyncio.wait(
+            [*tasks, asyncio.create_task(stopped.wait())], return_when="FIRST_COMPLETED"
+        )
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        return _Counts(self._answers, self._rejections)
 
-    async def _repeat(self) -> None:
+    async def _repeat(self, stopped: asyncio.Event) -> None:
         request = self._question.request()
         connection = await connect(self._port)
         try:
-            while not self._ended:
+            while not stopped.is_set():  # `wait_for` of Python 3.11 may lose a cancellation
                 if connection.closing:
                     connection = await connect(self._port)
                 try:
                     await connection.send(self._question, request)
-                    self.answers += 1
+                    self._answers += 1
                 except WrongAnswer:
-                    self.rejections += 1
+                    self._rejections += 1
                     await asyncio.sleep(_RETRY_S)
         finally:
             connection.close()
+
+
+def _flood(port: int, key: str, connections: int, pipe: Connection) -> None:
+    """Flood the gateway from a process of its own, and send the counts at the end."""
+    pipe.send(run(_Flooder(port, key).run(connections, pipe)))
+
+
+@contextlib.asynccontextmanager
+async def _flooding(port: int, key: str, connections: int) -> AsyncIterator[list[_Counts]]:
+    """Flood the gateway within the context; the counts are in the list at its end.
+
+    The measured client would wait for the turns of a flood in its own process.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_flood, args=(port, key, connections, theirs), daemon=True)
+    process.start()
+    counts: list[_Counts] = []
+    try:
+        await asyncio.sleep(_FILL_S)
+        yield counts
+        ours.send(None)
+        counts.append(await asyncio.to_thread(ours.recv))
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.join)
+        ours.close()
 
 
 async def _measure_client(port: int, key: str, requests: int) -> Times:
@@ -137,8 +172,7 @@ async def measure(home: Path, *, requests: int) -> list[Flood]:
             await _set_slots(admin, slots)
             alone = await _measure_client(gateway.port, client_key, requests)
             for connections in (_QUEUE_LIMIT // 2, _QUEUE_LIMIT + slots + 16):
-                flooder = _Flooder(gateway.port, flooding_key)
-                async with flooder.running(connections):
+                async with _flooding(gateway.port, flooding_key, connections) as counts:
                     flooded = await _measure_client(gateway.port, client_key, requests)
                 floods.append(
                     Flood(
@@ -146,8 +180,7 @@ async def measure(home: Path, *, requests: int) -> list[Flood]:
                         connections=connections,
                         alone=alone,
                         flooded=flooded,
-                        answers=flooder.answers,
-                        rejections=flooder.rejections,
+                        flood=counts[0],
                     )
                 )
     return floods
@@ -187,8 +220,8 @@ def table(floods: Sequence[Flood]) -> tables.Grid:
                 f"{1000 * flood.alone.answer_s:.1f}",
                 f"{1000 * flood.bound_s:.1f}",
                 f"{1000 * flood.flooded.wait_s:.1f}",
-                f"{flood.answers:,}",
-                f"{flood.rejections:,}",
+                f"{flood.flood.answers:,}",
+                f"{flood.flood.rejections:,}",
             )
             for flood in floods
         ),

@@ -26,7 +26,7 @@ from gateway.proxy.billing import TokenReservation, default_max_tokens, reserved
 from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
-from gateway.proxy.load_shedding import Load
+from gateway.proxy.load_shedding import Load, RejectionPacer
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller, Headers, Inspected
 from policies.document import PolicyDocument
@@ -55,6 +55,7 @@ class ProxyHandler:
         self._gateway = gateway
         self.forwarder = Forwarder(gateway)
         self.load = Load(gateway.settings.requests_limit)
+        self._rejection_pacer = RejectionPacer(gateway.clock)
         self._contexts: dict[CancelScope, RequestContext] = {}
         """Of the running requests, the oldest first."""
 
@@ -177,6 +178,15 @@ class ProxyHandler:
             rate_limiter, context.profile, context.cost, gateway.clock, gateway.wall
         )
 
+    async def _delay_rejection(self, context: RequestContext) -> None:
+        """Wait before the rejection of a client that repeats them without a pause.
+
+        The delayed ones are among the running requests, so they take at most half of the limit.
+        """
+        delay_s = self._rejection_pacer.delay_s(context.caller.client)
+        if delay_s and self.load.requests <= self._gateway.settings.requests_limit // 2:
+            await asyncio.sleep(delay_s)
+
     async def _fail(
         self,
         context: RequestContext,
@@ -186,6 +196,8 @@ class ProxyHandler:
     ) -> None:
         """Respond with an error, in the wire format of the request."""
         context.fail(error)
+        if isinstance(error, errors.QueueFull | errors.LimitReached) and not writer.started:
+            await self._delay_rejection(context)
         if (rate_limiter := context.api_key.rate_limiter) is not None:
             writer.rate_limit_headers = rate_limiter.headers(
                 self._gateway.clock(), self._gateway.wall()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
 from gateway.assembly import LOOP_CHECK_S
@@ -16,6 +16,10 @@ _REMEMBERED_S = 10.0
 # One long pause (a sleeping machine, a large body) is no overload; a lasting delay is.
 _SUSTAINED_TICKS = 4
 _TOO_LATE_S = 0.25
+_REJECTIONS_PER_S = 100.0
+_REJECTIONS_BURST = 100.0
+_LONGEST_DELAY_S = 1.0
+_REJECTED_CLIENTS = 1024
 
 
 class LoopLag:
@@ -45,6 +49,33 @@ class LoopLag:
     def worst_s(self) -> float:
         """Return the longest delay of the last ten seconds."""
         return max(self._late_s)
+
+
+class RejectionPacer:
+    """Delays the rejections of a client that ignores `Retry-After`.
+
+    Without a delay such a client repeats its requests as fast as they are rejected, and takes the
+    processor from the others. A client's first hundred rejections are sent at once, then a hundred
+    a second; its connections share that rate. `clock` is monotonic and in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """By client: the rejections above the rate, and when they were counted; oldest first."""
+
+    def delay_s(self, client: str) -> float:
+        """Count a rejection, and return how long it waits."""
+        now_s = self._clock()
+        level, counted_s = self._levels.pop(client, (0.0, now_s))
+        level = max(0.0, level - (now_s - counted_s) * _REJECTIONS_PER_S) + 1.0
+        over = level - _REJECTIONS_BURST
+        # A client that stops repeating has its burst back after two seconds.
+        longest = _REJECTIONS_BURST + _LONGEST_DELAY_S * _REJECTIONS_PER_S
+        self._levels[client] = (min(level, longest), now_s)
+        if len(self._levels) > _REJECTED_CLIENTS:
+            self._levels.popitem(last=False)
+        return min(_LONGEST_DELAY_S, max(0.0, over / _REJECTIONS_PER_S))
 
 
 class Load:

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.errors import Overloaded
 from gateway.proxy import load_shedding as overload
-from gateway.proxy.load_shedding import Load, LoopLag
+from gateway.proxy.load_shedding import Load, LoopLag, RejectionPacer
 from tests.support.raw_client import raw_client
 from tests.support.running_gateway import (
     RunningGateway,
@@ -138,3 +138,32 @@ def test_f38_after_a_blocked_event_loop_workers_stay_ready(
     response = gateway_with_worker.chat()
     assert response.status_code == 200, response.text
     assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"
+
+
+def test_c7_rejections_of_a_client_are_delayed_beyond_a_hundred_and_a_hundred_a_second() -> None:
+    now_s = 1_000_000.0
+    pacer = RejectionPacer(lambda: now_s)
+    assert [pacer.delay_s("a") for _ in range(100)] == [0.0] * 100
+    assert pacer.delay_s("a") == pytest.approx(0.01)
+    assert pacer.delay_s("b") == 0.0
+    now_s += 0.5
+    assert [pacer.delay_s("a") for _ in range(49)] == [0.0] * 49
+    assert max(pacer.delay_s("a") for _ in range(1000)) == 1.0
+    now_s += 2.0
+    assert pacer.delay_s("a") == 0.0
+
+
+def test_c7_a_client_that_repeats_rejected_requests_is_slowed(
+    tmp_path: Path, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overload, "_REJECTIONS_BURST", 1.0)
+    monkeypatch.setattr(overload, "_REJECTIONS_PER_S", 1.0)
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
+        gateway.use_key(gateway.create_key(requests_a_minute=1)["secret"])
+        assert gateway.chat().status_code == 200
+        for least_s in (0.0, 0.5):
+            began_s = time.monotonic()
+            rejected = gateway.chat()
+            assert status_and_code(rejected) == (429, "requests_a_minute_exceeded")
+            assert time.monotonic() - began_s >= least_s
