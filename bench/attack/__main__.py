@@ -50,7 +50,7 @@ _NAMES: Final = (
     *(checkpoints.NAME, FLOODS),
 )
 _GROWTH_MB: Final = 20.0
-"""In the second half of the time: in the first one a process gets the memory of its largest work."""
+"""In the second half of the time: in the first a process gets the memory of its largest work."""
 _INPUTS: Final = 100_000
 _INPUTS_AFTER_S: Final = 600.0
 _FLOOD_GROWTH_MB: Final = 10.0

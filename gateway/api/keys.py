@@ -44,6 +44,8 @@ class Keys(TypedDict):
     """All API keys that were ever created."""
 
     keys: list[Key]
+    required: bool
+    """Whether clients need a key: from the first one on, for good."""
 
 
 @router.post("", status_code=201, responses=failures(*_BODY), openapi_extra=takes(ref("KeyTerms")))
@@ -58,7 +60,8 @@ async def create(fields: Fields, gateway: CurrentGateway, response: Response) ->
 async def show_all(gateway: CurrentGateway) -> Keys:
     """Show all keys."""
     await gateway.key_store.refresh()
-    return {"keys": [_key(record, gateway) for record in gateway.api_keys.records.values()]}
+    keys = [_key(record, gateway) for record in gateway.api_keys.records.values()]
+    return {"keys": keys, "required": gateway.api_keys.required}
 
 
 @router.get("/{name}", responses=failures(*FOR_ADMINS, *STORED, KeyUnknown))

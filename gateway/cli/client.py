@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -67,7 +68,7 @@ class Gateway:
                 f"no gateway answers at {self.url}; `paceline up` starts one."
             ) from None
         if response.status_code == httpx.codes.UNAUTHORIZED and not secret and source == _API_KEY:
-            raise GatewayUnavailable(f"this gateway needs a key: {_API_KEY}=pk-... paceline ...")
+            raise GatewayUnavailable(missing_key())
         if response.is_error:
             hints: dict[int, str] = {
                 httpx.codes.PRECONDITION_FAILED: conflict_hint,
@@ -112,6 +113,13 @@ class Gateway:
     def unknown_server(self) -> GatewayUnavailable:
         """Return the error for a response that no gateway sends."""
         return GatewayUnavailable(f"the server at {self.url} is not a Paceline gateway.")
+
+
+def missing_key() -> str:
+    """Return what to type, with the name of the running command."""
+    context = click.get_current_context(silent=True)
+    command = context.command_path if context else "paceline ..."
+    return f"this gateway needs a key: {_API_KEY}=pk-... {command}"
 
 
 def connect(url: str, *, admin: bool = False) -> Gateway:

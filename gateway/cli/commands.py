@@ -218,6 +218,7 @@ def keys() -> None:
     metavar="TIME",
     help="90m, 12h or 30d (default: never).",
 )
+@click.option("--yes", is_flag=True, help="Create the first key without a confirmation.")
 @_url
 @_as_json
 def create_key(**given: Any) -> int:

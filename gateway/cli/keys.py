@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
+import click
 from rich.table import Table
 from rich.text import Text
 
+from gateway.cli import CommandError
 from gateway.cli.client import connect, plain_table, print_json, print_output
 
 _PATH = "/admin/v1/keys"
@@ -19,18 +21,29 @@ _USAGE_COLUMNS = (
     *("prompt_tokens", "cached_tokens", "completion_tokens", "guessed_tokens"),
 )
 _LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
+_FIRST_KEY = "All clients need a key from now on; this cannot be undone."
 _STATE_STYLES = {"active": "green", "expired": "yellow", "revoked": "red"}
 
 
-def create(*, url: str, as_json: bool, **terms: Any) -> int:
-    """Create a key with the given terms."""
+def create(*, url: str, as_json: bool, yes: bool, **terms: Any) -> int:
+    """Create a key with the given terms; on a terminal the first one needs a confirmation."""
     body = {name: value for name, value in terms.items() if value not in (None, ())}
-    key = connect(url, admin=True).read("POST", _PATH, json=body)
+    gateway = connect(url, admin=True)
+    if not yes and not gateway.read("GET", _PATH)["required"]:
+        _confirm_first_key()
+    key = gateway.read("POST", _PATH, json=body)
     shown = (
         f"Created {key['id']} for {key['name']}. The secret is shown only this once:\n\n"
         f"{key['secret']}"
     )
     return _print(key, shown, as_json=as_json)
+
+
+def _confirm_first_key() -> None:
+    """Warn of what the first key changes, and on a terminal ask for a confirmation."""
+    sys.stderr.write(f"This is the first key. {_FIRST_KEY}\n")
+    if sys.stdin.isatty() and not click.confirm("Create it?", err=True):
+        raise CommandError("no key was created.")
 
 
 def list_all(*, url: str, as_json: bool) -> int:
@@ -65,7 +78,8 @@ def usage(*, first: str | None, last: str | None, url: str, as_json: bool, as_cs
     numbers = ("Requests", "Prompt", "Cached", "Completion", "Guessed")
     table = plain_table("Day", "Key", "Name", "Team", numbers=numbers)
     for row in answer["rows"]:
-        table.add_row(*(str(row[column]) for column in _USAGE_COLUMNS))
+        named = {**row, "name": row["name"] or ("" if row["key"] else "without a key")}
+        table.add_row(*(str(named[column]) for column in _USAGE_COLUMNS))
     return _print(answer, table, as_json=as_json)
 
 

@@ -143,7 +143,7 @@ class RequestContext(RequestRecord):
         self.added_s = _since(self.body_read_s + self.waited_s, self.dispatched_at_s)
         self.first_token_s = _since(self.body_read_s, self.first_token_at_s)
         self.token_s = self._token_s(now_s)
-        self.spent = self.cost(self.error) if self.caller.key else NOTHING
+        self.spent = self.cost(self.error)
         self.error = None  # its traceback holds this record, and the body of the request
         self.prefix = self.cache_result
 

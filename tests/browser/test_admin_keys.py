@@ -15,8 +15,10 @@ async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
+    assert gateway_with_worker.chat().status_code == 200
     await tab.open_admin(gateway_with_worker, "#keys")
     await expect(page.locator("#keys")).to_contain_text("There is no key yet")
+    await expect(page.locator("#usage tbody tr")).to_contain_text("Without a key1")
     await tab.button("New key").click()
     form = page.get_by_role("dialog")
     await form.get_by_label("Name").fill("Ann")
@@ -24,8 +26,14 @@ async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked(
     await form.get_by_label("Requests a minute").fill("2")
     await form.get_by_label("vlm").check()
     await tab.button("Create key").click()
+    assert gateway_with_worker.admin.get("/admin/v1/keys").json()["keys"] == []
+    await form.get_by_label("All clients need a key from now on").check()
+    await tab.button("Create key").click()
     secret = await page.get_by_label("The key", exact=True).input_value()
     assert secret.startswith("pk-")
+    snippet = page.get_by_role("region", name="Code for curl")
+    await expect(snippet).to_contain_text(f"Authorization: Bearer {secret}")
+    await expect(snippet).to_contain_text(f"{gateway_with_worker.url}/v1/chat/completions")
     await tab.button("Close").click()
     row = page.locator("#keys tbody tr")
     await expect(row).to_contain_text("2 requests/min")
@@ -44,6 +52,8 @@ async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked(
 
     await page.reload()
     await expect(page.locator("#usage tbody tr").first).to_contain_text("Ann4")
+    await expect(page.locator("#usage .legend")).to_have_text("AnnWithout a key")
+    await expect(page.locator("#usage .day span")).to_have_count(2)
     async with page.expect_download() as download:
         await tab.button("Download CSV").click()
     assert "Ann,lab,4," in (await (await download.value).path()).read_text()
@@ -62,6 +72,7 @@ async def test_the_form_shows_why_terms_were_rejected(
     await tab.button("New key").click()
     form = page.get_by_role("dialog")
     await form.get_by_label("Name").fill("Ann")
+    await form.get_by_label("All clients need a key from now on").check()
     await form.get_by_label("Models").fill("gpt-4o-mini")
     await tab.button("Create key").click()
     await expect(form.get_by_role("alert")).to_contain_text("is an alias; use 'demo'")

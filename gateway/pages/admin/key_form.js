@@ -13,7 +13,8 @@ export const LIMITS = [
 const PRIORITIES = ["interactive", "default", "bulk"];
 
 // Show the form and call `save` with its values; the form shows an ApiError that `save` throws.
-export async function keyForm(title, action, key, save) {
+// `key` is the key to edit; `confirm` is a consequence that the admin confirms first.
+export async function keyForm(title, action, { key = null, confirm = "" }, save) {
   const pools = Object.keys((await requestJson("GET", "/policy")).pools);
   const name = make("input", { id: "key-name", required: true, maxlength: 64, autocomplete: "off", value: key?.name ?? "" });
   const team = make("input", { id: "key-team", maxlength: 64, autocomplete: "off", value: key?.team ?? "" });
@@ -64,6 +65,7 @@ export async function keyForm(title, action, key, save) {
       pools.map((pool, index) => make("label", { class: "choice" }, choices[index], pool)),
     ),
     make("div", { class: "pair" }, field("Highest priority", priority), field("Expires", expires)),
+    confirm && make("label", { class: "banner choice" }, make("input", { type: "checkbox", required: true }), make("span", {}, make("strong", {}, "This is the first key. "), confirm)),
     refusal,
   );
   submit.setAttribute("form", form.id);

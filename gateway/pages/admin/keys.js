@@ -1,12 +1,16 @@
-// The API keys: create, edit, revoke; and their usage.
+// The API keys: create, edit and revoke.
 
 import { request, requestJson } from "./api.js";
+import { copyButton } from "./copy.js";
 import { confirmFirst, openDialog } from "./dialogs.js";
-import { ago, amount, bar, button, byId, make, notice, pill } from "./elements.js";
+import { ago, amount, button, byId, make, notice, pill } from "./elements.js";
 import { LIMITS, keyForm } from "./key_form.js";
+import { snippetTabs } from "./snippets.js";
+import { showUsage } from "./usage.js";
 
 const TONES = { active: "ok", expired: "warn", revoked: "" };
-const TOTALS = ["prompt_tokens", "completion_tokens", "guessed_tokens"];
+const FIRST_KEY = "All clients need a key from now on; this cannot be undone.";
+let keyRequired = true;
 
 export const keys = {
   async enter() {
@@ -17,7 +21,8 @@ export const keys = {
 
 async function refresh() {
   try {
-    const [{ keys: all }, used] = await Promise.all([requestJson("GET", "/keys"), requestJson("GET", "/usage")]);
+    const [{ keys: all, required }, used] = await Promise.all([requestJson("GET", "/keys"), requestJson("GET", "/usage")]);
+    keyRequired = required;
     // Active keys first, then the newest.
     const rank = (key) => (key.state === "active" ? 0 : 1);
     all.sort((one, other) => rank(one) - rank(other) || other.created_at.localeCompare(one.created_at));
@@ -70,7 +75,7 @@ function stateTime({ revoked_at, expires_at, created_at }) {
 }
 
 function create() {
-  keyForm("New key", "Create key", null, async (terms) => {
+  keyForm("New key", "Create key", { confirm: keyRequired ? "" : FIRST_KEY }, async (terms) => {
     const created = await requestJson("POST", "/keys", terms);
     await refresh();
     showSecret(created);
@@ -78,7 +83,7 @@ function create() {
 }
 
 function edit(key) {
-  keyForm(`Edit ${key.name}`, "Save", key, async (terms) => {
+  keyForm(`Edit ${key.name}`, "Save", { key }, async (terms) => {
     await requestJson("PATCH", `/keys/${key.id}`, terms);
     await refresh();
     notice(`The changes of ${key.name} apply from the next request on.`);
@@ -94,56 +99,27 @@ function revoke(key) {
   });
 }
 
-function showSecret({ name, secret }) {
+async function showSecret({ name, secret, models }) {
   const shown = make("input", { class: "secret", readonly: true, value: secret, "aria-label": "The key", onfocus: () => shown.select() });
-  const copy = button(
-    "Copy",
-    async () => {
-      shown.select();
-      try {
-        await navigator.clipboard.writeText(secret);
-      } catch {
-        document.execCommand("copy"); // browsers provide no clipboard without HTTPS
-      }
-      copy.textContent = "Copied";
-    },
-    { class: "primary" },
-  );
-  const text = "Copy the key now: it is never shown again, because the gateway stores only its digest.";
-  openDialog(`The key of ${name}`, [make("p", {}, text), make("div", { class: "row secret-row" }, shown, copy)], []);
+  const copy = copyButton(secret, { class: "primary", "aria-label": "Copy the key" });
+  const text = "Copy the key now: the gateway cannot show it again.";
+  const body = [make("p", {}, text), make("div", { class: "row secret-row" }, shown, copy)];
+  if (await servesClients()) {
+    const snippets = snippetTabs({ baseUrl: `${location.origin}/v1`, model: models[0] ?? "default", apiKey: secret });
+    body.push(make("h3", { class: "title" }, "Use it"), snippets.element);
+  }
+  openDialog(`The key of ${name}`, body, []);
   copy.focus();
 }
 
-function showUsage({ from, to, keys: byKey, teams }, names) {
-  byId("usage-days").textContent = `${from} to ${to}`;
-  const used = Object.entries(byKey);
-  byId("usage-csv").hidden = !used.length;
-  if (!used.length) {
-    byId("usage").replaceChildren(make("p", { class: "empty" }, "No usage in this period."));
-    return;
+// Whether clients use this port too: admins may have one of their own.
+async function servesClients() {
+  try {
+    const response = await fetch("/", { headers: { accept: "application/json" }, cache: "no-store", credentials: "omit" });
+    return response.ok;
+  } catch {
+    return false;
   }
-  const named = Object.entries(teams).filter(([team]) => team);
-  byId("usage").replaceChildren(
-    usageTable("Key", used, (id) => names.get(id) ?? id),
-    named.length ? usageTable("Team", named, (team) => team) : "",
-  );
-}
-
-function usageTable(kind, entries, nameOf) {
-  const tokens = (counts) => TOTALS.reduce((sum, name) => sum + counts[name], 0);
-  const sorted = entries.sort(([, one], [, other]) => tokens(other) - tokens(one));
-  const most = tokens(sorted[0][1]);
-  const head = [kind, "Requests", "Tokens"].map((name) => make("th", { scope: "col" }, name));
-  const rows = sorted.map(([id, counts]) =>
-    make(
-      "tr",
-      {},
-      make("td", {}, nameOf(id)),
-      make("td", { class: "number" }, amount(counts.requests)),
-      make("td", { class: "bars" }, bar(tokens(counts), most, "calm"), amount(tokens(counts))),
-    ),
-  );
-  return make("table", { class: "moves" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows));
 }
 
 byId("new-key").addEventListener("click", create);

@@ -126,7 +126,7 @@ def test_invalid_terms_are_named_and_create_no_key(
     assert status_and_code(response) == (400, "invalid_value")
     assert response.json()["error"]["param"] == param
     assert expected in response.json()["error"]["message"]
-    assert gateway.admin.get("/admin/v1/keys").json() == {"keys": []}
+    assert gateway.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
 
 
 def test_an_error_names_every_invalid_field(gateway: RunningGateway) -> None:

@@ -62,7 +62,7 @@ def test_c3_admin_routes_behind_a_proxy_need_the_stored_admin_key(
     for method, path, _ in ADMIN_PLANE:
         response = proxied.request(method, path, json=None if method == "GET" else {})
         assert status_and_code(response) == (401, "invalid_api_key"), path
-    assert gateway_with_worker.admin.get("/admin/v1/keys").json() == {"keys": []}
+    assert gateway_with_worker.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
     admin = {"authorization": f"Bearer {gateway_with_worker.admin_key}"}
     assert proxied.get("/admin/v1/keys", headers=admin).status_code == 200
 

@@ -294,7 +294,7 @@ def test_a_cross_site_page_cannot_read_or_edit_the_admin_plane(
                 assert status_and_code(response) == (401, "invalid_api_key")
             read = page.get("/admin/v1/keys", headers=headers)
             assert status_and_code(read) == (401, "invalid_api_key")
-    assert unkeyed_gateway.admin.get("/admin/v1/keys").json() == {"keys": []}
+    assert unkeyed_gateway.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
     (entry,) = unkeyed_gateway.admin.get("/admin/v1/workers").json()["workers"]
     assert entry["state"] == "ready"
 

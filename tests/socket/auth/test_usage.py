@@ -232,9 +232,12 @@ def test_an_aborted_stream_is_reported_with_guessed_tokens(
     assert (usage["prompt_tokens"], usage["guessed_tokens"]) == (7, 16 + 4 + 50)
 
 
-def test_requests_without_keys_are_not_in_the_usage(gateway_with_worker: RunningGateway) -> None:
+def test_requests_without_keys_have_a_row_without_a_key(
+    gateway_with_worker: RunningGateway,
+) -> None:
     assert gateway_with_worker.chat().status_code == 200
-    assert usage_of(gateway_with_worker)["rows"] == []
+    (row,) = usage_of(gateway_with_worker)["rows"]
+    assert (row["key"], row["name"], row["requests"], row["prompt_tokens"]) == ("", "", 1, 7)
 
 
 def test_usage_is_returned_as_csv_by_format_or_accept_header(

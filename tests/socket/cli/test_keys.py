@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -46,6 +47,42 @@ def test_keys_are_created_listed_used_reported_and_revoked(
     assert gateway_with_worker.chat().status_code == 401
 
 
+class Terminal(io.StringIO):
+    """Standard input of a person at a terminal, who types a text."""
+
+    def isatty(self) -> bool:
+        """Return that it is a terminal."""
+        return True
+
+
+def test_the_first_key_needs_a_confirmation_on_a_terminal_alone(
+    gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = ["keys", "create", "Ann", "--url", gateway.url]
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    with pytest.raises(SystemExit, match="no key was created"):
+        main(create)
+    assert "All clients need a key from now on; this cannot be undone." in capsys.readouterr().err
+    assert gateway.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
+
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    assert main(create) == 0
+    assert gateway.admin.get("/admin/v1/keys").json()["required"]
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    assert main(create) == 0, "only the first key needs one"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("options", [(), ("--yes",)])
+def test_without_a_terminal_or_with_yes_the_first_key_is_created_at_once(
+    gateway: RunningGateway, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    assert main(["keys", "create", "Ann", "--url", gateway.url, *options]) == 0
+    warning = "This is the first key. All clients need a key from now on; this cannot be undone.\n"
+    assert capsys.readouterr().err == ("" if options else warning)
+
+
 def test_the_admin_key_comes_from_the_environment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +104,9 @@ def test_a_command_without_a_key_says_where_to_put_one(
 ) -> None:
     gateway_with_worker.create_key()
     command = ["status", "--url", gateway_with_worker.url]
-    with pytest.raises(SystemExit, match=r"needs a key: PACELINE_API_KEY=pk-\.\.\. paceline"):
+    with pytest.raises(
+        SystemExit, match=r"needs a key: PACELINE_API_KEY=pk-\.\.\. paceline status$"
+    ):
         main(command)
     monkeypatch.setenv("PACELINE_API_KEY", "pk-wrong")
     with pytest.raises(SystemExit, match=r"refused: .* reads it from PACELINE_API_KEY\.$"):

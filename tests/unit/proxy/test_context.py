@@ -108,9 +108,8 @@ def test_a_disconnected_client_is_logged_as_nginx_does() -> None:
     assert record.spent == Spent(1, 10, 10)
 
 
-def test_a_request_without_a_worker_or_a_key_spends_nothing() -> None:
+def test_a_request_without_a_worker_spends_nothing() -> None:
     assert finished(routed_context(begun=False)).spent == Spent()
-    assert finished(routed_context(caller=Caller())).spent == Spent()
 
 
 @pytest.mark.parametrize(
