@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,35 +52,57 @@ class Gateway:
 
         `conflict_hint` follows the gateway's message if another edit came first.
         """
-        try:
-            secret, source = self._key()
-            if not fits_header(secret):
-                raise CommandError(
-                    f"{source} contains characters that an HTTP header cannot carry."
-                )
-            headers = {"authorization": f"Bearer {secret}"} if secret else {}
-            with httpx.Client(headers=headers, timeout=_TIMEOUT_S) as client:
-                response = client.request(method, self.url + path, **request)
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-            raise CommandError(f"'{self.url}' is not a URL.") from None
-        except httpx.HTTPError:
-            raise GatewayUnavailable(
-                f"no gateway answers at {self.url}; `paceline up` starts one."
-            ) from None
-        if response.status_code == httpx.codes.UNAUTHORIZED and not secret and source == _API_KEY:
-            raise GatewayUnavailable(missing_key())
-        if response.is_error:
-            hints: dict[int, str] = {
-                httpx.codes.PRECONDITION_FAILED: conflict_hint,
-                httpx.codes.UNAUTHORIZED: f"The command reads it from {source}.",
-            }
-            reason = f"status {response.status_code}"
-            match self.json_of(response):
-                case {"error": {"message": str(message)}}:
-                    reason = message
-            hint = hints.get(response.status_code, "")
-            raise GatewayUnavailable(f"the gateway refused: {reason} {hint}".rstrip())
+        with self.stream(method, path, conflict_hint=conflict_hint, **request) as response:
+            try:
+                response.read()
+            except httpx.HTTPError:
+                raise self._unreachable() from None
         return response
+
+    @contextlib.contextmanager
+    def stream(
+        self, method: str, path: str, *, conflict_hint: str = "", **request: Any
+    ) -> Iterator[httpx.Response]:
+        """Yield a successful response whose body is still to be read, as `send` returns one."""
+        with contextlib.ExitStack() as stack:
+            try:
+                secret, source = self._key()
+                if not fits_header(secret):
+                    raise CommandError(
+                        f"{source} contains characters that an HTTP header cannot carry."
+                    )
+                headers = {"authorization": f"Bearer {secret}"} if secret else {}
+                client = stack.enter_context(httpx.Client(headers=headers, timeout=_TIMEOUT_S))
+                response = stack.enter_context(client.stream(method, self.url + path, **request))
+                if response.is_error:
+                    response.read()
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+                raise CommandError(f"'{self.url}' is not a URL.") from None
+            except httpx.HTTPError:
+                raise self._unreachable() from None
+            if response.is_error:
+                raise self._refusal(response, secret, source, conflict_hint)
+            yield response
+
+    def _unreachable(self) -> GatewayUnavailable:
+        return GatewayUnavailable(f"no gateway answers at {self.url}; `paceline up` starts one.")
+
+    def _refusal(
+        self, response: httpx.Response, secret: str, source: str, conflict_hint: str
+    ) -> GatewayUnavailable:
+        """Return the error for a response with an error status, in the gateway's words."""
+        if response.status_code == httpx.codes.UNAUTHORIZED and not secret and source == _API_KEY:
+            return GatewayUnavailable(missing_key())
+        hints: dict[int, str] = {
+            httpx.codes.PRECONDITION_FAILED: conflict_hint,
+            httpx.codes.UNAUTHORIZED: f"The command reads it from {source}.",
+        }
+        reason = f"status {response.status_code}"
+        match self.json_of(response):
+            case {"error": {"message": str(message)}}:
+                reason = message
+        hint = hints.get(response.status_code, "")
+        return GatewayUnavailable(f"the gateway refused: {reason} {hint}".rstrip())
 
     def _key(self) -> tuple[str, str]:
         """Return the key and where it comes from; no other machine gets the stored admin key."""
@@ -145,14 +167,25 @@ def plain_table(
 
 def read_text(name: str) -> str:
     """Return the content of a file, or of standard input for `-`."""
+    source = "standard input" if name == "-" else name
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CommandError(f"cannot read {name}: there is no such file.") from None
     except OSError as error:
-        raise CommandError(f"cannot read {name}: {error.strerror}.") from None
+        raise CommandError(f"cannot read {source}: {file_problem(error)}.") from None
     except UnicodeDecodeError:
-        raise CommandError(f"cannot read {name}: it is not text in UTF-8.") from None
+        raise CommandError(f"cannot read {source}: it is not text in UTF-8.") from None
+
+
+def file_problem(error: OSError) -> str:
+    """Return why a file cannot be read, as the end of a sentence."""
+    match error:
+        case FileNotFoundError():
+            return "there is no such file"
+        case IsADirectoryError():
+            return "it is a folder"
+        case PermissionError():
+            return "you are not allowed to read it"
+    return error.strerror or "the system cannot read it"
 
 
 def print_output(shown: RenderableType) -> None:

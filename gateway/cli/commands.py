@@ -73,6 +73,16 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _temperature(text: str) -> float:
+    try:
+        temperature = float(text)
+    except ValueError:
+        temperature = -1.0
+    if not 0 <= temperature <= 2:
+        raise click.BadParameter(f"'{text}' is not a number between 0 and 2")
+    return temperature
+
+
 def _whole_number(text: str) -> int:
     try:
         return int(text)
@@ -160,6 +170,43 @@ def paceline() -> None:
 def up(**given: Any) -> int:
     """Run the gateway and one worker: an endpoint in one command."""
     return _run("up", "run", given)
+
+
+@paceline.command()
+@click.argument(
+    "question",
+    required=False,
+    metavar="[QUESTION]",
+    help="Its text; without it, or for '-', the command reads standard input.",
+)
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="A picture to send along; repeatable.",
+)
+@click.option("--model", help="Default: a model that the gateway serves.")
+@click.option("--system", metavar="TEXT", help="Instructions for the model.")
+@click.option(
+    "--temperature",
+    type=_temperature,
+    default="0",
+    metavar="X",
+    help="0 to 2 (default: 0, always the likeliest token, which the model can draft ahead).",
+)
+@click.option(
+    "--max-tokens", type=_number(int), metavar="N", help="End the answer after so many tokens."
+)
+@_url
+def ask(**given: Any) -> int:
+    """Ask one question, and print the answer as it arrives.
+
+    On a terminal a last line shows where it ran and why, how fast, and the share of drafted tokens
+    that the model accepted.
+    """
+    return _run("ask", "run", given)
 
 
 @paceline.command()

@@ -11,7 +11,7 @@ from rich.text import Text
 from gateway.cli import CommandError
 from gateway.cli.client import connect, print_json, print_output, read_text
 
-_BECAUSE = {
+BECAUSE = {
     "eligible": "the request can use drafts",
     "media": "the request contains pictures, video, audio or files",
     "non_greedy_sampling": "temperature is {temperature}",
@@ -66,7 +66,7 @@ def _reason(reason: str, explanation: Mapping[str, Any]) -> str:
     bypass = explanation["bypass"]
     profile = explanation["profile"]
     clauses = (
-        _BECAUSE.get(one, one).format(
+        BECAUSE.get(one, one).format(
             temperature=profile["sampling"]["temperature"],
             choices=profile["choices"],
             route=explanation["route"],

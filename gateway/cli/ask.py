@@ -1,0 +1,208 @@
+"""Ask the models one question, and print the answer as it arrives."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gateway.cli import CommandError
+from gateway.cli.client import connect, file_problem, read_text
+from gateway.cli.explain import BECAUSE
+from policies.request.content import PICTURE_LIMIT_BYTES, PictureInvalid, read_size
+from workers.terminal import printable
+
+# Every gateway has this alias of a model that it serves.
+_ANY_MODEL = "default"
+# The gateway has deadlines of its own, and reports them.
+_TIMEOUT = httpx.Timeout(660.0, connect=10.0)
+_EVENT_LIMIT_BYTES = 8 * 1024 * 1024
+_SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+_REASONS = {
+    **BECAUSE,
+    "media": "the question has a picture",
+    "policy": "the policy says so",
+}
+
+
+def run(
+    *,
+    question: str | None,
+    images: Sequence[str],
+    model: str | None,
+    system: str | None,
+    temperature: float,
+    max_tokens: int | None,
+    url: str,
+) -> int:
+    """Print the answer to a question; on a terminal also where it ran, and how fast."""
+    if question is None and sys.stdin.isatty():
+        raise CommandError('a question is missing, as in: paceline ask "Count from 1 to 20."')
+    if question is None or question == "-":
+        question = read_text("-")
+    if not question.strip():
+        raise CommandError("the question is empty.")
+    body = {
+        "model": model or _ANY_MODEL,
+        "messages": _messages(question, images, system),
+        "temperature": temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"max_tokens": max_tokens} if max_tokens else {}),
+    }
+    try:
+        content = json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise CommandError("the question is not text in UTF-8.") from None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    started_s = time.monotonic()
+    with connect(url).stream(
+        "POST",
+        "/v1/chat/completions",
+        content=content,
+        headers={"content-type": "application/json"},
+        timeout=_TIMEOUT,
+    ) as response:
+        answer = _print_answer(response, started_s)
+    if sys.stderr.isatty():
+        reason = response.headers.get("x-paceline-reason", "")
+        why = _REASONS.get(reason, reason).format(temperature=temperature, choices=1)
+        sys.stderr.write(printable(_summary(response.headers, why, answer)) + "\n")
+    return 0
+
+
+def _messages(question: str, images: Sequence[str], system: str | None) -> list[dict[str, Any]]:
+    pictures = [{"type": "image_url", "image_url": {"url": _data_url(name)}} for name in images]
+    return [
+        *([{"role": "system", "content": system}] if system else []),
+        {
+            "role": "user",
+            "content": [*pictures, {"type": "text", "text": question}] if pictures else question,
+        },
+    ]
+
+
+def _data_url(name: str) -> str:
+    """Return the content of a picture file as a `data:` URL with the type of its content."""
+    try:
+        with Path(name).open("rb") as file:
+            content = file.read(PICTURE_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise CommandError(f"cannot read {name}: {file_problem(error)}.") from None
+    if len(content) > PICTURE_LIMIT_BYTES:
+        limit = PICTURE_LIMIT_BYTES // 1024**2
+        raise CommandError(f"cannot send {name}: it is larger than {limit} MiB.")
+    kinds = (kind for start, kind in _SIGNATURES.items() if content.startswith(start))
+    url = f"data:image/{next(kinds, 'png')};base64,{base64.b64encode(content).decode()}"
+    try:
+        read_size(url)
+    except PictureInvalid as invalid:
+        raise CommandError(f"cannot send {name}: {invalid}") from None
+    return url
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What the end of a command reports about an answer."""
+
+    first_token_s: float | None = None
+    """From the request to the first text."""
+    last_token_s: float = 0.0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    finish_reason: str = ""
+
+
+def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
+    """Print each piece of text at once; raise `CommandError` for an answer that breaks off."""
+    answer, last_text = _Answer(), "\n"
+    try:
+        for event in _events(response):
+            if text := _read_event(event, answer):
+                now_s = time.monotonic() - started_s
+                if answer.first_token_s is None:
+                    answer.first_token_s = now_s
+                answer.last_token_s = now_s
+                # A terminal obeys control characters, and a pipe may end at one.
+                sys.stdout.write(printable(text.replace("\r", "")))
+                sys.stdout.flush()
+                last_text = text
+    except httpx.HTTPError:
+        raise CommandError("the answer broke off: the gateway ended the connection.") from None
+    finally:
+        if not last_text.endswith("\n"):
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+    if not answer.finish_reason:
+        raise CommandError("the answer broke off: its end is missing.")
+    return answer
+
+
+def _events(response: httpx.Response) -> Iterator[Mapping[str, Any]]:
+    # `iter_lines` would also split at separators that JSON may contain.
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        if len(rest) > _EVENT_LIMIT_BYTES:
+            raise CommandError("the answer broke off: an event is too large.")
+        for line in lines:
+            if line.startswith(b"data:"):
+                with contextlib.suppress(ValueError):  # [DONE]
+                    yield json.loads(line.removeprefix(b"data:"))
+
+
+def _read_event(event: object, answer: _Answer) -> str:
+    """Return the text of an event, and add its figures to the answer."""
+    match event:
+        case {"error": {"message": str(message)}}:
+            raise CommandError(f"the answer broke off: {message}")
+    match event:
+        case {"usage": {"completion_tokens": int(tokens)}}:
+            answer.tokens = tokens
+    match event:
+        case {
+            "metrics": {
+                "speculative_decoding": {
+                    "num_draft_tokens": int(drafted),
+                    "num_accepted_draft_tokens": int(accepted),
+                }
+            }
+        }:
+            answer.drafted, answer.accepted = drafted, accepted
+    match event:
+        case {"choices": [{"finish_reason": str(reason)}, *_]}:
+            answer.finish_reason = reason
+    match event:
+        case {"choices": [{"delta": {"content": str(text)}}, *_]}:
+            return text
+    return ""
+
+
+def _summary(headers: Mapping[str, str], why: str, answer: _Answer) -> str:
+    """Return one line: where the answer ran and why, its speeds, its drafts."""
+    facts = []
+    if (worker := headers.get("x-paceline-worker")) and (pool := headers.get("x-paceline-pool")):
+        facts.append(f"{pool} on {worker}, because {why}")
+    if answer.first_token_s is not None:
+        facts.append(f"first token after {answer.first_token_s:.2f} s")
+        span_s = answer.last_token_s - answer.first_token_s
+        if answer.tokens > 1 and span_s > 0:
+            facts.append(f"{(answer.tokens - 1) / span_s:.0f} tokens/s")
+    if answer.drafted:
+        share = answer.accepted / answer.drafted
+        facts.append(f"{share:.0%} of {answer.drafted} drafted tokens accepted")
+    if answer.finish_reason == "length":
+        facts.append("stopped at the limit of tokens")
+    return "; ".join(facts)

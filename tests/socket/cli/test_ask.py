@@ -1,0 +1,138 @@
+"""`paceline ask` as a user runs it, against a real gateway."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.cli import main
+from tests.support.images import png_header
+from tests.support.paceline_process import PacelineProcess, process_environment, start_paceline
+from tests.support.running_gateway import RunningGateway
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, event
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_answer_is_printed_as_it_arrives_and_ctrl_c_frees_the_worker(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    worker.script = Script(hang_after=2)
+    arguments = ("ask", "Say a word.", "--url", gateway_with_worker.url)
+    with start_paceline(*arguments, environment={}, folder=tmp_path, terminal=True) as process:
+        # Without an end of line, which the reader of lines would wait for.
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 3) == b"one"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert worker.client_disconnected.wait(60)
+
+
+def test_a_terminal_shows_where_an_answer_ran_how_fast_and_its_drafts(
+    gateway_with_worker: RunningGateway, tmp_path: Path
+) -> None:
+    arguments = ("ask", "Say a word.", "--url", gateway_with_worker.url)
+    with start_paceline(*arguments, environment={}, folder=tmp_path, terminal=True) as process:
+        printed = PacelineProcess(process)
+        assert printed.wait_for_end() == 0
+    assert printed.lines[0] == "one two three"
+    assert printed.lines[1].startswith(
+        "text-mtp on fake-a, because the request can use drafts; first token after "
+    )
+    assert printed.lines[1].endswith("; 50% of 2 drafted tokens accepted")
+
+
+def test_a_pipe_asks_and_gets_the_answer_alone(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "gateway", "ask", "--url", gateway_with_worker.url],
+        env=process_environment(tmp_path),
+        input="Say a word.\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (process.stdout, process.stderr) == ("one two three\n", "")
+    assert worker.requests[0].body["messages"][-1]["content"] == "Say a word.\n"
+
+
+def test_options_and_pictures_are_sent_and_the_content_of_a_file_is_its_type(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    picture = tmp_path / "circle.jpg"
+    picture.write_bytes(png_header(8, 8))
+    options = ("--image", str(picture), "--system", "Be brief.", "--max-tokens", "5")
+    command = ["ask", "What is it?", *options, "--temperature", "0.5", "--model", "demo"]
+    assert main([*command, "--url", gateway_with_worker.url]) == 0
+    body = worker.requests[0].body
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    shown, text = body["messages"][1]["content"]
+    url = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    assert shown["image_url"]["url"] == url
+    assert text == {"type": "text", "text": "What is it?"}
+    assert (body["temperature"], body["max_tokens"], body["stream"]) == (0.5, 5, True)
+
+
+def test_control_characters_of_an_answer_never_reach_a_terminal(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    worker.script = Script(tokens=("\x1b[2J", "a\tb\r\nc", "\x9b\u202e"))
+    assert main(["ask", "Hi", "--url", gateway_with_worker.url]) == 0
+    assert capsys.readouterr().out == "\ufffd[2Ja\tb\nc\ufffd\ufffd\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (Script(events=(chunk({"content": "one"}), event({"error": {"message": "x"}}))), "one\n"),
+        (Script(events=(chunk({"content": "one"}), DONE)), "one\n"),
+        (Script(cut_after=2), "one\n"),
+        (Script(status=400, body=b'{"error": {"message": "No."}}'), ""),
+    ],
+    ids=["error", "no end", "cut", "refused"],
+)
+def test_an_answer_that_fails_ends_with_a_sentence(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    capsys: pytest.CaptureFixture[str],
+    script: Script,
+    message: str,
+) -> None:
+    worker.script = script
+    failure = "broke off: " if message else "the gateway refused: "
+    with pytest.raises(SystemExit, match=failure):
+        main(["ask", "Hi", "--url", gateway_with_worker.url])
+    assert capsys.readouterr().out == message
+
+
+def test_what_cannot_be_sent_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.png").write_text("no picture")
+    with (tmp_path / "large.png").open("wb") as large:
+        large.truncate(32 * 1024**2 + 1)
+    for arguments, message in (
+        (["Hi", "--image", "none.png"], "cannot read none.png: there is no such file."),
+        (["Hi", "--image", str(tmp_path)], "it is a folder."),
+        (["Hi", "--image", "text.png"], "text.png: The picture is not a PNG, JPEG, WebP or GIF"),
+        (["Hi", "--image", "large.png"], "large.png: it is larger than 32 MiB."),
+        (["\udcff"], "the question is not text in UTF-8."),
+        (["  "], "the question is empty."),
+        (["Hi", "--url", "http://127.0.0.1:1"], "no gateway answers at http://127.0.0.1:1;"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["ask", *arguments])
+        assert message in str(ended.value.code)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SystemExit, match="the question is empty"):
+        main(["ask", "-"])
