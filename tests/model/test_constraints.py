@@ -198,6 +198,16 @@ async def test_drafts_do_not_change_a_constrained_answer(
     assert answers[2][1].speculation.accepted > 0
 
 
+async def test_what_a_schema_forces_is_drafted(engine: Engine) -> None:
+    """Where only one text may follow, that text is the draft, and the target accepts it."""
+    flags = {f"field_number_{index}": {"type": "boolean"} for index in range(4)}
+    form = {"type": "object", "properties": flags, "required": [*flags]}
+    constraint = schema({**form, "additionalProperties": False})
+    text, end = await answer(engine, "Hello", constraint, draft_tokens=2, max_tokens=128)
+    assert list(json.loads(text)) == [*flags]
+    assert end.speculation.accepted > 0.8 * end.speculation.drafted
+
+
 async def test_a_limit_of_tokens_ends_an_answer_before_its_form(engine: Engine) -> None:
     """Then `finish_reason` is `length`, the only case in which the answer may be incomplete."""
     text, end = await answer(engine, "Hello", schema(PERSON), max_tokens=4)

@@ -1,7 +1,8 @@
 """Random JSON Schemas of the keywords that clients use, as a strategy of Hypothesis.
 
 A schema usually has a value: bounds are drawn in order, and `allOf` adds to a type what fits it.
-Most strings, lists and objects are bounded, because the demo model seldom ends one by itself.
+Most strings, numbers, lists and objects are bounded, because the demo model seldom ends one by
+itself.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SMALL_JSON = st.recursive(
 @st.composite
 def strings(draw: st.DrawFn) -> Schema:
     schema: Schema = {"type": "string"}
-    kind = draw(st.sampled_from(["bounded", "bounded", "pattern", "format", "format", "plain"]))
+    kind = draw(st.sampled_from(["bounded"] * 4 + ["pattern", "format", "format", "plain"]))
     if kind == "bounded":
         low = draw(st.integers(0, 5))
         schema |= {"minLength": low, "maxLength": low + draw(st.integers(0, 20))}
@@ -52,17 +53,20 @@ def strings(draw: st.DrawFn) -> Schema:
 
 @st.composite
 def numbers(draw: st.DrawFn) -> Schema:
-    kind = draw(st.sampled_from(["integer", "number"]))
-    schema: Schema = {"type": kind}
     low, width = draw(st.integers(-500, 500)), draw(st.integers(2, 1000))
-    bounds = draw(st.sampled_from(["both", "both", "exclusive", "multiple", "none"]))
-    if bounds == "both":
-        schema |= {"minimum": low, "maximum": low + width}
-    elif bounds == "exclusive":
-        schema |= {"exclusiveMinimum": low, "exclusiveMaximum": low + width}
-    elif bounds == "multiple":
-        schema |= {"multipleOf": draw(st.sampled_from([2, 5, 10])), "minimum": 0, "maximum": 100}
-    return schema
+    bounds: Schema = {"minimum": low, "maximum": low + width}
+    exclusive = {"exclusiveMinimum": low, "exclusiveMaximum": low + width}
+    multiple = {"multipleOf": draw(st.sampled_from([2, 5, 10])), "minimum": 0, "maximum": 100}
+    fraction = {"multipleOf": draw(st.sampled_from([0.5, 0.25, 0.01])), "minimum": 0, "maximum": 90}
+    return draw(
+        st.sampled_from(
+            [
+                *({"type": "integer", **more} for more in (bounds, exclusive, multiple, bounds)),
+                *({"type": "number", **more} for more in (multiple, fraction, fraction, bounds)),
+                {"type": "integer"},
+            ]
+        )
+    )
 
 
 @st.composite
@@ -83,7 +87,7 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
     names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
     schema: Schema = {"type": "object", "properties": {name: draw(inner) for name in names}}
     schema["required"] = [name for name in names if draw(st.booleans())]
-    more = draw(st.sampled_from(["false"] * 6 + ["absent", "schema"]))
+    more = draw(st.sampled_from(["false"] * 10 + ["absent", "schema"]))
     if more == "false":
         schema["additionalProperties"] = False
     elif more == "schema":
@@ -97,7 +101,7 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
 def unions(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
     keyword = draw(st.sampled_from(["anyOf", "oneOf", "types", "tagged"]))
     if keyword == "types":
-        return {"type": draw(st.lists(st.sampled_from(["string", "null", "boolean", "integer"]), unique=True, min_size=1))}  # fmt: skip # noqa: E501
+        return {"type": draw(st.lists(st.sampled_from(["null", "boolean", "string"]), unique=True, min_size=1))}  # fmt: skip # noqa: E501
     if keyword == "tagged":  # a discriminated union, as pydantic writes it
         kinds = [
             {
@@ -123,13 +127,13 @@ def conjunctions(draw: st.DrawFn) -> Schema:
                 {"allOf": [{"type": "integer", "minimum": low}, {"maximum": low + 100}]},
                 {"type": "string", "allOf": [{"minLength": 2}, {"maxLength": 9}]},
                 {
-                    "allOf": [
-                        {
-                            "type": "object",
-                            "properties": {"id": {"type": "integer", "maximum": low}},
-                        },
-                        {"required": ["id"], "properties": {"on": {"type": "boolean"}}},
-                    ]
+                    "allOf": [{"required": ["id", "on"]}, {"minProperties": 1}],
+                    "type": "object",
+                    "properties": {
+                        "id": {"type": "integer", "minimum": 0, "maximum": low},
+                        "on": {"type": "boolean"},
+                    },
+                    "additionalProperties": False,
                 },
                 {"allOf": [{"type": "string"}, {"enum": ["a", "b", 3]}]},
             ]

@@ -23,7 +23,7 @@ import mlx.core as mx
 from workers.engine.batch import Batch, set_states, states_of
 from workers.engine.draft_head import DraftHead
 from workers.engine.draft_length import DraftLength
-from workers.engine.grammar import allowed_tokens
+from workers.engine.grammar import allowed_tokens, forced_drafts
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, Target
 from workers.engine.prefill import Prefill, seed_head
@@ -288,6 +288,7 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
     The host waits for the device once, for the chosen tokens; the device computes the new caches
     while the host emits them.
     """
+    matchers = [row.matcher for row in batch.rows]
     limits = [row.draft_limit(k) if batch.head_caches else 0 for row in batch.rows]
     length = max(limits)
     batch.reserve(length + 1)
@@ -298,6 +299,7 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
         assert batch.seed_hidden is not None
         head_state = states_of(batch.head_caches)
         drafts, head_state = graph.draft(batch.seed_hidden, head_state, offset, length)
+        drafts = forced_drafts(matchers, drafts)
         mx.async_eval(drafts)  # the device drafts while the host describes the verify
     else:
         drafts = mx.zeros((len(limits), 0), dtype=mx.int32)
@@ -308,12 +310,12 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
         batch.position_shift,
     )
     allowed = None
-    if any(row.matcher for row in batch.rows):
+    if any(matchers):
         # The device verifies while the host reads the drafts and finds the tokens allowed after
         # each. The caches must not hold the old keys meanwhile, or MLX would copy all of them.
         set_states(batch.caches, graph.attention_state(verified.layers, batch.caches))
         mx.async_eval(verified.scores)
-        allowed = allowed_tokens([row.matcher for row in batch.rows], drafts)
+        allowed = allowed_tokens(matchers, drafts)
     contexts = [row.sampling_context() for row in batch.rows]
     chosen = choose(verified.scores, contexts, drafts, allowed)
     if length:

@@ -167,6 +167,16 @@ class Matcher:
             )
 
 
+def forced_drafts(matchers: Sequence[Matcher | None], drafts: mx.array) -> mx.array:
+    """Replace the drafts [rows, k] by the tokens that the grammars force, where they force any."""
+    length = drafts.shape[1]
+    forced = [[] if one is None else one.state.compute_ff_tokens()[:length] for one in matchers]
+    if not any(forced):
+        return drafts
+    padded = mx.array([run + [-1] * (length - len(run)) for run in forced], dtype=mx.int32)
+    return mx.where(padded < 0, drafts, padded)
+
+
 def allowed_tokens(
     matchers: Sequence[Matcher | None], drafts: mx.array | None = None
 ) -> mx.array | None:

@@ -1,0 +1,111 @@
+"""The speed of constrained answers against free ones, on the demo model.
+
+`python -m bench.engine.constrained` writes `bench/results/constrained.md`. The first constraint
+allows any text, so both answers have the same tokens: the difference is what the masks cost. The
+other one forces most of its text, which then needs no draft of the head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from rich.console import Console
+
+from bench.harness.blas import restart_with_fast_blas
+from bench.harness.tables import Grid, provenance, write_page
+from policies.request.constraint import Constraint, ConstraintKind
+from policies.request.profile import Sampling
+from workers.demo import CHECKPOINT
+from workers.engine.engine import Engine
+from workers.engine.types import EngineSettings, Finished, Generation, LaneName, Prompt
+
+RESULTS: Final = Path(__file__).parents[1] / "results"
+REPETITIONS: Final = 9
+FLAGS: Final[dict[str, Any]] = {f"field_number_{at}": {"type": "boolean"} for at in range(8)}
+ANY_TEXT: Final = Constraint(ConstraintKind.REGEX, "(?s:.*)", "guided_regex")
+RECORD: Final = Constraint(
+    ConstraintKind.JSON,
+    {
+        "type": "object",
+        "properties": FLAGS,
+        "required": [*FLAGS],
+        "additionalProperties": False,
+    },
+    "guided_json",
+)
+
+
+async def speed(engine: Engine, rows: int, constraint: Constraint | None, k: int | None) -> float:
+    """Return the tokens per second of all rows together, reading their prompts included."""
+    text = engine.prompts.chat([{"role": "user", "content": "Count from 1 to 40."}])
+
+    async def answer() -> int:
+        generation = Generation(
+            request_id="bench",
+            lane=LaneName.TEXT_MTP,
+            prompt=Prompt(text=text),
+            sampling=Sampling(temperature=0),
+            max_tokens=128,
+            draft_tokens=k,
+            constraint=constraint,
+        )
+        async for event in engine.generate(generation):
+            if isinstance(event, Finished):
+                return event.usage.completion_tokens
+        raise AssertionError("every generation finishes")
+
+    begun_s = time.perf_counter()
+    tokens = sum(await asyncio.gather(*(answer() for _ in range(rows))))
+    return tokens / (time.perf_counter() - begun_s)
+
+
+async def measure(engine: Engine) -> Grid:
+    lines = []
+    for rows in (1, 8):
+        for k in (0, 2, None):
+            kinds = [("free", None), ("same", ANY_TEXT), ("forced", RECORD)]
+            speeds: dict[str, list[float]] = {name: [] for name, _ in kinds}
+            for _ in range(REPETITIONS + 1):
+                for name, constraint in kinds:
+                    speeds[name].append(await speed(engine, rows, constraint, k))
+                kinds.reverse()
+            free, same, forced = (median(samples[1:]) for samples in speeds.values())
+            lines.append(
+                (
+                    str(rows),
+                    "adaptive" if k is None else str(k),
+                    f"{free:.0f}",
+                    f"{same:.0f}",
+                    f"{same / free:.2f}",
+                    f"{forced:.0f}",
+                )
+            )
+    return Grid(
+        title="Tokens per second, constrained and free",
+        columns=("rows", "drafts", "free", "same text, masked", "ratio", "schema that forces"),
+        rows=tuple(lines),
+    )
+
+
+def main() -> None:
+    logging.disable()
+    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
+    try:
+        grid = asyncio.run(measure(engine))
+    finally:
+        engine.stop()
+    Console(highlight=False).print(grid.to_table())
+    about = f"{provenance()}; the median of {REPETITIONS} runs each, taken in turn."
+    write_page(RESULTS / "constrained.md", "Constrained answers", about, grid)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    restart_with_fast_blas("bench.engine.constrained")
+    main()
