@@ -58,7 +58,7 @@ def draw_schemas(count: int) -> list[Schema]:
     return drawn
 
 
-async def ask(engine: Engine, index: int, schema: Schema) -> tuple[str, str]:
+async def ask(engine: Engine, index: int, schema: Schema, max_tokens: int) -> tuple[str, str]:
     """Return the outcome (`valid`, `length`, `refused`, `invalid`, `not JSON`) and its detail."""
     text = ""
     generation = Generation(
@@ -68,7 +68,7 @@ async def ask(engine: Engine, index: int, schema: Schema) -> tuple[str, str]:
             text=engine.prompts.chat([{"role": "user", "content": QUESTIONS[index % 4]}])
         ),
         sampling=Sampling(temperature=index // 4 % 2, seed=index),
-        max_tokens=MAX_TOKENS,
+        max_tokens=max_tokens,
         draft_tokens=None if index // 8 % 2 else 2,
         constraint=Constraint(ConstraintKind.JSON, schema, "response_format"),
     )
@@ -96,18 +96,17 @@ def check(schema: Schema, text: str) -> tuple[str, str]:
     return "valid", text
 
 
-async def ask_all(drawn: list[Schema], rows: int = 8) -> list[tuple[str, str]]:
-    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    free = asyncio.Semaphore(rows)
+async def ask_each(
+    engine: Engine, drawn: list[Schema], *, max_tokens: int = MAX_TOKENS
+) -> list[tuple[str, str]]:
+    """Ask every schema, eight at a time."""
+    free = asyncio.Semaphore(8)
 
     async def one(index: int) -> tuple[str, str]:
         async with free:
-            return await ask(engine, index, drawn[index])
+            return await ask(engine, index, drawn[index], max_tokens)
 
-    try:
-        return await asyncio.gather(*map(one, range(len(drawn))))
-    finally:
-        engine.stop()
+    return await asyncio.gather(*map(one, range(len(drawn))))
 
 
 def render(drawn: list[Schema], outcomes: list[tuple[str, str]]) -> str:
@@ -146,7 +145,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     drawn = draw_schemas(options.count)
-    outcomes = asyncio.run(ask_all(drawn))
+    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
+    try:
+        outcomes = asyncio.run(ask_each(engine, drawn))
+    finally:
+        engine.stop()
     for schema, (kind, detail) in zip(drawn, outcomes, strict=True):
         if kind in ("invalid", "not JSON"):
             sys.stdout.write(f"{kind}: {json.dumps(schema)}\n    {detail}\n")

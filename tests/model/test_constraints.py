@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from bench.engine.schemas import ask_each, draw_schemas
 from policies.request.constraint import Constraint, ConstraintKind
 from policies.request.profile import Sampling
 from workers.engine.engine import Engine
@@ -264,6 +265,13 @@ async def test_a_hostile_constraint_ends_with_an_error_of_its_own(engine: Engine
     assert engine.alive
 
 
+async def test_answers_to_random_schemas_validate(engine: Engine) -> None:
+    """An answer validates, or ends by `length`, or the schema is refused; `bench` asks 2,000."""
+    outcomes = await ask_each(engine, draw_schemas(24), max_tokens=96)
+    assert {kind for kind, _ in outcomes} <= {"valid", "length", "refused"}, outcomes
+    assert [kind for kind, _ in outcomes].count("valid") >= 8
+
+
 async def test_the_cache_of_grammars_is_bounded(engine: Engine) -> None:
     """Other schemas make the oldest one leave; a repeated one is compiled once."""
     for number in range(CACHED_GRAMMARS + 3):
@@ -328,6 +336,31 @@ def test_a_forced_call_is_made_and_its_arguments_follow_the_schema(
     streamed = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
     assert streamed == calls
     assert not message.content
+
+
+def test_a_schema_beside_tools_leaves_the_model_its_calls(openai_client: OpenAI) -> None:
+    """With `response_format` and free tools an answer is a call, or JSON of the schema."""
+    add: Any = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+    fields: Any = {"model": "demo", "temperature": 0, "tools": [add], "response_format": FORMAT}
+    question: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    choice = openai_client.chat.completions.create(messages=question, **fields).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    called = choice.message.model_dump()["tool_calls"][0]
+    assert called["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    answered: Any = [
+        *question,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": called["id"], "content": '{"weather": "sunny"}'},
+    ]
+    choice = openai_client.chat.completions.create(messages=answered, **fields).choices[0]
+    if choice.finish_reason == "stop":
+        check_person(choice.message.content or "")
 
 
 def test_a_cut_forced_call_leaves_no_markup(openai_client: OpenAI) -> None:

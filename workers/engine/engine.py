@@ -141,7 +141,7 @@ class Engine:
 
         row = self._make_row(generation, lane, prompt, enqueue)
         if generation.constraint is not None:
-            row.matcher = await self.grammars.matcher(generation.constraint)
+            row.matcher = await self.grammars.matcher(generation.constraint, generation.call_marks)
         if prompt.prefix is not None:
             key = prompt.prefix.key
             row.prefetched = await asyncio.to_thread(self.prefix_cache.prefetch, key)

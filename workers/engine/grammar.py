@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -51,6 +51,8 @@ _JSON_OPTIONS: Any = {
 }
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
+_Key: TypeAlias = tuple[Constraint, tuple[str, str] | None]
+
 _UNSATISFIABLE = "No answer can satisfy the constraint."
 # What llguidance's messages say, and what the client is told: its own text never leaves the worker.
 _JSON_ERRORS = (
@@ -70,7 +72,7 @@ class GrammarCompiler:
     """The compiled grammars of one model; methods are safe to call from any thread."""
 
     def __init__(self, processor: Any, vocabulary: int, ends: frozenset[int]) -> None:
-        self._cache: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[_Key, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammar")
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -85,9 +87,14 @@ class GrammarCompiler:
         """Return the number of compiled grammars."""
         return len(self._cache)
 
-    async def matcher(self, constraint: Constraint) -> Matcher:
-        """Return a matcher at the beginning of an answer; raise `InvalidGeneration` without one."""
-        key = constraint._replace(value=json.dumps(constraint.value))
+    async def matcher(
+        self, constraint: Constraint, call_marks: tuple[str, str] | None = None
+    ) -> Matcher:
+        """Return a matcher at the beginning of an answer; raise `InvalidGeneration` without one.
+
+        With `call_marks`, the answer may also call tools in the model's own format.
+        """
+        key = (constraint._replace(value=json.dumps(constraint.value)), call_marks)
         compiled = self._lookup(key)
         if compiled is None:
             loop = asyncio.get_running_loop()
@@ -105,14 +112,14 @@ class GrammarCompiler:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _lookup(self, key: Constraint) -> LLMatcher | None:
+    def _lookup(self, key: _Key) -> LLMatcher | None:
         with self._lock:
             compiled = self._cache.get(key)
             if compiled is not None:
                 self._cache.move_to_end(key)
             return compiled
 
-    def _compile(self, constraint: Constraint, key: Constraint) -> LLMatcher:
+    def _compile(self, constraint: Constraint, key: _Key) -> LLMatcher:
         compiled = self._lookup(key)  # another request may have compiled it meanwhile
         if compiled is not None:
             return compiled
@@ -122,7 +129,9 @@ class GrammarCompiler:
             logger.warning("grammar.no_tokenizer", exc_info=error)
             raise _invalid(constraint, "This model's tokenizer supports no constraints.") from error
         try:
-            compiled = LLMatcher(tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
+            calls = _call_rule(tokenizer, *key[1]) if key[1] else None
+            grammar = _grammar(constraint, calls)
+            compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
         except (ValueError, RecursionError) as error:
             logger.info("grammar.rejected", exc_info=error)
             raise _invalid(constraint, _explain(constraint, str(error))) from error
@@ -227,10 +236,21 @@ class _Vocabulary:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _grammar(constraint: Constraint) -> str:
+def _call_rule(tokenizer: LLTokenizer, begin: str, end: str) -> str | None:
+    """Return the rule of a call in the model's own format, if single tokens begin and end one."""
+    marks = [tokenizer.tokenize_str(mark, parse_special=True) for mark in (begin, end)]
+    if not all(len(mark) == 1 and tokenizer.is_special_token(mark[0]) for mark in marks):
+        return None
+    return f"call: <[{marks[0][0]}]> /(?s:.*)/ <[{marks[1][0]}]> /\\n*/"
+
+
+def _grammar(constraint: Constraint, call_rule: str | None) -> str:
     """Return llguidance's form of a constraint; raise `ValueError` if it has none."""
     value = constraint.value
     match constraint.kind:
+        case ConstraintKind.JSON if call_rule:
+            rules = ("start: form | call+", f"form: {_lark_json(value)}", call_rule)
+            return LLMatcher.grammar_from_lark("\n".join(rules))
         case ConstraintKind.JSON:
             return LLMatcher.grammar_from_lark(f"start: {_lark_json(value)}")
         case ConstraintKind.REGEX:

@@ -65,6 +65,8 @@ class Generation:
     stop: tuple[str, ...] = ()
     constraint: Constraint | None = None
     """The form that the answer must have."""
+    call_marks: tuple[str, str] | None = None
+    """Begin and end of the calls that the answer may have instead of its form."""
     keep_call_tokens: bool = False
     """Whether the text includes the control tokens that mark tool calls."""
     top_logprobs: int | None = None

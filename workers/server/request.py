@@ -106,6 +106,7 @@ async def read_request(
         token_limit=_token_limit(request.headers.get(TOKENS_LIMIT_HEADER)),
         stop=profile.stop,
         constraint=constraint,
+        call_marks=(tool_format.start, tool_format.end) if tool_format else None,
         keep_call_tokens=tool_format is not None,
         top_logprobs=profile.top_logprobs,
         token_sources=profile.token_sources,
