@@ -8,6 +8,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import jsonschema_rs
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -263,6 +264,17 @@ async def test_a_hostile_constraint_ends_with_an_error_of_its_own(engine: Engine
         with suppress(InvalidGeneration):
             await answer(engine, "Hello", constraint, max_tokens=4)
     assert engine.alive
+
+
+@pytest.mark.parametrize("form", ["date", "time", "date-time"])
+async def test_a_date_or_a_time_exists(engine: Engine, form: str) -> None:
+    """No day that a month lacks, no leap second in every minute, at any temperature."""
+    constraint = schema({"type": "string", "format": form})
+    for temperature in (0, 1):
+        text, end = await answer(engine, "When?", constraint, temperature=temperature)
+        assert end.reason is FinishReason.STOP
+        check = jsonschema_rs.validator_for(constraint.value, validate_formats=True)
+        assert check.is_valid(json.loads(text)), text
 
 
 async def test_answers_to_random_schemas_validate(engine: Engine) -> None:

@@ -21,9 +21,9 @@ PATTERNS = (
     "^[a-z]{1,8}$",
     "^\\d{3}-\\d{4}$",
     "^(red|green|blue)$",
-    "x+",
-    "^[A-Z][a-z]*$",
-    "[^0-9]",
+    "^x{1,5}y?$",
+    "^[A-Z][a-z]{0,9}$",
+    "[0-9]",
 )
 NAMES = ("name", "age", "city", "tags", "é", 'a"b', "$id", "x y", "size", "next")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -45,9 +45,11 @@ def strings(draw: st.DrawFn) -> Schema:
         low = draw(st.integers(0, 5))
         schema |= {"minLength": low, "maxLength": low + draw(st.integers(0, 20))}
     elif kind == "pattern":
-        schema["pattern"] = draw(st.sampled_from(PATTERNS))
+        schema |= {"pattern": draw(st.sampled_from(PATTERNS)), "maxLength": 16}
     elif kind == "format":
         schema["format"] = draw(st.sampled_from(FORMATS))
+        if schema["format"] in ("email", "hostname", "uri"):
+            schema["maxLength"] = 40
     return schema
 
 
@@ -62,8 +64,8 @@ def numbers(draw: st.DrawFn) -> Schema:
         st.sampled_from(
             [
                 *({"type": "integer", **more} for more in (bounds, exclusive, multiple, bounds)),
-                *({"type": "number", **more} for more in (multiple, fraction, fraction, bounds)),
-                {"type": "integer"},
+                *({"type": "number", **more} for more in (multiple, fraction, fraction)),
+                draw(st.sampled_from([bounds, {"type": "integer"}, {"type": "number", **bounds}])),
             ]
         )
     )

@@ -51,6 +51,19 @@ _JSON_OPTIONS: Any = {
 }
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
+# llguidance allows a leap second in every minute, and fractions without end.
+_DATE = (
+    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_TIME = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
+    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+
 _Key: TypeAlias = tuple[Constraint, tuple[str, str] | None]
 
 _UNSATISFIABLE = "No answer can satisfy the constraint."
@@ -267,8 +280,24 @@ def _lark_json(schema: Any) -> str:
     """Return Lark's expression of a JSON Schema."""
     if schema is False:
         raise ValueError("unsatisfiable")
-    options = {} if schema is True else schema
+    options = {} if schema is True else _with_patterns(schema)
     return "%json " + json.dumps({**options, "x-guidance": _JSON_OPTIONS})
+
+
+def _with_patterns(schema: Any) -> Any:
+    """Return a schema with patterns for the formats of dates and times."""
+    if isinstance(schema, list):
+        return [_with_patterns(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    parts = {
+        name: part if name in _VALUES else _with_patterns(part) for name, part in schema.items()
+    }
+    form, more = parts.get("format"), parts.get("allOf", [])
+    if isinstance(form, str) and form in _PATTERNS and isinstance(more, list):
+        del parts["format"]
+        parts["allOf"] = [*more, {"pattern": _PATTERNS[form]}]
+    return parts
 
 
 def _lark_calls(limit: int, functions: Mapping[str, Any]) -> str:
