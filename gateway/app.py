@@ -84,7 +84,7 @@ class GatewayApp(PortApp):
         # Workers join on the main port.
         admin_routers = [workers.router, policy.router, keys.router, usage.router]
         admin_routers += [recent_errors.router]
-        main_pages = [pages.START, pages.DASHBOARD, pages.DOCS]
+        main_pages = [pages.START, pages.DASHBOARD, pages.TRY, pages.DOCS]
         hosts = Hosts(gateway.settings)
         if gateway.settings.admin_port is None:
             routers += [*admin_routers, pages.page_router(gateway, *main_pages, pages.ADMIN)]

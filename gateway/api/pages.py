@@ -87,6 +87,7 @@ class Page(NamedTuple):
 
 START = Page("/", ("start",))
 DASHBOARD = Page("/dashboard", ("dashboard", "vendor/uplot"))
+TRY = Page("/try", ("try",))
 ADMIN = Page("/admin", ("admin",))
 DOCS = Page("/docs", ("docs",), _DOCS_HEADERS)
 _SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")

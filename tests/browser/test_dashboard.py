@@ -201,6 +201,6 @@ async def test_a_bypass_reason_counts_only_requests_without_drafts(
 
 
 def test_each_bypass_reason_has_a_description() -> None:
-    text = (PAGES / "dashboard" / "reasons.js").read_text()
+    text = (PAGES / "shared" / "bypass_reasons.js").read_text()
     for reason in Bypass:
         assert f'\n  {reason.value}: "' in text, reason

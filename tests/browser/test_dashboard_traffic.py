@@ -1,10 +1,12 @@
-"""The dashboard under real traffic of the demo model: its numbers equal those of `/v1/status`."""
+"""Pages with the demo model: the dashboard under traffic, and the page on which one tries it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from tests.support.paceline_process import UpProcess, running_up
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).parents[2]
 SYSTEM = "You are a careful assistant who answers in few words. " * 12
 SHOWN_VALUES = """[...document.querySelectorAll("#view-line [data-of]")].map(
   ({ dataset, textContent }) => [dataset.of, dataset.value, textContent])"""
@@ -116,3 +119,29 @@ async def test_a_new_viewer_sees_the_earlier_traffic(up: UpProcess, tab: Browser
     for chart in ("acceptance", "tokens", "first-token", "answer"):
         await expect(tab.page.locator(f"#chart-{chart} .nothing")).to_be_hidden()
     await expect(tab.page.locator("#speeds tbody tr")).to_have_count(5)
+
+
+async def test_a_question_shows_its_drafted_tokens_and_where_it_ran(
+    up: UpProcess, tab: BrowserTab
+) -> None:
+    page = tab.page
+    await page.goto(f"{up.url}/try")
+    await page.get_by_role("button", name="Count from 1 to 20.").click()
+    answer = page.get_by_role("article", name=f"Answer of {up.model}")
+    await expect(answer.locator(".facts")).to_contain_text("in the pool text-mtp")
+    await expect(answer.locator(".content")).to_contain_text("1, 2, 3, 4, 5")
+    facts = await answer.locator(".facts").inner_text()
+    accepted, total = map(int, re.findall(r"(\d+) of (\d+) tokens", facts)[0])
+    assert f"It has {total} tokens" in facts
+    assert 0 < accepted < total
+    marked = "".join(await answer.locator(".drafted").all_inner_texts())
+    text = await answer.locator(".content").inner_text()
+    assert 0 < len(marked) < len(text)
+
+    await page.locator("#files").set_input_files(ROOT / "docs" / "circle.png")
+    await page.get_by_label("Question").fill("What color is the circle?")
+    await page.keyboard.press("Enter")
+    await expect(answer.nth(1).locator(".facts")).to_contain_text("in the pool vlm")
+    await expect(answer.nth(1)).to_contain_text("red")
+    code = page.get_by_role("region", name="Code for curl")
+    await expect(code).to_contain_text('"url":"data:image/png;base64,..."')

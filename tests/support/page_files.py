@@ -9,6 +9,7 @@ FOLDERS = {
     "start": ("start", "shared"),
     "admin": ("admin", "shared"),
     "dashboard": ("dashboard", "shared", "vendor/uplot"),
+    "try": ("try", "shared"),
     "docs": ("docs", "shared"),
 }
 """Folders by page, including the shared files."""

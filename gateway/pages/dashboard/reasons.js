@@ -1,20 +1,8 @@
 // Why requests were not drafted for, each reason in a sentence.
 
+import { BYPASS_REASONS } from "./bypass_reasons.js";
 import { bar, make } from "./elements.js";
 import { place } from "./numbers.js";
-
-const SENTENCES = {
-  media: "The request contains pictures, video, audio or files.",
-  non_greedy_sampling: "The request samples: its temperature is above 0. Set temperature 0 to use drafts.",
-  logits_processors: "Penalties, biases or forbidden words change token scores.",
-  logprobs: "The request asks for log probabilities.",
-  multiple_choices: "The request asks for several choices (n above 1).",
-  thinking_budget: "The request limits how long the model may think.",
-  prompt_too_long: "The prompt is longer than the speculative lane accepts.",
-  no_mtp_worker: "No worker with an MTP head was available.",
-  mtp_not_paying: "Drafting was measured to be slower than plain decoding at that batch size.",
-  head_unhealthy: "The MTP head failed its self-test, or kept failing.",
-};
 
 // If lanes draft, use the counts of the workers: a request that a picture keeps out of the
 // speculative lane may be drafted for in another. Else use the counts of the decisions.
@@ -33,7 +21,7 @@ export function reasons({ decisions, mtp }) {
       make("p", { class: "reason-name" }, reason.replaceAll("_", " ")),
       make("p", { class: "number" }, place(`${known}/bypass_counts/${reason}`, "count")),
       bar(count, most),
-      make("p", { class: "muted small" }, SENTENCES[reason] ?? "Unknown reason."),
+      make("p", { class: "muted small" }, BYPASS_REASONS[reason] ?? "Unknown reason."),
     ),
   );
 }

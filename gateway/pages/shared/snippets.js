@@ -10,58 +10,67 @@ const QUESTION = "Count from 1 to 20.";
 const quoted = (text) => JSON.stringify(text);
 const forShell = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
+const question = { temperature: 0, messages: [{ role: "user", content: QUESTION }] };
+
+// A JSON value as an expression of Python.
+function python(value) {
+  if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
+  if (value === null) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value === "object") return `{${Object.entries(value).map(([name, one]) => `${quoted(name)}: ${python(one)}`).join(", ")}}`;
+  return JSON.stringify(value);
+}
+
+// The same of JavaScript; all names in requests are identifiers.
+function javaScript(value) {
+  if (Array.isArray(value)) return `[${value.map(javaScript).join(", ")}]`;
+  if (value !== null && typeof value === "object") return `{ ${Object.entries(value).map(([name, one]) => `${name}: ${javaScript(one)}`).join(", ")} }`;
+  return JSON.stringify(value);
+}
+
+const lines = (fields, line) => Object.entries(fields).map(([name, value]) => `${line(name, value)}\n`).join("");
+
 const CLIENTS = [
   {
     name: "curl",
-    code: ({ baseUrl, model, apiKey }) => {
-      const body = { model, temperature: 0, messages: [{ role: "user", content: QUESTION }] };
-      return `curl ${baseUrl}/chat/completions \\
+    code: ({ baseUrl, model, apiKey, request = question }) => `curl ${baseUrl}/chat/completions \\
   -H 'Content-Type: application/json' \\
   -H ${forShell(`Authorization: Bearer ${apiKey}`)} \\
-  -d ${forShell(JSON.stringify(body))}
-`;
-    },
+  -d ${forShell(JSON.stringify({ model, ...request }))}
+`,
   },
   {
     name: "Python",
-    code: ({ baseUrl, model, apiKey }) => `# pip install openai
+    code: ({ baseUrl, model, apiKey, request = question }) => `# pip install openai
 from openai import OpenAI
 
 client = OpenAI(base_url=${quoted(baseUrl)}, api_key=${quoted(apiKey)})
 answer = client.chat.completions.create(
-    model=${quoted(model)},
-    temperature=0,
-    messages=[{"role": "user", "content": ${quoted(QUESTION)}}],
-)
+${lines({ model, ...request }, (name, value) => `    ${name}=${python(value)},`)})
 print(answer.choices[0].message.content)
 `,
   },
   {
     name: "JavaScript",
-    code: ({ baseUrl, model, apiKey }) => `// npm install openai
+    code: ({ baseUrl, model, apiKey, request = question }) => `// npm install openai
 import OpenAI from "openai";
 
 const client = new OpenAI({ baseURL: ${quoted(baseUrl)}, apiKey: ${quoted(apiKey)} });
 const answer = await client.chat.completions.create({
-  model: ${quoted(model)},
-  temperature: 0,
-  messages: [{ role: "user", content: ${quoted(QUESTION)} }],
-});
+${lines({ model, ...request }, (name, value) => `  ${name}: ${javaScript(value)},`)}});
 console.log(answer.choices[0].message.content);
 `,
   },
   {
     name: "LangChain",
-    code: ({ baseUrl, model, apiKey }) => `# pip install langchain-openai
+    code: ({ baseUrl, model, apiKey, request: { messages, ...sampling } = question }) => `# pip install langchain-openai
 from langchain_openai import ChatOpenAI
 
 chat = ChatOpenAI(
     base_url=${quoted(baseUrl)},
     api_key=${quoted(apiKey)},
-    model=${quoted(model)},
-    temperature=0,
-)
-print(chat.invoke(${quoted(QUESTION)}).content)
+${lines({ model, ...sampling }, (name, value) => `    ${name}=${python(value)},`)})
+print(chat.invoke(${python(messages.length === 1 && typeof messages[0].content === "string" ? messages[0].content : messages)}).content)
 `,
   },
 ];
@@ -69,7 +78,7 @@ print(chat.invoke(${quoted(QUESTION)}).content)
 let count = 0;
 
 // Return tabs with a snippet per client, and a function that fills in other settings:
-// `{ baseUrl, model, apiKey }`.
+// `{ baseUrl, model, apiKey, request }`; `request` holds the other fields, one question by default.
 export function snippetTabs(settings) {
   const id = `snippets-${(count += 1)}`;
   const tabs = CLIENTS.map(({ name }, index) =>

@@ -1,0 +1,14 @@
+// Why a request was not drafted for: each reason in a sentence.
+
+export const BYPASS_REASONS = {
+  media: "The request contains pictures, video, audio or files.",
+  non_greedy_sampling: "The request samples: its temperature is above 0. Set temperature 0 to use drafts.",
+  logits_processors: "Penalties, biases or forbidden words change token scores.",
+  logprobs: "The request asks for log probabilities.",
+  multiple_choices: "The request asks for several choices (n above 1).",
+  thinking_budget: "The request limits how long the model may think.",
+  prompt_too_long: "The prompt is longer than the speculative lane accepts.",
+  no_mtp_worker: "No worker with an MTP head was available.",
+  mtp_not_paying: "Drafting was measured to be slower than plain decoding at that batch size.",
+  head_unhealthy: "The MTP head failed its self-test, or kept failing.",
+};

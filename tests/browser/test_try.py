@@ -1,0 +1,136 @@
+"""The page on which one tries a model: streams, stop, errors, keys, pictures and hostile text."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.async_api import expect
+
+from tests.support.browser_tab import BrowserTab
+from tests.support.running_gateway import RunningGateway
+from tests.support.scripted_worker import Script, ScriptedWorker
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HOSTILE = """\
+# Title <img src=x onerror=alert(1)>
+Text with **bold**, *soft*, `code <b>` and [a link](https://example.org/a), \
+[bad](javascript:alert(1)) <script>alert(1)</script>
+1. one
+2. two
+   - deep
+
+> quote
+
+| a | b |
+| - | - |
+| 1 | 2 |
+
+```html
+<b>not bold</b>
+```
+end"""
+RENDER = """async text => {
+  const { MarkdownView } = await import("/try/page/markdown.js");
+  const { TokenSources } = await import("/try/page/tokens.js");
+  const whole = document.createElement("div");
+  const grown = document.createElement("div");
+  const sources = new TokenSources();
+  const sourceOf = index => index % 2 ? "draft" : "model";
+  const tokens = text.match(/[^]{1,3}/g).map((text, n) => ({ text, source: sourceOf(n) }));
+  sources.add(tokens);
+  const view = new MarkdownView(whole, (start, end) => sources.nodes(text, start, end));
+  view.update(text);
+  let part = "";
+  const plain = new MarkdownView(grown, (start, end) => [part.slice(start, end)]);
+  for (const token of tokens) plain.update((part += token.text));
+  const marks = whole.querySelectorAll(".drafted");
+  for (const element of marks) element.replaceWith(element.textContent);
+  whole.normalize();
+  grown.normalize();
+  for (const element of whole.querySelectorAll("button")) element.remove();
+  for (const element of grown.querySelectorAll("button")) element.remove();
+  return [whole.innerHTML, grown.innerHTML];
+}"""
+
+
+async def open_try(tab: BrowserTab, gateway: RunningGateway) -> None:
+    await tab.open_start(gateway.url)
+    await tab.page.get_by_role("link", name="Try it").click()
+
+
+async def test_a_conversation_streams_stops_fails_and_is_asked_again(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
+) -> None:
+    page = tab.page
+    await open_try(tab, gateway_with_worker)
+    await page.get_by_label("System prompt").fill("Be kind.")
+    await page.get_by_label("Longest answer").fill("50")
+    await page.get_by_label("Question").fill("Hello")
+    await page.keyboard.press("Enter")
+    answers = page.get_by_role("article", name="Answer of demo")
+    await expect(answers.first.locator(".facts")).to_contain_text("It ran on fake-a")
+    code = page.get_by_role("region", name="Code for curl")
+    for part in ('"temperature":0,"max_tokens":50', "Be kind.", "Hello"):
+        await expect(code).to_contain_text(part)
+
+    worker.script = Script(hang_after=1)
+    await page.get_by_label("Question").fill("Again")
+    await tab.button("Send").click()
+    await expect(tab.button("Stop")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await expect(answers.nth(1)).to_contain_text("topped")
+    await expect(tab.button("Send")).to_be_visible()
+
+    worker.script = Script(status=500)
+    await page.get_by_label("Question").fill("Fail")
+    await page.keyboard.press("Enter")
+    await expect(answers.nth(2).get_by_role("alert")).to_be_visible()
+    worker.script = Script()
+    await tab.button("Try again").click()
+    await expect(answers.nth(2).locator(".facts")).to_contain_text("It ran on fake-a")
+    await tab.button("New chat").click()
+    await expect(answers).to_have_count(0)
+
+
+async def test_a_key_is_asked_for_and_pictures_are_bounded(
+    gateway_with_worker: RunningGateway, tab: BrowserTab
+) -> None:
+    page = tab.page
+    secret = gateway_with_worker.create_key()["secret"]
+    await open_try(tab, gateway_with_worker)
+    await page.get_by_label("Your key").fill(secret)
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_label("Model")).to_have_value("demo")
+    assert secret not in await page.content()
+    # Two pastes at once, which are read later.
+    await page.evaluate(
+        """async () => {
+          const { attach } = await import("/try/page/pictures.js");
+          const file = () => new File(["x"], "x.png", { type: "image/png" });
+          const files = count => Array.from({ length: count }, file);
+          attach(files(5));
+          attach(files(5));
+        }"""
+    )
+    await expect(page.locator(".picture")).to_have_count(8)
+    await tab.button("Remove x.png").first.click()
+    await expect(page.locator(".picture")).to_have_count(7)
+
+
+async def test_markdown_becomes_elements_and_hostile_text_stays_text(
+    gateway_with_worker: RunningGateway, tab: BrowserTab
+) -> None:
+    page = tab.page
+    await open_try(tab, gateway_with_worker)
+    await expect(page.get_by_label("Model")).to_have_value("demo")
+    whole, grown = await page.evaluate(RENDER, HOSTILE)
+    assert whole == grown, "an answer looks the same, however it arrived"
+    assert "<h3>Title &lt;img src=x onerror=alert(1)&gt;</h3>" in whole
+    for part in (
+        *("<strong>bold</strong>", "<em>soft</em>", "<code>code &lt;b&gt;</code>"),
+        *('href="https://example.org/a"', "[bad](javascript:alert(1)) &lt;script&gt;"),
+        *('<ol start="1"><li>one</li><li>two<ul><li>deep</li></ul></li></ol>', "<blockquote>"),
+        *("<td>2</td>", "&lt;b&gt;not bold&lt;/b&gt;</code>", "<p>end</p>"),
+    ):
+        assert part in whole, part
+    assert whole.count("<a ") == 1
