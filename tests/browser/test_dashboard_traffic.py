@@ -125,14 +125,15 @@ async def test_a_question_shows_its_drafted_tokens_and_where_it_ran(
     up: UpProcess, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await page.goto(f"{up.url}/try")
+    await tab.open_start(up.url)
+    await page.get_by_role("link", name="Try it").click()
     await page.get_by_role("button", name="Count from 1 to 20.").click()
     answer = page.get_by_role("article", name=f"Answer of {up.model}")
     await expect(answer.locator(".facts")).to_contain_text("in the pool text-mtp")
     await expect(answer.locator(".content")).to_contain_text("1, 2, 3, 4, 5")
     facts = await answer.locator(".facts").inner_text()
     accepted, total = map(int, re.findall(r"(\d+) of (\d+) tokens", facts)[0])
-    assert f"It has {total} tokens" in facts
+    assert f"The answer has {total} tokens" in facts
     assert 0 < accepted < total
     marked = "".join(await answer.locator(".drafted").all_inner_texts())
     text = await answer.locator(".content").inner_text()

@@ -48,13 +48,13 @@ export class Answer {
     this.#finish = choice.finish_reason ?? this.#finish;
   }
 
-  // Show the complete answer; `stopped` by the user, or not. Return a sentence about it.
+  // Show the complete answer; `stopped` by the user, or not. Return a sentence about it, in parts.
   end({ stopped = false } = {}) {
     this.#drawNow();
     if (!this.text) this.#content.replaceChildren(make("p", { class: "muted" }, stopped ? "Stopped before the first token." : "The answer is empty."));
     const facts = this.#sentences(stopped);
     this.#facts.replaceChildren(...facts.map((fact) => make("p", {}, fact)));
-    return facts[0] ?? "The answer is complete.";
+    return facts[0] ?? ["The answer is complete."];
   }
 
   // Show an error behind what has been written.
@@ -97,7 +97,7 @@ export class Answer {
     const { total, accepted } = this.#tokens;
     const tokens = this.#usage?.completion_tokens ?? total;
     const facts = [];
-    const ended = stopped ? "You stopped it after" : this.#finish === "length" ? "It reached the longest answer:" : "It has";
+    const ended = stopped ? "You stopped the answer after" : this.#finish === "length" ? "The answer reached its limit of" : "The answer has";
     if (tokens) facts.push([`${ended} ${several(tokens, "token")}`, ...this.#speed(tokens), "."]);
     if (total) {
       const share = `${Math.round((100 * accepted) / total)}%`;

@@ -3,7 +3,7 @@
 import { Answer } from "./answer.js";
 import { ask } from "./chat.js";
 import { ApiClient, ApiError, isValidKey } from "./client.js";
-import { byId, button, make, notice } from "./elements.js";
+import { byId, button, make } from "./elements.js";
 import { hasPictures, takePictures } from "./pictures.js";
 import { snippetTabs } from "./snippets.js";
 
@@ -75,16 +75,16 @@ async function answer() {
   const shown = new Answer(body.model);
   const { signal } = (running = new AbortController());
   byId("log").append(shown.element);
+  shown.element.scrollIntoView({ block: "end" });
   showRunning();
-  byId("composer").scrollIntoView({ block: "end" });
   try {
     for await (const { response, chunk } of ask(client, { ...body, stream: true, stream_options: { include_usage: true }, token_sources: true }, signal)) {
       if (response) shown.begin(response);
       else follow(() => shown.take(chunk));
     }
-    follow(() => notice(textOf(shown.end())));
+    follow(() => announce(shown.end()));
   } catch (failure) {
-    if (signal.aborted) follow(() => notice(textOf(shown.end({ stopped: true }))));
+    if (signal.aborted) follow(() => announce(shown.end({ stopped: true })));
     else if (failure instanceof ApiError) follow(() => shown.fail(failure.message, () => retry(shown)));
     else throw failure;
     if (!signal.aborted) return;
@@ -96,20 +96,23 @@ async function answer() {
   if (shown.text && shown.element.isConnected) messages.push({ role: "assistant", content: shown.text });
 }
 
-const textOf = (parts) => (typeof parts === "string" ? parts : parts.map((part) => part.textContent ?? part).join(""));
-
 function retry(failed) {
   if (running) return;
   failed.element.remove();
   answer();
 }
 
-// Change the page, and keep its end in view if it was.
+// Change the conversation, and keep its end in view if it was.
 function follow(change) {
-  const root = document.scrollingElement;
-  const atEnd = root.scrollHeight - root.scrollTop - root.clientHeight < 80;
+  const log = byId("log");
+  const atEnd = log.getBoundingClientRect().bottom <= innerHeight;
   change();
-  if (atEnd) root.scrollTop = root.scrollHeight;
+  if (atEnd) log.lastElementChild.scrollIntoView({ block: "end" });
+}
+
+// Tell people with a screen reader what the others see.
+function announce(parts) {
+  byId("announcement").textContent = parts.map((part) => part.textContent ?? part).join("");
 }
 
 function showRunning() {
