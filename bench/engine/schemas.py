@@ -116,7 +116,8 @@ def render(drawn: list[Schema], outcomes: list[tuple[str, str]]) -> str:
         "",
         f"`python -m bench.engine.schemas --count {total}`: {total} schemas drawn by Hypothesis"
         " (`tests/support/schemas.py`), one answer of the demo model each, half of them sampled, "
-        f"at most {MAX_TOKENS} tokens, eight at a time. `valid`: jsonschema-rs accepts the answer.",
+        f"at most {MAX_TOKENS} tokens, eight at a time. `valid`: jsonschema-rs accepts the answer. "
+        "`length`: the demo model repeats itself in strings, digits and recursion without a bound.",
         "",
         "| outcome | answers | share |",
         "| --- | ---: | ---: |",
