@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -140,3 +141,42 @@ async def test_the_page_loads_the_edit_of_another_admin_if_the_editor_is_unchang
         bob.put(single_pool_policy("slow"), x_paceline_author="bob")
     await expect(tab.page.locator("#active-version")).to_contain_text("Version 2 is active · bob")
     assert await editor_text(tab) == write_yaml(single_pool_policy("slow"))
+
+
+async def test_the_editor_completes_fields_lists_them_and_loads_examples(
+    gateway_with_worker: RunningGateway, tab: BrowserTab
+) -> None:
+    page = tab.page
+    await tab.open_admin(gateway_with_worker)
+    await editor_text(tab)
+    editor = page.get_by_label("Document")
+    await expect(page.get_by_label("Load an example")).to_contain_text("Teams")
+    await tab.fill_policy("version: 1\npools:\n  fast: {lanes: [text-mtp]}\nroutes:\n")
+    await page.keyboard.type("- na")
+    option = page.locator("#completions:not([hidden]) li")
+    await expect(option).to_have_text(
+        ["nameThe name in /v1/status, in explanations and in metrics."]
+    )
+    await page.keyboard.press("Enter")
+    await page.keyboard.type("all\nwhen: {med")
+    await page.keyboard.press("Tab")
+    await page.keyboard.press("Control+Space")
+    await expect(option.filter(has_text="video")).to_be_visible()
+    await page.keyboard.press("ArrowUp")
+    await page.keyboard.press("Escape")
+    await expect(option).to_have_count(0)
+    await page.keyboard.type("tr")
+    await page.keyboard.press("Enter")
+    await page.keyboard.type("}\nto: [f")
+    await option.click()
+    await page.keyboard.type("]\n")
+    written = "- name: all\n  when: {media: true}\n  to: [fast]\n  "
+    await expect(editor).to_have_value(re.compile(re.escape(written) + "$"))
+
+    await page.get_by_text("All fields").click()
+    await page.get_by_label("Find a field").fill("isolation")
+    await expect(page.locator("#field-list dt")).to_have_text([re.compile("prefix.isolation")])
+
+    await page.get_by_label("Load an example").select_option("teams")
+    await page.get_by_role("dialog").get_by_role("button", name="Replace").click()
+    await expect(page.locator("#check")).to_have_text("Valid")

@@ -79,14 +79,17 @@ export class Editor {
     this.#colors.style.transform = `translate(${-this.#area.scrollLeft}px, ${-this.#area.scrollTop}px)`;
   }
 
-  // Enter keeps the indentation. Tab still moves the focus, so that the keyboard can leave the editor.
+  // Enter keeps the indentation, or that of the fields which begin here. Tab still moves the focus, so that the keyboard
+  // can leave the editor.
   #indent(event) {
     if (event.key !== "Enter" || event.isComposing || event.ctrlKey || event.metaKey) return;
     const before = this.text.slice(0, this.#area.selectionStart);
-    const spaces = /^ */.exec(before.slice(before.lastIndexOf("\n") + 1))[0];
-    if (!spaces) return;
+    const [, spaces, dashes, rest] = /^( *)((?:- +)*)(.*)$/.exec(before.slice(before.lastIndexOf("\n") + 1));
+    const inItem = rest.includes(":") ? " ".repeat(dashes.length) : "";
+    const indent = spaces + inItem + (rest.endsWith(":") ? "  " : "");
+    if (!indent) return;
     event.preventDefault();
-    this.#area.setRangeText(`\n${spaces}`, this.#area.selectionStart, this.#area.selectionEnd, "end");
+    this.#area.setRangeText(`\n${indent}`, this.#area.selectionStart, this.#area.selectionEnd, "end");
     this.#area.dispatchEvent(new Event("input"));
   }
 }

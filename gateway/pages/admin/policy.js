@@ -1,10 +1,13 @@
 // The policy editor: validate while typing, compare, apply.
 
+import { Completion } from "./completion.js";
+import { confirmFirst } from "./dialogs.js";
 import { difference } from "./difference.js";
 import { Editor } from "./editor.js";
 import { ago, button, byId, make, notice, several } from "./elements.js";
 import { showHistory } from "./history.js";
-import { applyPolicy, author, compare, storeAuthor, readHistory, readPolicy, validate } from "./policy_api.js";
+import { applyPolicy, author, compare, storeAuthor, readExamples, readHistory, readPolicy, readSchema, validate } from "./policy_api.js";
+import { PolicySchema } from "./policy_schema.js";
 
 const VALIDATION_DELAY_MS = 300;
 const REFRESH_MS = 5000;
@@ -17,12 +20,14 @@ let conflict = false; // another version is active, and the user has not chosen 
 let pause;
 let validation = new AbortController();
 let timer;
+let helped = false; // fields, completion and examples are there
 
 export const policy = {
   async enter() {
     byId("apply-author").value = author();
     timer = setInterval(() => document.hidden || refresh().catch(showError), REFRESH_MS);
     await perform(async () => (base ? await refresh() : adopt(await readPolicy())));
+    await perform(offerHelp);
   },
   leave() {
     clearInterval(timer);
@@ -127,6 +132,41 @@ function problemItem({ field, message, line }) {
     make("span", {}, message),
   ];
   return make("li", {}, line ? make("button", { type: "button", onclick: () => editor.jump(line) }, parts) : make("p", {}, parts));
+}
+
+// Offer completion, the list of fields and the examples.
+async function offerHelp() {
+  if (helped) return;
+  const [document, examples] = await Promise.all([readSchema(), readExamples()]);
+  if (helped) return;
+  helped = true;
+  const schema = new PolicySchema(document);
+  new Completion(byId("policy-text"), (before, whole) => schema.suggest(before, whole));
+  const fields = schema.fields();
+  const filter = () => showFields(fields, byId("field-filter").value.trim().toLowerCase());
+  byId("field-filter").addEventListener("input", filter);
+  filter();
+  const menu = byId("examples");
+  menu.append(...examples.map(({ name, title }) => make("option", { value: name }, title)));
+  menu.addEventListener("change", () => {
+    const chosen = examples.find(({ name }) => name === menu.value);
+    menu.value = "";
+    if (!dirty()) return loadExample(chosen);
+    confirmFirst("Replace your text?", `The example “${chosen.title}” replaces the text in the editor.`, "Replace", () => loadExample(chosen));
+  });
+}
+
+function loadExample({ title, text }) {
+  editor.text = text;
+  edited();
+  notice(`“${title}” is in the editor; it is not active yet.`);
+}
+
+function showFields(fields, part) {
+  const shown = fields.filter(({ path, detail }) => `${path} ${detail}`.toLowerCase().includes(part));
+  const items = shown.map(({ path, type, detail }) => [make("dt", {}, make("code", {}, path), " ", make("span", { class: "muted small" }, type)), make("dd", {}, detail)]);
+  byId("field-list").replaceChildren(...items.flat());
+  byId("no-field").hidden = shown.length > 0;
 }
 
 // Check whether another version is active.

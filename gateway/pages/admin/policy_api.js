@@ -24,6 +24,13 @@ export async function readHistory() {
   return (await requestJson("GET", "/policy/history")).versions;
 }
 
+export const readSchema = () => requestJson("GET", "/policy/schema");
+
+// Return the shipped policies: { name, title, text }.
+export async function readExamples() {
+  return (await requestJson("GET", "/policy/examples")).examples;
+}
+
 // Return the problems of a document as a list of { field, message, line }; empty if it is valid.
 export async function validate(text, signal) {
   const response = await request("POST", "/policy/validate", { headers: { "content-type": YAML }, body: text, signal });
