@@ -41,6 +41,11 @@ class Gateway:
     key_variable: str
     """The environment variable of the API key or admin key, which is sent if it is set."""
 
+    @property
+    def has_key(self) -> bool:
+        """Whether there is a key to send."""
+        return bool(self._key()[0])
+
     def read(self, method: str, path: str, **request: Any) -> Mapping[str, Any]:
         """Return a JSON object as `send` returns a response."""
         return self.json_of(self.send(method, path, **request))

@@ -239,6 +239,14 @@ def explain(**given: Any) -> int:
     return _run("explain", "run", given)
 
 
+@paceline.command()
+@_url
+@_as_json
+def errors(**given: Any) -> int:
+    """Show the last requests that failed: of all keys with the admin key, else of your own."""
+    return _run("errors", "run", given)
+
+
 @paceline.group()
 def keys() -> None:
     """Create, list and revoke API keys, and show their usage."""

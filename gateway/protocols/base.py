@@ -29,7 +29,7 @@ class StreamEncoder(Protocol):
     def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
         """Return what the client gets for one event of the engine and its parsed frame."""
 
-    def done(self, event: bytes) -> bytes:
+    def done(self) -> bytes:
         """Return what the client gets at the end of a complete stream, for the engine's end."""
 
 

@@ -115,7 +115,7 @@ class StreamScanner:
         elif text == _DONE:
             if state.finished:
                 state.done = True
-                passed += self._encoder.done(event)
+                passed += self._encoder.done()
             else:
                 self._break("[DONE] came without a finish reason")
         else:

@@ -117,9 +117,9 @@ class OpenAIStreamEncoder:
             frame["usage"] = None
         return b"data: " + to_json(frame) + b"\n\n"
 
-    def done(self, event: bytes) -> bytes:
-        """Return `[DONE]` as it came."""
-        return event
+    def done(self) -> bytes:
+        """Return `[DONE]` as OpenAI writes it: some clients read no other spelling."""
+        return b"data: [DONE]\n\n"
 
 
 def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:

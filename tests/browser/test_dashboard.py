@@ -30,10 +30,12 @@ async def test_before_the_first_request_the_page_shows_what_is_missing(
 ) -> None:
     page = tab.page
     await tab.open_dashboard(gateway.url)
-    await expect(page.locator("#live")).to_have_text("Live")
+    await expect(page.locator("#live")).to_have_text("No Mac ready")
     await expect(page.locator("#trouble")).to_contain_text("No worker has joined")
     assert gateway.send_heartbeat(worker).status_code == 200
     await expect(page.locator("#trouble")).to_be_hidden()
+    await expect(page.locator("#macs")).to_have_text("1 of 1")
+    await expect(page.locator("#macs-line")).to_have_text("demo")
     for figure in ("saved-mtp", "accepted", "saved-prompts", "now"):
         await expect(page.locator(f"#{figure}-line")).to_have_text("No request yet")
     await expect(page.locator("#reasons")).to_have_text("No request yet.")
@@ -61,6 +63,29 @@ async def test_a_running_request_is_a_mark_on_the_track_of_its_lane(
             stream.read()
     await expect(track.locator(".mark")).to_have_count(0)
     await expect(track).to_contain_text("0 of 4")
+
+
+@IN_BROWSER
+async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
+    gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
+) -> None:
+    page = tab.page
+    assert gateway.send_heartbeat(worker).status_code == 200
+    worker.script = Script(status=500)
+    failed = gateway.chat()
+    assert failed.status_code == 502
+    await tab.open_dashboard(gateway.url)
+    await expect(page.locator("#live")).to_have_text("Live")
+    await expect(page.locator("#errors-now")).to_have_text("1")
+    entry = page.locator("#errors tbody tr")
+    for text in ("502 worker_failed", "fake-a", failed.headers["x-request-id"]):
+        await expect(entry).to_contain_text(text)
+    gateway.remove_worker(worker, restarting=True)
+    await expect(page.locator("#trouble")).to_contain_text("it is being started again")
+    await expect(page.locator("#trouble")).not_to_contain_text("No worker has joined")
+    await expect(page.locator("#live")).to_have_text("No Mac ready")
+    track = page.get_by_role("article", name="text-mtp")
+    await expect(track).not_to_contain_text("tokens/s")
 
 
 @IN_BROWSER
@@ -150,7 +175,7 @@ async def test_the_page_shows_a_stopped_gateway_and_reconnects(
 ) -> None:
     page = tab.page
     await tab.open_dashboard(gateway.url)
-    await expect(page.locator("#live")).to_have_text("Live")
+    await expect(page.locator("#live")).to_have_text("No Mac ready")
     gateway.request_shutdown()
     await expect(page.locator("#live")).to_have_text("Not connected")
     await expect(page.locator("#view-line")).to_be_visible()
@@ -169,7 +194,7 @@ async def test_with_several_gateways_the_page_names_the_source_of_its_curves(
 ) -> None:
     source = tab.page.locator("#whose")
     await tab.open_dashboard(gateway.url)
-    await expect(tab.page.locator("#live")).to_have_text("Live")
+    await expect(tab.page.locator("#live")).to_have_text("No Mac ready")
     await expect(source).to_be_hidden()
     with contextlib.ExitStack() as gateways:
         first, _ = (

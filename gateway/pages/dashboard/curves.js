@@ -7,8 +7,8 @@ import { as } from "./numbers.js";
 const NOTHING = "No data yet: the curve starts with the first request.";
 const ONE = [{ tone: "accent", filled: true }];
 const TWO = [
-  { name: "50% within", tone: "accent" },
-  { name: "95% within", tone: "second" },
+  { name: "Median", tone: "accent" },
+  { name: "95th percentile", tone: "second" },
 ];
 
 // Create all charts; return a function for each that draws the history up to a state.

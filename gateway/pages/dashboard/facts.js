@@ -1,6 +1,6 @@
-// The four figures at the top of the page, and the summary of the fleet.
+// The figures at the top of the page: the fleet and its load, then what drafts and cached prompts saved.
 
-import { byId, make, several } from "./elements.js";
+import { byId, several } from "./elements.js";
 import { as, busyIn, place, write } from "./numbers.js";
 
 export function showFacts(state) {
@@ -30,12 +30,14 @@ function savedByMtp({ savings }) {
 }
 
 function showNow(state) {
-  const { pools, recent, store: { gateways }, window: { coverage_s: coverage } } = state;
+  const { pools, history, last_minute: minute, store: { gateways }, window: { coverage_s: coverage } } = state;
   const sum = (count) => Object.values(pools).reduce((all, pool) => all + count(pool), 0);
   const running = sum((pool) => pool[busyIn(pool)]);
   const waiting = sum((pool) => pool.waiting);
-  const throughput = `${as.rate(recent.tokens_per_s)} tokens/s`;
-  const line = [waiting && `${as.count(waiting)} queued`, recent.requests ? throughput : untilNow(state, "No recent request")];
+  const line = [
+    waiting && `${as.count(waiting)} queued`,
+    minute.answered ? `${several(minute.answered, "request")} and ${as.rate(throughput(history))} tokens/s in the last minute` : untilNow(state, "No request in the last minute"),
+  ];
   write(byId("now"), `${as.count(running)} running`);
   byId("now-line").textContent = line.filter(Boolean).join(" · ");
   byId("speed-window").textContent = `over ${as.duration(coverage)}`;
@@ -43,18 +45,40 @@ function showNow(state) {
   byId("whose").textContent =
     `Charts and latencies cover the requests that this gateway sent, one of ${as.count(gateways)}; counts cover all gateways.`;
   document.title = `${running} running · Paceline`;
+  showErrors(minute);
+  showWait(state);
+}
+
+// Tokens per second of all requests together, over the last minute.
+function throughput(history) {
+  const recent = history.filter(({ age_s: age }) => age < 60);
+  const seconds = recent.reduce((all, { interval_s: length }) => all + length, 0);
+  return seconds ? recent.reduce((all, { tokens_per_s: rate, interval_s: length }) => all + rate * length, 0) / seconds : 0;
+}
+
+function showErrors({ answered, errors }) {
+  write(byId("errors-now"), as.count(errors));
+  byId("errors-now").classList.toggle("lost", errors > 0);
+  byId("errors-line").textContent = answered ? `of ${several(answered, "request")}` : "No request in the last minute";
+}
+
+function showWait(state) {
+  const { recent: { requests, wait_s: wait }, window: { coverage_s: coverage } } = state;
+  write(byId("wait"), wait.count ? as.duration(wait.p50) : "none");
+  byId("wait").classList.toggle("none", !wait.count);
+  const over = ` over ${as.duration(coverage)}`;
+  byId("wait-line").textContent = wait.count
+    ? `median of the ${several(wait.count, "request")} that waited,${over}; 95th percentile ${as.duration(wait.p95)}`
+    : requests ? `No request waited${over}` : untilNow(state, "No recent request");
 }
 
 function showFleet({ workers }) {
-  const states = Object.values(workers).map(({ state }) => state);
-  const there = states.filter((state) => state !== "gone").length;
-  const ready = states.filter((state) => state === "ready").length;
-  byId("fleet-line").textContent = there ? `${ready} of ${several(there, "worker")} ready` : "no worker";
-  byId("trouble").hidden = there > 0;
-  const how = make("code", {}, "paceline worker");
-  byId("trouble").replaceChildren(
-    make("span", {}, "No worker has joined, so requests cannot be answered. Start one with ", how, "."),
-  );
+  const all = Object.values(workers).filter(({ state, absence }) => state !== "gone" || absence.kind !== "left");
+  const ready = all.filter(({ state }) => state === "ready").length;
+  const models = [...new Set(all.map(({ model }) => model).filter(Boolean))];
+  write(byId("macs"), all.length ? `${ready} of ${all.length}` : "0");
+  byId("macs-line").textContent = models.length ? models.join(", ") : "No model yet";
+  byId("fleet-line").textContent = all.length ? `${ready} of ${several(all.length, "Mac")} ready` : "no Mac";
 }
 
 const untilNow = ({ decisions }, otherwise) => (decisions.total ? otherwise : "No request yet");

@@ -22,6 +22,7 @@ function card(name, worker) {
     make("div", { class: "card-head" }, make("h3", { class: "title" }, name), pill(state, TONES[state] ?? "warn")),
     make("p", { class: "muted small" }, [model, ...labels, ...seen].join(" · ")),
     worker.ejection.reason && ejection(worker.ejection),
+    worker.start.description && make("p", { class: "said warn" }, `Starting: ${worker.start.description}, ${Math.round(worker.start.elapsed_s)} s.`),
     !gone && Object.entries(worker.lanes).map(([lane, told]) => batch(of, lane, told)),
     make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && accepted(of), saved(of)),
   );
@@ -38,7 +39,7 @@ const accepted = (of) =>
   entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens per step"]);
 
 const saved = (of) =>
-  entry("Saved", of("savings/decode_s", "duration"), [" by MTP, ", of("savings/prompt_s", "duration"), " by cached prompts"]);
+  entry("Saved", of("savings/decode_s", "duration"), [" by drafting, ", of("savings/prompt_s", "duration"), " by cached prompts"]);
 
 function batch(of, name, lane) {
   const { slots, waiting, head_healthy: healthy } = lane;

@@ -6,7 +6,7 @@ import { place } from "./numbers.js";
 export function gatewayFacts({ gateway, store, policy, outcomes, prefix }) {
   const failed = Object.entries(outcomes).filter(([name, count]) => name !== "completed" && count);
   return [
-    entry("Added latency", gateway.added_latency_s.count ? [place("gateway/added_latency_s/p50", "duration"), " per request"] : "no request yet"),
+    entry("Gateway overhead", gateway.added_latency_s.count ? [place("gateway/added_latency_s/p50", "duration"), " per request (median)"] : "no request yet"),
     entry("Answered", [place("outcomes/completed", "count"), ...failed.map(([name]) => otherwise(name))]),
     entry("System prompts", [place("prefix/hit", "count"), " cache hits, ", place("prefix/miss", "count"), " misses"]),
     entry("Policy", ["version ", place("policy/version", "count"), policy.file_problem && `: ${policy.file_problem}`]),

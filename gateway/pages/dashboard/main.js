@@ -3,6 +3,7 @@
 import { ApiClient, isValidKey, ApiError } from "./client.js";
 import { makeCurves } from "./curves.js";
 import { byId } from "./elements.js";
+import { ErrorList } from "./errors.js";
 import { follow } from "./events.js";
 import { showFacts } from "./facts.js";
 import { workers } from "./fleet.js";
@@ -13,6 +14,7 @@ import { positions } from "./positions.js";
 import { reasons } from "./reasons.js";
 import { speeds } from "./speeds.js";
 import { showTracks } from "./tracks.js";
+import { showTrouble, worstState } from "./trouble.js";
 
 // The parts that are rendered for each state, by the id of their element.
 const PARTS = { positions, reasons, speeds, workers, gateway: gatewayFacts };
@@ -22,6 +24,7 @@ const LASTED_MS = 3000;
 
 const client = new ApiClient("/v1", "paceline-key");
 const past = new Past();
+const errors = new ErrorList(client, byId("errors"), byId("errors-of"));
 let curves;
 let leaving;
 
@@ -33,7 +36,6 @@ function show(name) {
 function say(text, tone) {
   byId("live").textContent = text;
   byId("live").className = `pill ${tone}`;
-  document.body.classList.toggle("stale", tone === "bad");
 }
 
 // Follow the stream while the page is visible; reconnect when it ends.
@@ -53,6 +55,7 @@ async function enter() {
     if (signal.aborted) return;
     if (Date.now() - began > LASTED_MS) tries = 0;
     say("Not connected", "bad");
+    document.body.classList.add("stale");
     await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(tries, AGAIN_MS.length - 1)]));
   }
 }
@@ -84,7 +87,10 @@ function draw(state, signal) {
     curves ??= makeCurves();
     lookBack(state, signal);
   }
-  say(state.gateway.stopping ? "Stopping" : "Live", state.gateway.stopping ? "warn" : "ok");
+  say(...worstState(state));
+  document.body.classList.remove("stale");
+  showTrouble(state);
+  errors.update(state);
   past.take(state);
   showFacts(state);
   showTracks(byId("tracks"), state);

@@ -17,7 +17,7 @@ export function speeds({ pools }) {
   return make(
     "table",
     {},
-    make("thead", {}, make("tr", {}, make("th", {}, "50%, and 95%, within"), busy.map(head))),
+    make("thead", {}, make("tr", {}, make("th", {}, "Median, then 95th percentile"), busy.map(head))),
     make(
       "tbody",
       {},

@@ -43,7 +43,7 @@ class Track {
     this.busy = of("in_flight", "count");
     this.busy.classList.add("busy");
     this.waiting = make("span", { class: "waiting-line" }, of("waiting", "count"), " queued");
-    this.writes = make("span", {}, of("recent/request_tokens_per_s/p50", "rate"), " tokens/s each");
+    this.writes = make("span", {}, of("recent/request_tokens_per_s/p50", "rate"), " tokens/s per request");
     this.element = make(
       "article",
       { class: "track", "aria-label": name },
@@ -69,7 +69,8 @@ class Track {
     this.element.classList.toggle("full", slots > 0 && busy >= slots);
     this.kind.textContent = kindOf(pool);
     this.waiting.hidden = waiting === 0;
-    this.writes.hidden = recent.request_tokens_per_s.count === 0 || waiting > 0;
+    this.writes.hidden = recent.request_tokens_per_s.count === 0 || waiting > 0 || slots === 0;
+    this.writes.title = "The median of the requests within the window of the latencies below";
     this.strip.style.setProperty("--rows", rows);
     this.wait(waiting);
     this.ride(Math.min(MARKS_SHOWN, busy), rows, lap(speed(pool), fastest));

@@ -43,7 +43,7 @@ class PoemEncoder:
             encoded += own_event("usage", tokens=usage["completion_tokens"])
         return encoded
 
-    def done(self, event: bytes) -> bytes:
+    def done(self) -> bytes:
         return own_event("end")
 
 

@@ -1,0 +1,33 @@
+"""Show the last requests that failed, of all keys with the admin key, else of one's own."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from rich.text import Text
+
+from gateway.cli.client import connect, plain_table, print_json, print_output
+
+
+def run(*, url: str, as_json: bool) -> int:
+    """Print the last errors, the newest first."""
+    gateway, path = connect(url, admin=True), "/admin/v1/errors"
+    if not gateway.has_key:
+        gateway, path = connect(url), "/v1/errors"
+    answer = gateway.read("GET", path)
+    if as_json:
+        print_json(answer)
+    elif not answer["errors"]:
+        print_output(Text("No request has failed lately."))
+    else:
+        table = plain_table("Time", "Reason", "Model", "Worker", "Key", "Request")
+        for one in answer["errors"]:
+            time = datetime.fromisoformat(one["time"]).astimezone()
+            reason = Text.assemble(one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
+            key = one["key_name"] or one["key"]
+            table.add_row(
+                *(f"{time:%m-%d %H:%M:%S}", reason, one["model"], one["worker"], key),
+                one["request_id"],
+            )
+        print_output(table)
+    return 0

@@ -1,0 +1,68 @@
+// The last requests that failed: of all keys for an admin, else of the viewer's own key.
+
+import { ApiClient } from "./client.js";
+import { copyButton } from "./copy.js";
+import { ago, make } from "./elements.js";
+
+const REFRESH_MS = 15_000;
+const COLUMNS = ["Time", "Reason", "Model", "Worker", "Key", "Request"];
+
+const admin = new ApiClient("/admin/v1", "paceline-admin-key");
+
+export class ErrorList {
+  #client;
+  #root;
+  #scope;
+  #seen = "";
+  #readAt = 0;
+
+  constructor(client, root, scope) {
+    this.#client = client;
+    this.#root = root;
+    this.#scope = scope;
+  }
+
+  // Read the list again if a state counts other errors than the last one, or after a while.
+  async update({ errors }) {
+    const counts = JSON.stringify(errors);
+    if (counts === this.#seen && Date.now() - this.#readAt < REFRESH_MS) return;
+    this.#seen = counts;
+    this.#readAt = Date.now();
+    const all = await read(admin);
+    this.#show(all ?? (await read(this.#client)) ?? [], all !== null);
+  }
+
+  #show(errors, all) {
+    this.#scope.textContent = all ? "of all clients" : "of your key; the admin page shows those of all clients once you have signed in there";
+    if (!errors.length) {
+      this.#root.replaceChildren(make("p", { class: "empty" }, "No request has failed lately."));
+      return;
+    }
+    const head = COLUMNS.map((name) => make("th", { scope: "col" }, name));
+    const table = make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, errors.map(row)));
+    this.#root.replaceChildren(make("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": "Last errors" }, table));
+  }
+}
+
+// Return the list, or null where the viewer may not read it.
+async function read(client) {
+  if (client === admin && !admin.hasKey) return null;
+  try {
+    return (await (await client.request("GET", "/errors")).json()).errors;
+  } catch {
+    return null;
+  }
+}
+
+function row({ time, reason, status, code, model, worker, key, key_name: name, request_id: id }) {
+  return make(
+    "tr",
+    {},
+    make("td", {}, ago(time)),
+    make("td", {}, reason, make("span", { class: "muted small block" }, `${status} ${code}`)),
+    make("td", {}, model || "–"),
+    make("td", {}, worker || "–"),
+    make("td", {}, name || key || "none"),
+    make("td", { class: "request" }, make("code", {}, id), copyButton(id, { class: "quiet", "aria-label": `Copy the id ${id}` })),
+  );
+}

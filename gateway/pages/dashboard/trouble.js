@@ -1,0 +1,45 @@
+// What is wrong with the fleet: sentences for the banner, and the state in one word.
+
+import { byId, make } from "./elements.js";
+
+const clock = (unixS) => new Date(1000 * unixS).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+
+// The sentences about one worker.
+const SENTENCES = {
+  restarting: (name, since) => `${name} stopped at ${since}; it is being started again.`,
+  silent: (name, since) => `${name} has sent nothing since ${since}. It may be asleep, switched off or cut off from the network.`,
+};
+
+function sentences(workers) {
+  return Object.entries(workers).flatMap(([name, { state, problem, absence, start, ejection }]) => {
+    if (SENTENCES[absence.kind] && state !== "ready") return [SENTENCES[absence.kind](name, clock(absence.unix_s))];
+    if (state === "unreachable") return [`This gateway cannot connect to ${name}. ${problem}`];
+    if (state === "ejected") return [`${name} gets no requests for ${Math.ceil(ejection.remaining_s)} s: ${ejection.reason}.`];
+    if (state === "starting") return [`${name} is starting${start.description ? `: ${start.description}` : ""}.`];
+    return [];
+  });
+}
+
+export function showTrouble({ workers }) {
+  const texts = sentences(workers);
+  const present = Object.values(workers).some(({ state, absence }) => state !== "gone" || SENTENCES[absence.kind]);
+  const nobody = ["No worker has joined, so requests cannot be answered. Start one with ", make("code", {}, "paceline worker"), "."];
+  const parts = present ? texts.map((text) => make("p", {}, text)) : [make("p", {}, nobody)];
+  const fresh = make("div", {}, parts);
+  const banner = byId("trouble");
+  banner.hidden = !parts.length;
+  // Screen readers repeat an alert whose content is replaced.
+  if (banner.textContent !== fresh.textContent) banner.replaceChildren(...fresh.childNodes);
+}
+
+// Return the worst state as text and tone.
+export function worstState({ gateway, workers }) {
+  if (gateway.stopping) return ["Stopping", "warn"];
+  const all = Object.values(workers);
+  if (!all.some(({ state }) => ["ready", "busy", "probation"].includes(state))) {
+    return all.some(({ state }) => state === "starting") ? ["Starting", "warn"] : ["No Mac ready", "bad"];
+  }
+  const lost = all.filter(({ state, absence }) => ["unreachable", "ejected"].includes(state) || (state === "gone" && SENTENCES[absence.kind]));
+  if (lost.length) return [`${lost.length} ${lost.length === 1 ? "Mac" : "Macs"} missing`, "bad"];
+  return ["Live", "ok"];
+}
