@@ -33,7 +33,8 @@ export class ErrorList {
   }
 
   #show(errors, all) {
-    this.#scope.textContent = all ? "of all clients" : "of your key; the admin page shows those of all clients once you have signed in there";
+    const own = this.#client.hasKey ? "of your key" : "of requests without a key";
+    this.#scope.textContent = all ? "of all clients" : `${own}; sign in to the admin page to see those of all clients`;
     if (!errors.length) {
       this.#root.replaceChildren(make("p", { class: "empty" }, "No request has failed lately."));
       return;

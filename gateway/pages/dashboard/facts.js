@@ -64,7 +64,7 @@ function showErrors({ answered, errors }) {
 
 function showWait(state) {
   const { recent: { requests, wait_s: wait }, window: { coverage_s: coverage } } = state;
-  write(byId("wait"), wait.count ? as.duration(wait.p50) : "none");
+  write(byId("wait"), as.duration(wait.p50));
   byId("wait").classList.toggle("none", !wait.count);
   const over = ` over ${as.duration(coverage)}`;
   byId("wait-line").textContent = wait.count

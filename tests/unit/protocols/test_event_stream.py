@@ -109,10 +109,15 @@ def test_an_event_split_at_any_byte_passes_in_order() -> None:
 
 
 @given(st.lists(WORDS, min_size=1, max_size=6), LINE_END)
-def test_a_valid_stream_passes_unchanged(words: list[str], end: bytes) -> None:
-    stream = b"".join(stream_events(words)).replace(b"\n", end)
-    output, state = scan([stream], hide_usage=False, hide_metrics=False)
-    assert output == stream
+def test_a_valid_stream_passes_unchanged_with_the_end_as_openai_writes_it(
+    words: list[str], end: bytes
+) -> None:
+    *events, done = (event.replace(b"\n", end) for event in stream_events(words))
+    stream = b"".join(events)
+    output, state = scan(
+        [stream + done.replace(b"data: ", b"data:")], hide_usage=False, hide_metrics=False
+    )
+    assert output == stream + b"data: [DONE]\n\n"
     assert state.complete
     assert not state.broken
     assert state.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
