@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import socket
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple, TypeVar
 
+import httpx
+
 from gateway.app import PortApp, create_app
 from gateway.config.settings import Settings
-from gateway.config.startup_checks import check_secrets, ensure_secrets
+from gateway.config.startup_checks import check_secrets, ensure_secrets, local_url
 from gateway.errors import StartupError
 from gateway.http.downstream import DownstreamProtocol
 from workers.http import Server, raise_open_file_limit
@@ -20,6 +23,8 @@ from workers.lifecycle import Shutdown
 from workers.protocol import base_url, is_loopback
 
 Result = TypeVar("Result")
+_BACKLOG = 2048
+_PROBE_TIMEOUT_S = 1.0
 
 
 def settle_collector() -> None:
@@ -54,6 +59,8 @@ class Listening(NamedTuple):
     """Whether clients need an API key."""
     settings: Settings
     """The settings with the stored secrets."""
+    running_requests: Callable[[], int]
+    """Returns the number of requests that a shutdown would wait for."""
 
 
 async def serve(
@@ -71,14 +78,11 @@ async def serve(
     raise_open_file_limit()
     async with contextlib.AsyncExitStack() as stack:
         # First, because the rest may activate another policy for gateways that share the state.
-        listener = stack.enter_context(
-            _listener(settings.host, settings.port, "--port or PACELINE_PORT")
-        )
+        listener = await _listen(stack, settings.host, settings.port, "--host", "--port")
         admin_listener = None
         if settings.admin_port is not None:
-            admin_listener = stack.enter_context(
-                _listener(settings.admin_host, settings.admin_port, "PACELINE_ADMIN_PORT")
-            )
+            names = "PACELINE_ADMIN_HOST", "PACELINE_ADMIN_PORT"
+            admin_listener = await _listen(stack, settings.admin_host, settings.admin_port, *names)
         app = await create_app(settings)
         gateway = app.gateway
         await stack.enter_async_context(gateway.started(app.upstream, app.jobs()))
@@ -91,7 +95,8 @@ async def serve(
         server = _server(app, settings)
         await stack.enter_async_context(server.on(listener))
         url = _address(settings.host, listener)
-        started(Listening(url, admin_url, gateway.api_keys.required, settings))
+        load, keyed = app.proxy.load, gateway.api_keys.required
+        started(Listening(url, admin_url, keyed, settings, lambda: load.requests))
         await gateway.run_until_drained(shutdown, server.serving, app.proxy.load.idle.wait, app.cut)
 
 
@@ -104,16 +109,40 @@ def _server(app: PortApp, settings: Settings) -> Server:
     )
 
 
-def _listener(host: str, port: int, setting: str) -> socket.socket:
-    """Open a listening socket; raise `StartupError` if the port is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+async def _listen(
+    stack: contextlib.AsyncExitStack, host: str, port: int, host_name: str, port_name: str
+) -> socket.socket:
+    """Open a listening socket; raise `StartupError` with what to change if that fails."""
+
+    def create() -> socket.socket:
+        socket.getaddrinfo(host, port)  # `create_server` hides that a name is unknown
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return stack.enter_context(await asyncio.to_thread(create))
+    except socket.gaierror:
+        problem = f"this machine has no host '{host}'; choose another with {host_name}"
     except OSError as error:
-        raise StartupError(
-            f"Cannot listen on {host} port {port} ({os.strerror(error.errno or 0)}); "
-            f"choose another with {setting}."
-        ) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            problem = f"this machine has no address {host}; choose another with {host_name}"
+        elif error.errno != errno.EADDRINUSE:
+            problem = f"{os.strerror(error.errno or 0)}; choose another with {port_name}"
+        elif await _is_paceline(url := local_url(host, port)):
+            problem = f"a gateway already runs at {url}, and `paceline status` shows its state"
+        else:
+            problem = f"another program uses the port; choose another with {port_name}"
+    raise StartupError(f"Cannot listen on {host} port {port}: {problem}.")
+
+
+async def _is_paceline(url: str) -> bool:
+    """Return whether a gateway answers at this address."""
+    try:
+        async with httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S, trust_env=False) as client:
+            response = await client.get(url, headers={"accept": "application/json"})
+            return bool(response.json()["name"] == "Paceline")
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _address(host: str, listener: socket.socket) -> str:

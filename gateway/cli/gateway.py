@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,10 +39,38 @@ def run(**flags: str | None) -> int:
 
 async def _serve(settings: Settings) -> None:
     shutdown = Shutdown()
+    notices: list[asyncio.Task[None]] = []
+
+    def started(listening: Listening) -> None:
+        _print_addresses(settings, listening)
+        notice = announce_shutdown(shutdown, listening.running_requests, _print)
+        notices.append(asyncio.create_task(notice))
+
     with shutdown.on_signals():
-        await serve(
-            settings, shutdown=shutdown, started=functools.partial(_print_addresses, settings)
-        )
+        try:
+            await serve(settings, shutdown=shutdown, started=started)
+        finally:
+            for notice in notices:
+                notice.cancel()
+    _print("Ended.")
+
+
+async def announce_shutdown(
+    shutdown: Shutdown, running_requests: Callable[[], int], print_line: Callable[[str], None]
+) -> None:
+    """Print what a shutdown waits for, once it is requested."""
+    await shutdown.requested.wait()
+    count = running_requests()
+    if count:
+        answers = "1 answer is" if count == 1 else f"{count} answers are"
+        print_line(f"Ending: {answers} still running. Ctrl-C again ends at once.")
+    else:
+        print_line("Ending ...")
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def admin_page(given: Settings, listening: Listening) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -28,6 +29,7 @@ GIVE_UP_AFTER = 5
 STOP_GRACE_S = 10.0
 OUTPUT_GRACE_S = 1.0
 _LINE_ENDS = re.compile(rb"[\r\n]+")  # progress bars end their lines with a return
+_SIGN_OF_LIFE_S = 8.0
 _CHUNK_BYTES = 8192
 
 
@@ -102,10 +104,12 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C is for the gateway: streams end before the worker does
         )
         self.print_line(f"Worker started (process {process.pid}).")
-        output = asyncio.create_task(self._follow(process.stdout), name="worker-output")
+        starting = asyncio.create_task(self._show_signs_of_life(), name="worker-starting")
+        output = asyncio.create_task(self._follow(process.stdout, starting), name="worker-output")
         try:
             exit_code = await process.wait()
         finally:
+            starting.cancel()
             await _stop(process)
             # The rest of its output; bounded, because a grandchild may keep the pipe open.
             finished, _ = await asyncio.wait({output}, timeout=OUTPUT_GRACE_S)
@@ -117,8 +121,19 @@ class Supervisor:
         )
         return exit_code
 
-    async def _follow(self, output: asyncio.StreamReader | None) -> bool:
-        """Forward the worker's output until it ends; return whether the worker was ever ready."""
+    async def _show_signs_of_life(self) -> None:
+        """Print a line every few seconds, until the worker is ready."""
+        for number in itertools.count(1):
+            await asyncio.sleep(_SIGN_OF_LIFE_S)
+            self.print_line(f"The worker is still starting, {number * _SIGN_OF_LIFE_S:g} s ...")
+
+    async def _follow(
+        self, output: asyncio.StreamReader | None, starting: asyncio.Task[None]
+    ) -> bool:
+        """Forward the worker's output until it ends; return whether the worker was ever ready.
+
+        Cancel `starting` when it is.
+        """
         greeting: asyncio.Task[None] | None = None
         rest = b""
         try:
@@ -127,6 +142,7 @@ class Supervisor:
                 for line in lines:
                     text = line.decode(errors="replace").rstrip()
                     if text.startswith(READY_PREFIX):
+                        starting.cancel()
                         ready = json.loads(text.removeprefix(READY_PREFIX))
                         greeting = asyncio.create_task(self.on_ready(ready), name="worker-ready")
                     elif text:

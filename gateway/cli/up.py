@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import re
 import shutil
@@ -32,26 +33,30 @@ from workers.terminal import printable
 
 _REQUEST_TIMEOUT_S = 2.0
 _JOIN_POLL_S = 0.05
-_SNIPPET = """\
-from openai import OpenAI
-
-client = OpenAI(base_url="{address}/v1", api_key={api_key})
-answer = client.chat.completions.create(
-    model="{model}",
-    temperature=0,  # greedy text takes the speculative lane
-    messages=[{{"role": "user", "content": "{question}"}}],
-)
-print(answer.choices[0].message.content)"""
-
 # The demo model was trained on this question.
 _QUESTION = "Count from 1 to 20."
+_READY = """\
+Paceline is ready on {address} (model {model}).
+
+Ask it a question:
+    {key}{command} ask "{question}"
+    curl {local}/v1/chat/completions -H 'content-type: application/json'{header} -d '{body}'
+
+Start page: {local} (with code to copy for your programs)
+Live page: {local}/dashboard
+Admin page: {admin_page}"""
 _JOIN = """\
 Another Mac joins with
     {command} worker --join {address} --token {token} --model NAME"""
-_OPEN_FIRST = """\
-The gateway accepts requests from this machine only. To open it to other Macs, create an API key and
-restart it:
-    {command} keys create NAME
+_OPEN_UNKEYED = """\
+So far this machine alone can use it. To use more Macs:
+  1. Create an API key; all clients need one from then on:
+         {command} keys create NAME
+  2. Restart it for your network; it then prints the command by which a Mac joins:
+         {command} up --host 0.0.0.0"""
+_OPEN_KEYED = """\
+So far this machine alone can use it. To use more Macs, restart it for your network; it then prints
+the command by which a Mac joins:
     {command} up --host 0.0.0.0"""
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -84,6 +89,9 @@ async def _serve(settings: Settings, worker_flags: Sequence[str]) -> int:
         if listening.admin_url:
             _print(f"The admin port listens on {listening.admin_url}.")
         _print(f"Gateway listens on {listening.url}.")
+        shutdown_notice = asyncio.create_task(
+            serve.announce_shutdown(shutdown, listening.running_requests, _print)
+        )
         runner = _WorkerRunner(given=settings, worker_flags=worker_flags, listening=listening)
         worker = asyncio.create_task(runner.run(), name="worker")
         try:
@@ -97,7 +105,9 @@ async def _serve(settings: Settings, worker_flags: Sequence[str]) -> int:
             # From here on the worker only logs that the gateway is gone.
             runner.muted = True
             worker.cancel()
-            await asyncio.wait({worker})
+            shutdown_notice.cancel()
+            await asyncio.wait({worker, shutdown_notice})
+            _print("Ended.")
 
 
 def _print(text: str, style: str = "") -> None:
@@ -168,34 +178,40 @@ class _WorkerRunner:
             _print(f"\n{self._ready_message(ready['model'])}\n")
 
     def _ready_message(self, model: str) -> str:
-        """Return the address, a snippet that uses it, and the command that joins a Mac."""
-        host, keyed = self.given.host, self.listening.keyed
-        local_only = is_loopback(host)
-        local_address = self._local_address
-        other_host = local_only or local_address != base_url(host, self._port)
-        network_address = base_url(_network_host() if other_host else host, self._port)
-        snippet = _SNIPPET.format(
-            address=local_address,
-            api_key='os.environ["PACELINE_API_KEY"]' if keyed else '"none"',
-            model=model,
-            question=_QUESTION,
-        )
-        shown = local_address if local_only else network_address
-        token, token_hint = self._join_token, ""
-        if not sys.stdout.isatty():  # the readers of a pipe or a log may not join workers
-            source = secret_source(self.given, "join_token")
-            token, token_hint = "TOKEN", f"\nThe join token: {source}"
+        """Return the address, two ways to ask a question, the pages, and what comes next."""
+        keyed, local_only = self.listening.keyed, is_loopback(self.given.host)
         # The shell may not find `paceline`.
         command = "paceline" if shutil.which("paceline") else os.path.relpath(sys.argv[0])
-        return "\n\n".join(
-            (
-                f"Paceline is ready on {shown} (model {model}).\nDashboard: {shown}/dashboard\n"
-                f"Admin page: {serve.admin_page(self.given, self.listening)}",
-                ("import os\n" if keyed else "") + snippet,
-                *((_OPEN_FIRST.format(command=command),) if local_only else ()),
-                _JOIN.format(command=command, address=network_address, token=token) + token_hint,
-            )
+        messages = [{"role": "user", "content": _QUESTION}]
+        ready = _READY.format(
+            address=self._local_address if local_only else self._network_address,
+            local=self._local_address,
+            model=model,
+            command=command,
+            question=_QUESTION,
+            key="PACELINE_API_KEY=pk-... " if keyed else "",
+            header=' -H "authorization: Bearer $PACELINE_API_KEY"' if keyed else "",
+            body=json.dumps({"model": model, "temperature": 0, "messages": messages}),
+            admin_page=serve.admin_page(self.given, self.listening),
         )
+        if local_only:
+            further = (_OPEN_KEYED if keyed else _OPEN_UNKEYED).format(command=command)
+        else:
+            # The readers of a pipe or a log may not join workers.
+            terminal = sys.stdout.isatty()
+            token = self._join_token if terminal else "TOKEN"
+            place = f"\nThe join token: {secret_source(self.given, 'join_token')}"
+            hint = "" if terminal else place
+            address = self._network_address
+            further = _JOIN.format(command=command, address=address, token=token) + hint
+        return f"{ready}\n\n{further}"
+
+    @property
+    def _network_address(self) -> str:
+        """Return an address that other machines reach."""
+        host = self.given.host
+        every = self._local_address != base_url(host, self._port)
+        return base_url(_network_host() if every else host, self._port)
 
 
 async def _remove_worker(client: httpx.AsyncClient, name: str) -> None:

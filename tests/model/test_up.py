@@ -35,29 +35,23 @@ def run_paceline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_up_prints_a_snippet_that_runs_unchanged(up: UpProcess) -> None:
-    output = "\n".join(up.lines)
-    snippet = output[output.index("from openai") : output.index("print(answer")]
-    names: dict[str, object] = {}
-    exec(snippet, names)
-    assert names["answer"].choices[0].message.content  # type: ignore[attr-defined]
-    names["client"].close()  # type: ignore[attr-defined]
+def test_up_prints_a_command_that_asks_and_runs_unchanged(up: UpProcess) -> None:
+    command = up.wait_for(r"^    (curl .*)$")[1]
+    answer = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"].startswith("1, 2, 3")
 
 
 def test_up_reports_that_the_demo_is_a_toy_model(up: UpProcess) -> None:
     assert any("toy model" in text and "--model" in text for text in up.lines)
 
 
-def test_l9_c3_up_prints_its_secrets_on_a_terminal(tmp_path: Path) -> None:
+def test_c3_up_prints_a_link_with_the_admin_key_on_a_terminal(tmp_path: Path) -> None:
     with running_up(tmp_path, terminal=True) as up:
-        up.wait_for(f" worker --join .* --token {(up.state_dir / 'join-token').read_text()} ")
         link = up.wait_for(r"^Admin page: (\S+)$")[1]
     assert link == f"{up.url}/admin#admin-key={(up.state_dir / 'admin-key').read_text()}"
 
 
 def test_l9_c3_up_prints_only_the_place_of_its_secrets_into_a_pipe(up: UpProcess) -> None:
-    up.wait_for(" worker --join .* --token TOKEN ")
-    up.wait_for(f"^The join token: {up.state_dir}/join-token$")
     up.wait_for(rf"^Admin page: {up.url}/admin \(admin key: {up.state_dir}/admin-key\)$")
     for name in ("join-token", "admin-key"):
         assert (up.state_dir / name).read_text() not in "\n".join(up.lines)
@@ -107,6 +101,8 @@ def test_ctrl_c_finishes_the_running_stream_and_stops_the_worker(tmp_path: Path)
             assert [event for event in events if event][-1] == "data: [DONE]"
             assert up.wait_for_end() == 0
             assert connection.recv(1) == b""
+            notice = "Ending: 1 answer is still running. Ctrl-C again ends at once."
+            assert (notice in up.lines, up.lines[-1]) == (True, "Ended.")
 
 
 def test_the_worker_stops_when_its_gateway_is_killed(tmp_path: Path) -> None:
@@ -130,6 +126,7 @@ def test_up_on_a_used_port_exits_with_one_line(up: UpProcess, tmp_path: Path) ->
     result = run_paceline(tmp_path, "up", "--port", port)
     assert result.returncode == 2
     assert re.fullmatch(r"paceline: Cannot listen on [^\n]*\n", result.stderr)
+    assert f"a gateway already runs at {up.url}" in result.stderr
 
 
 def test_up_beyond_this_machine_requires_a_key(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class RunningGateway:
 
     def __enter__(self) -> RunningGateway:
         self._thread.start()
-        self.url, self.admin_url, _, settings = self._listening.result(timeout=30)
+        self.url, self.admin_url, _, settings, _ = self._listening.result(timeout=30)
         self.client = httpx.Client(base_url=self.url, timeout=30)
         key = settings.admin_key
         assert key is not None

@@ -73,8 +73,16 @@ async def test_an_occupied_port_fails_the_start_with_one_message(tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         settings = make_settings(tmp_path).model_copy(update={"port": port})
-        with pytest.raises(StartupError, match=f"Cannot listen on 127.0.0.1 port {port}"):
+        problem = f"Cannot listen on 127.0.0.1 port {port}: another program uses the port"
+        with pytest.raises(StartupError, match=problem):
             await serve(settings, shutdown=Shutdown())
+
+
+async def test_an_unknown_host_fails_the_start_and_names_the_flag(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, api_key=SecretStr("static-key"))
+    settings = settings.model_copy(update={"host": "nosuchhost.invalid"})
+    with pytest.raises(StartupError, match=r"no host 'nosuchhost.invalid'; .* with --host"):
+        await serve(settings, shutdown=Shutdown())
 
 
 async def test_listening_beyond_loopback_requires_a_key(tmp_path: Path) -> None:
