@@ -262,7 +262,7 @@ def test_a_cross_origin_form_cannot_create_a_key(
         401,
         "invalid_api_key",
     )
-    assert gateway_with_worker.admin.get("/admin/v1/keys").json() == {"keys": []}
+    assert gateway_with_worker.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
     same_origin = gateway_with_worker.admin.post(
         "/admin/v1/keys", json={"name": "own"}, headers={"origin": gateway_with_worker.url}
     )

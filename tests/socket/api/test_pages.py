@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from tests.support.running_gateway import RunningGateway, make_settings
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
-MAIN_LINKS = ["/", "/dashboard", "/#models"]
+MAIN_LINKS = ["/", "/dashboard", "/try", "/#models"]
 ADMIN_LINKS = ["/admin#workers", "/admin#keys", "/admin#policy"]
 DOCS_LINK = "/docs"
 
@@ -35,7 +35,7 @@ def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_othe
         "base_path": "/v1",
         "key_required": False,
         "openapi": "/openapi.json",
-        "pages": ["/", "/dashboard", "/docs", "/admin"],
+        "pages": ["/", "/dashboard", "/try", "/docs", "/admin"],
     }
     assert page.headers["vary"] == told.headers["vary"] == "accept"
     for path in told.json()["pages"]:
