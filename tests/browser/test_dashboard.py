@@ -80,6 +80,10 @@ async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
     entry = page.locator("#errors tbody tr")
     for text in ("502 worker_failed", "fake-a", failed.headers["x-request-id"]):
         await expect(entry).to_contain_text(text)
+    copy = entry.get_by_role("button")
+    await copy.click()
+    await expect(page.locator("#notice")).to_have_text("Copied.")
+    await expect(copy).to_have_text("Copy")
     gateway.remove_worker(worker, restarting=True)
     await expect(page.locator("#trouble")).to_contain_text("it is being started again")
     await expect(page.locator("#trouble")).not_to_contain_text("No worker has joined")

@@ -40,7 +40,8 @@ function showNow(state) {
   ];
   write(byId("now"), `${as.count(running)} running`);
   byId("now-line").textContent = line.filter(Boolean).join(" · ");
-  byId("speed-window").textContent = `over ${as.duration(coverage)}`;
+  byId("speed-window").textContent = `in the last ${as.duration(coverage)}`;
+  byId("lane-window").textContent = `Tokens/s: median in the last ${as.duration(coverage)}.`;
   byId("whose").hidden = gateways < 2;
   byId("whose").textContent =
     `Charts and latencies cover the requests that this gateway sent, one of ${as.count(gateways)}; counts cover all gateways.`;
@@ -66,9 +67,9 @@ function showWait(state) {
   const { recent: { requests, wait_s: wait }, window: { coverage_s: coverage } } = state;
   write(byId("wait"), as.duration(wait.p50));
   byId("wait").classList.toggle("none", !wait.count);
-  const over = ` over ${as.duration(coverage)}`;
+  const over = ` in the last ${as.duration(coverage)}`;
   byId("wait-line").textContent = wait.count
-    ? `median of the ${several(wait.count, "request")} that waited,${over}; 95th percentile ${as.duration(wait.p95)}`
+    ? `median of the ${several(wait.count, "request")} that waited${over}; 95th percentile ${as.duration(wait.p95)}`
     : requests ? `No request waited${over}` : untilNow(state, "No recent request");
 }
 

@@ -70,7 +70,6 @@ class Track {
     this.kind.textContent = kindOf(pool);
     this.waiting.hidden = waiting === 0;
     this.writes.hidden = recent.request_tokens_per_s.count === 0 || waiting > 0 || slots === 0;
-    this.writes.title = "The median of the requests within the window of the latencies below";
     this.strip.style.setProperty("--rows", rows);
     this.wait(waiting);
     this.ride(Math.min(MARKS_SHOWN, busy), rows, lap(speed(pool), fastest));

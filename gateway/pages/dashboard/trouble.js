@@ -23,7 +23,9 @@ function sentences(workers) {
 export function showTrouble({ workers }) {
   const texts = sentences(workers);
   const present = Object.values(workers).some(({ state, absence }) => state !== "gone" || SENTENCES[absence.kind]);
-  const nobody = ["No worker has joined, so requests cannot be answered. Start one with ", make("code", {}, "paceline worker"), "."];
+  const why = Object.values(workers).some(({ absence }) => absence.kind === "left") ? "All Macs have signed off" : "No worker has joined";
+  const command = make("code", {}, `paceline worker --join ${location.origin}`);
+  const nobody = [`${why}, so requests cannot be answered. Start a worker with `, command, "."];
   const parts = present ? texts.map((text) => make("p", {}, text)) : [make("p", {}, nobody)];
   const fresh = make("div", {}, parts);
   const banner = byId("trouble");
@@ -33,7 +35,7 @@ export function showTrouble({ workers }) {
 }
 
 // Return the worst state as text and tone.
-export function worstState({ gateway, workers }) {
+export function worstState({ gateway, store, workers }) {
   if (gateway.stopping) return ["Stopping", "warn"];
   const all = Object.values(workers);
   if (!all.some(({ state }) => ["ready", "busy", "probation"].includes(state))) {
@@ -41,5 +43,6 @@ export function worstState({ gateway, workers }) {
   }
   const lost = all.filter(({ state, absence }) => ["unreachable", "ejected"].includes(state) || (state === "gone" && SENTENCES[absence.kind]));
   if (lost.length) return [`${lost.length} ${lost.length === 1 ? "Mac" : "Macs"} missing`, "bad"];
+  if (store.state === "degraded") return ["Degraded", "warn"];
   return ["Live", "ok"];
 }
