@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -39,8 +40,8 @@ _READY = """\
 Paceline is ready on {address} (model {model}).
 
 Ask it a question:
-    {key}{command} ask "{question}"
-    curl {local}/v1/chat/completions -H 'content-type: application/json'{header} -d '{body}'
+    {key}{command} ask "{question}"{at}
+    curl {local}/v1/chat/completions -H 'content-type: application/json'{header} -d {body}
 
 Start page: {local} (with code to copy for your programs)
 Live page: {local}/dashboard
@@ -51,13 +52,13 @@ Another Mac joins with
 _OPEN_UNKEYED = """\
 So far this machine alone can use it. To use more Macs:
   1. Create an API key; all clients need one from then on:
-         {command} keys create NAME
+         {command} keys create NAME{at}
   2. Restart it for your network; it then prints the command by which a Mac joins:
-         {command} up --host 0.0.0.0"""
+         {command} up --host 0.0.0.0{flags}"""
 _OPEN_KEYED = """\
 So far this machine alone can use it. To use more Macs, restart it for your network; it then prints
 the command by which a Mac joins:
-    {command} up --host 0.0.0.0"""
+    {command} up --host 0.0.0.0{flags}"""
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 
@@ -183,6 +184,12 @@ class _WorkerRunner:
         # The shell may not find `paceline`.
         command = "paceline" if shutil.which("paceline") else os.path.relpath(sys.argv[0])
         messages = [{"role": "user", "content": _QUESTION}]
+        body = {"model": model, "temperature": 0, "messages": messages}
+        # The commands that follow find this gateway, and a restart serves the same model.
+        own_port = self.given.port != Settings.model_fields["port"].default
+        at = f" --url {self._local_address}" if own_port else ""
+        port_flags = ("--port", str(self._port)) if own_port else ()
+        flags = "".join(f" {shlex.quote(flag)}" for flag in (*port_flags, *self.worker_flags))
         ready = _READY.format(
             address=self._local_address if local_only else self._network_address,
             local=self._local_address,
@@ -191,11 +198,14 @@ class _WorkerRunner:
             question=_QUESTION,
             key="PACELINE_API_KEY=pk-... " if keyed else "",
             header=' -H "authorization: Bearer $PACELINE_API_KEY"' if keyed else "",
-            body=json.dumps({"model": model, "temperature": 0, "messages": messages}),
+            body=shlex.quote(json.dumps(body)),
+            at=at,
             admin_page=serve.admin_page(self.given, self.listening),
         )
         if local_only:
-            further = (_OPEN_KEYED if keyed else _OPEN_UNKEYED).format(command=command)
+            further = (_OPEN_KEYED if keyed else _OPEN_UNKEYED).format(
+                command=command, at=at, flags=flags
+            )
         else:
             # The readers of a pipe or a log may not join workers.
             terminal = sys.stdout.isatty()

@@ -14,11 +14,17 @@ from tests.support.running_gateway import make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
 
 
-def message(state_dir: Path, *, host: str = "127.0.0.1", keyed: bool = False) -> str:
-    given = make_settings(state_dir).model_copy(update={"host": host, "join_token": None})
+def message(
+    state_dir: Path, *flags: str, host: str = "127.0.0.1", port: int = 8000, keyed: bool = False
+) -> str:
+    given = make_settings(state_dir).model_copy(
+        update={"host": host, "port": port, "join_token": None}
+    )
     settings = given.model_copy(update={"join_token": SecretStr(JOIN_TOKEN)})
-    listening = Listening(f"http://{host}:8000", "", keyed, settings, lambda: 0)
-    return _WorkerRunner(given=given, worker_flags=(), listening=listening)._ready_message("demo")
+    listening = Listening(f"http://{host}:{port}", "", keyed, settings, lambda: 0)
+    return _WorkerRunner(given=given, worker_flags=flags, listening=listening)._ready_message(
+        "demo"
+    )
 
 
 def test_it_begins_with_a_question_and_the_join_command_waits_for_an_open_gateway(
@@ -29,6 +35,14 @@ def test_it_begins_with_a_question_and_the_join_command_waits_for_an_open_gatewa
     assert "keys create NAME" in text
     assert "up --host 0.0.0.0" in text
     assert "--join" not in text
+
+
+def test_its_commands_find_this_gateway_and_restart_the_same_model(tmp_path: Path) -> None:
+    text = message(tmp_path, "--model", "Qwen/Qwen3.5-4B", port=8100)
+    assert 'ask "Count from 1 to 20." --url http://127.0.0.1:8100' in text
+    assert "keys create NAME --url http://127.0.0.1:8100" in text
+    assert "up --host 0.0.0.0 --port 8100 --model Qwen/Qwen3.5-4B" in text
+    assert "--url" not in message(tmp_path)
 
 
 def test_with_a_key_it_needs_no_first_one_and_the_commands_send_one(tmp_path: Path) -> None:
