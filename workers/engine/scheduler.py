@@ -268,7 +268,10 @@ class LaneScheduler:
 
     def _fail(self, rows: list[Row], error: Exception) -> None:
         """End rows with an error; raise if the device can compute nothing any more."""
-        logger.error("lane.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
+        if isinstance(error, types.InvalidGeneration):
+            logger.info("lane.rejected lane=%s rows=%d", self.name, len(rows))
+        else:
+            logger.error("lane.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
         failed = types.GenerationFailed("The engine failed while it generated this answer.")
         for row in rows:
             self.counters.record_finish(row)

@@ -28,8 +28,10 @@ export class ErrorList {
     if (counts === this.#seen && Date.now() - this.#readAt < REFRESH_MS) return;
     this.#seen = counts;
     this.#readAt = Date.now();
-    const all = await read(admin);
-    this.#show(all ?? (await read(this.#client)) ?? [], all !== null);
+    const all = admin.hasKey ? await read(admin) : null;
+    const failed = all ?? (await read(this.#client));
+    if (failed) this.#show(failed, all !== null);
+    else this.#root.replaceChildren(make("p", { class: "empty" }, "The list cannot be read now."));
   }
 
   #show(errors, all) {
@@ -45,9 +47,8 @@ export class ErrorList {
   }
 }
 
-// Return the list, or null where the viewer may not read it.
+// Return the list, or null if the viewer may not read it, or the gateway does not respond.
 async function read(client) {
-  if (client === admin && !admin.hasKey) return null;
   try {
     return (await (await client.request("GET", "/errors")).json()).errors;
   } catch {

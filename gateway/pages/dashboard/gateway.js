@@ -7,7 +7,7 @@ export function gatewayFacts({ gateway, store, policy, outcomes, prefix }) {
   const failed = Object.entries(outcomes).filter(([name, count]) => name !== "completed" && count);
   return [
     entry("Gateway overhead", gateway.added_latency_s.count ? [place("gateway/added_latency_s/p50", "duration"), " per request (median)"] : "no request yet"),
-    entry("Answered", [place("outcomes/completed", "count"), ...failed.map(([name]) => otherwise(name))]),
+    entry("Answered", [outcomes.completed ? place("outcomes/completed", "count") : "0", ...failed.map(([name]) => otherwise(name))]),
     entry("System prompts", [place("prefix/hit", "count"), " cache hits, ", place("prefix/miss", "count"), " misses"]),
     entry("Policy", ["version ", place("policy/version", "count"), policy.file_problem && `: ${policy.file_problem}`]),
     entry("State", [sharing(store), store.problem && `: ${store.problem}`]),

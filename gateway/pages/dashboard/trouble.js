@@ -2,7 +2,12 @@
 
 import { byId, make } from "./elements.js";
 
-const clock = (unixS) => new Date(1000 * unixS).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+// The time of a moment, and its day if that is not today.
+function clock(unixS) {
+  const date = new Date(1000 * unixS);
+  const time = date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  return date.toDateString() === new Date().toDateString() ? time : `${time} on ${date.toLocaleDateString()}`;
+}
 
 // The sentences about one worker.
 const SENTENCES = {
@@ -14,7 +19,7 @@ function sentences(workers) {
   return Object.entries(workers).flatMap(([name, { state, problem, absence, start, ejection }]) => {
     if (SENTENCES[absence.kind] && state !== "ready") return [SENTENCES[absence.kind](name, clock(absence.unix_s))];
     if (state === "unreachable") return [`This gateway cannot connect to ${name}. ${problem}`];
-    if (state === "ejected") return [`${name} gets no requests for ${Math.ceil(ejection.remaining_s)} s: ${ejection.reason}.`];
+    if (state === "ejected") return [`${name} gets no requests for a while: ${ejection.reason}.`];
     if (state === "starting") return [`${name} is starting${start.description ? `: ${start.description}` : ""}.`];
     return [];
   });
