@@ -67,29 +67,42 @@ async def test_a_running_request_is_a_mark_on_the_track_of_its_lane(
 
 @IN_BROWSER
 async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
-    gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
+    gateway: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    tab: BrowserTab,
 ) -> None:
     page = tab.page
-    assert gateway.send_heartbeat(worker).status_code == 200
-    worker.script = Script(status=500)
-    failed = gateway.chat()
-    assert failed.status_code == 502
-    await tab.open_dashboard(gateway.url)
-    await expect(page.locator("#live")).to_have_text("Live")
-    await expect(page.locator("#errors-now")).to_have_text("1")
-    entry = page.locator("#errors tbody tr")
-    for text in ("502 worker_failed", "fake-a", failed.headers["x-request-id"]):
-        await expect(entry).to_contain_text(text)
-    copy = entry.get_by_role("button")
-    await copy.click()
-    await expect(page.locator("#notice")).to_have_text("Copied.")
-    await expect(copy).to_have_text("Copy")
-    gateway.remove_worker(worker, restarting=True)
-    await expect(page.locator("#trouble")).to_contain_text("it is being started again")
-    await expect(page.locator("#trouble")).not_to_contain_text("No worker has joined")
+    with send_heartbeats(gateway, worker):
+        with gateway.stream(temperature=0) as stream:
+            stream.read()
+        worker.script = Script(status=500)
+        failed = gateway.chat()
+        assert failed.status_code == 502
+        await tab.open_dashboard(gateway.url)
+        await expect(page.locator("#live")).to_have_text("Live")
+        await expect(page.locator("#errors-now")).to_have_text("1")
+        speed = page.get_by_role("article", name="text-mtp").get_by_text("tokens/s")
+        await expect(speed).to_be_visible()
+        entry = page.locator("#errors tbody tr")
+        for text in ("502 worker_failed", "fake-a", failed.headers["x-request-id"]):
+            await expect(entry).to_contain_text(text)
+        copy = entry.get_by_role("button")
+        await copy.click()
+        await expect(page.locator("#notice")).to_have_text("Copied.")
+        await expect(copy).to_have_text("Copy")
+        await expect(page.locator("#errors-of")).to_contain_text("of requests without a key")
+        await tab.open_admin(gateway)
+        await tab.open_dashboard(gateway.url)
+        await expect(page.locator("#errors-of")).to_have_text("of all clients")
+    with send_heartbeats(gateway, second_worker):
+        gateway.remove_worker(worker, restarting=True)
+        await expect(page.locator("#trouble")).to_contain_text("it is being started again")
+        await expect(page.locator("#trouble")).not_to_contain_text("No worker has joined")
+        await expect(page.locator("#live")).to_have_text("1 Mac missing")
+    gateway.remove_worker(second_worker, restarting=True)
     await expect(page.locator("#live")).to_have_text("No Mac ready")
-    track = page.get_by_role("article", name="text-mtp")
-    await expect(track.get_by_text("tokens/s")).to_be_hidden()
+    await expect(speed).to_be_hidden()
 
 
 @IN_BROWSER

@@ -135,6 +135,9 @@ async def test_a_question_shows_its_drafted_tokens_and_where_it_ran(
     accepted, total = map(int, re.findall(r"(\d+) of (\d+) tokens", facts)[0])
     assert f"The answer has {total} tokens" in facts
     assert 0 < accepted < total
+    first = "content => content.querySelector('p').firstChild.nodeName"
+    # No draft can precede the first token.
+    assert await answer.locator(".content").evaluate(first) == "#text"
     marked = "".join(await answer.locator(".drafted").all_inner_texts())
     text = await answer.locator(".content").inner_text()
     assert 0 < len(marked) < len(text)

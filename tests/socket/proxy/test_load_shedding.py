@@ -167,3 +167,29 @@ def test_c7_a_client_that_repeats_rejected_requests_is_slowed(
             rejected = gateway.chat()
             assert status_and_code(rejected) == (429, "requests_a_minute_exceeded")
             assert time.monotonic() - began_s >= least_s
+
+
+def test_c7_a_gateway_at_half_of_its_limit_of_requests_delays_no_rejection(
+    tmp_path: Path, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overload, "_REJECTIONS_BURST", 0.0)
+    monkeypatch.setattr(overload, "_REJECTIONS_PER_S", 1e-3)
+    monkeypatch.setattr(overload, "_LONGEST_DELAY_S", 3600.0)  # longer than the client waits
+    with RunningGateway(make_settings(tmp_path, requests_limit=1)) as gateway:
+        gateway.send_heartbeat(worker)
+        gateway.use_key(gateway.create_key(requests_a_minute=1)["secret"])
+        assert gateway.chat().status_code == 200
+        assert gateway.chat().status_code == 429
+
+
+def test_c7_the_number_of_clients_with_counted_rejections_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overload, "_REJECTED_CLIENTS", 2)
+    pacer = RejectionPacer(lambda: 1_000_000.0)
+    assert [pacer.delay_s("a") for _ in range(101)][-1] > 0
+    pacer.delay_s("b")
+    assert pacer.delay_s("a") > 0
+    for client in ("c", "d"):
+        pacer.delay_s(client)
+    assert pacer.delay_s("a") == 0.0
