@@ -13,7 +13,7 @@ FROM base AS built-gateway
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY locks/gateway.txt /src/locks/
 RUN python -m venv /opt/paceline \
-    && pip install --require-hashes --requirement /src/locks/gateway.txt
+    && pip install --require-hashes --requirement /src/locks/gateway.txt --no-deps
 COPY pyproject.toml README.md LICENSE /src/
 COPY gateway /src/gateway
 COPY policies /src/policies
@@ -29,7 +29,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY locks/worker.txt /src/locks/
 RUN python -m venv /opt/paceline \
-    && pip install --require-hashes --requirement /src/locks/worker.txt
+    && pip install --require-hashes --requirement /src/locks/worker.txt --no-deps
 COPY --from=built-gateway /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl
 
