@@ -261,6 +261,7 @@ def _traces(settings: Settings) -> Traces | None:
     except ImportError:
         raise StartupError(
             "PACELINE_TRACES needs the OpenTelemetry packages; install them with "
-            "`pip install --require-hashes --requirement locks/dev.txt --no-deps` in the folder of Paceline."
+            "`pip install --require-hashes --requirement locks/dev.txt --no-deps` in the folder of "
+            "Paceline."
         ) from None
     return Traces()

@@ -69,7 +69,8 @@ def test_every_install_is_by_hash_or_of_this_project() -> None:
         if '"$@"' not in command  # the shell function `pip_install`
     ]
     locked = [command for command in commands if "--require-hashes" in command]
-    own = [command for command in commands if "--no-deps" in command]
+    assert all("--no-deps" in one for one in locked), "pip must not resolve a lock anew"
+    own = [one for one in commands if "--no-deps" in one and one not in locked]
     others = [command for command in commands if command not in (*locked, *own)]
     assert len(locked) == 4
     assert all("--no-build-isolation" in one or "/wheel/*.whl" in one for one in own)
