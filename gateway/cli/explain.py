@@ -18,7 +18,6 @@ BECAUSE = {
     "logits_processors": "a penalty, a bias or forbidden words change token scores",
     "logprobs": "the request asks for log probabilities",
     "multiple_choices": "n is {choices}",
-    "thinking_budget": "the request limits how long the model may think",
     "prompt_too_long": "the prompt is longer than the speculative lane accepts",
     "no_mtp_worker": "no worker with an MTP head is available",
     "mtp_not_paying": "drafts were measured to slow this lane down at its present load",

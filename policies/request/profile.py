@@ -26,7 +26,6 @@ class Bypass(StrEnum):
     LOGITS_PROCESSORS = "logits_processors"
     LOGPROBS = "logprobs"
     MULTIPLE_CHOICES = "multiple_choices"
-    THINKING_BUDGET = "thinking_budget"
     PROMPT_TOO_LONG = "prompt_too_long"
     NO_MTP_WORKER = "no_mtp_worker"
     MTP_NOT_PAYING = "mtp_not_paying"
@@ -91,6 +90,7 @@ class RequestProfile(NamedTuple):
     tools: bool = False
     structured_output: bool = False
     thinking_budget: int | None = None
+    """The most tokens of reasoning."""
     draft_tokens: int | None = None
     """k of this request (`extra_body: {"draft_tokens": k}`); None: the worker's k."""
     spec_prefill: bool | None = None
@@ -126,6 +126,4 @@ def bypass_reasons(profile: RequestProfile) -> tuple[Bypass, ...]:
         reasons.append(Bypass.LOGPROBS)
     if profile.choices > 1:
         reasons.append(Bypass.MULTIPLE_CHOICES)
-    if profile.thinking_budget is not None:
-        reasons.append(Bypass.THINKING_BUDGET)
     return tuple(reasons)

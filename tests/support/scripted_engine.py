@@ -24,6 +24,7 @@ from workers.engine.types import (
 from workers.http import Server
 from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
+from workers.server.ports import ServingEngine
 from workers.server.runtime import Worker
 
 CARD = ModelCard(
@@ -125,8 +126,8 @@ def text_events(*texts: str, speculation: Speculation | None = None) -> list[Eve
     return [*(Delta(text=text) for text in texts), finished]
 
 
-def make_worker(engine: ScriptedEngine, clock: Callable[[], float] = lambda: 1000.0) -> Worker:
-    """Wrap a worker around a scripted engine."""
+def make_worker(engine: ServingEngine, clock: Callable[[], float] = lambda: 1000.0) -> Worker:
+    """Wrap a worker around an engine."""
     return Worker(
         worker_id="scripted-1",
         boot_id="b1",

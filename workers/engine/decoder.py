@@ -288,9 +288,9 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
     The host waits for the device once, for the chosen tokens; the device computes the new caches
     while the host emits them.
     """
-    matchers = [row.matcher for row in batch.rows]
     limits = [row.draft_limit(k) if batch.head_caches else 0 for row in batch.rows]
     length = max(limits)
+    rules = [row.token_rules(length) for row in batch.rows]
     batch.reserve(length + 1)
     if graph.head is not None and (length or len(batch.backlog) >= MAX_BACKLOG_STEPS):
         batch.read_backlog(graph.head)
@@ -299,7 +299,7 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
         assert batch.seed_hidden is not None
         head_state = states_of(batch.head_caches)
         drafts, head_state = graph.draft(batch.seed_hidden, head_state, offset, length)
-        drafts = forced_drafts(matchers, drafts)
+        drafts = forced_drafts(rules, drafts)
         mx.async_eval(drafts)  # the device drafts while the host describes the verify
     else:
         drafts = mx.zeros((len(limits), 0), dtype=mx.int32)
@@ -310,12 +310,12 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
         batch.position_shift,
     )
     allowed = None
-    if any(matchers):
+    if any(rules):
         # The device verifies while the host reads the drafts and finds the tokens allowed after
         # each. The caches must not hold the old keys meanwhile, or MLX would copy all of them.
         set_states(batch.caches, graph.attention_state(verified.layers, batch.caches))
         mx.async_eval(verified.scores)
-        allowed = allowed_tokens(matchers, drafts)
+        allowed = allowed_tokens(rules, verified.scores.shape[-1], drafts)
     contexts = [row.sampling_context() for row in batch.rows]
     chosen = choose(verified.scores, contexts, drafts, allowed)
     if length:
@@ -346,9 +346,10 @@ def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
     )
     scores = target.scores(output)
     allowed = None
-    if any(row.matcher for row in batch.rows):
+    rules = [row.token_rules(0) for row in batch.rows]
+    if any(rules):
         mx.async_eval(scores)
-        allowed = allowed_tokens([row.matcher for row in batch.rows])
+        allowed = allowed_tokens(rules, scores.shape[-1])
     contexts = [row.sampling_context() for row in batch.rows]
     chosen = choose(scores, contexts, allowed=allowed)
     batch.last_tokens = chosen[:, 0]

@@ -18,9 +18,17 @@ class TextStream:
     vLLM's (detokenize_incrementally).
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        *,
+        strip: bool = False,
+    ) -> None:
+        """Create an empty text; with `strip`, it leaves out white space at its beginning."""
         self._decode = decode
         self._stop = tuple(stop)
+        self._strip = strip
         self._tokens: list[int] = []
         self._prefix_offset = 0
         self._read_offset = 0
@@ -52,8 +60,12 @@ class TextStream:
         if text.endswith(REPLACEMENT) and not final and delayed < _CHARACTER_TOKENS:
             return ""
         self._prefix_offset, self._read_offset = self._read_offset, len(self._tokens)
-        self.decided_chars += len(text) - len(previous)
-        return text[len(previous) :]
+        text = text[len(previous) :]
+        if self._strip:
+            text = text.lstrip()
+            self._strip = not text
+        self.decided_chars += len(text)
+        return text
 
     def _release(self, text: str) -> str:
         self._pending += text

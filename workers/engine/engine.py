@@ -184,6 +184,7 @@ class Engine:
             draft_tokens_fixed=requested is not None,
             bypass=bypass,
             text=self.prompts.stream(generation),
+            reasoning=self.prompts.reasoning(generation, prompt.tokens),
             speculation=SpeculationCounter(draft_tokens),
             sink=sink,
         )

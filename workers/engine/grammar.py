@@ -1,8 +1,9 @@
 """Grammars: hold an answer to a JSON Schema, an expression, a list of texts or a grammar.
 
 llguidance compiles a constraint for the model's tokenizer, and tells after every token which ones
-may come next. A constraint is a client's: its compilation has a thread of its own, and llguidance's
-limits on the size of grammars and on the work for one token bound both.
+may come next. A grammar begins where the reasoning of the answer ends. A constraint is a client's:
+its compilation has a thread of its own, and llguidance's limits on the size of grammars and on the
+work for one token bound both.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -30,6 +32,7 @@ from llguidance.numpy import (
 from transformers import PreTrainedTokenizerFast
 
 from policies.request.constraint import Constraint, ConstraintKind
+from workers.engine.reasoning import ANSWERING, NextToken, ReasoningState
 from workers.engine.tokenizer import token_bytes
 from workers.engine.types import InvalidGeneration
 
@@ -88,6 +91,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[_Key, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammar")
+        self._ends = sorted(ends)
         tokenizer = getattr(processor, "tokenizer", processor)
         before = threading.stack_size(_STACK_BYTES)
         try:  # starts the thread
@@ -119,7 +123,7 @@ class GrammarCompiler:
             except TimeoutError as error:
                 raise _invalid(constraint, "The worker takes too long to compile it.") from error
         words = (self._tokenizer.result().vocab_size + 31) // 32
-        return Matcher(compiled.deep_copy(), words, constraint.param)
+        return Matcher(compiled.deep_copy(), words, self._ends, constraint.param)
 
     def close(self) -> None:
         """End the thread."""
@@ -164,10 +168,12 @@ class GrammarCompiler:
 class Matcher:
     """The place of one answer in its grammar; used by one thread at a time."""
 
-    def __init__(self, state: LLMatcher, words: int, param: str) -> None:
+    def __init__(self, state: LLMatcher, words: int, ends: Sequence[int], param: str) -> None:
         self.state = state
         self.words = words
         """Words of 32 bits that have a bit for every token."""
+        self.ends = ends
+        """Tokens that end an answer."""
         self._param = param
 
     @property
@@ -189,10 +195,42 @@ class Matcher:
             )
 
 
-def forced_drafts(matchers: Sequence[Matcher | None], drafts: mx.array) -> mx.array:
-    """Replace the drafts [rows, k] by the tokens that the grammars force, where they force any."""
+class TokenRules(NamedTuple):
+    """What decides which tokens may come next in one answer."""
+
+    matcher: Matcher | None
+    reasoning: ReasoningState | None = None
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens that are forced, with -1 for each free token before them."""
+        if self.reasoning is not None and not self.reasoning.next_token().answering:
+            return self.reasoning.forced()
+        return self.matcher.state.compute_ff_tokens() if self.matcher else ()
+
+    def places(self, drafted: Sequence[int]) -> tuple[list[NextToken], NextToken | None]:
+        """Return what may come at each position of a draft, up to where the grammar begins.
+
+        The second value says what may come there; None if the grammar does not begin.
+        """
+        if self.reasoning is None:
+            return [], ANSWERING
+        places: list[NextToken] = []
+        state = copy(self.reasoning)
+        for at in range(len(drafted) + 1):
+            place = state.next_token()
+            begins = at < len(drafted) and drafted[at] == place.beginning
+            if self.matcher and place.answering and not begins:
+                return places, place
+            places.append(place)
+            if at < len(drafted):
+                state.push(drafted[at])
+        return places, None
+
+
+def forced_drafts(rules: Sequence[TokenRules | None], drafts: mx.array) -> mx.array:
+    """Replace the drafts [rows, k] by the tokens that the rules force, where they force any."""
     length = drafts.shape[1]
-    forced = [[] if one is None else one.state.compute_ff_tokens()[:length] for one in matchers]
+    forced = [[] if one is None else list(one.forced()[:length]) for one in rules]
     if not any(forced):
         return drafts
     padded = mx.array([run + [-1] * (length - len(run)) for run in forced], dtype=mx.int32)
@@ -200,26 +238,55 @@ def forced_drafts(matchers: Sequence[Matcher | None], drafts: mx.array) -> mx.ar
 
 
 def allowed_tokens(
-    matchers: Sequence[Matcher | None], drafts: mx.array | None = None
+    rules: Sequence[TokenRules | None], vocabulary: int, drafts: mx.array | None = None
 ) -> mx.array | None:
     """Return a bit for each token that may come next: [rows, L, words] uint32; None if all may.
 
     Position i follows the first i of `drafts` [rows, L - 1]. What follows a draft that may not come
     there is undefined, since the draft will be rejected.
     """
-    constrained = [(index, one) for index, one in enumerate(matchers) if one is not None]
-    if not constrained:
+    if not any(rules):
         return None
     length = 1 if drafts is None else drafts.shape[1] + 1
-    words = constrained[0][1].words
-    bits = np.full((len(matchers) * length, words), -1, dtype=np.int32)
-    if drafts is None or length == 1:
-        fill_next_token_bitmask_par(_executor(), [(one.state, at) for at, one in constrained], bits)
-    else:
-        drafted = drafts.tolist()
-        places = [(one.state, index * length, drafted[index]) for index, one in constrained]
-        fill_next_token_bitmask_par_with_draft_tokens(_executor(), places, bits)
-    return mx.array(bits.view(np.uint32)).reshape(len(matchers), length, words)
+    drafted = [[]] * len(rules) if drafts is None or length == 1 else drafts.tolist()
+    matchers = [one.matcher for one in rules if one and one.matcher]
+    words = max([(vocabulary + 31) // 32, *(one.words for one in matchers)])
+    bits = np.full((len(rules) * length, words), -1, dtype=np.int32)
+    grammars: list[tuple[LLMatcher, int, list[int]]] = []
+    fixed: list[tuple[int, NextToken, Matcher | None]] = []
+    for index, one in enumerate(rules):
+        if one is None:
+            continue
+        first, tokens = index * length, drafted[index]
+        places, start = one.places(tokens)
+        fixed += [(first + at, place, one.matcher) for at, place in enumerate(places)]
+        if one.matcher and start is not None:
+            grammars.append((one.matcher.state, first + len(places), tokens[len(places) :]))
+            fixed.append((first + len(places), start, one.matcher))
+        grammars += [
+            (one.matcher.state, first + at, [])
+            for at, place in enumerate(places)
+            if one.matcher and place.answering
+        ]
+    if length == 1 and grammars:
+        fill_next_token_bitmask_par(_executor(), [place[:2] for place in grammars], bits)
+    elif grammars:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), grammars, bits)
+    for at, place, matcher in fixed:
+        _restrict(bits[at].view(np.uint32), place, matcher)
+    return mx.array(bits.view(np.uint32)).reshape(len(rules), length, words)
+
+
+def _restrict(bits: np.ndarray[Any, Any], place: NextToken, matcher: Matcher | None) -> None:
+    """Set the bits that a place in the reasoning adds to those of a grammar, or takes away."""
+    if place.forced is not None:
+        bits[:] = 0
+        bits[place.forced // 32] |= np.uint32(1 << place.forced % 32)
+    elif matcher and place.beginning is not None:
+        bits[place.beginning // 32] |= np.uint32(1 << place.beginning % 32)
+    elif matcher and not place.may_end:
+        for end in matcher.ends:
+            bits[end // 32] &= ~np.uint32(1 << end % 32)
 
 
 @cache

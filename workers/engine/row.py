@@ -10,8 +10,9 @@ from math import inf
 from policies.request.profile import Bypass
 from workers.engine import types
 from workers.engine.detokenizer import TextStream
-from workers.engine.grammar import Matcher
+from workers.engine.grammar import Matcher, TokenRules
 from workers.engine.prefix_cache_files import HostPrefix
+from workers.engine.reasoning import ANSWERING, Part, Reasoning
 from workers.engine.sampler import SamplingContext
 from workers.engine.tokenizer import PreparedPrompt
 from workers.protocol import RUNNING_USAGE_TOKENS, Speculation
@@ -100,6 +101,8 @@ class Row:
     matcher: Matcher | None = None
     """Tells which tokens may come next; None if the answer may have any form."""
     text: TextStream
+    reasoning: Reasoning | None = None
+    """None if the text contains whatever the model writes."""
     speculation: SpeculationCounter
     sink: EventSink
     answer: list[int] = field(default_factory=list)
@@ -122,6 +125,7 @@ class Row:
     _reported_tokens: int = 0
     """Tokens of the answer at the last delta."""
     _pending_text: str = ""
+    _pending_reasoning: str = ""
     _pending_logprobs: list[types.TokenLogprob] = field(default_factory=list)
     _pending_tokens: PendingTokens | None = None
     """None unless the generation asks for `token_sources`."""
@@ -168,7 +172,15 @@ class Row:
             completion_tokens=len(self.answer),
             cached_tokens=self.cached_tokens,
             skipped_tokens=self.skipped_tokens,
+            reasoning_tokens=self.reasoning.state.reasoning_tokens if self.reasoning else 0,
         )
+
+    def token_rules(self, tokens: int) -> TokenRules | None:
+        """Return what decides over the next `tokens` + 1 tokens; None if nothing does."""
+        state = self.reasoning.state if self.reasoning else None
+        if self.matcher is None and (state is None or not state.may_force(tokens)):
+            return None
+        return TokenRules(self.matcher, state)
 
     def append_tokens(
         self,
@@ -185,30 +197,24 @@ class Row:
         steps if the last delta is younger than `DELTA_INTERVAL_S`.
         """
         appended = 0
-        text = ""
         for token in tokens:
-            if logprobs:
-                begin = self.text.decided_chars
+            begin = self.text.decided_chars
+            ended = token in ends
+            part = self._read(token, ended=ended, now_s=now_s)
+            if logprobs and (ended or part is Part.ANSWER):
                 self._pending_logprobs.append(replace(logprobs[appended], offset_chars=begin))
             appended += 1
             self.answer.append(token)
-            if self.matcher is not None:
-                self.matcher.advance(token)
-            if token in ends:
+            if ended or self.text.stopped or (self.matcher is not None and self.matcher.complete):
                 self.finish_reason = types.FinishReason.STOP
-            else:
-                text += self.text.push(token)
-                if self.text.stopped or (self.matcher is not None and self.matcher.complete):
-                    self.finish_reason = types.FinishReason.STOP
-                elif len(self.answer) >= self.max_tokens:
-                    self.finish_reason = types.FinishReason.LENGTH
+            elif len(self.answer) >= self.max_tokens:
+                self.finish_reason = types.FinishReason.LENGTH
             if self.finish_reason:
-                text += self.text.flush()
+                self._flush()
             if self._pending_tokens is not None:
-                self._pending_tokens.append(self.text.decided_chars, drafted=appended < len(tokens))
+                self._pending_tokens.append(self._decided_chars, drafted=appended < len(tokens))
             if self.finish_reason:
                 break
-        self._pending_text += text
         if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
             self._emit_delta(now_s)
         return appended
@@ -223,14 +229,59 @@ class Row:
             steps=tuple(self.speculation.steps),
         )
 
+    def _read(self, token: int, *, ended: bool, now_s: float) -> Part:
+        """Take one token; add its text to that of its part, which this returns."""
+        place, part = ANSWERING, Part.ANSWER
+        tokens: Sequence[int] = (token,)
+        if self.reasoning is not None:
+            place = self.reasoning.state.next_token()
+            if not ended:
+                part, tokens = self.reasoning.state.push(token)
+        if self.matcher is not None and place.answering and token != place.beginning:
+            self.matcher.advance(token)
+        if ended:
+            return Part.MARK
+        if part is Part.MARK:
+            self._flush()
+        elif part is Part.REASONING and self.reasoning is not None:
+            if self._pending_text:  # text comes after reasoning in a delta
+                self._emit_delta(now_s)
+            self._pending_reasoning += "".join(map(self.reasoning.text.push, tokens))
+        else:
+            self._pending_text += "".join(map(self.text.push, tokens))
+        return part
+
+    def _flush(self) -> None:
+        """Add the text that was held back; the next token begins another part, or none comes."""
+        if self.reasoning is not None:
+            self._pending_reasoning += self.reasoning.text.flush()
+        self._pending_text += self.text.flush()
+
+    @property
+    def _decided_chars(self) -> int:
+        reasoning = self.reasoning.text.decided_chars if self.reasoning else 0
+        return reasoning + self.text.decided_chars
+
     def _emit_delta(self, now_s: float) -> None:
         # Also without text: a gateway charges a stream that is left by its last delta.
         unreported = len(self.answer) - self._reported_tokens
         text, logprobs = self._pending_text, tuple(self._pending_logprobs)
+        reasoning = self._pending_reasoning
         tokens: tuple[types.SourcedToken, ...] = ()
         if self._pending_tokens is not None:
-            tokens = self._pending_tokens.release(text, final=self.finish_reason is not None)
-        if text or logprobs or tokens or unreported >= RUNNING_USAGE_TOKENS:
-            self.sink(types.Delta(text=text, logprobs=logprobs, tokens=tokens, usage=self.usage()))
+            tokens = self._pending_tokens.release(
+                reasoning + text, final=self.finish_reason is not None
+            )
+        if text or reasoning or logprobs or tokens or unreported >= RUNNING_USAGE_TOKENS:
+            self.sink(
+                types.Delta(
+                    text=text,
+                    reasoning=reasoning,
+                    logprobs=logprobs,
+                    tokens=tokens,
+                    usage=self.usage(),
+                )
+            )
             self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []
+            self._pending_reasoning = ""
             self._reported_tokens = len(self.answer)

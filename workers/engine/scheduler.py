@@ -234,7 +234,7 @@ class LaneScheduler:
         self._store_prefix(prefill)
         if prefill.complete and not row.answer:
             assert prefill.scores is not None
-            allowed = allowed_tokens([row.matcher])
+            allowed = allowed_tokens([row.token_rules(0)], prefill.scores.shape[-1])
             token = int(choose(prefill.scores, [row.sampling_context()], allowed=allowed).item())
             self._decoder.append_first_token(row, prefill.scores[0], token)
 

@@ -34,6 +34,7 @@ from PIL import Image
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from workers.engine.detokenizer import TextStream
+from workers.engine.reasoning import Reasoning, detect_reasoning
 from workers.engine.types import Generation, InvalidGeneration, Prompt
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class PromptRenderer:
         self._control = ControlTokenEscaper(_control_spellings(self._tokenizer))
         has_template = getattr(processor, "chat_template", None)
         self._templated = processor if has_template else self._tokenizer
+        self._reasoning_format = detect_reasoning(self._tokenizer, self._template)
 
     @property
     def has_vision(self) -> bool:
@@ -92,11 +94,15 @@ class PromptRenderer:
     @property
     def tool_parser_name(self) -> str | None:
         """Return the name of mlx-vlm's parser for this template's tool calls, if it has one."""
+        matching = [spec for spec in SPECS if spec.matches(self._template)]
+        return str(max(matching, key=lambda spec: spec.priority).name) if matching else None
+
+    @property
+    def _template(self) -> str:
         template = getattr(self._templated, "chat_template", None)
         if isinstance(template, Mapping):  # several by name: one of them renders tools
             template = template.get("tool_use") or template.get("default")
-        matching = [spec for spec in SPECS if spec.matches(template or "")]
-        return str(max(matching, key=lambda spec: spec.priority).name) if matching else None
+        return template or ""
 
     def chat(
         self,
@@ -217,7 +223,17 @@ class PromptRenderer:
     def stream(self, generation: Generation) -> TextStream:
         """Return an empty text stream for one answer."""
         decode = self._decode_with_calls if generation.keep_call_tokens else self.decode
-        return TextStream(decode, generation.stop)
+        split = generation.split_reasoning and self._reasoning_format is not None
+        return TextStream(decode, generation.stop, strip=split)
+
+    def reasoning(self, generation: Generation, prompt: Sequence[int]) -> Reasoning | None:
+        """Return the state of one answer's reasoning, if it is to be apart from the text."""
+        if not generation.split_reasoning or self._reasoning_format is None:
+            return None
+        state = self._reasoning_format.begin(
+            prompt, generation.thinking_budget, constrained=generation.constraint is not None
+        )
+        return Reasoning(state, TextStream(self.decode, strip=True))
 
     def _decode_with_calls(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, including the control tokens of tool calls."""

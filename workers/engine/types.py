@@ -63,6 +63,10 @@ class Generation:
     token_limit: int | None = None
     """The most tokens of the prompt and all answers together; None: no limit."""
     stop: tuple[str, ...] = ()
+    split_reasoning: bool = False
+    """Whether the model's reasoning is apart from the text, if it marks any."""
+    thinking_budget: int | None = None
+    """The most tokens of reasoning, if it is apart; None: no limit of its own."""
     constraint: Constraint | None = None
     """The form that the answer must have."""
     call_marks: tuple[str, str] | None = None
@@ -116,6 +120,8 @@ class Usage:
     cached_tokens: int = 0
     skipped_tokens: int = 0
     """Prompt tokens that SpecPrefill skipped."""
+    reasoning_tokens: int = 0
+    """Tokens of the completion that are reasoning, without the marks around it."""
 
 
 class SourcedToken(NamedTuple):
@@ -132,6 +138,8 @@ class Delta:
     """New text; empty while it may belong to a stop string or to an incomplete character."""
 
     text: str
+    reasoning: str = ""
+    """New reasoning; it comes before the new text."""
     logprobs: tuple[TokenLogprob, ...] = ()
     tokens: tuple[SourcedToken, ...] = ()
     """Tokens whose text is complete, if the generation asks for `token_sources`."""

@@ -83,6 +83,7 @@ class ChatChoice(_Choice):
         render_logprobs = _render_chat_logprobs if logprobs else None
         super().__init__(index, render_logprobs, token_sources=token_sources)
         self._splitter = splitter
+        self._reasoning = ""
         self._tool_calls: list[ToolCall] = []
 
     def begin(self) -> Sequence[Json]:
@@ -90,12 +91,16 @@ class ChatChoice(_Choice):
         return (self._entry("delta", {"role": "assistant", "content": ""}),)
 
     def add(self, delta: Delta) -> Sequence[Json]:
-        """Return the new text and tool calls, except text that may begin a tool call."""
+        """Return the new reasoning, text and tool calls, except text that may begin a call."""
         self._pending_logprobs += map(_render_logprob, delta.logprobs)
         self._pending_tokens += delta.tokens
+        entries = []
+        if delta.reasoning:
+            self._reasoning += delta.reasoning
+            entries.append(self._entry("delta", _render_reasoning(delta.reasoning)))
         if not self._splitter:
-            return self._write([delta.text] if delta.text else [])
-        return self._write(self._splitter.feed(delta.text))
+            return [*entries, *self._write([delta.text] if delta.text else [])]
+        return [*entries, *self._write(self._splitter.feed(delta.text))]
 
     def finish(self, finished: Finished) -> Sequence[Json]:
         """Return the remaining text, then the finish reason."""
@@ -108,9 +113,11 @@ class ChatChoice(_Choice):
         """Return the whole message, after `finish`."""
         message: dict[str, Json] = {
             "role": "assistant",
-            "content": self._text if self._text or not self._tool_calls else None,
+            "content": self._text or (None if self._tool_calls or self._reasoning else ""),
             "refusal": None,
         }
+        if self._reasoning:
+            message |= _render_reasoning(self._reasoning)
         if self._tool_calls:
             message["tool_calls"] = self._tool_calls
         return self._render("message", message, self._logprobs, self._tokens)
@@ -195,6 +202,9 @@ def render_usage(usages: Sequence[Usage]) -> Json:
         "completion_tokens": completion_tokens,
         "total_tokens": usage.prompt_tokens + completion_tokens,
         "prompt_tokens_details": details,
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(one.reasoning_tokens for one in usages)
+        },
     }
 
 
@@ -213,6 +223,11 @@ def render_metrics(finished: Sequence[Finished], *, detailed: bool) -> Json:
         counts["per_step_accepted"] = [step.accepted for step in end.steps]
         counts["per_step_drafted"] = [step.drafted for step in end.steps]
     return {"metrics": {"speculative_decoding": counts}}
+
+
+def _render_reasoning(text: str) -> Json:
+    # vLLM, mlx-lm and OpenRouter renamed the field of DeepSeek's API; clients read either.
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _render_chat_logprobs(content: list[Json]) -> Json:

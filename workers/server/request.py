@@ -105,6 +105,8 @@ async def read_request(
         choices=profile.choices,
         token_limit=_token_limit(request.headers.get(TOKENS_LIMIT_HEADER)),
         stop=profile.stop,
+        split_reasoning=endpoint is Endpoint.CHAT,
+        thinking_budget=profile.thinking_budget,
         constraint=constraint,
         call_marks=(tool_format.start, tool_format.end) if tool_format else None,
         keep_call_tokens=tool_format is not None,
@@ -156,7 +158,7 @@ def _parse(content: bytearray) -> dict[str, Json]:
 
 def _reject_unsupported(body: Mapping[str, Json]) -> None:
     """Raise for a value that the engine does not support; none is ignored silently."""
-    fields = [] if body.get("thinking_budget") is None else ["thinking_budget"]
+    fields = []
     choice = body.get("tool_choice")
     named = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
     if not named and choice not in (None, "auto", "none", "required"):

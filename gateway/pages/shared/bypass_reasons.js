@@ -6,7 +6,6 @@ export const BYPASS_REASONS = {
   logits_processors: "Penalties, biases or forbidden words change token scores.",
   logprobs: "The request asks for log probabilities.",
   multiple_choices: "The request asks for several choices (n above 1).",
-  thinking_budget: "The request limits how long the model may think.",
   prompt_too_long: "The prompt is longer than the speculative lane accepts.",
   no_mtp_worker: "No worker with an MTP head was available.",
   mtp_not_paying: "Drafting was measured to be slower than plain decoding at that batch size.",

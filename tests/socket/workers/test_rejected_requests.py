@@ -47,7 +47,6 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
         ({"api_base": "http://evil"}, "api_base"),
         ({"temperature": 3}, "temperature"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"thinking_budget": 10}, "thinking_budget"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"metrics": {"per_step": True}}, "metrics"),

@@ -79,7 +79,6 @@ def test_c6_all_text_of_a_request_is_counted(fields: dict[str, Any]) -> None:
         ({"temperature": 0, "logit_bias": {"5": 1}}, Bypass.LOGITS_PROCESSORS),
         ({"temperature": 0, "logprobs": True}, Bypass.LOGPROBS),
         ({"temperature": 0, "n": 2}, Bypass.MULTIPLE_CHOICES),
-        ({"temperature": 0, "thinking_budget": 0}, Bypass.THINKING_BUDGET),
     ],
 )
 def test_each_unsupported_feature_is_a_bypass_reason(

@@ -1,0 +1,178 @@
+"""Reasoning apart from the answer: the demo model with a template that opens it, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.reasoning_model import THINK_END, make_reasoning_model
+from tests.support.scripted_engine import make_worker, serve_worker
+from workers.engine.engine import Engine
+from workers.engine.types import EngineSettings
+
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"count": {"type": "integer"}, "mood": {"enum": ["merry", "sad"]}},
+    "required": ["count", "mood"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def reasoning_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = make_reasoning_model(tmp_path_factory.mktemp("reasoning") / "model")
+    running = Engine.start(EngineSettings(model=folder, served_name="demo"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+async def client(reasoning_engine: Engine) -> AsyncIterator[AsyncOpenAI]:
+    async with (
+        serve_worker(make_worker(reasoning_engine)) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai_client,
+    ):
+        yield openai_client
+
+
+async def ask(client: AsyncOpenAI, question: str = "Count from 1 to 9.", **fields: Any) -> Any:
+    extra = {**THINK, **fields.pop("extra", {})}
+    return await client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": question}],
+        extra_body=extra,
+        **{"temperature": 0, "max_tokens": 32, **fields},
+    )
+
+
+def parts(message: Any) -> tuple[str | None, str | None]:
+    fields = message.model_dump()
+    assert fields.get("reasoning") == fields.get("reasoning_content")
+    return fields.get("reasoning"), fields["content"]
+
+
+async def stream(client: AsyncOpenAI, **fields: Any) -> tuple[str, str, Any]:
+    """Return the reasoning and the answer of a stream, and its usage."""
+    chunks = await ask(client, stream=True, stream_options={"include_usage": True}, **fields)
+    reasoning, content, usage = "", "", None
+    async for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            delta = choice.delta.model_dump()
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            assert not (delta.get("reasoning") and content), "reasoning comes first"
+            reasoning += delta.get("reasoning") or ""
+            content += delta.get("content") or ""
+    return reasoning, content, usage
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_a_budget_holds_to_the_token_and_drafts_change_nothing(
+    client: AsyncOpenAI, temperature: float
+) -> None:
+    """Whole and streamed, with any drafts, the same reasoning of at most so many tokens."""
+    for budget in (0, 1, 2, 5):
+        seen = set()
+        for drafts in (0, 1, 2):
+            fields: Any = {
+                "max_tokens": 10,
+                "temperature": temperature,
+                "seed": 3,
+                "extra": {"thinking_budget": budget, "draft_tokens": drafts},
+            }
+            whole = await ask(client, **fields)
+            reasoning, content = parts(whole.choices[0].message)
+            streamed = await stream(client, **fields)
+            assert streamed[:2] == (reasoning or "", content or "")
+            for usage in (whole.usage, streamed[2]):
+                assert usage.completion_tokens_details.reasoning_tokens == budget
+            assert "think>" not in f"{reasoning}{content}"
+            seen.add((reasoning, content))
+        assert len(seen) == 1
+
+
+async def test_an_answer_cut_within_its_reasoning_has_no_content(client: AsyncOpenAI) -> None:
+    """As in vLLM, `content` is null, every token is reasoning, and `finish_reason` is length."""
+    cut = await ask(client, max_tokens=4)
+    reasoning, content = parts(cut.choices[0].message)
+    assert (reasoning, content) == ("1, 2", None)
+    assert cut.choices[0].finish_reason == "length"
+    assert cut.usage.completion_tokens_details.reasoning_tokens == cut.usage.completion_tokens == 4
+
+
+async def test_stop_strings_and_logprobs_concern_the_answer_alone(client: AsyncOpenAI) -> None:
+    """A stop string within the reasoning does not end it; the answer stops at it."""
+    fields: Any = {"extra": {"thinking_budget": 4}, "logit_bias": {"2": -100}}
+    free = await ask(client, logprobs=True, **fields)
+    reasoning, content = parts(free.choices[0].message)
+    assert reasoning is not None
+    assert content
+    letter = next(letter for letter in content[1:] if letter in reasoning)
+    assert "".join(one.token for one in free.choices[0].logprobs.content) == content
+    stopped = await ask(client, stop=[letter], **fields)
+    assert parts(stopped.choices[0].message) == (reasoning, content[: content.index(letter)])
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_a_schema_constrains_the_answer_after_the_reasoning(
+    client: AsyncOpenAI, temperature: float
+) -> None:
+    """Eight rows at once, half with a schema: each answer has its form, with drafts or without."""
+
+    async def one(index: int) -> tuple[str | None, str | None]:
+        answer = await ask(
+            client,
+            max_tokens=64,
+            temperature=temperature,
+            seed=1,
+            response_format=FORMAT if index % 2 else {"type": "text"},
+            extra={"thinking_budget": 3 + index // 4, "draft_tokens": index // 2 % 2 * 2},
+        )
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 3 + index // 4
+        return parts(answer.choices[0].message)
+
+    answers = await asyncio.gather(*map(one, range(8)))
+    assert answers[:2] == answers[2:4]
+    assert answers[4:6] == answers[6:]
+    for reasoning, content in answers[1::2]:
+        assert reasoning is not None
+        assert reasoning.startswith("1,")
+        assert list(json.loads(content or "")) == ["count", "mood"]
+
+
+async def test_a_constrained_answer_does_not_end_within_its_reasoning(client: AsyncOpenAI) -> None:
+    """The end token, however likely, is excluded there: else an answer would lack its form."""
+    answer = await ask(client, max_tokens=9, response_format=FORMAT, logit_bias={"2": 100})
+    assert answer.choices[0].finish_reason == "length"
+    ended = await ask(
+        client, max_tokens=64, response_format=FORMAT, logit_bias={str(THINK_END): 100}
+    )
+    assert list(json.loads(ended.choices[0].message.content or "")) == ["count", "mood"]
+
+
+async def test_a_template_that_closes_the_reasoning_leaves_none(client: AsyncOpenAI) -> None:
+    """Without thinking the message has neither field, and the count is 0."""
+    plain = await ask(client, extra={"chat_template_kwargs": {"enable_thinking": False}})
+    assert parts(plain.choices[0].message)[0] is None
+    assert "reasoning" not in plain.choices[0].message.model_dump()
+    assert plain.choices[0].message.content
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+async def test_token_sources_spell_the_reasoning_and_the_answer(client: AsyncOpenAI) -> None:
+    """Every token has an entry, and the texts joined are the reasoning and then the answer."""
+    answer = await ask(
+        client, logit_bias={"2": -100}, extra={"thinking_budget": 4, "token_sources": True}
+    )
+    reasoning, content = parts(answer.choices[0].message)
+    sources = answer.choices[0].model_dump()["token_sources"]
+    assert "".join(one["text"] for one in sources) == f"{reasoning}{content}"
+    assert len(sources) == answer.usage.completion_tokens

@@ -1,0 +1,322 @@
+"""Reasoning: the part of an answer in which a model thinks, told from the rest by its token ids.
+
+Families mark it in two ways. Most put it between two tokens, of which the template may write the
+first: `<think>` and `</think>`, Mistral's `[THINK]`, Gemma's `<|channel>thought`. In harmony, the
+format of gpt-oss, an answer is a series of messages, each with a channel in its header: `analysis`
+is reasoning, `final` is the answer, and `commentary` calls tools.
+
+A state follows one answer token by token. It also tells what must come next, so that a budget ends
+the reasoning at its last token, and a grammar begins after it; the decoder asks a copy of it about
+the tokens of a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+from workers.engine.detokenizer import TextStream
+
+_MARKS = (
+    ("<think>", "</think>", ""),
+    ("[THINK]", "[/THINK]", ""),
+    ("<|channel>", "<channel|>", "thought\n"),
+    ("<|START_THINKING|>", "<|END_THINKING|>", ""),
+    ("<seed:think>", "</seed:think>", ""),
+    ("<mm:think>", "</mm:think>", ""),
+)
+"""Tokens that begin and end reasoning, and the text that follows the first: Qwen, DeepSeek and
+many others; Mistral; Gemma; Cohere; Seed; MiniMax."""
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_PROMPT_END_TOKENS = 32
+"""A template that begins or ends the reasoning writes little after its mark."""
+
+
+class Part(Enum):
+    """What a token of an answer belongs to."""
+
+    REASONING = auto()
+    ANSWER = auto()
+    MARK = auto()
+    """No text: it begins, names or ends a part."""
+
+
+class NextToken(NamedTuple):
+    """What may come next in an answer."""
+
+    forced: int | None = None
+    """The only token that may come."""
+    answering: bool = False
+    """Whether the grammar of the answer decides, if there is one."""
+    beginning: int | None = None
+    """A token that may come instead, to begin the reasoning."""
+    may_end: bool = True
+    """Whether the answer may end here although a grammar has yet to begin."""
+
+
+ANSWERING = NextToken(answering=True)
+_REASONING = NextToken(may_end=False)
+
+
+class ReasoningState(Protocol):
+    """The place of one answer in its format."""
+
+    reasoning_tokens: int
+    """Tokens of reasoning so far, marks excluded."""
+
+    def next_token(self) -> NextToken:
+        """Return what may come next."""
+
+    def push(self, token: int) -> tuple[Part, Sequence[int]]:
+        """Take the next token; return its part, and the tokens that it adds to that part."""
+
+    def may_force(self, tokens: int) -> bool:
+        """Return whether one of the next tokens, after at most `tokens` others, may be forced."""
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens that are forced, with -1 for each free token before them."""
+
+
+class ReasoningFormat(Protocol):
+    """The marks of one tokenizer."""
+
+    def begin(
+        self, prompt: Sequence[int], budget: int | None = None, *, constrained: bool = False
+    ) -> ReasoningState:
+        """Return the state at the beginning of the answer to a prompt.
+
+        `constrained` says that a grammar describes the answer.
+        """
+
+
+@dataclass(slots=True)
+class Reasoning:
+    """The reasoning of one answer: its state and its text."""
+
+    state: ReasoningState
+    text: TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedReasoning:
+    """Reasoning between two tokens."""
+
+    begin_mark: int
+    end_mark: int
+    label: tuple[int, ...]
+    """Tokens that follow the first mark and belong to it."""
+    repeats: bool
+    """Whether reasoning may begin anywhere; else only before the answer, because the mark is a
+    text that an answer may contain."""
+    is_blank: Callable[[int], bool]
+    """Whether a token is white space."""
+
+    def begin(
+        self, prompt: Sequence[int], budget: int | None = None, *, constrained: bool = False
+    ) -> MarkedState:
+        """Return the state after a prompt, which may end with either mark."""
+        state = MarkedState(self, budget, constrained)
+        tail = list(prompt[-_PROMPT_END_TOKENS:])
+        while tail and self.is_blank(tail[-1]):
+            tail.pop()
+        label = [token for token in self.label if not self.is_blank(token)]
+        if label and tail[-len(label) :] == label:
+            del tail[-len(label) :]
+        if tail:
+            state.open, state.closed = tail[-1] == self.begin_mark, tail[-1] == self.end_mark
+        return state
+
+
+@dataclass(slots=True)
+class MarkedState:
+    """The state of reasoning between two tokens."""
+
+    format: MarkedReasoning
+    budget: int | None
+    constrained: bool
+    open: bool = False
+    """Whether the next token is reasoning."""
+    closed: bool = False
+    """Whether the answer has begun."""
+    label: tuple[int, ...] = ()
+    """What is left of the label."""
+    reasoning_tokens: int = 0
+
+    def next_token(self) -> NextToken:
+        """Return what may come next."""
+        if self.open:
+            over = self.budget is not None and self.reasoning_tokens >= self.budget
+            return NextToken(forced=self._closing[0]) if over else _REASONING
+        if self.closed:
+            return ANSWERING
+        return NextToken(answering=True, beginning=self.format.begin_mark)
+
+    def push(self, token: int) -> tuple[Part, Sequence[int]]:
+        """Take the next token; return its part, and the tokens that it adds to that part."""
+        marks = self.format
+        if self.open:
+            if token == marks.end_mark:
+                self.open, self.closed = False, True
+                return Part.MARK, ()
+            if self.label and token == self.label[0]:
+                self.label = self.label[1:]
+                return Part.MARK, ()
+            self.label = ()
+            self.reasoning_tokens += 1
+            return Part.REASONING, (token,)
+        if token == marks.begin_mark and (marks.repeats or not self.closed):
+            self.open, self.label = True, marks.label
+            return Part.MARK, ()
+        self.closed = self.closed or self.constrained or not marks.is_blank(token)
+        return Part.ANSWER, (token,)
+
+    def may_force(self, tokens: int) -> bool:
+        """Return whether one of the next tokens, after at most `tokens` others, may be forced."""
+        may_reason = self.open or self.format.repeats or not self.closed
+        return may_reason and _left(self.budget, self.reasoning_tokens) <= tokens
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens that are forced, with -1 for each free token before them."""
+        if not self.open or self.budget is None:
+            return ()
+        return (*[-1] * (self.budget - self.reasoning_tokens), *self._closing)
+
+    @property
+    def _closing(self) -> tuple[int, ...]:
+        return (*self.label, self.format.end_mark)
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyReasoning:
+    """Messages with channels, as gpt-oss writes them."""
+
+    start: int
+    channel: int
+    message: int
+    end: int
+    closing: tuple[int, ...]
+    """Tokens that end a message and begin the final one."""
+    commentary: tuple[int, ...]
+    """Name of the channel for calls."""
+    decode: Callable[[Sequence[int]], str]
+
+    def begin(
+        self, prompt: Sequence[int], budget: int | None = None, *, constrained: bool = False
+    ) -> HarmonyState:
+        """Return the state in the header of the first message."""
+        del prompt  # it ends within that header
+        return HarmonyState(self, budget, constrained)
+
+    def call_header(self, header: tuple[int, ...], at: int) -> tuple[int, ...]:
+        """Return the header of a call with its function after the channel, which is at `at`."""
+        role = self.closing[1 : self.closing.index(self.channel)]
+        function = header[:at]
+        if function[: len(role)] == role:
+            function = function[len(role) :]
+        if not function:
+            return header[at:]
+        return (self.channel, *self.commentary, *function, self.message)
+
+
+@dataclass(slots=True)
+class HarmonyState:
+    """The state of an answer in channels."""
+
+    format: HarmonyReasoning
+    budget: int | None
+    constrained: bool
+    """Whether a grammar describes the final message, so that only reasoning may precede it."""
+    header: tuple[int, ...] | None = ()
+    """Tokens of the header so far; None within a message."""
+    channel: str = ""
+    """Channel of the message."""
+    closing: tuple[int, ...] = ()
+    """Tokens that must come next."""
+    reasoning_tokens: int = 0
+
+    def next_token(self) -> NextToken:
+        """Return what may come next."""
+        if self.closing or self._over_budget:
+            return NextToken(forced=(self.closing or self.format.closing)[0])
+        if self.header is None and self.channel == "final":
+            return ANSWERING
+        return NextToken(may_end=self.channel == "call")
+
+    def push(self, token: int) -> tuple[Part, Sequence[int]]:
+        """Take the next token; return its part, and the tokens that it adds to that part."""
+        marks = self.format
+        if self.closing:
+            self.closing = self.closing[1:]
+        elif token == marks.end and (self._over_budget or (self.constrained and self._inside)):
+            self.closing = marks.closing[1:]
+        if self.header is None:
+            if token in (marks.start, marks.channel, marks.end):
+                self.header = (token,) if token == marks.channel else ()
+                return Part.MARK, ()
+            if self._inside:
+                self.reasoning_tokens += 1
+                return Part.REASONING, (token,)
+            return Part.ANSWER, (token,)
+        header = self.header = (*self.header, token)
+        if token != marks.message:
+            return Part.MARK, ()
+        self.header = None
+        at = header.index(marks.channel) if marks.channel in header else -1
+        self.channel = (marks.decode(header[at + 1 :]).split() or ["final"])[0]
+        if "to=functions" not in marks.decode(header):
+            return Part.MARK, ()
+        self.channel = "call"  # the model may write it to any channel
+        return Part.ANSWER, marks.call_header(header, at)
+
+    def may_force(self, tokens: int) -> bool:
+        """Return whether one of the next tokens, after at most `tokens` others, may be forced."""
+        return bool(self.closing) or _left(self.budget, self.reasoning_tokens) <= tokens
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens that are forced, with -1 for each free token before them."""
+        if self.closing or not self._inside or self.budget is None:
+            return self.closing
+        return (*[-1] * (self.budget - self.reasoning_tokens), *self.format.closing)
+
+    @property
+    def _inside(self) -> bool:
+        return self.header is None and self.channel == "analysis"
+
+    @property
+    def _over_budget(self) -> bool:
+        return self._inside and _left(self.budget, self.reasoning_tokens) <= 0
+
+
+def detect_reasoning(tokenizer: Any, template: str) -> ReasoningFormat | None:
+    """Return the format that a chat template uses, if the tokenizer has a token for each mark."""
+    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+    tokens = {token.content: index for index, token in added.items()}
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(answer: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(answer), skip_special_tokens=True))
+
+    if tokens.keys() >= {*_HARMONY} and "<|channel|>analysis" in template:
+        start, channel, message, end = (tokens[mark] for mark in _HARMONY)
+        closing = (end, start, *encode("assistant"), channel, *encode("final"), message)
+        commentary = encode("commentary")
+        return HarmonyReasoning(start, channel, message, end, closing, commentary, decode)
+    for begin, end_mark, label in _MARKS:
+        if begin in tokens and end_mark in tokens and end_mark in template:
+            return MarkedReasoning(
+                begin_mark=tokens[begin],
+                end_mark=tokens[end_mark],
+                label=encode(label) if label else (),
+                repeats=bool(added[tokens[begin]].special),
+                is_blank=lambda token: token not in added and not decode([token]).strip(),
+            )
+    return None
+
+
+def _left(budget: int | None, used: int) -> float:
+    return inf if budget is None else budget - used
