@@ -318,6 +318,11 @@ class StartProgress(Record):
             return f"{phrase}, {self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB"
         return f"{phrase}, {self.done} of {self.total}"
 
+    @property
+    def summary(self) -> str:
+        """Return the stage and the time since the start, for terminals and logs."""
+        return f"{self.description} ({self.elapsed_s:.0f} s)"
+
 
 class WorkerReport(Record):
     """One consistent snapshot of a worker; every number, name and list is bounded."""
@@ -486,6 +491,11 @@ def base_url(host: str, port: int) -> str:
 
 READY_PREFIX = "PACELINE_WORKER_READY "
 """Begins the line that `paceline worker` prints once it accepts requests; JSON follows."""
+
+
+START_PREFIX = "PACELINE_WORKER_START "
+"""Begins the lines that a worker prints for the process that started it; a `StartProgress` follows
+as JSON."""
 
 
 class ExitCode(IntEnum):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import json
 import os
 import re
@@ -16,7 +16,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.protocol import READY_PREFIX, ExitCode
+from pydantic import ValidationError
+
+from workers.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress
 
 REFUSALS = frozenset((ExitCode.SETTINGS, ExitCode.MODEL, ExitCode.NOT_ADMITTED))
 """Exit codes of a worker that would fail again: settings, model, join token."""
@@ -29,7 +31,6 @@ GIVE_UP_AFTER = 5
 STOP_GRACE_S = 10.0
 OUTPUT_GRACE_S = 1.0
 _LINE_ENDS = re.compile(rb"[\r\n]+")  # progress bars end their lines with a return
-_SIGN_OF_LIFE_S = 8.0
 _CHUNK_BYTES = 8192
 
 
@@ -72,6 +73,8 @@ class Supervisor:
     """Called when a worker process is ready, with its ready line; cancelled when it exits."""
     on_exit: Callable[[], Awaitable[None]]
     """Called before a restart."""
+    on_progress: Callable[[StartProgress | None], None]
+    """Called while a worker process starts, and with None at the end of its start."""
     print_line: Callable[[str], None]
     print_worker_line: Callable[[str], None]
     """Called for every other line of the worker's output."""
@@ -104,12 +107,11 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C is for the gateway: streams end before the worker does
         )
         self.print_line(f"Worker started (process {process.pid}).")
-        starting = asyncio.create_task(self._show_signs_of_life(), name="worker-starting")
-        output = asyncio.create_task(self._follow(process.stdout, starting), name="worker-output")
+        output = asyncio.create_task(self._follow(process.stdout), name="worker-output")
         try:
             exit_code = await process.wait()
         finally:
-            starting.cancel()
+            self.on_progress(None)
             await _stop(process)
             # The rest of its output; bounded, because a grandchild may keep the pipe open.
             finished, _ = await asyncio.wait({output}, timeout=OUTPUT_GRACE_S)
@@ -121,19 +123,8 @@ class Supervisor:
         )
         return exit_code
 
-    async def _show_signs_of_life(self) -> None:
-        """Print a line every few seconds, until the worker is ready."""
-        for number in itertools.count(1):
-            await asyncio.sleep(_SIGN_OF_LIFE_S)
-            self.print_line(f"The worker is still starting, {number * _SIGN_OF_LIFE_S:g} s ...")
-
-    async def _follow(
-        self, output: asyncio.StreamReader | None, starting: asyncio.Task[None]
-    ) -> bool:
-        """Forward the worker's output until it ends; return whether the worker was ever ready.
-
-        Cancel `starting` when it is.
-        """
+    async def _follow(self, output: asyncio.StreamReader | None) -> bool:
+        """Forward the worker's output until it ends; return whether the worker was ever ready."""
         greeting: asyncio.Task[None] | None = None
         rest = b""
         try:
@@ -142,15 +133,21 @@ class Supervisor:
                 for line in lines:
                     text = line.decode(errors="replace").rstrip()
                     if text.startswith(READY_PREFIX):
-                        starting.cancel()
+                        self.on_progress(None)
                         ready = json.loads(text.removeprefix(READY_PREFIX))
                         greeting = asyncio.create_task(self.on_ready(ready), name="worker-ready")
+                    elif text.startswith(START_PREFIX):
+                        self._show_progress(text.removeprefix(START_PREFIX))
                     elif text:
                         self.print_worker_line(text)
         finally:
             if greeting is not None:
                 greeting.cancel()
         return greeting is not None
+
+    def _show_progress(self, line: str) -> None:
+        with contextlib.suppress(ValidationError):  # of a worker that wrote two lines at once
+            self.on_progress(StartProgress.model_validate_json(line))
 
 
 async def _stop(process: Process) -> None:

@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,8 +29,8 @@ from gateway.server import Listening, settle_collector
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
 from workers.lifecycle import Shutdown
-from workers.protocol import base_url, is_loopback
-from workers.terminal import printable
+from workers.protocol import StartProgress, base_url, is_loopback
+from workers.terminal import StartDisplay, printable
 
 _REQUEST_TIMEOUT_S = 2.0
 _JOIN_POLL_S = 0.05
@@ -126,6 +126,7 @@ class _WorkerRunner:
     listening: Listening
     greeted: bool = False
     muted: bool = False
+    start: StartDisplay = field(default_factory=lambda: StartDisplay(_CONSOLE))
 
     async def run(self) -> str:
         """Run the worker; return the reason why it cannot run."""
@@ -148,6 +149,7 @@ class _WorkerRunner:
                 environment={"PACELINE_JOIN_TOKEN": self._join_token, "PYTHONUNBUFFERED": "1"},
                 on_ready=functools.partial(self._greet, client),
                 on_exit=functools.partial(_remove_worker, client, name),
+                on_progress=self._show_start,
                 print_line=_print,
                 print_worker_line=self._print_worker_line,
             ).run()
@@ -168,6 +170,12 @@ class _WorkerRunner:
     def _print_worker_line(self, line: str) -> None:
         if not self.muted:
             _print(f"worker | {line}", style="dim")
+
+    def _show_start(self, progress: StartProgress | None) -> None:
+        if progress is None or self.muted:
+            self.start.close()
+        else:
+            self.start.show(progress)
 
     async def _greet(self, client: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
         """Print the ready message once the worker has joined, so that the snippet works."""

@@ -47,6 +47,7 @@ class Boots:
             environment={"PYTHONPATH": str(ROOT)},
             on_ready=self.ready.put,
             on_exit=self._repair,
+            on_progress=lambda _: None,
             print_line=self.messages.append,
             print_worker_line=self.log.append,
         )

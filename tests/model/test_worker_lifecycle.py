@@ -88,7 +88,6 @@ async def test_a_server_whose_engine_failed_returns_false() -> None:
             make_worker(engine),
             listener,
             token=None,
-            gateway_url="",
             shutdown=Shutdown(),
             on_ready=fail,
         )
@@ -136,7 +135,6 @@ async def test_a_port_that_another_worker_opened_during_loading_is_reported() ->
                 make_worker(ScriptedEngine()),
                 second,
                 token=None,
-                gateway_url="",
                 shutdown=Shutdown(),
                 on_ready=lambda: pytest.fail("the worker must not become ready"),
             )

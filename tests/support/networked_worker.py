@@ -9,6 +9,7 @@ import sys
 from pydantic import SecretStr
 
 from tests.support.scripted_engine import ScriptedEngine, make_worker
+from workers.heartbeat import Membership, joined
 from workers.lifecycle import Shutdown
 from workers.server.server import serve
 
@@ -18,17 +19,21 @@ def main() -> None:
     token, gateway_url, port = sys.argv[1:]
     listener = socket.socket()
     listener.bind(("0.0.0.0", int(port)))
-    asyncio.run(
-        serve(
-            make_worker(ScriptedEngine()),
-            listener,
-            token=SecretStr(token),
-            gateway_url=gateway_url,
-            follows_route=True,
-            shutdown=Shutdown(),
-            on_ready=lambda: None,
-        )
+    asyncio.run(serve_and_join(listener, SecretStr(token), gateway_url))
+
+
+async def serve_and_join(listener: socket.socket, token: SecretStr, gateway_url: str) -> None:
+    worker = make_worker(ScriptedEngine())
+    membership = Membership(
+        gateway_url=gateway_url,
+        token=token,
+        worker_id=worker.worker_id,
+        report=worker.report,
+        changed=worker.changed,
+        port=listener.getsockname()[1],
     )
+    async with joined(membership):
+        await serve(worker, listener, token=token, shutdown=Shutdown(), on_ready=lambda: None)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from workers.engine.self_test import HeadHealth, check_head, warm_up
 from workers.engine.sparse_prefill import load_sparse_prefill
 from workers.engine.thread import EngineThread
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
-from workers.protocol import LaneReport
+from workers.protocol import LaneReport, StartStage
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,9 @@ class Engine:
         )
 
     @classmethod
-    def start(cls, settings: types.EngineSettings) -> Engine:
+    def start(
+        cls, settings: types.EngineSettings, progress: types.ProgressSink = lambda *_: None
+    ) -> Engine:
         """Load the model on a new thread and serve it; raise `ModelUnusable` if that fails.
 
         Blocks until the weights are in memory and the MTP head has been tested.
@@ -82,7 +84,7 @@ class Engine:
 
         def load() -> tuple[Engine, tuple[LaneScheduler, ...]]:
             with refusing(settings.model):
-                engine = load_engine(settings)
+                engine = load_engine(settings, progress)
             return engine, engine.lanes
 
         thread = EngineThread(load)
@@ -214,8 +216,11 @@ class Engine:
         return min(context, longest) - count
 
 
-def load_engine(settings: types.EngineSettings) -> Engine:
+def load_engine(
+    settings: types.EngineSettings, progress: types.ProgressSink = lambda *_: None
+) -> Engine:
     """Load the model, create its lanes, and test its MTP head; runs on the engine thread."""
+    progress(StartStage.WEIGHTS, 0, 0)
     checkpoint = load_checkpoint(settings.model)
     sparse_prefill = load_sparse_prefill(settings.spec_prefill, checkpoint)
     prompts = PromptRenderer(checkpoint.processor)
@@ -258,10 +263,10 @@ def load_engine(settings: types.EngineSettings) -> Engine:
         raise types.ModelUnusable(f"None of the configured lanes can run: {reason}.")
     test_lane = make_lane(lanes[0].name, prefix_cache=PrefixCache(0))
     logger.info("engine.warming_up the first start on a machine compiles kernels")
-    warm_up(test_lane, prompts, draft_tokens)
+    warm_up(test_lane, prompts, draft_tokens, partial(progress, StartStage.KERNELS))
     health = None
     if draft_tokens:
-        health = check_head(test_lane, prompts)
+        health = check_head(test_lane, prompts, partial(progress, StartStage.SELF_TEST))
         logger.info("mtp_head.tested %s", health.description)
         for lane in lanes:
             lane.counters.head_healthy = health.healthy

@@ -7,6 +7,7 @@ accepted) from a broken one (almost none).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from policies.request.profile import Bypass, Sampling
@@ -14,7 +15,16 @@ from workers.engine.detokenizer import TextStream
 from workers.engine.row import EventSink, Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PromptRenderer
-from workers.engine.types import Finished, Generation, InvalidGeneration, ModelUnusable, Prompt
+from workers.engine.types import (
+    Delta,
+    EngineError,
+    Event,
+    Finished,
+    Generation,
+    InvalidGeneration,
+    ModelUnusable,
+    Prompt,
+)
 from workers.protocol import Speculation
 
 QUESTIONS = (
@@ -67,9 +77,23 @@ class HeadHealth:
         )
 
 
-def check_head(lane: LaneScheduler, prompts: PromptRenderer) -> HeadHealth:
+Progress = Callable[[int, int], None]
+"""Is called with the number of answers so far, and of all."""
+
+
+def check_head(
+    lane: LaneScheduler, prompts: PromptRenderer, progress: Progress = lambda *_: None
+) -> HeadHealth:
     """Answer a few questions on a lane without clients; runs on the engine thread."""
-    rows = [_row(lane, prompts, question, 1, ANSWER_TOKENS) for question in QUESTIONS]
+    ends: list[Finished | EngineError] = []
+
+    def record(event: Event | EngineError) -> None:
+        if not isinstance(event, Delta):
+            ends.append(event)
+            progress(len(ends), len(QUESTIONS))
+
+    progress(0, len(QUESTIONS))
+    rows = [_row(lane, prompts, question, 1, ANSWER_TOKENS, sink=record) for question in QUESTIONS]
     for row in rows:
         lane.add(row)
     while lane.busy:
@@ -83,7 +107,12 @@ def check_head(lane: LaneScheduler, prompts: PromptRenderer) -> HeadHealth:
     )
 
 
-def warm_up(lane: LaneScheduler, prompts: PromptRenderer, max_draft_tokens: int) -> None:
+def warm_up(
+    lane: LaneScheduler,
+    prompts: PromptRenderer,
+    max_draft_tokens: int,
+    progress: Progress = lambda *_: None,
+) -> None:
     """Run every kind of step once, with one row and with several, to compile its kernels.
 
     MLX compiles a kernel at its first use; on Linux that takes a C++ compiler and seconds.
@@ -91,6 +120,7 @@ def warm_up(lane: LaneScheduler, prompts: PromptRenderer, max_draft_tokens: int)
     """
     ends: list[object] = []
     for draft_tokens in range(max_draft_tokens + 1):
+        progress(draft_tokens, max_draft_tokens + 1)
         for question in QUESTIONS[:2]:
             max_tokens = 2 * (draft_tokens + 2)
             lane.add(_row(lane, prompts, question, draft_tokens, max_tokens, sink=ends.append))

@@ -41,7 +41,11 @@ class EngineThread(Generic[T]):
     def start(self) -> T:
         """Start the thread; return the result of `load`, or raise its error."""
         self._thread.start()
-        return self._loaded.result()
+        try:
+            return self._loaded.result()
+        except BaseException:
+            self._thread.join()  # MLX aborts a process that ends while a thread of it runs
+            raise
 
     @property
     def alive(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from policies.request.constraint import Constraint
 from policies.request.profile import Bypass, Sampling
 from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
-from workers.protocol import Speculation
+from workers.protocol import Speculation, StartStage
 
 
 class LaneName(StrEnum):
@@ -167,6 +168,10 @@ class Finished:
 
 Event = Delta | Finished
 """A generation yields any number of `Delta`, then one `Finished`, or raises `EngineError`."""
+
+
+ProgressSink = Callable[[StartStage, int, int], None]
+"""Is called from any thread with the stage of a start, what of it is done, and its total."""
 
 
 class EngineError(Exception):

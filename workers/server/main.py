@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import logging
 import os
@@ -10,8 +12,10 @@ import secrets
 import select
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import click
@@ -20,14 +24,14 @@ import uvloop
 from workers.command_line import describe_usage_error, worker_command
 from workers.config_file import InvalidSettings, load_layered
 from workers.engine.spec_prefill import SpecPrefillSettings
-from workers.engine.types import EngineSettings, ModelCard, ModelUnusable
-from workers.heartbeat import NotAdmitted, wait_for_gateway
-from workers.lifecycle import Shutdown
-from workers.protocol import READY_PREFIX, ExitCode
+from workers.engine.types import EngineSettings, ModelCard, ModelUnusable, ProgressSink
+from workers.heartbeat import Membership, NotAdmitted, joined, wait_for_gateway
+from workers.lifecycle import Shutdown, first_of
+from workers.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress, StartStage
 from workers.server.model_source import ModelSource, resolve_model
 from workers.server.pictures import PictureMemory
 from workers.server.ports import ServingEngine
-from workers.server.runtime import Worker
+from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
 from workers.server.settings import (
     WorkerSettings,
@@ -35,8 +39,9 @@ from workers.server.settings import (
     default_worker_id,
     prefix_cache_secret,
 )
-from workers.terminal import configure_logging, printable
+from workers.terminal import StartDisplay, configure_logging, printable
 
+_START_INTERVAL_S = 0.2
 _EXIT_CODES: dict[type[Exception], ExitCode] = {
     InvalidSettings: ExitCode.SETTINGS,
     ModelUnusable: ExitCode.MODEL,
@@ -47,8 +52,10 @@ _EXIT_CODES: dict[type[Exception], ExitCode] = {
 def main(arguments: Sequence[str]) -> int:
     """Run a worker until its end; return the exit code."""
     configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
-    for verbose in ("httpx", "uvicorn"):
+    for verbose in ("httpx", "httpx2", "uvicorn"):
         logging.getLogger(verbose).setLevel(logging.WARNING)
+    # Its warnings are for the authors of models, and repeat with every prompt of the warm-up.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         return _run(read_settings(arguments))
     except click.exceptions.Exit as end:  # after `--help`
@@ -59,26 +66,33 @@ def main(arguments: Sequence[str]) -> int:
     except (InvalidSettings, ModelUnusable, NotAdmitted) as error:
         sys.stderr.write(printable(f"paceline worker: {error}\n"))
         return _EXIT_CODES[type(error)]
-    except KeyboardInterrupt:  # while the weights load; later the server handles signals
-        return ExitCode.INTERRUPTED
+    except KeyboardInterrupt:  # during the start; later the server shuts down
+        sys.stdout.flush()
+        os._exit(ExitCode.INTERRUPTED)  # MLX aborts a process that ends while a thread of it runs
 
 
 def _run(settings: WorkerSettings) -> int:
     # Bind before the weights load, which may take minutes: a port in use is reported at once.
     with _bind(settings.listening_host, settings.port) as listener:
         cache_secret = prefix_cache_secret(settings)
+        worker_id = _worker_id(settings, listener)
         if settings.join:
-            wait_for_gateway(
-                settings.join, settings.token, _worker_id(settings, listener), _pause_of(settings)
-            )
+            wait_for_gateway(settings.join, settings.token, worker_id, _pause_of(settings))
         source = resolve_model(settings.model)
-        engine = _start_engine(settings, source, cache_secret)
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                alive = runner.run(_serve(settings, source, engine, listener))
-        finally:
-            engine.stop()
-    return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
+        host, port = listener.getsockname()[:2]
+        starting = StartingWorker(
+            worker_id=worker_id,
+            boot_id=secrets.token_hex(8),
+            url=advertised_url(host, port, settings.join or None),
+            model=source.served_name,
+            labels=settings.labels,
+            clock=time.monotonic,
+            started_s=time.monotonic(),
+            first_stage=StartStage.WEIGHTS if source.folder else StartStage.DOWNLOAD,
+        )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            load = functools.partial(_load, settings, source, cache_secret, starting.advance)
+            return runner.run(_start_and_serve(settings, source, starting, load, listener))
 
 
 def _worker_id(settings: WorkerSettings, listener: socket.socket) -> str:
@@ -112,22 +126,26 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _start_engine(
-    settings: WorkerSettings, source: ModelSource, cache_secret: bytes
+def _load(
+    settings: WorkerSettings, source: ModelSource, cache_secret: bytes, progress: ProgressSink
 ) -> ServingEngine:
+    """Return the running engine, after the downloads of its models; blocks."""
+    download = functools.partial(progress, StartStage.DOWNLOAD)
+    folder = source.fetch(download)
     spec_prefill = None
     if settings.spec_prefill:
         spec_prefill = SpecPrefillSettings(
-            draft=resolve_model(settings.spec_prefill).folder,
+            draft=resolve_model(settings.spec_prefill).fetch(download),
             threshold_tokens=settings.spec_prefill_threshold,
             keep_share=settings.spec_prefill_keep,
         )
+    progress(StartStage.WEIGHTS, 0, 0)
     # Imported late: MLX takes seconds to import, and wrong settings are reported before.
     from workers.engine.engine import Engine  # noqa: PLC0415
 
     return Engine.start(
         EngineSettings(
-            model=source.folder,
+            model=folder,
             served_name=source.served_name,
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
@@ -135,40 +153,115 @@ def _start_engine(
             prefix_cache_dir=settings.prefix_cache_dir,
             prefix_cache_secret=cache_secret,
             spec_prefill=spec_prefill,
-        )
+        ),
+        progress,
     )
 
 
-async def _serve(
-    settings: WorkerSettings, source: ModelSource, engine: ServingEngine, listener: socket.socket
-) -> bool:
-    host, port = listener.getsockname()[:2]
-    worker = Worker(
-        worker_id=_worker_id(settings, listener),
-        boot_id=secrets.token_hex(8),
-        url=advertised_url(host, port, settings.join or None),
-        labels=settings.labels,
-        engine=engine,
-        clock=time.time,
-        started_s=time.time(),
-        pictures=PictureMemory.within(engine.memory_limit_bytes()),
+async def _start_and_serve(
+    settings: WorkerSettings,
+    source: ModelSource,
+    starting: StartingWorker,
+    load: Callable[[], ServingEngine],
+    listener: socket.socket,
+) -> ExitCode:
+    """Load the engine and serve until the end, and send heartbeats all the while."""
+    shutdown, changed = Shutdown(), asyncio.Event()
+    worker: StartingWorker | Worker = starting
+    membership = Membership(
+        gateway_url=settings.join,
+        token=settings.token,
+        worker_id=starting.worker_id,
+        report=lambda: worker.report(),  # noqa: PLW0108 - of what the worker is by then
+        changed=changed,
+        port=listener.getsockname()[1] if settings.follows_route else None,
     )
-    shutdown = Shutdown()
-    leash = asyncio.create_task(watch_leash(shutdown)) if settings.leash else None
-    try:
-        with shutdown.on_signals():
-            return await serve(
-                worker,
-                listener,
-                token=settings.token,
-                gateway_url=settings.join,
-                follows_route=settings.follows_route,
-                shutdown=shutdown,
-                on_ready=lambda: _announce(worker, source, settings.join),
+    with shutdown.on_signals(), contextlib.ExitStack() as ends:
+        if settings.leash:
+            ends.callback(asyncio.create_task(watch_leash(shutdown)).cancel)
+        async with joined(membership) if settings.join else contextlib.nullcontext():
+            async with _shown(starting, changed, leashed=settings.leash):
+                engine = await _loaded(load, shutdown)
+            ends.callback(engine.stop)
+            worker = Worker(
+                worker_id=starting.worker_id,
+                boot_id=starting.boot_id,
+                url=starting.url,
+                labels=starting.labels,
+                engine=engine,
+                clock=time.time,
+                started_s=time.time(),
+                pictures=PictureMemory.within(engine.memory_limit_bytes()),
+                changed=changed,
             )
+            announce = functools.partial(_announce, worker, source, settings.join)
+            alive = await serve(
+                worker, listener, token=settings.token, shutdown=shutdown, on_ready=announce
+            )
+    return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
+
+
+async def _loaded(load: Callable[[], ServingEngine], shutdown: Shutdown) -> ServingEngine:
+    """Run `load` in a thread; raise `KeyboardInterrupt` if a shutdown is requested before its end.
+
+    The thread is a daemon: the process does not wait for a download, or for weights.
+    """
+    future: Future[ServingEngine] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(load())
+        except BaseException as error:  # noqa: BLE001 - the future passes it on
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="paceline-start", daemon=True)
+    thread.start()
+    loading = asyncio.wrap_future(future)
+    await first_of(asyncio.wait({loading}), shutdown.requested.wait())
+    if not loading.done():
+        raise KeyboardInterrupt
+    thread.join()  # MLX aborts a process that ends while a thread of it runs
+    return loading.result()
+
+
+@contextlib.asynccontextmanager
+async def _shown(
+    starting: StartingWorker, changed: asyncio.Event, *, leashed: bool
+) -> AsyncIterator[None]:
+    """Show the start within the context: to the parent process, or in the terminal or the log."""
+    display = StartDisplay(sys.stdout)
+    show = _StartLines().show if leashed else display.show
+
+    async def follow() -> None:
+        stage = None
+        while True:
+            progress = starting.progress()
+            if progress.stage != stage:
+                stage = progress.stage
+                changed.set()  # to the gateways too
+            show(progress)
+            await asyncio.sleep(_START_INTERVAL_S)
+
+    task = asyncio.create_task(follow())
+    try:
+        yield
     finally:
-        if leash is not None:
-            leash.cancel()
+        task.cancel()
+        display.close()
+
+
+class _StartLines:
+    """Prints the start for the parent process: each step, and a line a second."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[str, int, int] | None = None
+
+    def show(self, progress: StartProgress) -> None:
+        """Print the progress, unless the last line says the same."""
+        shown = (progress.stage, progress.done, int(progress.elapsed_s))
+        if shown != self._shown:
+            self._shown = shown
+            _print(START_PREFIX + progress.model_dump_json())
 
 
 def _announce(worker: Worker, source: ModelSource, gateway_url: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workers.demo import CHECKPOINT
 from workers.engine.types import ModelUnusable
@@ -17,15 +19,23 @@ _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A local folder, and the served name of its model."""
+    """A local folder or a repository, and the served name of its model."""
 
-    folder: Path
+    folder: Path | None
+    """None: the folder is only known after the download."""
     served_name: str
     toy: bool = False
 
+    def fetch(self, progress: Callable[[int, int], None] = lambda *_: None) -> Path:
+        """Return the folder, after a download of what is missing; raise `ModelUnusable`.
+
+        `progress` is called from any thread with the bytes so far, and of all files.
+        """
+        return self.folder or _download(self.served_name, progress)
+
 
 def resolve_model(named: str) -> ModelSource:
-    """Return the folder of a model after any download; raise `ModelUnusable`.
+    """Return the source of a model; raise `ModelUnusable` if there can be none.
 
     The name comes from the settings of the worker, never from a request.
     """
@@ -40,16 +50,17 @@ def resolve_model(named: str) -> ModelSource:
             raise ModelUnusable("A model is named as its folder, so the name must be printable.")
         return ModelSource(folder=folder, served_name=name)
     if _REPOSITORY.fullmatch(named):
-        return ModelSource(folder=_download(named), served_name=named)
+        return ModelSource(folder=None, served_name=named)
     raise ModelUnusable(f"'{named}' is neither a folder nor the name of a Hugging Face repository.")
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, progress: Callable[[int, int], None]) -> Path:
     # Imported late: a worker with a local folder does not need it.
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
+    bars = _progress_bars(progress)
     try:
-        return Path(snapshot_download(repository, allow_patterns=_FILES))
+        return Path(snapshot_download(repository, allow_patterns=_FILES, tqdm_class=bars))
     except (errors.HfHubHTTPError, OSError) as error:
         match error:
             case errors.GatedRepoError():
@@ -61,3 +72,23 @@ def _download(repository: str) -> Path:
             case _:
                 reason = "the download failed"
         raise ModelUnusable(f"Cannot download the model '{repository}': {reason}.") from error
+
+
+def _progress_bars(progress: Callable[[int, int], None]) -> type[Any]:
+    """Return a class of tqdm's bars that print nothing and report their bytes."""
+    from huggingface_hub.utils.tqdm import tqdm  # noqa: PLC0415
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            silent = {**options, "disable": True}
+            super().__init__(*args, **silent)  # type: ignore[no-untyped-call]
+            # One bar counts files.
+            self._counts_bytes = options.get("unit") == "B"
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n += n or 0
+            if self._counts_bytes:
+                progress(int(self.n), int(self.total or 0))
+            return None
+
+    return Bar

@@ -1,13 +1,19 @@
-"""The state of one running worker: its identity, its engine and the requests in flight."""
+"""The state of one worker: its identity, its start, its engine and the requests in flight."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
-from workers.protocol import MAX_REPORTED_PREFIXES, PROTOCOL, WorkerReport
+from workers.protocol import (
+    MAX_REPORTED_PREFIXES,
+    PROTOCOL,
+    StartProgress,
+    StartStage,
+    WorkerReport,
+)
 from workers.server.errors import WorkerDraining
 from workers.server.pictures import PictureMemory
 from workers.server.ports import ServingEngine
@@ -39,6 +45,50 @@ class Traffic:
     async def wait_idle(self) -> None:
         """Wait until no request is in flight."""
         await self._idle.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class StartingWorker:
+    """A worker whose engine is not loaded yet: it serves nothing, and reports how far it is."""
+
+    worker_id: str
+    boot_id: str
+    url: str
+    model: str
+    labels: tuple[str, ...] = ()
+    clock: Callable[[], float]
+    """Monotonic time in seconds."""
+    started_s: float
+    first_stage: InitVar[StartStage]
+    _step: tuple[StartStage, int, int] = field(init=False)
+
+    def __post_init__(self, first_stage: StartStage) -> None:
+        self.advance(first_stage, 0, 0)
+
+    def advance(self, stage: StartStage, done: int, total: int) -> None:
+        """Record how far the start is; safe from any thread."""
+        self._step = (stage, done, total)
+
+    def progress(self) -> StartProgress:
+        """Return how far the start is."""
+        stage, done, total = self._step
+        elapsed_s = self.clock() - self.started_s
+        return StartProgress(stage=stage, done=done, total=total, elapsed_s=elapsed_s)
+
+    def report(self) -> WorkerReport:
+        """Return a report without lanes."""
+        return WorkerReport(
+            worker_id=self.worker_id,
+            boot_id=self.boot_id,
+            protocol=PROTOCOL,
+            url=self.url,
+            model=self.model,
+            labels=self.labels,
+            context_tokens=0,
+            ready=False,
+            start=self.progress(),
+            lanes=(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

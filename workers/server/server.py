@@ -1,9 +1,8 @@
-"""The run of a worker's server: listen, join the gateway, serve, drain."""
+"""The run of a worker's server: listen, serve, drain."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from pydantic import SecretStr
 
 from workers.config_file import InvalidSettings
-from workers.heartbeat import Membership, joined
 from workers.http import Server, raise_open_file_limit
 from workers.lifecycle import Shutdown, first_of
 from workers.server.app import create_app
@@ -36,15 +34,12 @@ async def serve(
     listener: socket.socket,
     *,
     token: SecretStr | None,
-    gateway_url: str,
-    follows_route: bool = False,
     shutdown: Shutdown,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serve until a shutdown is requested or the engine dies; return whether the engine is alive.
 
-    `follows_route`: each gateway is given the address that faces it. Raises `InvalidSettings` if
-    the listener cannot listen.
+    Raises `InvalidSettings` if the listener cannot listen.
     """
     raise_open_file_limit()
     try:
@@ -54,18 +49,8 @@ async def serve(
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise cannot_listen(host, port, error) from error
-    membership = Membership(
-        gateway_url=gateway_url,
-        token=token,
-        worker_id=worker.worker_id,
-        report=worker.report,
-        changed=worker.changed,
-        port=listener.getsockname()[1] if follows_route else None,
-    )
-    async with (
-        Server(create_app(worker, token)).on(listener),
-        joined(membership) if gateway_url else contextlib.nullcontext(),
-    ):
+    async with Server(create_app(worker, token)).on(listener):
+        worker.changed.set()
         on_ready()
         while worker.engine.alive and not shutdown.requested.is_set():
             await first_of(shutdown.requested.wait(), timeout_s=_ENGINE_CHECK_S)

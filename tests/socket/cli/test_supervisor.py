@@ -7,24 +7,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
-from gateway.cli import supervisor
-from workers.protocol import READY_PREFIX
+from gateway.cli.supervisor import Supervisor
+from workers.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
 
 
-async def test_a_starting_worker_shows_signs_of_life_until_it_is_ready(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(supervisor, "_SIGN_OF_LIFE_S", 0.05)
+async def test_the_stages_of_a_start_are_passed_on_until_the_worker_is_ready() -> None:
+    """A line that is no progress is left out, and the other output is printed."""
     lines: list[str] = []
-    starting = "The worker is still starting, "
-    told, ready = asyncio.Event(), asyncio.Event()
-
-    def print_line(line: str) -> None:
-        lines.append(line)
-        if line.startswith(starting):
-            told.set()
+    steps: list[StartProgress | None] = []
+    ready = asyncio.Event()
 
     async def on_ready(_: Mapping[str, Any]) -> None:
         ready.set()
@@ -32,23 +23,23 @@ async def test_a_starting_worker_shows_signs_of_life_until_it_is_ready(
     async def on_exit() -> None:
         """Do nothing."""
 
+    progress = StartProgress(stage=StartStage.KERNELS, done=1, total=3)
+    output = (START_PREFIX + progress.model_dump_json(), START_PREFIX + "{", "a line", READY_PREFIX)
     # Its input stays open until it is stopped.
-    program = f"import time; time.sleep(1); print('{READY_PREFIX}{{}}', flush=True); input()"
+    program = f"print(*{output!r}, sep='\\n', end='{{}}\\n', flush=True); input()"
     running = asyncio.create_task(
-        supervisor.Supervisor(
+        Supervisor(
             command=(sys.executable, "-c", program),
             environment={},
             on_ready=on_ready,
             on_exit=on_exit,
-            print_line=print_line,
+            on_progress=steps.append,
+            print_line=lambda _: None,
             print_worker_line=lines.append,
         ).run()
     )
     async with asyncio.timeout(30):
-        await told.wait()
         await ready.wait()
-    count = len(lines)
-    await asyncio.sleep(0.2)  # four more signs, if they went on
-    assert len(lines) == count
+    assert (steps, lines) == ([progress, None], ["a line"])
     running.cancel()
     await asyncio.wait({running})

@@ -38,7 +38,7 @@ def test_a_repository_is_downloaded_without_its_code_and_served_under_its_name(
     fetch = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     source = resolve_model("Qwen/Qwen3.5-4B")
-    assert (source.folder, source.served_name) == (tmp_path, "Qwen/Qwen3.5-4B")
+    assert (source.fetch(), source.served_name) == (tmp_path, "Qwen/Qwen3.5-4B")
     assert "*.safetensors" in fetch.call_args.kwargs["allow_patterns"]
     assert not any(p.endswith(".py") for p in fetch.call_args.kwargs["allow_patterns"])
 
@@ -61,7 +61,7 @@ def test_a_failed_download_raises_an_error_with_the_reason(
     fetch = Mock(side_effect=raised("library text", **keywords))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     with pytest.raises(ModelUnusable, match=hint) as unusable:
-        resolve_model("some/model")
+        resolve_model("some/model").fetch()
     assert "library text" not in str(unusable.value)
 
 

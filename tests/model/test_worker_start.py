@@ -1,0 +1,114 @@
+"""The start of a worker is told: to its gateways, to its parent process, and in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.model.test_worker_heartbeat import Gateway
+from tests.support.model_hub import model_hub
+from tests.support.scripted_engine import serve_app
+from tests.support.worker_process import environment_without_paceline, worker_process
+from workers.demo import CHECKPOINT
+from workers.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
+from workers.terminal import StartDisplay
+
+WAIT_S = 120
+
+
+async def test_a_worker_tells_its_gateway_and_its_parent_how_far_its_start_is(
+    tmp_path: Path,
+) -> None:
+    """From the bytes of the download on, under one boot, until it is ready."""
+    gateway, release = Gateway(interval_s=0.02), asyncio.Event()
+    hub = model_hub(CHECKPOINT, release)
+    async with serve_app(gateway.app()) as url, serve_app(hub) as hub_url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "workers", "--model", "owner/model", "--port", "0"),
+            *("--join", url, "--leash"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment_without_paceline()
+            | {"HF_ENDPOINT": hub_url, "HF_HOME": str(tmp_path), "PACELINE_JOIN_TOKEN": "secret"},
+        )
+        assert process.stdout
+        assert process.stdin
+        told: list[StartProgress] = []
+        async with asyncio.timeout(WAIT_S):
+            while not (line := (await process.stdout.readline()).decode()).startswith(READY_PREFIX):
+                assert line, "the worker ended before it was ready"
+                if line.startswith(START_PREFIX):
+                    told.append(StartProgress.model_validate_json(line[len(START_PREFIX) :]))
+                    if told[-1].done:  # of the small files, before the weights
+                        release.set()
+            await gateway.reports_reach(len(gateway.reports) + 2)
+            process.stdin.close()
+            assert await process.wait() == 0
+    stages = [stage for stage, _ in itertools.groupby(progress.stage for progress in told)]
+    assert stages[:2] == [StartStage.DOWNLOAD, StartStage.WEIGHTS]
+    assert stages == [stage for stage in StartStage if stage in stages]
+    starting = [report for report in gateway.reports if report.start]
+    assert max(report.start.done for report in starting if report.start) > 0
+    assert not any(report.ready or report.lanes for report in starting)
+    assert gateway.reports[-1].lanes
+    (boot,) = {(report.boot_id, report.model) for report in gateway.reports}
+    assert boot[1] == "owner/model"
+    assert "modeling.py" not in {path.name for path in _files(tmp_path)}, "it downloads no code"
+
+
+def _files(folder: Path) -> list[Path]:
+    return [*folder.rglob("*")]
+
+
+def test_ctrl_c_during_the_start_ends_the_worker_at_once(tmp_path: Path) -> None:
+    arguments = ("--model", str(CHECKPOINT), "--port", "0", "--leash")
+    with worker_process(*arguments, stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(START_PREFIX)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130
+
+
+def progress(stage: StartStage, elapsed_s: float, done: int = 0, total: int = 0) -> StartProgress:
+    return StartProgress(stage=stage, done=done, total=total, elapsed_s=elapsed_s)
+
+
+def test_a_log_gets_a_line_for_each_stage_and_every_eight_seconds() -> None:
+    output = io.StringIO()
+    display = StartDisplay(output)
+    for elapsed_s in range(18):
+        display.show(progress(StartStage.WEIGHTS, elapsed_s))
+    display.show(progress(StartStage.KERNELS, 18.2, 1, 3))
+    display.show(progress(StartStage.KERNELS, 19.2, 2, 3))
+    display.close()
+    assert output.getvalue().splitlines() == [
+        "Starting: loading the weights (0 s) ...",
+        "Starting: loading the weights (8 s) ...",
+        "Starting: loading the weights (16 s) ...",
+        "Starting: compiling kernels, 1 of 3 (18 s) ...",
+    ]
+
+
+def test_a_terminal_gets_a_bar_that_is_gone_after_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    display = StartDisplay(console)
+    display.show(progress(StartStage.DOWNLOAD, 5, 1_500_000_000, 3_000_000_000))
+    display.show(progress(StartStage.DOWNLOAD, 6, 3_000_000_000, 3_000_000_000))
+    display.close()
+    shown = output.getvalue()
+    assert "downloading the model, 3.0 of 3.0 GB (6 s)" in shown
+    assert "━" in shown
+    assert shown.endswith("\x1b[2K"), "the bar erases itself"
