@@ -25,7 +25,7 @@ MAX_PENDING_CLAIMS = 2_000
 _MIN_PREFIX_BYTES = 256
 _MAX_REPORTED_BOOTS = 256
 _NO_KEYS: frozenset[str] = frozenset()
-_SYSTEM_FIELDS = ("tools", "chat_template_kwargs")
+_SYSTEM_FIELDS = ("tools", "chat_template_kwargs", "reasoning_effort")
 
 
 class PrefixHasher:

@@ -143,7 +143,7 @@ MEDIA_KINDS = {
     "audio": "audio",
     "file": "file",
 }
-MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content")
+MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Optional texts of a message, for the chat template."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_KINDS = frozenset({"text", "input_text", "output_text"})

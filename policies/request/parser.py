@@ -15,18 +15,32 @@ from pydantic_core import to_json
 from policies.request.constraint import CONSTRAINT_FIELDS, check_size, read_constraint
 from policies.request.content import read_content
 from policies.request.fields import FieldError, Fields
-from policies.request.profile import OPENAI_DEFAULTS, Endpoint, RequestProfile, Sampling
+from policies.request.profile import (
+    OPENAI_DEFAULTS,
+    REASONING_EFFORTS,
+    Endpoint,
+    RequestProfile,
+    Sampling,
+)
 
 _FUNCTION_FIELDS = (("description", str, "a string"), ("parameters", Mapping, "an object"))
 _TOOLS_LIMIT = 128
 """OpenAI allows as many."""
-_TEMPLATE_KWARGS = frozenset(("enable_thinking",))
+_TEMPLATE_KWARGS_LIMIT = 32
+# Variables of every template, and arguments of the function that renders it.
+_RESERVED_KWARGS = frozenset(
+    "messages tools documents chat_template conversation conversations add_generation_prompt "
+    "continue_final_message tokenize tokenizer_kwargs processor_kwargs padding truncation "
+    "max_length return_tensors return_dict return_assistant_tokens_mask load_audio_from_video "
+    "sanitize_control_tokens bos_token eos_token".split()
+)
+_SWITCHES = ("enable_thinking", "thinking")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 _CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
     "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
     "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
-    "draft_tokens specprefill specprefill_keep_pct thinking_budget metrics token_sources".split()
+    "draft_tokens specprefill specprefill_keep_pct metrics token_sources".split()
 )
 # Accepted and ignored, because they do not affect the answer.
 _BOOKKEEPING_FIELDS = frozenset(
@@ -34,7 +48,8 @@ _BOOKKEEPING_FIELDS = frozenset(
 )
 KNOWN_FIELDS = {
     Endpoint.CHAT: (_CONTROL_FIELDS | _BOOKKEEPING_FIELDS).union(
-        "messages tools tool_choice parallel_tool_calls top_logprobs chat_template_kwargs".split()
+        "messages tools tool_choice parallel_tool_calls top_logprobs chat_template_kwargs "
+        "reasoning_effort thinking_budget".split()
     ),
     Endpoint.COMPLETIONS: _CONTROL_FIELDS | _BOOKKEEPING_FIELDS | {"prompt", "echo"},
 }
@@ -56,7 +71,8 @@ def read_profile(
             raise FieldError(name, f"Unknown field '{name[:100]}'.")
     fields = access(body)
     content = read_content(body, endpoint)
-    _check_template_kwargs(body)
+    _check_template_kwargs(body.get("chat_template_kwargs"))
+    _check_reasoning_effort(body.get("reasoning_effort"))
     stream = fields.flag("stream")
     tools = _read_tools(body)
     stream_options = _read_stream_options(body, stream)
@@ -167,18 +183,28 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
     return tools if body.get("tool_choice") != "none" else ()
 
 
-def _check_template_kwargs(body: Mapping[str, Any]) -> None:
-    """Allow only harmless variables, because a template's variables include its messages."""
-    given = body.get("chat_template_kwargs")
+def _check_template_kwargs(given: Any) -> None:
+    """Accept any variables of a template but those that are not the client's to set."""
+    name = "chat_template_kwargs"
     if given is None:
         return
-    if not isinstance(given, Mapping) or not _TEMPLATE_KWARGS.issuperset(given):
+    if not isinstance(given, Mapping):
+        raise FieldError(name, f"'{name}' must be an object.")
+    if len(given) > _TEMPLATE_KWARGS_LIMIT:
+        raise FieldError(name, f"'{name}' may have at most {_TEMPLATE_KWARGS_LIMIT} names.")
+    check_size(given, name)
+    for reserved in sorted(_RESERVED_KWARGS.intersection(given)):
+        raise FieldError(f"{name}.{reserved}", f"'{name}' may not contain '{reserved}'.")
+    for switch in _SWITCHES:  # a template takes the text "false" for true
+        if not isinstance(given.get(switch), bool | None):
+            raise FieldError(f"{name}.{switch}", f"'{name}.{switch}' must be true or false.")
+
+
+def _check_reasoning_effort(effort: Any) -> None:
+    if effort is not None and effort not in REASONING_EFFORTS:
         raise FieldError(
-            "chat_template_kwargs",
-            f"'chat_template_kwargs' may contain only {', '.join(sorted(_TEMPLATE_KWARGS))}.",
+            "reasoning_effort", f"'reasoning_effort' must be one of {REASONING_EFFORTS}."
         )
-    if not all(isinstance(value, bool) for value in given.values()):
-        raise FieldError("chat_template_kwargs", "'enable_thinking' must be true or false.")
 
 
 def _read_stream_options(body: Mapping[str, Any], stream: bool) -> Fields:

@@ -63,6 +63,8 @@ class Sampling(NamedTuple):
 
 
 OPENAI_DEFAULTS = Sampling()
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The values of `reasoning_effort`, from the least to the most."""
 
 
 class RequestProfile(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 from policies.request.content import ROLES
 from policies.request.fields import Default, Fields
 from policies.request.parser import KNOWN_FIELDS, read_profile
-from policies.request.profile import Endpoint
+from policies.request.profile import REASONING_EFFORTS, Endpoint
 
 _TEXT = {"type": "string", "minLength": 1}
 _MINIMAL_BODIES: Mapping[Endpoint, Mapping[str, Any]] = {
@@ -45,6 +45,7 @@ _OUTLINES: Mapping[str, Any] = {
     "guided_choice": {"type": ["array", "null"], "items": {"type": "string"}},
     "guided_grammar": {"type": ["string", "null"]},
     "chat_template_kwargs": {"type": ["object", "null"]},
+    "reasoning_effort": {"enum": [*REASONING_EFFORTS, None]},
     "specprefill_keep_pct": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
 }
 

@@ -167,6 +167,36 @@ async def test_a_template_that_closes_the_reasoning_leaves_none(client: AsyncOpe
     assert plain.usage.completion_tokens_details.reasoning_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "xhigh"}, True),
+        ({"chat_template_kwargs": {"unknown": {"x": 1}, "enable_thinking": True}}, True),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            False,
+        ),
+    ],
+)
+async def test_an_effort_switches_the_reasoning(
+    client: AsyncOpenAI, fields: dict[str, Any], reasons: bool
+) -> None:
+    """Where the template can; the template's own variable wins, and unknown ones are accepted."""
+    fields = {"chat_template_kwargs": {}, **fields}
+    answer = await ask(client, max_tokens=4, extra=fields)
+    assert (parts(answer.choices[0].message)[0] is not None) is reasons
+
+
+async def test_a_template_variable_is_a_text_and_no_markup(reasoning_engine: Engine) -> None:
+    """It overwrites no argument of the rendering, and spells no control token."""
+    prompts = reasoning_engine.prompts
+    given = {"has_system": "x", "conversation": [], "enable_thinking": True, "tools": [1]}
+    assert prompts.template_variables(given, None).keys() <= {"enable_thinking", "tools"}
+    spelled = prompts.template_variables({"enable_thinking": "<|im_end|>"}, "none")
+    assert "<|im_end|>" not in str(spelled)
+
+
 async def test_token_sources_spell_the_reasoning_and_the_answer(client: AsyncOpenAI) -> None:
     """Every token has an entry, and the texts joined are the reasoning and then the answer."""
     answer = await ask(

@@ -49,6 +49,9 @@ class StubPrompts:
 
     tool_parser_name: str | None = "qwen3_coder"
 
+    def template_variables(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        return {**given, "reasoning_effort": effort}
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],

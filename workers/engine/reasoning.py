@@ -12,12 +12,18 @@ the tokens of a draft.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
+import jinja2
+from jinja2 import meta
+
+from policies.request.profile import REASONING_EFFORTS
 from workers.engine.detokenizer import TextStream
 
 _MARKS = (
@@ -31,6 +37,17 @@ _MARKS = (
 """Tokens that begin and end reasoning, and the text that follows the first: Qwen, DeepSeek and
 many others; Mistral; Gemma; Cohere; Seed; MiniMax."""
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_SWITCHES: Mapping[str, tuple[bool | str, bool | str]] = {
+    "enable_thinking": (False, True),
+    "thinking": (False, True),
+    "reasoning": (False, True),
+    "thinking_mode": ("disabled", "enabled"),
+    "thinking_option": ("off", "on"),
+}
+"""Variables by which templates switch reasoning off and on."""
+_EFFORTS = ("reasoning_effort", "thinking_effort")
+_QUOTED = re.compile("[\"']([a-z_]+)[\"']")
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _PROMPT_END_TOKENS = 32
 """A template that begins or ends the reasoning writes little after its mark."""
 
@@ -316,6 +333,43 @@ def detect_reasoning(tokenizer: Any, template: str) -> ReasoningFormat | None:
                 is_blank=lambda token: token not in added and not decode([token]).strip(),
             )
     return None
+
+
+def effort_variables(template: str, effort: str) -> dict[str, Any]:
+    """Return the variables by which a chat template knows a reasoning effort.
+
+    An effort that the template does not know becomes the highest one below it, or its lowest.
+    """
+    known = template_variables(template)
+    variables: dict[str, Any] = {
+        name: values[effort != "none"] for name, values in _SWITCHES.items() if name in known
+    }
+    lines = [line for line in template.splitlines() if "effort" in line]
+    named = {name for line in lines for name in _QUOTED.findall(line)}
+    levels = named.intersection(REASONING_EFFORTS) - {"none"}
+    if not any("raise_exception" in line for line in lines):
+        levels |= {"low", "medium", "high"}  # a template that takes any text need not name them
+    ranked = sorted(levels, key=REASONING_EFFORTS.index)
+    asked = REASONING_EFFORTS.index(effort)
+    below = [level for level in ranked if REASONING_EFFORTS.index(level) <= asked]
+    level = next(iter(below[-1:] or ranked[:1]), None)
+    if effort == "none":
+        off = next((name for name in ("none", "no_think") if name in named), None)
+        if off is None and variables:
+            return variables
+        level = off or level
+    return variables | {name: level for name in _EFFORTS if level and name in known}
+
+
+@lru_cache(maxsize=8)
+def template_variables(template: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
+    try:
+        parsed = environment.parse(_GENERATION_TAG.sub("", template))
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()  # it renders nothing either
+    return frozenset(meta.find_undeclared_variables(parsed))
 
 
 def _left(budget: int | None, used: int) -> float:

@@ -34,7 +34,12 @@ from PIL import Image
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from workers.engine.detokenizer import TextStream
-from workers.engine.reasoning import Reasoning, detect_reasoning
+from workers.engine.reasoning import (
+    Reasoning,
+    detect_reasoning,
+    effort_variables,
+    template_variables,
+)
 from workers.engine.types import Generation, InvalidGeneration, Prompt
 
 logger = logging.getLogger(__name__)
@@ -103,6 +108,19 @@ class PromptRenderer:
         if isinstance(template, Mapping):  # several by name: one of them renders tools
             template = template.get("tool_use") or template.get("default")
         return template or ""
+
+    def template_variables(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        """Return the variables by which the template knows a reasoning effort, and those given.
+
+        Names that the template does not read are left out: they change nothing, and may be
+        arguments of the function that renders it.
+        """
+        efforts = effort_variables(self._template, effort) if effort else {}
+        return {
+            name: self._control.split(value)
+            for name, value in {**efforts, **given}.items()
+            if value is not None and name in template_variables(self._template)
+        }
 
     def chat(
         self,

@@ -19,6 +19,9 @@ class Prompts(Protocol):
     def tool_parser_name(self) -> str | None:
         """mlx-vlm's name of the model's format of tool calls; None without one."""
 
+    def template_variables(self, given: Mapping[str, Json], effort: str | None) -> dict[str, Json]:
+        """Return the variables by which the template knows a reasoning effort, and those given."""
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Json]],

@@ -230,7 +230,6 @@ async def _chat_prompt(
     prefix_key: str | None,
 ) -> Prompt:
     messages, sources = _read_messages(body["messages"])
-    template_kwargs = body.get("chat_template_kwargs") or {}
     if sources and not engine.card.vision:
         raise BadRequest(
             "This model does not support images.", param=sources[0][0], code="unsupported_value"
@@ -239,6 +238,9 @@ async def _chat_prompt(
     pictures = await memory.decode(sources) if sources else ()
 
     def render() -> Prompt:
+        template_kwargs = engine.prompts.template_variables(
+            body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
+        )
         prefix_text = ""
         if prefix_key != NO_PREFIX:
             prefix_text = engine.prompts.shared_prefix(messages, tools, template_kwargs)

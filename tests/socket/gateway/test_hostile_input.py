@@ -483,8 +483,11 @@ def test_s38_s39_image_counts_and_sizes_are_checked_before_decoding(
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_embeds"}]}]}, None),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"chat_template": "{{x}}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        (
+            {"chat_template_kwargs": {"chat_template": "{{x}}"}},
+            "chat_template_kwargs.chat_template",
+        ),
         ({"tools": [TOOL] * 10_000}, "tools"),
         ({"guided_regex": "(a+)+" * 100_000}, "guided_regex"),
     ],

@@ -185,12 +185,13 @@ def test_a_prefix_key_depends_on_all_shared_fields_and_on_no_others() -> None:
         hasher.prefix_key(inspected(model="large"), lab, RULES),
         hasher.prefix_key(inspected(tools=[{"type": "function"}]), lab, RULES),
         hasher.prefix_key(inspected(chat_template_kwargs={"enable_thinking": False}), lab, RULES),
+        hasher.prefix_key(inspected(reasoning_effort="low"), lab, RULES),
         hasher.prefix_key(inspected(**fields_of(LONG + "!")), lab, RULES),
         hasher.prefix_key(inspected(), Caller(key="1", team="shop"), RULES),
         hasher.prefix_key(inspected(), Caller(key="1"), RULES),
         PrefixHasher(b"other").prefix_key(inspected(), lab, RULES),
     }
-    assert len(other_keys - {prefix_key}) == 7
+    assert len(other_keys - {prefix_key}) == 8
     tools = [{"type": "function", "function": {"name": "look_up", "description": LONG}}]
     without_system = [{"role": "user", "content": "Hello"}]
     assert hasher.prefix_key(inspected(messages=without_system, tools=tools), lab, RULES)

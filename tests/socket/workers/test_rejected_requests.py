@@ -50,8 +50,8 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"metrics": {"per_step": True}}, "metrics"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"enable_thinking": "{{7*7}}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"thinking": "{{7*7}}"}}, "chat_template_kwargs.thinking"),
         ({"messages": [{"role": "user", "content": VIDEO}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": REMOTE}]}, "messages[0].content[0].image_url"),
         (

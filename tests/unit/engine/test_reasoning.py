@@ -11,7 +11,13 @@ import pytest
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from workers.demo import CHECKPOINT
-from workers.engine.reasoning import Part, ReasoningState, detect_reasoning
+from workers.engine.reasoning import (
+    Part,
+    ReasoningState,
+    detect_reasoning,
+    effort_variables,
+    template_variables,
+)
 
 FORMATS = {
     "qwen": (("<think>", "</think>"), "{% if x %}<think>\n\n</think>{% endif %}"),
@@ -188,3 +194,45 @@ def test_a_template_without_marks_has_no_reasoning(template: str) -> None:
     """Also if the tokenizer has the tokens: the model was not trained to use them."""
     assert re.search("</think>", template) is None
     assert all(detect_reasoning(tokenizer_of(family), template) is None for family in FORMATS)
+
+
+GPT_OSS = """{%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{% endif %}
+Reasoning: {{ reasoning_effort }}{{ message.thinking }}"""
+HY3 = """{%- if reasoning_effort not in ['high', 'low', 'no_think'] %}
+{{ raise_exception('unknown reasoning_effort') }}{% endif %}"""
+QWEN = "{% if enable_thinking is defined and enable_thinking is false %}</think>{% endif %}"
+DEEPSEEK = "{% if not thinking %}</think>{% elif reasoning_effort == 'max' %}Hard!{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables"),
+    [
+        (QWEN, "none", {"enable_thinking": False}),
+        (QWEN, "minimal", {"enable_thinking": True}),
+        (QWEN, "max", {"enable_thinking": True}),
+        (GPT_OSS, "none", {"reasoning_effort": "low"}),
+        (GPT_OSS, "minimal", {"reasoning_effort": "low"}),
+        (GPT_OSS, "medium", {"reasoning_effort": "medium"}),
+        (GPT_OSS, "xhigh", {"reasoning_effort": "high"}),
+        (HY3, "none", {"reasoning_effort": "no_think"}),
+        (HY3, "minimal", {"reasoning_effort": "low"}),
+        (HY3, "medium", {"reasoning_effort": "low"}),
+        (HY3, "max", {"reasoning_effort": "high"}),
+        (DEEPSEEK, "none", {"thinking": False}),
+        (DEEPSEEK, "low", {"thinking": True, "reasoning_effort": "low"}),
+        (DEEPSEEK, "max", {"thinking": True, "reasoning_effort": "max"}),
+        ("{{ messages }}", "high", {}),
+    ],
+)
+def test_an_effort_is_what_the_template_knows_of_it(
+    template: str, effort: str, variables: dict[str, Any]
+) -> None:
+    """Above a template's highest level is its highest; none switches off where it can."""
+    assert effort_variables(template, effort) == variables
+
+
+def test_the_variables_of_a_template_are_those_that_it_reads() -> None:
+    """Also beside the tags that transformers adds to Jinja; a broken template reads nothing."""
+    template = "{% generation %}{% if a.b %}{{ c }}{% break %}{% endif %}{% endgeneration -%}"
+    assert template_variables("{% for x in y %}" + template + "{% endfor %}") == {"a", "c", "y"}
+    assert template_variables("{% if %}") == set()

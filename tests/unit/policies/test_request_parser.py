@@ -28,7 +28,8 @@ from tests.support.images import data_url, png_header
     "field",
     "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty n "
     "stop logit_bias logprobs max_tokens max_completion_tokens tools response_format stream "
-    "stream_options draft_tokens specprefill specprefill_keep_pct thinking_budget user".split(),
+    "stream_options draft_tokens specprefill specprefill_keep_pct thinking_budget reasoning_effort "
+    "chat_template_kwargs user".split(),
 )
 def test_an_explicit_null_counts_as_absent(field: str) -> None:
     assert read_chat(**{field: None}) == read_chat()
@@ -69,7 +70,7 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
         ),
         *(
             ({"messages": [{"role": "user", "content": "", name: 5}]}, f"messages[0].{name}")
-            for name in ("name", "tool_call_id", "reasoning_content")
+            for name in ("name", "tool_call_id", "reasoning_content", "reasoning")
         ),
         ({"logit_bias": {"5": -100.5}}, "logit_bias"),
         ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
@@ -100,8 +101,16 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
         ),
         ({"guided_json": nested_json(33)}, "guided_json"),
         ({"guided_regex": "x" * 65537}, "guided_regex"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"thinking": "false"}}, "chat_template_kwargs.thinking"),
+        ({"chat_template_kwargs": {f"x{i}": 1 for i in range(33)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": "x" * 65537}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": nested_json(32)}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "most"}, "reasoning_effort"),
+        ({"reasoning_effort": ["low"]}, "reasoning_effort"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": ["json_object"]}}, "response_format"),
         ({"thinking_budget": -1}, "thinking_budget"),
@@ -170,7 +179,7 @@ def test_pictures_are_bounded_in_number_and_in_total_pixels() -> None:
 
 def test_a_deep_schema_of_ordinary_size_is_accepted() -> None:
     assert read_chat(tools=[make_tool(nested_json(30))] * 128).tools
-    assert read_chat(chat_template_kwargs={"enable_thinking": True}) == read_chat()
+    assert read_chat(chat_template_kwargs={"enable_thinking": True, "x": [1]}) == read_chat()
 
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
