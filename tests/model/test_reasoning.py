@@ -191,8 +191,8 @@ async def test_an_effort_switches_the_reasoning(
 async def test_a_template_variable_is_a_text_and_no_markup(reasoning_engine: Engine) -> None:
     """It overwrites no argument of the rendering, and spells no control token."""
     prompts = reasoning_engine.prompts
-    given = {"has_system": "x", "conversation": [], "enable_thinking": True, "tools": [1]}
-    assert prompts.template_variables(given, None).keys() <= {"enable_thinking", "tools"}
+    given = {"has_system": "x", "conversation": [], "enable_thinking": True}
+    assert prompts.template_variables(given, None) == {"enable_thinking": True}
     spelled = prompts.template_variables({"enable_thinking": "<|im_end|>"}, "none")
     assert "<|im_end|>" not in str(spelled)
 

@@ -196,7 +196,8 @@ def test_a_template_without_marks_has_no_reasoning(template: str) -> None:
     assert all(detect_reasoning(tokenizer_of(family), template) is None for family in FORMATS)
 
 
-GPT_OSS = """{%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{% endif %}
+GPT_OSS = """
+{%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{% endif %}
 Reasoning: {{ reasoning_effort }}{{ message.thinking }}"""
 HY3 = """{%- if reasoning_effort not in ['high', 'low', 'no_think'] %}
 {{ raise_exception('unknown reasoning_effort') }}{% endif %}"""
