@@ -412,6 +412,8 @@ def draft_block(
 
 RUNNING_USAGE_TOKENS = 32
 """A stream of a worker reports its usage so far at least as often, if the request asks for it."""
+KEEPALIVE_S = 10.0
+"""A stream that has sent nothing for so long sends a comment, or its head if it has not begun."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """An `x-request-id` of a client that is safe to log and to send on."""
 

@@ -30,7 +30,7 @@ from policies.request.profile import Sampling
 from tools.demo_model.world import SYSTEM_OPENINGS
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
-from workers.engine.types import Delta, EngineSettings, Generation, LaneName, Prompt
+from workers.engine.types import Delta, EngineSettings, Finished, Generation, LaneName, Prompt
 from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
@@ -139,7 +139,7 @@ class Sampler:
             async for event in events:
                 if isinstance(event, Delta):
                     text += event.text
-                else:
+                elif isinstance(event, Finished):
                     self.speculation += event.speculation
         return text
 

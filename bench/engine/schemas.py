@@ -27,6 +27,7 @@ from workers.engine.engine import Engine
 from workers.engine.types import (
     Delta,
     EngineSettings,
+    Finished,
     FinishReason,
     Generation,
     InvalidGeneration,
@@ -76,7 +77,7 @@ async def ask(engine: Engine, index: int, schema: Schema, max_tokens: int) -> tu
         async for event in engine.generate(generation):
             if isinstance(event, Delta):
                 text += event.text
-            elif event.reason is FinishReason.LENGTH:
+            elif isinstance(event, Finished) and event.reason is FinishReason.LENGTH:
                 return "length", text
     except InvalidGeneration as error:
         named = re.search("'(.+?)'", error.message)

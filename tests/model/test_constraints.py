@@ -88,7 +88,7 @@ async def answer(
     async for event in engine.generate(generation):
         if isinstance(event, Delta):
             text += event.text
-        else:
+        elif isinstance(event, Finished):
             return text, event
     raise AssertionError("every generation finishes")
 

@@ -24,6 +24,7 @@ from workers.engine.types import (
     LaneName,
     ModelUnusable,
     Picture,
+    PrefillProgress,
     Prompt,
 )
 
@@ -132,6 +133,7 @@ async def test_logprobs_are_those_of_the_chosen_tokens(engine: Engine) -> None:
     events = [event async for event in engine.generate(generation)]
     tokens = [token for event in events if isinstance(event, Delta) for token in event.logprobs]
 
+    assert isinstance(events[-1], Finished)
     assert len(tokens) == events[-1].usage.completion_tokens
     for token in tokens:
         assert len(token.top) == 3
@@ -140,6 +142,18 @@ async def test_logprobs_are_those_of_the_chosen_tokens(engine: Engine) -> None:
         )
         assert token.logprob == pytest.approx(token.top[0].logprob)
         assert token.logprob <= 0
+
+
+async def test_a_long_prompt_reports_its_progress_before_the_first_text(engine: Engine) -> None:
+    generation = make_generation(engine, "Hello there. " * 400, max_tokens=2)
+    events = [event async for event in engine.generate(generation)]
+
+    progress = [event for event in events if isinstance(event, PrefillProgress)]
+    assert progress == events[: len(progress)]
+    assert isinstance(events[-1], Finished)
+    read = [0, *(event.read_tokens for event in progress), events[-1].usage.prompt_tokens]
+    assert len(read) > 2
+    assert read == sorted(set(read))
 
 
 async def test_a_prompt_longer_than_the_context_names_its_field(engine: Engine) -> None:

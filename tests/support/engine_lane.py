@@ -13,6 +13,7 @@ from workers.engine.types import (
     EngineError,
     Event,
     Finished,
+    PrefillProgress,
     TokenLogprob,
 )
 
@@ -34,7 +35,7 @@ class RowEvents:
         if isinstance(event, Delta):
             self.text += event.text
             self.logprobs += event.logprobs
-        else:
+        elif not isinstance(event, PrefillProgress):
             self.end = event
 
 

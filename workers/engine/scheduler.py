@@ -214,6 +214,12 @@ class LaneScheduler:
                 self._finish(row)
             else:
                 self._apply(self._decoder.join(prefill))
+        elif not row.answer:
+            row.sink(
+                types.PrefillProgress(
+                    read_tokens=prefill.read_count, prompt_tokens=len(prefill.read_indices)
+                )
+            )
 
     def _prefill_chunk(self, prefill: Prefill) -> None:
         """Read one chunk, or let the draft model score one; choose the first token at the end."""

@@ -16,7 +16,6 @@ from workers.engine.row import EventSink, Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import (
-    Delta,
     EngineError,
     Event,
     Finished,
@@ -88,7 +87,7 @@ def check_head(
     ends: list[Finished | EngineError] = []
 
     def record(event: Event | EngineError) -> None:
-        if not isinstance(event, Delta):
+        if isinstance(event, Finished | EngineError):
             ends.append(event)
             progress(len(ends), len(QUESTIONS))
 

@@ -166,8 +166,18 @@ class Finished:
     """Steps that `speculation` sums up; drafts that failed are no steps."""
 
 
-Event = Delta | Finished
-"""A generation yields any number of `Delta`, then one `Finished`, or raises `EngineError`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillProgress:
+    """The lane has taken the row, and has read a part of its prompt."""
+
+    read_tokens: int
+    prompt_tokens: int
+    """Without those that SpecPrefill skips, once it has chosen them."""
+
+
+Event = PrefillProgress | Delta | Finished
+"""A generation yields `PrefillProgress` while it reads a long prompt, any number of `Delta`, then
+one `Finished`, or raises `EngineError`."""
 
 
 ProgressSink = Callable[[StartStage, int, int], None]

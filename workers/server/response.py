@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -36,6 +36,8 @@ _STREAM_HEADERS = {
     "x-accel-buffering": "no",
 }
 _DONE = b"data: [DONE]\n\n"
+_WAITING = b": waiting\n\n"
+_KEEPALIVE = b": keepalive\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 Result = TypeVar("Result")
@@ -44,8 +46,8 @@ Result = TypeVar("Result")
 class CompletionResponse(Response):
     """A response that generates while it is sent; a disconnect of the client cancels it.
 
-    An error before the first event is raised, and gets a status of its own; a later one ends the
-    stream with an error event and without `[DONE]`.
+    An error before the head is raised, and gets a status of its own; a later one ends the stream
+    with an error event and without `[DONE]`.
     """
 
     def __init__(self, worker: Worker, request: CompletionRequest) -> None:
@@ -78,31 +80,50 @@ class CompletionResponse(Response):
     async def _complete(self) -> Json:
         async with aclosing(events_of(self._worker.engine, self._request.generations)) as events:
             async for index, event in events:
-                self._entries(index, event)
+                if not isinstance(event, types.PrefillProgress):
+                    self._entries(index, event)
         return self._envelope(_OBJECT, [one.build() for one in self._writers]) | self._totals()
 
     async def _stream(self, send: Send) -> None:
-        async with aclosing(events_of(self._worker.engine, self._request.generations)) as events:
-            index, event = await anext(events)
-            await _send(send, self._start())
+        stream = EventStream(send, self._request.request_id)
+        async with (
+            stream.kept_alive(self._worker.keepalive_s),
+            aclosing(events_of(self._worker.engine, self._request.generations)) as events,
+        ):
             try:
-                begun = [entry for writer in self._writers for entry in writer.begin()]
-                await self._send_entries(send, begun)
-                await self._send_entries(send, self._entries(index, event))
-                async for index, event in events:
-                    await self._send_entries(send, self._entries(index, event))
-                if self._request.profile.include_usage:
-                    usage = self._envelope(_CHUNK, []) | self._totals()
-                    await _send(send, _body(_encode_event(usage)))
-                await _send(send, _body(_DONE, last=True))
+                await self._relay(events, stream)
             except ClientStalled:
                 raise
-            except Exception as error:  # noqa: BLE001 - the head is sent: it becomes an event
+            except Exception as error:
+                if not stream.started:
+                    raise
                 failure = as_request_error(error, self._request.request_id)
-                await _send(send, _body(_encode_event(failure.body())))
-                await _send(send, _body(b"", last=True))
+                await stream.send(_encode_event(failure.body()), last=True)
 
-    async def _send_entries(self, send: Send, entries: Sequence[Json]) -> None:
+    async def _relay(
+        self, events: AsyncIterator[tuple[int, types.Event]], stream: EventStream
+    ) -> None:
+        """Send the events as chunks, up to `[DONE]`."""
+        begun = False
+        async for index, event in events:
+            if isinstance(event, types.PrefillProgress):
+                stream.comment = b": read %d of %d tokens of the prompt\n\n" % (
+                    event.read_tokens,
+                    event.prompt_tokens,
+                )
+                await stream.start()
+                continue
+            if not begun:
+                begun, stream.comment = True, _KEEPALIVE
+                begin = [entry for writer in self._writers for entry in writer.begin()]
+                await self._send_entries(stream, begin)
+            await self._send_entries(stream, self._entries(index, event))
+        if self._request.profile.include_usage:
+            usage = self._envelope(_CHUNK, []) | self._totals()
+            await stream.send(_encode_event(usage))
+        await stream.send(_DONE, last=True)
+
+    async def _send_entries(self, stream: EventStream, entries: Sequence[Json]) -> None:
         usage = self._running_usage() if self._request.profile.running_usage else {}
         if not entries and not usage:
             return
@@ -111,7 +132,7 @@ class CompletionResponse(Response):
         entries = entries or self._writers[0].idle()
         chunks = [self._envelope(_CHUNK, [entry]) | no_usage for entry in entries]
         chunks[-1] |= usage
-        await _send(send, _body(b"".join(_encode_event(chunk) for chunk in chunks)))
+        await stream.send(b"".join(_encode_event(chunk) for chunk in chunks))
 
     def _running_usage(self) -> dict[str, Json]:
         """Return the usage so far, if many tokens were generated since it was sent."""
@@ -127,7 +148,7 @@ class CompletionResponse(Response):
         param = "prompt" if completion and error.param == "messages" else error.param
         return BadRequest(error.message, param=param, code=error.code)
 
-    def _entries(self, index: int, event: types.Event) -> Sequence[Json]:
+    def _entries(self, index: int, event: types.Delta | types.Finished) -> Sequence[Json]:
         if isinstance(event, types.Delta):
             self._usages[index] = event.usage
             return self._writers[index].add(event)
@@ -149,9 +170,62 @@ class CompletionResponse(Response):
             "choices": choices,
         }
 
-    def _start(self) -> Json:
-        headers = {**_STREAM_HEADERS, "x-request-id": self._request.request_id}
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+class EventStream:
+    """A response of server-sent events, whose head goes out with its first bytes or before them.
+
+    While it is kept alive, it sends a comment, or the head and a comment, after each interval
+    without an event. So no idle limit on the way to the client cuts a working answer.
+    """
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._headers = {**_STREAM_HEADERS, "x-request-id": request_id}
+        self._sending = asyncio.Lock()
+        self._sent_s = asyncio.get_running_loop().time()
+        self.started = False
+        self.comment = _WAITING
+
+    async def start(self) -> None:
+        """Send the head, unless it has been sent."""
+        await self.send(b"")
+
+    async def send(self, events: bytes, *, last: bool = False) -> None:
+        """Send bytes; raise `ClientStalled` if the client does not read."""
+        async with self._sending:
+            self._sent_s = asyncio.get_running_loop().time()
+            try:
+                async with asyncio.timeout(WRITE_STALL_S):
+                    if not self.started:
+                        self.started = True
+                        await self._send(self._head())
+                    if events or last:
+                        body = {"type": "http.response.body", "body": events, "more_body": not last}
+                        await self._send(body)
+            except TimeoutError as error:
+                raise ClientStalled from error
+
+    @asynccontextmanager
+    async def kept_alive(self, interval_s: float) -> AsyncIterator[None]:
+        """Send comments within the context."""
+        task = asyncio.create_task(self._keep_alive(interval_s))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep_alive(self, interval_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            left_s = self._sent_s + interval_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                await self.send(self.comment)
+
+    def _head(self) -> Json:
+        raw = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
@@ -244,18 +318,6 @@ async def _generate(
             if isinstance(event, types.Finished):
                 return
     raise types.GenerationFailed("The engine ended a generation without finishing it.")
-
-
-async def _send(send: Send, message: Json) -> None:
-    try:
-        async with asyncio.timeout(WRITE_STALL_S):
-            await send(message)
-    except TimeoutError as error:
-        raise ClientStalled from error
-
-
-def _body(body: bytes, *, last: bool = False) -> Json:
-    return {"type": "http.response.body", "body": body, "more_body": not last}
 
 
 def _encode_event(payload: Json) -> bytes:

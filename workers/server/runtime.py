@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 
 from workers.protocol import (
+    KEEPALIVE_S,
     MAX_REPORTED_PREFIXES,
     PROTOCOL,
     StartProgress,
@@ -107,6 +108,8 @@ class Worker:
     started_s: float
     traffic: Traffic = field(default_factory=Traffic)
     pictures: PictureMemory = field(default_factory=PictureMemory)
+    keepalive_s: float = KEEPALIVE_S
+    """The longest time without an event before a stream gets a comment, or its head."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to send the next heartbeat at once."""
 
