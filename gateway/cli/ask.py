@@ -125,15 +125,26 @@ class _Answer:
 
 
 def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
-    """Print each piece of text at once; raise `CommandError` for an answer that breaks off."""
+    """Print each piece of text at once; raise `CommandError` for an answer that breaks off.
+
+    Reasoning is printed on a terminal alone, where it can be told from the answer.
+    """
     answer, last_text = _Answer(), "\n"
+    reasoned = False
     try:
         for event in _events(response):
-            if text := _read_event(event, answer):
+            text, reasoning = _read_event(event, answer), _read_reasoning(event)
+            if text or reasoning:
                 now_s = time.monotonic() - started_s
                 if answer.first_token_s is None:
                     answer.first_token_s = now_s
                 answer.last_token_s = now_s
+            if reasoning and sys.stdout.isatty():
+                _print_dim(printable(reasoning.replace("\r", "")))
+                reasoned, last_text = True, reasoning
+            if text:
+                if reasoned:
+                    text, reasoned = f"\n\n{text}", False
                 # A terminal obeys control characters, and a pipe may end at one.
                 sys.stdout.write(printable(text.replace("\r", "")))
                 sys.stdout.flush()
@@ -188,6 +199,22 @@ def _read_event(event: object, answer: _Answer) -> str:
         case {"choices": [{"delta": {"content": str(text)}}, *_]}:
             return text
     return ""
+
+
+def _read_reasoning(event: object) -> str:
+    match event:
+        case {"choices": [{"delta": {"reasoning_content": str(text)}}, *_]}:
+            return text
+        case {"choices": [{"delta": {"reasoning": str(text)}}, *_]}:
+            return text
+    return ""
+
+
+def _print_dim(text: str) -> None:
+    from rich.console import Console  # noqa: PLC0415 - few models reason
+    from rich.text import Text  # noqa: PLC0415
+
+    Console(highlight=False).print(Text(text, style="dim"), end="", soft_wrap=True)
 
 
 def _summary(headers: Mapping[str, str], why: str, answer: _Answer) -> str:

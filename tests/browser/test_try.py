@@ -7,7 +7,7 @@ from playwright.async_api import expect
 
 from tests.support.browser_tab import BrowserTab
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import Script, ScriptedWorker
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, event
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -53,9 +53,38 @@ RENDER = """async text => {
 }"""
 
 
+def piece(text: str, source: str, **delta: str) -> bytes:
+    """Return a chunk with one token."""
+    choice = {"index": 0, "delta": delta, "token_sources": [{"text": text, "source": source}]}
+    return event({"id": "c", "object": "chat.completion.chunk", "choices": [choice]})
+
+
 async def open_try(tab: BrowserTab, gateway: RunningGateway) -> None:
     await tab.open_start(gateway.url)
     await tab.page.get_by_role("link", name="Try it").click()
+
+
+async def test_reasoning_folds_away_when_the_answer_begins(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
+) -> None:
+    """It is shown as it comes; drafted tokens of the answer are marked where they are."""
+    page = tab.page
+    thoughts = [piece(one, "draft", reasoning_content=one) for one in ("Hm", "m. ")]
+    texts = [piece("Yes", "model", content="Yes"), piece(" sir", "draft", content=" sir")]
+    worker.script = Script(events=(*thoughts, *texts, chunk({}, "stop"), DONE), hang_after=2)
+    await open_try(tab, gateway_with_worker)
+    await page.get_by_label("Question").fill("Hello")
+    await page.keyboard.press("Enter")
+    answer = page.get_by_role("article", name="Answer of demo")
+    thinking = answer.locator("details")
+    await expect(thinking.locator("p")).to_have_text("Hmm. ")
+    await expect(thinking).to_have_attribute("open", "")
+    worker.resume.set()
+    await expect(answer.locator(".content")).to_have_text("Yes sir")
+    await expect(answer.locator(".content .drafted")).to_have_text(" sir")
+    await expect(thinking).not_to_have_attribute("open", "")
+    await thinking.locator("summary").click()
+    await expect(thinking.locator("p")).to_be_visible()
 
 
 async def test_a_conversation_streams_stops_fails_and_is_asked_again(

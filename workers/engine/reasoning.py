@@ -101,11 +101,17 @@ class ReasoningFormat(Protocol):
     """The marks of one tokenizer."""
 
     def begin(
-        self, prompt: Sequence[int], budget: int | None = None, *, constrained: bool = False
+        self,
+        prompt: Sequence[int],
+        budget: int | None = None,
+        *,
+        constrained: bool = False,
+        call_mark: int | None = None,
     ) -> ReasoningState:
         """Return the state at the beginning of the answer to a prompt.
 
-        `constrained` says that a grammar describes the answer.
+        `constrained` says that a grammar describes the answer. `call_mark` begins a call, which
+        ends the reasoning too: models forget the mark before it.
         """
 
 
@@ -132,10 +138,15 @@ class MarkedReasoning:
     """Whether a token is white space."""
 
     def begin(
-        self, prompt: Sequence[int], budget: int | None = None, *, constrained: bool = False
+        self,
+        prompt: Sequence[int],
+        budget: int | None = None,
+        *,
+        constrained: bool = False,
+        call_mark: int | None = None,
     ) -> MarkedState:
         """Return the state after a prompt, which may end with either mark."""
-        state = MarkedState(self, budget, constrained)
+        state = MarkedState(self, budget, constrained, None if constrained else call_mark)
         tail = list(prompt[-_PROMPT_END_TOKENS:])
         while tail and self.is_blank(tail[-1]):
             tail.pop()
@@ -154,6 +165,7 @@ class MarkedState:
     format: MarkedReasoning
     budget: int | None
     constrained: bool
+    call_mark: int | None
     open: bool = False
     """Whether the next token is reasoning."""
     closed: bool = False
@@ -181,6 +193,9 @@ class MarkedState:
             if self.label and token == self.label[0]:
                 self.label = self.label[1:]
                 return Part.MARK, ()
+            if token == self.call_mark:
+                self.open, self.closed = False, True
+                return Part.ANSWER, (token,)
             self.label = ()
             self.reasoning_tokens += 1
             return Part.REASONING, (token,)
@@ -221,10 +236,15 @@ class HarmonyReasoning:
     decode: Callable[[Sequence[int]], str]
 
     def begin(
-        self, prompt: Sequence[int], budget: int | None = None, *, constrained: bool = False
+        self,
+        prompt: Sequence[int],
+        budget: int | None = None,
+        *,
+        constrained: bool = False,
+        call_mark: int | None = None,
     ) -> HarmonyState:
         """Return the state in the header of the first message."""
-        del prompt  # it ends within that header
+        del prompt, call_mark  # a prompt ends within that header, and calls have a channel
         return HarmonyState(self, budget, constrained)
 
     def call_header(self, header: tuple[int, ...], at: int) -> tuple[int, ...]:

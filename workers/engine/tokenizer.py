@@ -248,8 +248,14 @@ class PromptRenderer:
         """Return the state of one answer's reasoning, if it is to be apart from the text."""
         if not generation.split_reasoning or self._reasoning_format is None:
             return None
+        marks = generation.call_marks or ()
+        added = self._tokenizer.added_tokens_decoder.items()
+        calls = [index for index, token in added if token.content in marks[:1]]
         state = self._reasoning_format.begin(
-            prompt, generation.thinking_budget, constrained=generation.constraint is not None
+            prompt,
+            generation.thinking_budget,
+            constrained=generation.constraint is not None,
+            call_mark=next(iter(calls), None),
         )
         return Reasoning(state, TextStream(self.decode, strip=True))
 

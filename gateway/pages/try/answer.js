@@ -10,10 +10,13 @@ const DRAWING_SHARE = 0.2;
 
 export class Answer {
   text = "";
+  #reasoning = "";
+  #thoughts = make("p");
+  #thinking = make("details", { class: "reasoning", open: "", hidden: "" }, make("summary", {}, "Reasoning"), this.#thoughts);
   #tokens = new TokenSources();
   #content = make("div", { class: "content" });
   #facts = make("div", { class: "facts muted small" });
-  #view = new MarkdownView(this.#content, (start, end) => this.#tokens.nodes(this.text, start, end));
+  #view = new MarkdownView(this.#content, (start, end) => this.#tokens.nodes(this.text, start, end, this.#reasoning.length));
   #drawing = null;
   #headers = null;
   #usage = null;
@@ -23,7 +26,7 @@ export class Answer {
 
   constructor(model) {
     this.#sentMs = performance.now();
-    this.element = make("article", { class: "turn answer", "aria-label": `Answer of ${model}` }, make("p", { class: "who" }, model), this.#content, this.#facts);
+    this.element = make("article", { class: "turn answer", "aria-label": `Answer of ${model}` }, make("p", { class: "who" }, model), this.#thinking, this.#content, this.#facts);
     this.#facts.textContent = "Waiting for the first token …";
   }
 
@@ -39,10 +42,13 @@ export class Answer {
     this.#usage = usage ?? this.#usage;
     if (!choice) return;
     if (choice.token_sources) this.#tokens.add(choice.token_sources);
-    if (choice.delta?.content) {
+    const { content, reasoning, reasoning_content = reasoning } = choice.delta ?? {};
+    if (content || reasoning_content) {
       this.#lastMs = performance.now();
       this.#firstMs ||= this.#lastMs;
-      this.text += choice.delta.content;
+      if (content && !this.text) this.#thinking.open = false;
+      this.#reasoning += reasoning_content ?? "";
+      this.text += content ?? "";
       this.#draw();
     }
     this.#finish = choice.finish_reason ?? this.#finish;
@@ -51,7 +57,7 @@ export class Answer {
   // Show the complete answer; `stopped` by the user, or not. Return a sentence about it, in parts.
   end({ stopped = false } = {}) {
     this.#drawNow();
-    if (!this.text) this.#content.replaceChildren(make("p", { class: "muted" }, stopped ? "Stopped before the first token." : "The answer is empty."));
+    if (!this.text) this.#content.replaceChildren(make("p", { class: "muted" }, this.#absence(stopped)));
     const facts = this.#sentences(stopped);
     this.#facts.replaceChildren(...facts.map((fact) => make("p", {}, fact)));
     return facts[0] ?? ["The answer is complete."];
@@ -69,13 +75,13 @@ export class Answer {
     if (this.#drawing !== null) return;
     this.#drawing = requestAnimationFrame(() => {
       const began = performance.now();
-      this.#view.update(this.text);
+      this.#update();
       const took = performance.now() - began;
       this.#drawing = setTimeout(() => {
         this.#drawing = null;
         if (this.#pending) this.#draw();
       }, took / DRAWING_SHARE);
-      this.#shown = this.text.length;
+      this.#shown = this.#length;
       this.#facts.textContent = "";
     });
   }
@@ -83,14 +89,30 @@ export class Answer {
   #shown = 0;
 
   get #pending() {
-    return this.text.length > this.#shown;
+    return this.#length > this.#shown;
   }
 
   #drawNow() {
     cancelAnimationFrame(this.#drawing);
     clearTimeout(this.#drawing);
     this.#drawing = 0; // nothing more is drawn later
+    this.#update();
+  }
+
+  get #length() {
+    return this.#reasoning.length + this.text.length;
+  }
+
+  #update() {
+    this.#thinking.hidden = !this.#reasoning;
+    if (this.#thoughts.textContent !== this.#reasoning) this.#thoughts.textContent = this.#reasoning;
     this.#view.update(this.text);
+  }
+
+  // Say why there is no text.
+  #absence(stopped) {
+    if (this.#reasoning) return stopped ? "Stopped before the answer." : "The model reasoned, and wrote no answer.";
+    return stopped ? "Stopped before the first token." : "The answer is empty.";
   }
 
   #sentences(stopped) {

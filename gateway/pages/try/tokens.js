@@ -27,12 +27,13 @@ export class TokenSources {
     }
   }
 
-  // Return a part of the text as nodes, in which drafted tokens are marked.
-  nodes(text, start, end) {
+  // Return a part of the text as nodes, in which drafted tokens are marked. The first tokens, of `before` characters, are
+  // those of another text.
+  nodes(text, start, end, before = 0) {
     const nodes = [];
     let at = start;
-    for (let index = this.#rangeAt(start); at < end; index += 1) {
-      const until = Math.min(end, this.#ends[index] ?? end);
+    for (let index = this.#rangeAt(start + before); at < end; index += 1) {
+      const until = Math.min(end, (this.#ends[index] ?? Infinity) - before);
       const part = text.slice(at, until);
       nodes.push(this.#drafted[index] ? make("span", { class: "drafted" }, part) : part);
       at = until;

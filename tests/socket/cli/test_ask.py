@@ -49,6 +49,23 @@ def test_a_terminal_shows_where_an_answer_ran_how_fast_and_its_drafts(
     assert printed.lines[1].endswith("; 50% of 2 drafted tokens accepted")
 
 
+def test_reasoning_is_shown_on_a_terminal_alone(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    thoughts = [chunk({"reasoning_content": one, "reasoning": one}) for one in ("Hm", "m.\x1b[2J")]
+    worker.script = Script(events=(*thoughts, chunk({"content": "Yes"}), chunk({}, "stop"), DONE))
+    arguments = ("ask", "Say a word.", "--url", gateway_with_worker.url)
+    assert main([*arguments]) == 0
+    assert capsys.readouterr().out == "Yes\n"
+    with start_paceline(*arguments, environment={}, folder=tmp_path, terminal=True) as process:
+        printed = PacelineProcess(process)
+        assert printed.wait_for_end() == 0
+    assert printed.lines[:3] == ["Hmm.\ufffd[2J", "", "Yes"]
+
+
 def test_a_pipe_asks_and_gets_the_answer_alone(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:

@@ -169,6 +169,19 @@ def test_a_budget_forces_the_closing_tokens(
     assert state.reasoning_tokens == budget
 
 
+def test_a_call_ends_the_reasoning() -> None:
+    """Models begin a call without the closing mark; as reasoning, it would never be made."""
+    tokens = encode("qwen", "Hm.<tool_call>{}</tool_call>")
+    mark = encode("qwen", "<tool_call>")[0]
+    reasoning = detect_reasoning(tokenizer_of("qwen"), FORMATS["qwen"][1])
+    assert reasoning is not None
+    prompt = encode("qwen", "<think>")
+    state = reasoning.begin(prompt, call_mark=mark)
+    assert split("qwen", state, tokens) == ("Hm.", "<tool_call>{}</tool_call>")
+    plain = reasoning.begin(prompt)
+    assert split("qwen", plain, tokens) == ("Hm.<tool_call>{}</tool_call>", "")
+
+
 def test_a_grammar_begins_at_the_answer() -> None:
     """A constrained answer ends its reasoning, not itself, and begins none within its form."""
     state = begin("qwen", "Hi", constrained=True)
