@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.reasoning_model import THINK_END, make_reasoning_model
+from tests.support.reasoning_model import FAMILIES, THINK_END, make_reasoning_model
 from tests.support.scripted_engine import make_worker, serve_worker
 from workers.engine.engine import Engine
 from workers.engine.types import EngineSettings
@@ -35,8 +37,14 @@ def reasoning_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engin
 
 @pytest.fixture
 async def client(reasoning_engine: Engine) -> AsyncIterator[AsyncOpenAI]:
+    async with serve_reasoning(reasoning_engine) as openai_client:
+        yield openai_client
+
+
+@asynccontextmanager
+async def serve_reasoning(engine: Engine) -> AsyncIterator[AsyncOpenAI]:
     async with (
-        serve_worker(make_worker(reasoning_engine)) as url,
+        serve_worker(make_worker(engine)) as url,
         AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai_client,
     ):
         yield openai_client
@@ -146,6 +154,35 @@ async def test_a_schema_constrains_the_answer_after_the_reasoning(
         assert reasoning is not None
         assert reasoning.startswith("1,")
         assert list(json.loads(content or "")) == ["count", "mood"]
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+async def test_every_format_holds_its_budget_and_then_the_schema(
+    family: str, tmp_path: Path
+) -> None:
+    """The forced tokens are drafts that the model accepts, and none of them is a text."""
+    folder = make_reasoning_model(tmp_path / "model", family)
+    engine = Engine.start(EngineSettings(model=folder, served_name="demo"))
+    try:
+        async with serve_reasoning(engine) as openai_client:
+            seen = set()
+            for drafts in (0, 2):
+                answer = await ask(
+                    openai_client,
+                    max_tokens=64,
+                    response_format=FORMAT,
+                    extra={"thinking_budget": 4, "draft_tokens": drafts},
+                )
+                reasoning, content = parts(answer.choices[0].message)
+                seen.add(reasoning)
+                assert list(json.loads(content or "")) == ["count", "mood"]
+                assert answer.usage.completion_tokens_details.reasoning_tokens == 4
+            assert len(seen) == 1
+            assert None not in seen
+            plain = await ask(openai_client, extra={"chat_template_kwargs": {}})
+            assert parts(plain.choices[0].message)[0] is None
+    finally:
+        engine.stop()
 
 
 async def test_a_constrained_answer_does_not_end_within_its_reasoning(client: AsyncOpenAI) -> None:

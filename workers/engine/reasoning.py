@@ -243,9 +243,15 @@ class HarmonyReasoning:
         constrained: bool = False,
         call_mark: int | None = None,
     ) -> HarmonyState:
-        """Return the state in the header of the first message."""
-        del prompt, call_mark  # a prompt ends within that header, and calls have a channel
-        return HarmonyState(self, budget, constrained)
+        """Return the state within the message that the prompt begins."""
+        del call_mark  # calls have a channel
+        state = HarmonyState(self, budget, constrained)
+        tail = list(prompt[-_PROMPT_END_TOKENS:])
+        if self.start in tail:
+            for token in tail[len(tail) - tail[::-1].index(self.start) - 1 :]:
+                state.push(token)
+            state.reasoning_tokens = 0
+        return state
 
     def call_header(self, header: tuple[int, ...], at: int) -> tuple[int, ...]:
         """Return the header of a call with its function after the channel, which is at `at`."""
@@ -291,7 +297,7 @@ class HarmonyState:
             self.closing = marks.closing[1:]
         if self.header is None:
             if token in (marks.start, marks.channel, marks.end):
-                self.header = (token,) if token == marks.channel else ()
+                self.header = () if token == marks.end else (token,)
                 return Part.MARK, ()
             if self._inside:
                 self.reasoning_tokens += 1
@@ -302,7 +308,7 @@ class HarmonyState:
             return Part.MARK, ()
         self.header = None
         at = header.index(marks.channel) if marks.channel in header else -1
-        self.channel = (marks.decode(header[at + 1 :]).split() or ["final"])[0]
+        self.channel = (marks.decode(header[at + 1 : -1]).split() or ["final"])[0]
         if "to=functions" not in marks.decode(header):
             return Part.MARK, ()
         self.channel = "call"  # the model may write it to any channel

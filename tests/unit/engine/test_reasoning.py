@@ -91,6 +91,12 @@ def split(family: str, state: ReasoningState, tokens: Sequence[int]) -> tuple[st
         ),
         (
             "gpt-oss",
+            "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>",
+            "Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+            ("Hm.", "Yes"),
+        ),
+        (
+            "gpt-oss",
             "<|start|>assistant",
             " to=functions.look<|channel|>commentary json<|message|>{}",
             ("", "<|channel|>commentary to=functions.look<|message|>{}"),
