@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
+from gateway.protocols.event_stream import comment_of
 from gateway.types import Header, Headers
 from workers.http import BoundedProtocol, encode_head
 from workers.protocol import REQUEST_ID
@@ -23,6 +24,7 @@ from workers.protocol import REQUEST_ID
 _RESPONSE = "paceline.response"  # the ASGI extension that holds the writer of the response
 _CLOSE = (b"connection", b"close")
 _CHUNKED = (b"transfer-encoding", b"chunked")
+_OF_BODIES = frozenset((b"content-type", b"connection"))
 
 
 class ClientDisconnected(Exception):
@@ -94,6 +96,14 @@ class ResponseWriter:
         self.rate_limit_headers: Sequence[Header] = ()
         """Sent with every response, also with errors."""
         self.started = False
+        self.opened_s = float("inf")
+        """The time at which a worker began the stream."""
+        self.early = False
+        """The head went out before a worker began the stream, and so without its headers."""
+        self.idle = False
+        """No piece of the stream was written since this was set."""
+        self.on_check: Callable[[float], None] | None = None
+        """Called about once a second."""
 
     async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Send a whole response."""
@@ -111,14 +121,31 @@ class ResponseWriter:
         """Prepare a stream with these headers, once the client has read earlier responses.
 
         `on_write_paused` is called with True when written bytes pile up because the client reads
-        slowly, and with False when they no longer do.
+        slowly, and with False when they no longer do. An early head has gone out without these
+        headers.
         """
         await self._writable()
-        self._stream_headers = self._with_own(headers)
+        self.opened_s = asyncio.get_running_loop().time()
         self._on_write_paused = on_write_paused
+        if not self.started:
+            self._stream_headers = self._with_own(headers)
+
+    def open_early(self, headers: Iterable[Header], piece: bytes) -> None:
+        """Send the head and a piece of a stream that no worker has begun."""
+        self.early = True
+        self._stream_headers = self._with_own(headers)
+        self.write(piece)
+
+    def send_head(self) -> None:
+        """Send the head of an open stream now, instead of with its first piece."""
+        self._start()
+        head, self._head = self._head, b""
+        if not self._disconnected:
+            self._send(head)
 
     def write(self, piece: bytes) -> None:
         """Send a piece of the stream now; the first one carries status and headers."""
+        self.idle = False
         if not self.started:
             self._start()
         framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
@@ -152,10 +179,14 @@ class ResponseWriter:
         error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
     ) -> None:
         """Respond with an error, or end a stream that has started with an error event."""
-        if self.started:
+        all_headers = [*headers, *errors.to_headers(error)]
+        if self.early:
+            late = [one for one in all_headers if one[0] not in _OF_BODIES]
+            self.end(comment_of(late) + error_event(error))
+        elif self.started:
             self.end(error_event(error))
         else:
-            await self.whole(error.status, [*headers, *errors.to_headers(error)], error_body(error))
+            await self.whole(error.status, all_headers, error_body(error))
 
     def attach(self, cancel_scope: CancelScope | None) -> None:
         """Cancel this scope when the client disconnects; None: cancel nothing."""
@@ -164,6 +195,11 @@ class ResponseWriter:
             self._cycle.flow.resume_reading()  # a disconnect is seen only by reading
             if self._disconnected:
                 cancel_scope.cancel(ClientDisconnected())
+
+    @property
+    def writable(self) -> bool:
+        """Return whether written bytes leave at once."""
+        return not self._cycle.flow.write_paused
 
     # Called by the connection.
 
@@ -179,9 +215,11 @@ class ResponseWriter:
             self._cancel_scope.cancel(ClientDisconnected())
 
     def check(self, now_s: float) -> None:
-        """Cancel the request if its deadline has passed."""
+        """Cancel the request if its deadline has passed; keep its stream alive."""
         if self._cancel_scope is not None:
             self._cancel_scope.check(now_s)
+        if self.on_check is not None:
+            self.on_check(now_s)
 
     async def _writable(self) -> None:
         """Wait until the client has read enough of earlier responses."""

@@ -8,13 +8,13 @@ into zero or more events of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.errors import GatewayError
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Inspected
+from gateway.types import Header, Inspected
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 
@@ -50,8 +50,10 @@ class WireFormat(Protocol):
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
         """Return the client's body for a whole answer, which is `body` parsed."""
 
-    def encoder(self, request: RoutingRequest) -> StreamEncoder:
-        """Return the encoder of a stream."""
+    def encoder(
+        self, request: RoutingRequest, late_headers: Sequence[Header] = ()
+    ) -> StreamEncoder:
+        """Return the encoder of a stream, which puts headers that its head lacks into its end."""
 
     def error_body(self, error: GatewayError) -> bytes:
         """Return the body of an error response."""

@@ -7,14 +7,14 @@ A scanner splits the stream into events and parses those that may carry such fac
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
 from gateway.protocols.base import StreamEncoder
-from gateway.types import Drafts, Usage
+from gateway.types import Drafts, Header, Usage
 from workers.protocol import MAX_DRAFT_TOKENS
 
 EVENT_LIMIT_BYTES = 1024 * 1024
@@ -133,6 +133,7 @@ class StreamScanner:
             # Without its message: engines quote the prompt in it.
             return self._break("the worker sent an error")
         state = self.state
+        state.begun = True
         choices = frame.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
@@ -153,6 +154,8 @@ class StreamState:
     """The facts read from a stream so far."""
 
     usage: Usage | None = None
+    begun: bool = False
+    """An event has come that is no comment."""
     finished: bool = False
     """A finish reason was given."""
     done: bool = False
@@ -187,6 +190,12 @@ def _is_utf8(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def comment_of(headers: Iterable[Header]) -> bytes:
+    """Return a comment with headers that came too late for the head; none without headers."""
+    lines = [b": %b: %b\n" % header for header in headers]
+    return b"".join((*lines, b"\n")) if lines else b""
 
 
 def read_usage(answer: Mapping[str, Any]) -> Usage | None:

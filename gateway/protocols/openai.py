@@ -11,7 +11,7 @@ from gateway import errors
 from gateway.protocols.base import WORKER_PATHS
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Inspected
+from gateway.types import Header, Inspected
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
 from policies.request.fields import FieldError
@@ -67,13 +67,16 @@ class OpenAIFormat:
         del answer["metrics"]
         return to_json(answer)
 
-    def encoder(self, request: RoutingRequest) -> OpenAIStreamEncoder:
-        """Return the encoder of a stream."""
+    def encoder(
+        self, request: RoutingRequest, late_headers: Sequence[Header] = ()
+    ) -> OpenAIStreamEncoder:
+        """Return the encoder of a stream; its last chunk has the headers that its head lacks."""
         include_usage = request.profile.include_usage
         return OpenAIStreamEncoder(
             include_usage=include_usage,
             include_metrics=_includes_metrics(request, usage=include_usage),
             running_usage=request.profile.running_usage,
+            late_headers=late_headers,
         )
 
     def error_body(self, error: errors.GatewayError) -> bytes:
@@ -91,11 +94,17 @@ class OpenAIStreamEncoder:
     passthrough = True
 
     def __init__(
-        self, *, include_usage: bool, include_metrics: bool, running_usage: bool = False
+        self,
+        *,
+        include_usage: bool,
+        include_metrics: bool,
+        running_usage: bool = False,
+        late_headers: Sequence[Header] = (),
     ) -> None:
         self._include_usage = include_usage
         self._include_metrics = include_metrics
         self._running_usage = running_usage
+        self._late_headers = {name.decode(): value.decode() for name, value in late_headers}
 
     def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
         """Return an event as it came, or without what the client did not request."""
@@ -107,8 +116,11 @@ class OpenAIStreamEncoder:
             return b""
         drop_metrics = has_metrics and not self._include_metrics
         drop_usage = has_usage and not trailing and not self._running_usage
-        if not (drop_metrics or drop_usage):
+        last = bool(self._late_headers) and (trailing or _finishes(frame))
+        if not (drop_metrics or drop_usage or last):
             return event
+        if last:
+            frame["headers"] = self._late_headers
         if drop_metrics:
             del frame["metrics"]
         if drop_usage:
@@ -120,6 +132,14 @@ class OpenAIStreamEncoder:
     def done(self) -> bytes:
         """Return `[DONE]` as OpenAI writes it: some clients read no other spelling."""
         return b"data: [DONE]\n\n"
+
+
+def _finishes(frame: Mapping[str, Any]) -> bool:
+    """Return whether a chunk ends a choice."""
+    choices = frame.get("choices")
+    return isinstance(choices, list) and any(
+        isinstance(choice, dict) and choice.get("finish_reason") is not None for choice in choices
+    )
 
 
 def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:

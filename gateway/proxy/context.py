@@ -49,6 +49,8 @@ class RequestContext(RequestRecord):
     dispatched_at_s: float | None = None
     begun: bool = False
     """A worker has the request and may have begun it."""
+    relayed: bool = False
+    """The client has received an event of the answer."""
     first_token_at_s: float | None = None
     error: GatewayError | None = None
 

@@ -6,6 +6,7 @@ client's in the same iteration of the event loop.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +20,15 @@ from gateway.fleet.worker import Lease
 from gateway.http import upstream
 from gateway.http.downstream import ResponseWriter
 from gateway.protocols import WORKER_PATHS
-from gateway.protocols.event_stream import StreamScanner, has_facts, read_drafts, read_usage
+from gateway.protocols.event_stream import (
+    StreamScanner,
+    comment_of,
+    has_facts,
+    read_drafts,
+    read_usage,
+)
 from gateway.proxy.context import RequestContext
+from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.types import UNUSED
@@ -74,9 +82,18 @@ class Forwarder:
             raise errors.Quarantined
         self.retries.active += 1
         try:
-            await self._try_workers(context, body, writer)
+            with self._keep_alive(context, writer):
+                await self._try_workers(context, body, writer)
         finally:
             self.retries.active -= 1
+
+    def _keep_alive(
+        self, context: RequestContext, writer: ResponseWriter
+    ) -> contextlib.AbstractContextManager[object]:
+        """Return a context that keeps a stream alive, and no other response."""
+        if not context.profile.stream:
+            return contextlib.nullcontext()
+        return KeepAlive(writer, _STREAM_HEADERS, self._settings.keepalive_s)
 
     async def _try_workers(
         self, context: RequestContext, body: bytes, writer: ResponseWriter
@@ -102,7 +119,7 @@ class Forwarder:
                 result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
                 retry_after_s = error.retry_after_s or 0.0
                 context.begun &= not isinstance(error, _NEVER_BEGUN)
-                if isinstance(error, errors.WorkerLost) and not writer.started:
+                if isinstance(error, errors.WorkerLost) and not context.relayed:
                     self.quarantine.lost(body, "/".join(lease.boot), self._clock())
                 tried |= {lease.candidate.worker_id}
                 if not self._retries(error, lease, context):
@@ -246,23 +263,29 @@ class Forwarder:
     ) -> None:
         """Relay events as they come; raise a `WorkerError` unless the stream is complete."""
         assert context.routing_request is not None
-        scanner = StreamScanner(context.wire_format.encoder(context.routing_request))
+        route_headers = context.route_headers()
+        late_headers = route_headers if writer.started else ()
+        encoder = context.wire_format.encoder(context.routing_request, late_headers)
+        scanner = StreamScanner(encoder)
         state, last = scanner.state, b""
         idle_timeout_s = self._settings.idle_timeout_s
         relay = StreamRelay(response, writer, context, scanner, idle_timeout_s, self._clock)
         failure: errors.GatewayError = errors.WorkerLost()
         response.set_read_timeout(self._settings.answer_timeout_s)
         try:
-            await writer.open([*_STREAM_HEADERS, *context.route_headers()], relay.pause)
+            await writer.open([*_STREAM_HEADERS, *route_headers], relay.pause)
+            if late_headers:
+                writer.write(comment_of(late_headers))
             end = await response.pour(relay.relay_data, relay.relay_chunk)
             last = relay.scan(end) + scanner.close()
         except upstream.ReadTimeout:
-            failure = errors.WorkerStalled() if writer.started else errors.WorkerSilent()
+            failure = errors.WorkerStalled() if state.begun else errors.WorkerSilent()
         except upstream.ConnectionLost as error:
             log.warning("stream.cut request=%s error=%r", context.request_id, error)
         finally:
             context.usage = state.usage or context.usage
             context.drafts = state.drafts
+            context.relayed = state.begun
         if state.complete:
             writer.end(last)
             return
@@ -307,6 +330,7 @@ class StreamRelay:
         """
         if self.send_chunk is None or not chunk.endswith(b"\n\n\r\n") or has_facts(chunk):
             return False
+        self.writer.idle = False
         self.send_chunk(chunk)
         return True
 

@@ -195,6 +195,7 @@ class ProxyHandler:
         headers: Headers,
     ) -> None:
         """Respond with an error, in the wire format of the request."""
+        context.resends_503 &= not writer.started  # no proxy sees a status after the head
         context.fail(error)
         if isinstance(error, errors.QueueFull | errors.LimitReached) and not writer.started:
             await self._delay_rejection(context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gateway.errors import GatewayError
 from gateway.protocols import CHAT, WIRE_FORMATS, StreamEncoder
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Inspected
+from gateway.types import Header, Inspected
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 from tests.support.running_gateway import RunningGateway, wait_until
@@ -62,7 +63,9 @@ class PoemFormat:
     def encode(self, request: RoutingRequest, response: dict[str, Any], body: bytes) -> bytes:
         return json.dumps({"poem": response["choices"][0]["message"]["content"]}).encode()
 
-    def encoder(self, request: RoutingRequest) -> StreamEncoder:
+    def encoder(
+        self, request: RoutingRequest, late_headers: Sequence[Header] = ()
+    ) -> StreamEncoder:
         return PoemEncoder()
 
     def error_body(self, error: GatewayError) -> bytes:

@@ -1,0 +1,214 @@
+"""Streams that are silent for long: an early head, comments in place of events, late headers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import workers.http
+from tests.support.gateway_fixtures import MakeGateway
+from tests.support.policies import single_pool_policy, to_yaml
+from tests.support.raw_client import stream_error_code, wait_for_outcomes
+from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report, stream_events
+
+KEEPALIVE_S = 0.3
+
+
+@pytest.fixture(autouse=True)
+def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check all connections each 0.1 s, not each second."""
+    monkeypatch.setattr(workers.http, "_TICKS_PER_CHECK", 1)
+
+
+@pytest.fixture
+def keep_alive_gateway(make_gateway: MakeGateway) -> RunningGateway:
+    return make_gateway(keepalive_s=KEEPALIVE_S)
+
+
+def join(gateway: RunningGateway, worker: ScriptedWorker) -> None:
+    """Register a worker with one slot."""
+    lanes = [lane_report("vlm", slots=1).model_dump()]
+    worker.status_report = worker.report(lanes=lanes)
+    assert gateway.send_heartbeat(worker, lanes=lanes).status_code == 200
+
+
+@contextmanager
+def opened(gateway: RunningGateway) -> Iterator[tuple[httpx.Response, Callable[[bytes], bytes]]]:
+    """Yield a stream whose head has come, and a function that reads up to some bytes or the end."""
+    with gateway.stream() as response:
+        parts = response.iter_raw()
+        received = b""
+
+        def read_until(end: bytes) -> bytes:
+            nonlocal received
+            while end not in received and (part := next(parts, b"")):
+                received += part
+            return received
+
+        yield response, read_until
+
+
+@contextmanager
+def queued(
+    gateway: RunningGateway, *busy: ScriptedWorker
+) -> Iterator[tuple[httpx.Response, Callable[[bytes], bytes]]]:
+    """Yield a stream that waits in the queue behind one that each of the workers holds."""
+    with occupied(gateway, *busy), opened(gateway) as stream:
+        yield stream
+
+
+@contextmanager
+def occupied(gateway: RunningGateway, *busy: ScriptedWorker) -> Iterator[None]:
+    """Hold the only slot of each worker; later requests get a whole answer."""
+    for worker in busy:
+        join(gateway, worker)
+        worker.script = Script(hang_after=1)
+    with ExitStack() as streams:
+        for _ in busy:
+            streams.enter_context(opened(gateway))
+        wait_until(lambda: all(worker.in_flight for worker in busy))
+        for worker in busy:
+            worker.script = Script()
+        yield
+
+
+def chunks(received: bytes) -> list[dict[str, Any]]:
+    lines = received.split(b"\n\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(
+    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    keep_alive_gateway.send_heartbeat(worker)
+    worker.script.hang_after = 0
+    with opened(keep_alive_gateway) as (response, read_until):
+        assert response.status_code == 200
+        assert response.headers["x-paceline-worker"] == "fake-a"
+        silent = read_until(b": keepalive\n\n: keepalive\n\n")
+        worker.resume.set()
+        received = read_until(DONE)
+    assert silent.replace(b": keepalive\n\n", b"") == b""
+    events = stream_events(worker.script.tokens)
+    assert received.replace(b": keepalive\n\n", b"") == b"".join((*events[:-2], DONE))
+    assert b'"headers"' not in received, "the head had them all"
+    wait_for_outcomes(keep_alive_gateway, completed=1)
+
+
+def test_a_pause_within_an_answer_gets_comments_and_the_first_token_is_none_of_them(
+    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    keep_alive_gateway.send_heartbeat(worker)
+    worker.script.hang_after = 1
+    began_s = time.monotonic()
+    with opened(keep_alive_gateway) as (_, read_until):
+        read_until(b": keepalive\n\n: keepalive\n\n")
+        worker.resume.set()
+        assert read_until(DONE).count(b": keepalive") >= 2
+    waited_s = time.monotonic() - began_s
+    wait_for_outcomes(keep_alive_gateway, completed=1)
+    metrics = keep_alive_gateway.client.get("/metrics").text
+    (line,) = (
+        line
+        for line in metrics.splitlines()
+        if line.startswith("paceline_time_to_first_token_seconds_sum")
+    )
+    assert 2 * KEEPALIVE_S <= float(line.split()[-1]) <= waited_s
+
+
+def test_a_queued_stream_gets_an_early_head_and_later_the_headers_that_it_lacks(
+    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    with queued(keep_alive_gateway, worker) as (response, read_until):
+        assert response.status_code == 200
+        assert response.headers["x-request-id"]
+        assert "x-paceline-worker" not in response.headers
+        worker.resume.set()
+        received = read_until(DONE)
+    assert b": x-paceline-worker: fake-a\n" in received
+    *others, last = chunks(received)
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["headers"]["x-paceline-worker"] == "fake-a"
+    assert last["headers"]["x-paceline-attempts"] == "1"
+    assert not any("headers" in chunk for chunk in others)
+
+
+def test_an_error_after_an_early_head_is_the_last_event(
+    make_gateway: MakeGateway, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(to_yaml(single_pool_policy(timeout_s=0.6)))
+    gateway = make_gateway(keepalive_s=KEEPALIVE_S, policy=file)
+    with queued(gateway, worker) as (response, read_until):
+        assert response.status_code == 200
+        received = read_until(b"[DONE]")
+        worker.resume.set()
+    assert stream_error_code(received) == "queue_timeout"
+    assert b"\n: retry-after: " in received
+    assert b"[DONE]" not in received
+
+
+def test_after_an_early_head_another_worker_is_asked(
+    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    with queued(keep_alive_gateway, worker, second_worker) as (_, read_until):
+        worker.script = Script(status=503)
+        worker.resume.set()
+        wait_until(lambda: len(worker.requests) == 2)
+        second_worker.resume.set()
+        received = read_until(DONE)
+    assert chunks(received)[-1]["headers"]["x-paceline-worker"] == "fake-b"
+    assert chunks(received)[-1]["headers"]["x-paceline-attempts"] == "2"
+
+
+def test_a_crash_after_comments_alone_counts_for_the_quarantine(
+    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    for member in (worker, second_worker):
+        member.script = Script(events=(b": read 1 of 2\n\n",), cut_after=1)
+        keep_alive_gateway.send_heartbeat(member)
+    codes: list[tuple[int, str]] = []
+    while codes[-1:] != [(422, "request_quarantined")]:
+        with keep_alive_gateway.stream() as response:
+            received = response.read()
+        if response.status_code == 200:
+            assert stream_error_code(received) == "worker_lost"
+        else:
+            codes.append(status_and_code(response))
+        assert len(worker.requests) + len(second_worker.requests) < 30
+
+
+def test_a_whole_answer_is_not_begun_early(
+    make_gateway: MakeGateway, worker: ScriptedWorker
+) -> None:
+    worker.script.hang = True
+    gateway = make_gateway(worker, keepalive_s=0.1, answer_timeout_s=0.6)
+    assert status_and_code(gateway.chat()) == (504, "worker_timeout")
+
+
+def test_the_openai_client_reads_comments_late_headers_and_late_errors(
+    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    client = openai.OpenAI(base_url=f"{keep_alive_gateway.url}/v1", api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": "Say a word."}]
+    with occupied(keep_alive_gateway, worker):
+        stream = client.chat.completions.create(model="demo", messages=messages, stream=True)
+        worker.resume.set()
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == "one two three"
+    worker.script = Script(hang_after=0, cut_after=1)
+    worker.resume.clear()
+    stream = client.chat.completions.create(model="demo", messages=messages, stream=True)
+    worker.resume.set()
+    with pytest.raises(openai.APIError) as raised:
+        list(stream)
+    assert raised.value.code == "worker_lost"
