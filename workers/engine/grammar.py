@@ -268,10 +268,13 @@ def allowed_tokens(
             for at, place in enumerate(places)
             if one.matcher and place.answering
         ]
-    if length == 1 and grammars:
-        fill_next_token_bitmask_par(_executor(), [place[:2] for place in grammars], bits)
-    elif grammars:
-        fill_next_token_bitmask_par_with_draft_tokens(_executor(), grammars, bits)
+    followed = [place for place in grammars if place[2]]
+    last = [place[:2] for place in grammars if not place[2]]
+    if followed:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), followed, bits)
+    # Within a draft, reasoning may begin and end: one call may not name a grammar twice.
+    for group in [last] if length == 1 and last else [[place] for place in last]:
+        fill_next_token_bitmask_par(_executor(), group, bits)
     for at, place, matcher in fixed:
         _restrict(bits[at].view(np.uint32), place, matcher)
     return mx.array(bits.view(np.uint32)).reshape(len(rules), length, words)
