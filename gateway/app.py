@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
@@ -30,7 +30,7 @@ from gateway.api import (
     workers,
 )
 from gateway.assembly import LOOP_CHECK_S, Gateway, build_gateway
-from gateway.auth.origins import Hosts
+from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
 from gateway.http.downstream import ClientDisconnected, response_writer
 from gateway.http.upstream import ConnectionPool
@@ -42,12 +42,21 @@ from gateway.status.render import DEFAULT_WINDOW, window_s
 from policies.document import PolicyInvalid
 from policies.error_messages import message_of
 
+_DATA_PATHS = "/v1/"
+
 
 class PortApp:
     """The ASGI application of one port: the proxy, if it is served there, in front of FastAPI."""
 
-    def __init__(self, hosts: Hosts, fastapi: FastAPI, proxy: ProxyHandler | None = None) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        fastapi: FastAPI,
+        proxy: ProxyHandler | None = None,
+        origins: Sequence[str] = (),
+    ) -> None:
         self._hosts = hosts
+        self._origins = origins
         self._fastapi = fastapi
         self._proxy = proxy
 
@@ -58,6 +67,13 @@ class PortApp:
         except errors.HostRefused as refused:
             await response_writer(scope).fail(refused)
             return
+        if self._origins and scope["path"].startswith(_DATA_PATHS):
+            request = dict(scope["headers"])
+            cors = cors_headers(request, self._origins)
+            response_writer(scope).add_headers(cors)
+            if cors and is_preflight(scope["method"], request):
+                await response_writer(scope).whole(204, preflight_headers(request), b"")
+                return
         # The raw path, which no header can change (CVE-2026-48710).
         wire_format = WIRE_FORMATS.get(scope["path"])
         if self._proxy is not None and wire_format is not None:
@@ -92,7 +108,8 @@ class GatewayApp(PortApp):
             routers.append(pages.page_router(gateway, *main_pages))
             admin_routers.append(pages.page_router(gateway, pages.ADMIN, pages.DOCS))
             self.admin_app = PortApp(hosts, _build_fastapi(gateway, admin_routers, proxied=False))
-        super().__init__(hosts, _build_fastapi(gateway, routers, proxied=True), self.proxy)
+        fastapi = _build_fastapi(gateway, routers, proxied=True)
+        super().__init__(hosts, fastapi, self.proxy, gateway.settings.allowed_origins)
 
     @property
     def upstream(self) -> ConnectionPool:

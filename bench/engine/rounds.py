@@ -142,6 +142,7 @@ def _row(loaded: Engine, lane: LaneScheduler, number: int, k: int | None) -> Row
         prompt=loaded.prompts.prepare(prompt),
         seed=0,
         max_tokens=1000,
+        ends=lane.ends,
         draft_tokens=max_draft,
         draft_tokens_fixed=k is not None,
         text=TextStream(loaded.prompts.decode),

@@ -118,6 +118,7 @@ class Bench:
             prompt=prompt,
             seed=0,
             max_tokens=answer_tokens,
+            ends=self._lane.ends,
             draft_tokens=self._draft_tokens,
             draft_tokens_fixed=True,
             text=TextStream(self.prompts.decode),

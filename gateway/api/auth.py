@@ -115,7 +115,7 @@ def check_data_key(request: Request, gateway: Gateway) -> None:
     api_key = ANONYMOUS
     if gateway.api_keys.required:
         api_key = gateway.api_keys.authenticate(header(request.scope, b"authorization"))
-    elif comes_from_foreign_page(request.scope["headers"]):
+    elif comes_from_foreign_page(request.scope["headers"], gateway.settings.allowed_origins):
         raise PageRefused
     request.state.api_key = api_key
 

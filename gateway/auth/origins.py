@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import is_address
 from gateway.errors import HostRefused
-from gateway.types import Header
+from gateway.types import Header, Headers
 
 _MAX_CACHED_HOSTS = 64
+# Containers reach their machine by the second name, and nobody can register it.
+_LOCAL_NAMES = ("localhost", "host.docker.internal")
 _BROWSER_HEADERS = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"))
 _FOREIGN_SITES = frozenset((b"cross-site", b"same-site"))
 _NAVIGATION = (b"navigate", b"document")
@@ -27,7 +29,7 @@ class Hosts:
         own = socket.gethostname().lower()
         bare = own.partition(".")[0]
         given = (settings.host, settings.admin_host, *settings.allowed_hosts)
-        self._names = {own, bare, f"{bare}.local", "localhost", *(name.lower() for name in given)}
+        self._names = {own, bare, f"{bare}.local", *_LOCAL_NAMES, *(name.lower() for name in given)}
         self._allowed: set[bytes] = set()
 
     def check(self, headers: Iterable[Header]) -> None:
@@ -45,14 +47,17 @@ class Hosts:
         return host in self._names or is_address(host)
 
 
-def comes_from_foreign_page(headers: Sequence[Header]) -> bool:
+def comes_from_foreign_page(headers: Sequence[Header], allowed: Container[str] = ()) -> bool:
     """Return whether a page of another site made its reader's browser send this.
 
     The page cannot read the response, but browsers send forms without a preflight. A followed
-    link is allowed, because it only reads; a frame of the page is not.
+    link is allowed, because it only reads; a frame of the page is not. Pages of the `allowed`
+    origins are not foreign.
     """
     sent = {name: value for name, value in headers if name in _BROWSER_HEADERS}
     if not sent:
+        return False
+    if sent.get(b"origin", b"").decode("latin-1") in allowed:
         return False
     if b"origin" in sent:
         return sent[b"origin"].partition(b"://")[2] != _host(headers)
@@ -68,3 +73,36 @@ def _without_port(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
+
+
+def cors_headers(request: Mapping[bytes, bytes], allowed: Container[str]) -> Headers:
+    """Return the headers that let a page of an allowed origin read the response; maybe none."""
+    origin = request.get(b"origin", b"")
+    if origin.decode("latin-1") not in allowed:
+        return []
+    return [
+        (b"access-control-allow-origin", origin),
+        (b"access-control-expose-headers", b"*"),
+        (b"vary", b"origin"),
+    ]
+
+
+def is_preflight(method: str, request: Mapping[bytes, bytes]) -> bool:
+    """Return whether a browser asks if a page may send a request."""
+    return method == "OPTIONS" and b"access-control-request-method" in request
+
+
+def preflight_headers(request: Mapping[bytes, bytes]) -> Headers:
+    """Return the headers that let a page of an allowed origin send its request.
+
+    It may send any headers: of those that a page can set, none opens anything without a key.
+    """
+    headers = [
+        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+        (b"access-control-max-age", b"600"),
+    ]
+    if wanted := request.get(b"access-control-request-headers"):
+        headers.append((b"access-control-allow-headers", wanted))
+    if b"access-control-request-private-network" in request:
+        headers.append((b"access-control-allow-private-network", b"true"))
+    return headers

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import StartupError
 from workers.config_file import InvalidSettings, load_layered
 from workers.protocol import KEEPALIVE_S
+
+
+def _origin(value: str) -> str:
+    if not _ORIGIN.fullmatch(value):
+        raise ValueError("must be an origin such as https://app.example.com, without a path")
+    return value
+
+
+_ORIGIN = re.compile(
+    r"https?://[a-z0-9.-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:]{2,45}\](:[0-9]{1,5})?"
+)
+Origin = Annotated[str, AfterValidator(_origin)]
 
 
 class Settings(BaseSettings):
@@ -29,6 +42,8 @@ class Settings(BaseSettings):
     """A separate port for the admin API; None serves it on `port`."""
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     """Host names that clients may use, besides addresses and the names of this machine."""
+    allowed_origins: Annotated[tuple[Origin, ...], NoDecode] = Field(default=(), max_length=64)
+    """Origins of web pages that may use the data plane in a browser, such as https://example.com."""
     policy: Path | None = None
     """The policy file; None starts with the shipped policy."""
     state_dir: Path = Path("~/.paceline")
@@ -80,7 +95,7 @@ class Settings(BaseSettings):
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """The longest time for running requests to finish during shutdown."""
 
-    @field_validator("allowed_hosts", mode="before")
+    @field_validator("allowed_hosts", "allowed_origins", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         """Split a comma-separated list, as in the environment."""

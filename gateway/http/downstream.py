@@ -143,6 +143,10 @@ class ResponseWriter:
         if not self._disconnected:
             self._send(head)
 
+    def add_headers(self, headers: Iterable[Header]) -> None:
+        """Send these headers with the response, whatever writes it."""
+        self._cycle.default_headers = [*self._cycle.default_headers, *headers]
+
     def write(self, piece: bytes) -> None:
         """Send a piece of the stream now; the first one carries status and headers."""
         self.idle = False

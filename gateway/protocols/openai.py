@@ -14,6 +14,7 @@ from gateway.routing.view import FleetView
 from gateway.types import Header, Inspected
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
+from policies.request.compatibility import NEUTRAL
 from policies.request.fields import FieldError
 from policies.request.parser import read_profile
 from policies.request.profile import Endpoint, RequestProfile
@@ -166,7 +167,11 @@ def parse(raw: bytes) -> dict[str, Any]:
 def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, Any]:
     """Return the body for a worker; it leaves nothing to an engine's own defaults."""
     # An explicit null means "absent", and strict engines reject it.
-    sent = {name: value for name, value in body.items() if value is not None}
+    # Strict ones reject fields that they do not know, even at values that change nothing.
+    neutral = NEUTRAL.keys() & set(profile.ignored)
+    sent = {
+        name: value for name, value in body.items() if value is not None and name not in neutral
+    }
     sampling = profile.sampling
     sent |= {
         "model": profile.model,

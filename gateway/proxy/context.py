@@ -126,7 +126,9 @@ class RequestContext(RequestRecord):
         """Return response headers that show where the request was routed, and why."""
         if self.candidate is None:
             return []
+        ignored = self.inspected.profile.ignored if self.inspected else ()
         return [
+            *([(b"x-paceline-ignored", ", ".join(ignored).encode())] if ignored else ()),
             (b"x-paceline-pool", self.candidate.pool.encode()),
             (b"x-paceline-worker", self.candidate.worker_id.encode()),
             (b"x-paceline-reason", self.candidate.reason.encode()),

@@ -117,7 +117,7 @@ class ProxyHandler:
             api_key = gateway.api_keys.authenticate(header(scope, b"authorization"))
             context.api_key, context.caller = api_key, api_key.caller
             cancel_scope.key_id = api_key.caller.key
-        elif comes_from_foreign_page(scope["headers"]):
+        elif comes_from_foreign_page(scope["headers"], settings.allowed_origins):
             raise errors.PageRefused
         if gateway.draining:
             raise errors.ShuttingDown

@@ -43,7 +43,8 @@ def content_of(url: str) -> str:
     prefix = _DATA_URL.match(url)
     if prefix is None:
         raise PictureInvalid(
-            "A picture must be a 'data:image/png;base64,...' URL (png, jpeg, webp or gif)."
+            "A picture must be a 'data:image/png;base64,...' URL (png, jpeg, webp or gif); "
+            "the gateway follows no links."
         )
     if len(url) - prefix.end() > PICTURE_LIMIT_BYTES // 3 * 4:
         raise PictureInvalid(f"A picture may have at most {PICTURE_LIMIT_BYTES} bytes.")
@@ -143,7 +144,7 @@ MEDIA_KINDS = {
     "audio": "audio",
     "file": "file",
 }
-MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 """Optional texts of a message, for the chat template."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_KINDS = frozenset({"text", "input_text", "output_text"})
@@ -200,7 +201,7 @@ def _read_message(message: Any, where: str, found: Content) -> None:
     elif isinstance(content, list):
         for index, part in enumerate(content):
             _read_part(part, f"{where}.content[{index}]", found)
-    elif content is not None or not message.get("tool_calls"):
+    elif content is not None or not (message.get("tool_calls") or message.get("refusal")):
         raise FieldError(f"{where}.content", "The content must be a string or a list of parts.")
     for name in MESSAGE_TEXTS:
         text = message.get(name) or ""

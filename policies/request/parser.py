@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from policies.request.compatibility import read_ignored
 from policies.request.constraint import CONSTRAINT_FIELDS, check_size, read_constraint
 from policies.request.content import read_content
 from policies.request.fields import FieldError, Fields
@@ -40,19 +41,17 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
     "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
     "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
+    "ignore_eos min_tokens stop_token_ids truncate_prompt_tokens "
     "draft_tokens specprefill specprefill_keep_pct metrics token_sources".split()
 )
-# Accepted and ignored, because they do not affect the answer.
-_BOOKKEEPING_FIELDS = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key".split()
-)
-KNOWN_FIELDS = {
-    Endpoint.CHAT: (_CONTROL_FIELDS | _BOOKKEEPING_FIELDS).union(
+HONOURED_FIELDS = {
+    Endpoint.CHAT: _CONTROL_FIELDS.union(
         "messages tools tool_choice parallel_tool_calls top_logprobs chat_template_kwargs "
         "reasoning_effort thinking_budget".split()
     ),
-    Endpoint.COMPLETIONS: _CONTROL_FIELDS | _BOOKKEEPING_FIELDS | {"prompt", "echo"},
+    Endpoint.COMPLETIONS: _CONTROL_FIELDS | {"prompt", "echo"},
 }
+_ALL_FIELDS = frozenset().union(*HONOURED_FIELDS.values())
 
 
 def read_profile(
@@ -65,10 +64,7 @@ def read_profile(
 
     `access` reads the plain fields; `request_schema` passes a class that records them.
     """
-    known = KNOWN_FIELDS[endpoint]
-    for name in body:
-        if name not in known:
-            raise FieldError(name, f"Unknown field '{name[:100]}'.")
+    ignored = read_ignored(body, HONOURED_FIELDS[endpoint], _ALL_FIELDS)
     fields = access(body)
     content = read_content(body, endpoint)
     _check_template_kwargs(body.get("chat_template_kwargs"))
@@ -76,6 +72,7 @@ def read_profile(
     stream = fields.flag("stream")
     tools = _read_tools(body)
     stream_options = _read_stream_options(body, stream)
+    max_tokens = _read_max_tokens(fields, endpoint)
     return RequestProfile(
         endpoint=endpoint,
         model=fields.text("model"),
@@ -86,8 +83,12 @@ def read_profile(
         token_sources=fields.flag("token_sources"),
         media=tuple(sorted(content.media.items())),
         sampling=_read_sampling(fields, defaults),
-        max_tokens=_read_max_tokens(fields, endpoint),
+        max_tokens=max_tokens,
+        min_tokens=_read_min_tokens(fields, max_tokens),
         stop=_read_stop(body),
+        stop_tokens=_read_stop_tokens(body.get("stop_token_ids")),
+        ignore_eos=fields.flag("ignore_eos"),
+        prompt_limit=_read_prompt_limit(fields, content.media),
         choices=fields.integer("n", 1, low=1, high=16) or 1,
         top_logprobs=_read_logprobs(fields, endpoint),
         tools=bool(tools),
@@ -99,6 +100,7 @@ def read_profile(
         messages=content.messages,
         text_chars=content.text_chars + (len(to_json(tools)) if tools else 0),
         pixels=content.pixels,
+        ignored=ignored,
     )
 
 
@@ -142,6 +144,36 @@ def _read_max_tokens(fields: Fields, endpoint: Endpoint) -> int | None:
     if limit is None and endpoint is Endpoint.COMPLETIONS:
         return 16  # OpenAI's default for this endpoint
     return limit
+
+
+def _read_min_tokens(fields: Fields, max_tokens: int | None) -> int:
+    fewest = fields.integer("min_tokens", 0, low=0) or 0
+    if max_tokens is not None and fewest > max_tokens:
+        raise FieldError("min_tokens", "'min_tokens' exceeds 'max_tokens'.")
+    return fewest
+
+
+def _read_prompt_limit(fields: Fields, media: Mapping[str, int]) -> int | None:
+    limit = fields.integer("truncate_prompt_tokens", None, low=-1)
+    if limit == 0:
+        raise FieldError("truncate_prompt_tokens", "'truncate_prompt_tokens' must be at least 1.")
+    if limit is not None and limit > 0 and media:
+        raise FieldError(
+            "truncate_prompt_tokens", "'truncate_prompt_tokens' cannot cut a prompt with media."
+        )
+    return limit
+
+
+def _read_stop_tokens(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    tokens = value if isinstance(value, list) else [None]
+    if len(tokens) > 128 or not all(
+        isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= Fields.LARGEST
+        for token in tokens
+    ):
+        raise FieldError("stop_token_ids", "'stop_token_ids' must be a list of at most 128 tokens.")
+    return tuple(tokens)
 
 
 def _read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:

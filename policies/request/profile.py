@@ -85,7 +85,14 @@ class RequestProfile(NamedTuple):
     """Kind and count, e.g. (("image", 2),); sorted by kind."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
+    min_tokens: int = 0
+    """Tokens before which nothing may end the answer but a stop string."""
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    """Whether the answer goes on after the model's own end."""
+    prompt_limit: int | None = None
+    """The most tokens of the prompt, whose beginning is left out; -1: what the context holds."""
     choices: int = 1
     top_logprobs: int | None = None
     """The number of alternatives; None without log-probabilities."""
@@ -103,6 +110,8 @@ class RequestProfile(NamedTuple):
     text_chars: int = 0
     pixels: int = 0
     """The pixels of all pictures together."""
+    ignored: tuple[str, ...] = ()
+    """Fields of the body that change no answer, so nothing acts on them."""
 
     @property
     def media_count(self) -> int:

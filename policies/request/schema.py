@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from policies.request.compatibility import IGNORED, NEUTRAL
 from policies.request.content import ROLES
 from policies.request.fields import Default, Fields
-from policies.request.parser import KNOWN_FIELDS, read_profile
+from policies.request.parser import HONOURED_FIELDS, read_profile
 from policies.request.profile import REASONING_EFFORTS, Endpoint
 
 _TEXT = {"type": "string", "minLength": 1}
@@ -34,6 +35,7 @@ _OUTLINES: Mapping[str, Any] = {
         },
     },
     "prompt": _TEXT,
+    "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer"}},
     "stop": {"type": ["string", "array", "null"]},
     "stream_options": {"type": ["object", "null"]},
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
@@ -78,11 +80,14 @@ def request_schema(endpoint: Endpoint) -> dict[str, Any]:
 
     read_profile(_MINIMAL_BODIES[endpoint], endpoint, access=RecordingFields)
     properties = {
-        name: _OUTLINES.get(name, recorded.get(name, {})) for name in sorted(KNOWN_FIELDS[endpoint])
+        name: _OUTLINES.get(name, recorded.get(name, {}))
+        for name in sorted(HONOURED_FIELDS[endpoint])
     }
+    ignored = {name: {"enum": [None, *values]} for name, values in sorted(NEUTRAL.items())}
+    ignored |= {name: {} for name in sorted(IGNORED)}
     return {
         "type": "object",
         "required": list(_MINIMAL_BODIES[endpoint]),
-        "properties": properties,
+        "properties": ignored | properties,
         "additionalProperties": False,
     }

@@ -190,6 +190,7 @@ class ScheduleRunner:
             prompt=rng.choice(self._pool),
             seed=rng.randrange(2),
             max_tokens=rng.randint(1, MAX_ANSWER_TOKENS),
+            ends=lane.ends,
             draft_tokens=rng.randint(0, 4),
             draft_tokens_fixed=rng.random() < 0.8,
             text=TextStream(self._prompts.decode),

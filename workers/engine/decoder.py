@@ -68,7 +68,6 @@ class Decoder:
         self._graph = StepGraph(target, head.usable) if target.explicit_positions else None
         self._counters = counters
         self._draft_length = DraftLength(draft_tokens)
-        self._eos = checkpoint.eos
         self._token_bytes = prompts.raw
         self._clock = clock
         # A family whose caches cannot hold rows of different lengths decodes row by row, and so
@@ -119,7 +118,7 @@ class Decoder:
     def append_first_token(self, row: Row, scores: mx.array, token: int) -> None:
         """Append the token that follows a prompt, chosen from scores [1, vocabulary]."""
         logprobs = self._logprobs(row, scores, [token])
-        row.append_tokens([token], self._eos, logprobs, now_s=self._clock())
+        row.append_tokens([token], logprobs, now_s=self._clock())
 
     def join(self, prefill: Prefill) -> Outcome:
         """Add a row whose prefill is complete and whose answer has at least one token."""
@@ -207,7 +206,7 @@ class Decoder:
         ):
             try:
                 logprobs = self._logprobs(row, scores, tokens)
-                fitted = row.append_tokens(tokens, self._eos, logprobs, now_s=now_s)
+                fitted = row.append_tokens(tokens, logprobs, now_s=now_s)
             except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
                 outcome.failed.append(row)
                 outcome.error = error

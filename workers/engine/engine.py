@@ -134,6 +134,8 @@ class Engine:
         if lane.waiting_rows >= self.settings.queue_limit:
             raise types.EngineBusy(retry_after_s=1.0)
         prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
+        if generation.prompt_limit is not None:
+            prompt = self._cut(prompt, generation.prompt_limit)
         events: asyncio.Queue[types.Event | types.EngineError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -182,6 +184,8 @@ class Engine:
             prompt=prompt,
             seed=secrets.randbits(63) if seed is None else seed,
             max_tokens=max_tokens,
+            ends=(frozenset() if generation.ignore_eos else self.checkpoint.eos)
+            | generation.stop_tokens,
             draft_tokens=draft_tokens,
             draft_tokens_fixed=requested is not None,
             bypass=bypass,
@@ -200,20 +204,43 @@ class Engine:
         context, longest = self.card.context_tokens, self.memory.max_row_tokens()
         if not count:
             raise types.InvalidGeneration("messages", "The prompt is empty.")
-        limits = (
-            (context, "this model's context", "context_length_exceeded"),
-            (longest, "this machine's memory", "prompt_exceeds_memory"),
-        )
-        for limit, place, code in limits:
-            if count >= limit:
-                message = f"The prompt has {count} tokens; {place} holds {limit}."
-                raise types.InvalidGeneration("messages", message, code)
-        for token, _ in generation.sampling.logit_bias:
-            if token >= self.checkpoint.vocabulary:
-                raise types.InvalidGeneration(
-                    "logit_bias", f"Token {token} is not in the vocabulary."
-                )
+        if count >= context:
+            # In OpenAI's words, by which clients know that they must shorten a conversation.
+            raise types.InvalidGeneration(
+                "messages",
+                f"This model's maximum context length is {context} tokens. However, your messages "
+                f"resulted in {count} tokens. Please reduce the length of the messages.",
+                code="context_length_exceeded",
+            )
+        if count >= longest:
+            raise types.InvalidGeneration(
+                "messages",
+                f"The prompt has {count} tokens; this machine's memory holds {longest}.",
+                code="prompt_exceeds_memory",
+            )
+        named = {
+            "logit_bias": [token for token, _ in generation.sampling.logit_bias],
+            "stop_token_ids": generation.stop_tokens,
+        }
+        for field_name, tokens in named.items():
+            for token in tokens:
+                if token >= self.checkpoint.vocabulary:
+                    raise types.InvalidGeneration(
+                        field_name, f"Token {token} is not in the vocabulary."
+                    )
         return min(context, longest) - count
+
+    def _cut(self, prompt: PreparedPrompt, limit: int) -> PreparedPrompt:
+        """Leave out the beginning of a prompt that has more than `limit` tokens.
+
+        -1 leaves room for one token of the answer.
+        """
+        limit = (
+            min(self.card.context_tokens, self.memory.max_row_tokens()) - 1 if limit < 0 else limit
+        )
+        if prompt.media or len(prompt.tokens) <= limit:
+            return prompt
+        return PreparedPrompt(tokens=prompt.tokens[len(prompt.tokens) - limit :])
 
 
 def load_engine(

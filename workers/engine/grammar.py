@@ -14,7 +14,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cache
@@ -200,6 +200,9 @@ class TokenRules(NamedTuple):
 
     matcher: Matcher | None
     reasoning: ReasoningState | None = None
+    missing: int = 0
+    """Tokens that must come before one of `ends` may."""
+    ends: frozenset[int] = frozenset()
 
     def forced(self) -> Sequence[int]:
         """Return the next tokens that are forced, with -1 for each free token before them."""
@@ -258,6 +261,8 @@ def allowed_tokens(
         if one is None:
             continue
         first, tokens = index * length, drafted[index]
+        for at in range(min(one.missing, length)):
+            _exclude(bits[first + at].view(np.uint32), one.ends)
         places, start = one.places(tokens)
         fixed += [(first + at, place, one.matcher) for at, place in enumerate(places)]
         if one.matcher and start is not None:
@@ -288,8 +293,12 @@ def _restrict(bits: np.ndarray[Any, Any], place: NextToken, matcher: Matcher | N
     elif matcher and place.beginning is not None:
         bits[place.beginning // 32] |= np.uint32(1 << place.beginning % 32)
     elif matcher and not place.may_end:
-        for end in matcher.ends:
-            bits[end // 32] &= ~np.uint32(1 << end % 32)
+        _exclude(bits, matcher.ends)
+
+
+def _exclude(bits: np.ndarray[Any, Any], tokens: Iterable[int]) -> None:
+    for token in tokens:
+        bits[token // 32] &= ~np.uint32(1 << token % 32)
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -92,6 +92,8 @@ class Row:
     prompt: PreparedPrompt
     seed: int
     max_tokens: int
+    ends: frozenset[int]
+    """Tokens that end the answer."""
     draft_tokens: int
     """Maximum draft length; 0 for a row that must not speculate."""
     draft_tokens_fixed: bool = False
@@ -178,14 +180,14 @@ class Row:
     def token_rules(self, tokens: int) -> TokenRules | None:
         """Return what decides over the next `tokens` + 1 tokens; None if nothing does."""
         state = self.reasoning.state if self.reasoning else None
-        if self.matcher is None and (state is None or not state.may_force(tokens)):
+        missing = 0 if self.matcher else max(self.generation.min_tokens - len(self.answer), 0)
+        if not missing and not self.matcher and (state is None or not state.may_force(tokens)):
             return None
-        return TokenRules(self.matcher, state)
+        return TokenRules(self.matcher, state, missing, self.ends)
 
     def append_tokens(
         self,
         tokens: Sequence[int],
-        ends: Iterable[int],
         logprobs: Sequence[types.TokenLogprob] = (),
         *,
         now_s: float,
@@ -199,7 +201,7 @@ class Row:
         appended = 0
         for token in tokens:
             begin = self.text.decided_chars
-            ended = token in ends
+            ended = token in self.ends
             part = self._read(token, ended=ended, now_s=now_s)
             if logprobs and (ended or part is Part.ANSWER):
                 self._pending_logprobs.append(replace(logprobs[appended], offset_chars=begin))

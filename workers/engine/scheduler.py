@@ -64,6 +64,8 @@ class LaneScheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
+        self.ends = checkpoint.eos
+        """Tokens by which the model ends an answer."""
         self.counters = LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens)
         self._target = checkpoint.target
         head = checkpoint.head if draft_tokens else None

@@ -154,6 +154,7 @@ def _row(
         prompt=prompts.prepare(prompt),
         seed=0,
         max_tokens=max_tokens,
+        ends=lane.ends,
         draft_tokens=draft_tokens,
         draft_tokens_fixed=True,
         text=TextStream(prompts.decode),

@@ -63,7 +63,15 @@ class Generation:
     """Answers to the request, this one included."""
     token_limit: int | None = None
     """The most tokens of the prompt and all answers together; None: no limit."""
+    min_tokens: int = 0
+    """Tokens before which no token may end the answer; a form that is complete ends it."""
     stop: tuple[str, ...] = ()
+    stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end the answer, besides the model's own."""
+    ignore_eos: bool = False
+    """Whether the model's own end tokens are tokens as any other."""
+    prompt_limit: int | None = None
+    """Leave out the beginning of a longer prompt; -1: of one that the context does not hold."""
     split_reasoning: bool = False
     """Whether the model's reasoning is apart from the text, if it marks any."""
     thinking_budget: int | None = None

@@ -104,7 +104,11 @@ async def read_request(
         max_tokens=profile.max_tokens,
         choices=profile.choices,
         token_limit=_token_limit(request.headers.get(TOKENS_LIMIT_HEADER)),
+        min_tokens=profile.min_tokens,
         stop=profile.stop,
+        stop_tokens=frozenset(profile.stop_tokens),
+        ignore_eos=profile.ignore_eos,
+        prompt_limit=profile.prompt_limit,
         split_reasoning=endpoint is Endpoint.CHAT,
         thinking_budget=profile.thinking_budget,
         constraint=constraint,
@@ -264,8 +268,10 @@ def _read_messages(
         where = f"messages[{index}]"
         role = "system" if message["role"] == "developer" else message["role"]
         entry: dict[str, Json] = {"role": role}
-        entry["content"] = _read_content(message.get("content"), f"{where}.content", images)
+        content = message.get("content") or message.get("refusal")
+        entry["content"] = _read_content(content, f"{where}.content", images)
         entry.update({name: message[name] for name in MESSAGE_TEXTS if message.get(name)})
+        entry.pop("refusal", None)
         if calls := message.get("tool_calls"):
             entry["tool_calls"] = _read_tool_calls(calls, f"{where}.tool_calls")
         rendered.append(entry)

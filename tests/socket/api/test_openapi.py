@@ -27,8 +27,9 @@ from schemathesis.core.result import Ok
 
 from gateway.app import create_app
 from gateway.protocols import WIRE_FORMATS
+from policies.request.compatibility import IGNORED, NEUTRAL
 from policies.request.fields import FieldError
-from policies.request.parser import KNOWN_FIELDS, read_profile
+from policies.request.parser import HONOURED_FIELDS, read_profile
 from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
 from tests.support.gateway_routes import PAGE, PUBLIC, route_paths
@@ -120,7 +121,11 @@ VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 40), st.floats(-3, 3), st.text(max_size=3)
 )
 FIELDS = st.dictionaries(
-    st.sampled_from(sorted(KNOWN_FIELDS[Endpoint.CHAT] - {"messages", "model"})), VALUES, max_size=2
+    st.sampled_from(
+        sorted((HONOURED_FIELDS[Endpoint.CHAT] | NEUTRAL.keys()) - {"messages", "model"})
+    ),
+    VALUES,
+    max_size=2,
 )
 
 
@@ -140,7 +145,7 @@ def test_the_schema_accepts_every_body_that_the_parser_accepts(fields: dict[str,
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_the_schema_of_a_body_lists_every_field_and_its_bounds(endpoint: Endpoint) -> None:
     schema = request_schema(endpoint)
-    assert set(schema["properties"]) == KNOWN_FIELDS[endpoint]
+    assert set(schema["properties"]) == HONOURED_FIELDS[endpoint] | IGNORED | NEUTRAL.keys()
     assert schema["properties"]["n"] == {"type": ["integer", "null"], "minimum": 1, "maximum": 16}
     valid = validator_for(schema).is_valid
     assert not valid({"model": "m", "messages": [{"role": "user"}], "prompt": "x"})

@@ -311,3 +311,68 @@ def test_the_admin_page_opens_from_a_link_and_may_call_its_own_gateway(
         "/admin/v1/keys", json={"name": "own"}, headers=same_origin
     )
     assert created.status_code == 201
+
+
+APP = "https://app.example"
+
+
+@pytest.fixture
+def gateway_with_origin(
+    tmp_path: Path, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RunningGateway]:
+    monkeypatch.setenv("PACELINE_ALLOWED_ORIGINS", f"{APP}, http://localhost:3000")
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        assert gateway.send_heartbeat(worker).is_success
+        yield gateway
+
+
+def test_a_page_of_an_allowed_origin_may_use_the_data_plane(
+    gateway_with_origin: RunningGateway,
+) -> None:
+    """Its preflight needs no key, a stream and an error can be read, and the header names it."""
+    client, path = gateway_with_origin.client, "/v1/chat/completions"
+    asked = {
+        "origin": APP,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-stainless-os",
+    }
+    preflight = client.options(path, headers=asked)
+    assert (preflight.status_code, preflight.content) == (204, b"")
+    assert preflight.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    answers = [
+        preflight,
+        client.post(path, json=chat_body(), headers={"origin": APP}),
+        client.post(path, json=chat_body(stream=True), headers={"origin": APP}),
+        client.post(path, json={}, headers={"origin": APP}),
+        client.get("/v1/models", headers={"origin": APP}),
+    ]
+    assert [answer.status_code for answer in answers] == [204, 200, 200, 400, 200]
+    for answer in answers:
+        assert answer.headers["access-control-allow-origin"] == APP
+        assert answer.headers["vary"] == "origin"
+
+
+def test_no_other_page_and_no_admin_route_is_opened(gateway_with_origin: RunningGateway) -> None:
+    client = gateway_with_origin.client
+    asked = {"origin": APP, "access-control-request-method": "GET"}
+    other = {**asked, "origin": "https://app.example.evil"}
+    answers = [
+        client.options("/admin/v1/keys", headers=asked),
+        client.get("/admin/v1/keys", headers={"origin": APP}),
+        client.options("/v1/models", headers=other),
+        client.post("/v1/chat/completions", json=chat_body(), headers=other),
+    ]
+    assert all(answer.is_error for answer in answers)
+    for answer in answers:
+        assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+@pytest.mark.parametrize("origin", ["*", "app.example", "https://app.example/", "https://a b"])
+def test_an_allowed_origin_has_a_scheme_and_no_path(origin: str) -> None:
+    with pytest.raises(ValueError, match="must be an origin"):
+        Settings(allowed_origins=(origin,))
+
+
+def test_containers_reach_the_gateway_by_the_name_of_their_machine() -> None:
+    Hosts(Settings()).check([(b"host", b"host.docker.internal:8000")])

@@ -41,6 +41,7 @@ def make_row(sink: EventSink, *, token_sources: bool = False) -> Row:
         prompt=PreparedPrompt(tokens=(1,)),
         seed=0,
         max_tokens=100,
+        ends=frozenset({END}),
         draft_tokens=0,
         text=TextStream(spell),
         speculation=SpeculationCounter(0),
@@ -59,7 +60,7 @@ def sent_deltas(*steps: tuple[float, str]) -> list[tuple[float, str]]:
 
     row = make_row(on_event)
     for at_s, text in steps:  # the sink reads at_s
-        row.append_tokens([*map(ord, text)], {END}, now_s=100 + at_s)
+        row.append_tokens([*map(ord, text)], now_s=100 + at_s)
     return deltas
 
 
@@ -86,7 +87,7 @@ def test_log_probabilities_are_sent_with_their_text() -> None:
     row = make_row(deltas.append)
     for number, letter in enumerate("abcd"):
         logprob = TokenLogprob(token_id=ord(letter), raw=letter.encode(), logprob=-1.0)
-        row.append_tokens([ord(letter)], {END}, [logprob], now_s=number * DELTA_INTERVAL_S / 2)
+        row.append_tokens([ord(letter)], [logprob], now_s=number * DELTA_INTERVAL_S / 2)
     pieces = [event for event in deltas if isinstance(event, Delta)]
     assert [piece.text for piece in pieces] == ["a", "bc"]
     assert [[token.text for token in piece.logprobs] for piece in pieces] == [["a"], ["b", "c"]]
@@ -100,8 +101,8 @@ def test_a_logprob_has_the_offset_of_its_character() -> None:
     answer = "a\U0001f642e\u00fc"
     raw = [bytes([byte]) for byte in answer.encode()]
     logprobs = [TokenLogprob(token_id=byte[0], raw=byte, logprob=-1.0) for byte in raw]
-    row.append_tokens(answer.encode()[:3], {END}, logprobs[:3], now_s=0)
-    row.append_tokens([*answer.encode()[3:], END], {END}, [*logprobs[3:], logprobs[0]], now_s=1)
+    row.append_tokens(answer.encode()[:3], logprobs[:3], now_s=0)
+    row.append_tokens([*answer.encode()[3:], END], [*logprobs[3:], logprobs[0]], now_s=1)
     tokens = [token for event in deltas if isinstance(event, Delta) for token in event.logprobs]
     assert [token.offset_chars for token in tokens] == [0, 1, 1, 1, 1, 2, 3, 3, 4]
     assert b"".join(token.raw for token in tokens[:-1]).decode() == answer
@@ -132,7 +133,7 @@ def test_the_texts_of_all_tokens_joined_are_the_answer(
         step = tokens[len(sources) : len(sources) + accepted + 1]
         if not step or row.finish_reason:
             break
-        fitted = row.append_tokens(step, {END}, now_s=number * DELTA_INTERVAL_S * 0.7)
+        fitted = row.append_tokens(step, now_s=number * DELTA_INTERVAL_S * 0.7)
         sources += [index < len(step) - 1 for index in range(fitted)]
         deltas = [event for event in events if isinstance(event, Delta)]
         given_text = "".join(delta.text for delta in deltas)
@@ -148,7 +149,7 @@ def test_a_token_without_text_comes_without_delay() -> None:
     row = make_row(deltas.append, token_sources=True)
     row.text = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
     for number, byte in enumerate("\u00fc".encode()):
-        row.append_tokens([byte], {END}, now_s=number)
+        row.append_tokens([byte], now_s=number)
     assert [delta.tokens for delta in deltas if isinstance(delta, Delta)] == [
         (SourcedToken("", drafted=False),),
         (SourcedToken("\u00fc", drafted=False),),
@@ -158,5 +159,5 @@ def test_a_token_without_text_comes_without_delay() -> None:
 def test_no_tokens_are_listed_unless_the_request_asks_for_them() -> None:
     deltas: list[Event | EngineError] = []
     row = make_row(deltas.append)
-    row.append_tokens([*b"abc", END], {END}, now_s=0)
+    row.append_tokens([*b"abc", END], now_s=0)
     assert [delta.tokens for delta in deltas if isinstance(delta, Delta)] == [()]

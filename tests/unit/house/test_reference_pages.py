@@ -11,7 +11,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from gateway.auth.records import KeyTerms
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError, LimitReached, WorkerError
-from policies.request.parser import KNOWN_FIELDS
+from policies.request.parser import HONOURED_FIELDS
 from policies.request.profile import Endpoint
 from workers.protocol import ApiError, NotHttp
 from workers.server.errors import RequestError
@@ -100,7 +100,7 @@ def test_the_page_on_requests_names_exactly_the_fields_that_openai_does_not_have
     names = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
     documented = {field for row in names for field in re.findall(r"`(\w+)`", row)}
     openai = {*CompletionCreateParamsBase.__annotations__, "stream"}
-    assert documented == KNOWN_FIELDS[Endpoint.CHAT] - openai
+    assert documented == HONOURED_FIELDS[Endpoint.CHAT] - openai
 
 
 def test_every_python_file_named_by_a_page_exists() -> None:
