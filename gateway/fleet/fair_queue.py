@@ -50,6 +50,11 @@ class FairQueue(Generic[Ticket]):
         self._entries[ticket] = (finish, waiting, self._sequence, flow)
         bisect.insort(self._order, (finish, waiting, self._sequence, ticket))
 
+    def place(self, ticket: Ticket) -> int:
+        """Return the place of a waiting ticket: 1 for the next one."""
+        *place, _ = self._entries[ticket]
+        return bisect.bisect_left(self._order, tuple(place)) + 1
+
     def dequeue(self, ticket: Ticket) -> None:
         """Remove a ticket that is served, and advance the virtual time."""
         finish = self._entries[ticket][0]

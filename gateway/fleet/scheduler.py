@@ -26,8 +26,7 @@ from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.types import Caller
 from policies.document import PolicyDocument
 from policies.request.profile import bypass_reasons
-
-_RETRY_AFTER_RANGE_S = (1.0, 60.0)
+from workers.drain_rate import DrainRate, QueuePlace
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +51,7 @@ class _Pool:
     """Queued requests that prefer this pool; others wait here because theirs is full."""
     running: int = 0
     """Requests that hold a slot through this pool."""
-    last_wait_s: float = 0.0
-    """Wait of the last request served, as an estimate for the next."""
+    drain_rate: DrainRate = field(default_factory=DrainRate)
 
 
 class Scheduler:
@@ -69,7 +67,8 @@ class Scheduler:
         self._rng = rng
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
         """By name, over all versions of the policy."""
-        self._waiting = 0
+        self._waiters: dict[int, _Waiter] = {}
+        """By the identity of their requests."""
         self._entries = 0
         """Number of entries into queues so far."""
 
@@ -135,7 +134,7 @@ class Scheduler:
         self._pools[lease.candidate.pool].running -= 1
         self._fleet.release(lease, result, retry_after_s)
         after = lease.state.breaker  # `wake` does not change it
-        if self._waiting:
+        if self._waiters:
             self.wake()
         if after is not before and after.available_at_s > before.available_at_s:
             delay_s = after.available_at_s - self._clock()
@@ -154,7 +153,7 @@ class Scheduler:
 
     def wake(self) -> None:
         """Assign free slots to queued requests."""
-        more = self._waiting > 0
+        more = bool(self._waiters)
         while more:
             entered = self._entries
             # Where pools share a lane, the one whose next request waits longest comes first.
@@ -172,10 +171,20 @@ class Scheduler:
             if not self._assign(waiter, name):
                 blocked.add(kind)
 
+    def queue_place(self, request: RoutingRequest) -> QueuePlace | None:
+        """Return the place of a queued request, in the queue that serves it first."""
+        waiter = self._waiters.get(id(request))
+        if waiter is None or waiter.assigned.done():
+            return None
+        now_s = self._clock()
+        pools = [self._pools[name] for name in waiter.pools]
+        places = [pool.drain_rate.place(pool.queue.place(waiter), now_s) for pool in pools]
+        return min(places, key=lambda place: place.wait_s)
+
     def retry_after_s(self, pool: str) -> float:
-        """Estimate when a retry makes sense: after the wait of the last request served."""
-        low, high = _RETRY_AFTER_RANGE_S
-        return min(max(self._pools[pool].last_wait_s, low), high)
+        """Estimate when a retry makes sense: when the requests in this queue have a slot."""
+        queued = self._pools[pool]
+        return queued.drain_rate.retry_after_s(len(queued.queue), self._clock())
 
     async def _wait(
         self, request: RoutingRequest, decision: Decision, caller: Caller, tried: frozenset[str]
@@ -193,7 +202,7 @@ class Scheduler:
         kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried, pools)
         waiter = _Waiter(request, caller, tried, self._clock(), assigned, kind)
         self._pools[preferred].preferring += 1
-        self._waiting += 1
+        self._waiters[id(request)] = waiter
         try:
             self._enqueue(waiter, preferred)
             left_s = queue.timeout_s
@@ -218,7 +227,7 @@ class Scheduler:
             raise
         finally:
             self._pools[preferred].preferring -= 1
-            self._waiting -= 1
+            del self._waiters[id(request)]
             for name in waiter.pools:
                 self._pools[name].queue.remove(waiter)
 
@@ -237,6 +246,8 @@ class Scheduler:
     def _enqueue(self, waiter: _Waiter, pool: str) -> None:
         self._entries += 1
         waiter.pools.append(pool)
+        if not self._pools[pool].queue:
+            self._pools[pool].drain_rate.begin(self._clock())
         self._pools[pool].queue.enqueue(waiter, waiter.caller.priority, waiter.caller.client)
 
     def _widen(self, waiter: _Waiter) -> None:
@@ -266,7 +277,7 @@ class Scheduler:
         self._pools[pool].queue.dequeue(waiter)
         for name in waiter.pools:
             self._pools[name].queue.remove(waiter)
-            self._pools[name].last_wait_s = self._clock() - waiter.queued_at_s
+            self._pools[name].drain_rate.record(self._clock())
 
 
 def _oldest_s(pool: _Pool) -> float:

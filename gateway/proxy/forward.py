@@ -56,6 +56,7 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx in front must not collect events
 )
+_KEEPALIVE = b": keepalive\n\n"
 
 
 class Forwarder:
@@ -93,7 +94,14 @@ class Forwarder:
         """Return a context that keeps a stream alive, and no other response."""
         if not context.profile.stream:
             return contextlib.nullcontext()
-        return KeepAlive(writer, _STREAM_HEADERS, self._settings.keepalive_s)
+        request = context.routing_request
+        assert request is not None, "the request has not been inspected"
+
+        def comment() -> bytes:
+            place = self._scheduler.queue_place(request)
+            return place.comment() if place is not None else _KEEPALIVE
+
+        return KeepAlive(writer, _STREAM_HEADERS, self._settings.keepalive_s, comment)
 
     async def _try_workers(
         self, context: RequestContext, body: bytes, writer: ResponseWriter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Self
 
 from gateway.http.downstream import ResponseWriter
@@ -12,8 +12,6 @@ from gateway.types import Header
 # So long after a worker has begun, an error still has a status of its own, and the head still
 # leaves in one packet with the first token.
 _HEAD_DELAY_S = 0.25
-_WAITING = b": waiting\n\n"
-_KEEPALIVE = b": keepalive\n\n"
 
 
 class KeepAlive:
@@ -25,11 +23,16 @@ class KeepAlive:
     """
 
     def __init__(
-        self, writer: ResponseWriter, headers: Iterable[Header], interval_s: float
+        self,
+        writer: ResponseWriter,
+        headers: Iterable[Header],
+        interval_s: float,
+        comment: Callable[[], bytes],
     ) -> None:
         self._writer = writer
         self._headers = headers
         self._interval_s = interval_s
+        self._comment = comment
         self._sent_s = asyncio.get_running_loop().time()
 
     def __enter__(self) -> Self:
@@ -52,7 +55,7 @@ class KeepAlive:
         elif due:
             self._sent_s = now_s
             if writer.started:
-                writer.write(_KEEPALIVE)
+                writer.write(self._comment())
             else:
-                writer.open_early(self._headers, _WAITING)
+                writer.open_early(self._headers, self._comment())
             writer.idle = True

@@ -132,7 +132,7 @@ class Engine:
         if lane is None:
             raise types.InvalidGeneration("model", f"This worker has no {generation.lane} lane.")
         if lane.waiting_rows >= self.settings.queue_limit:
-            raise types.EngineBusy(retry_after_s=1.0)
+            raise types.EngineBusy(retry_after_s=lane.retry_after_s)
         prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
         if generation.prompt_limit is not None:
             prompt = self._cut(prompt, generation.prompt_limit)

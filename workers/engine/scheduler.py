@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from policies.request.profile import Bypass
+from workers.drain_rate import DrainRate
 from workers.engine import types
 from workers.engine.decoder import Decoder, Outcome, check_device
 from workers.engine.draft_head import DraftHead
@@ -79,6 +80,9 @@ class LaneScheduler:
         self._memory = memory
         self._sparse_prefill = sparse_prefill
         self._waiting: deque[Row] = deque()
+        self._drain_rate = DrainRate()
+        self._draining = False
+        """Whether rows wait because the lane is full, so that its rate shows."""
         self._prefill: Prefill | None = None
         self._decoder = Decoder(
             checkpoint, prompts, self._head, self.counters, draft_tokens=draft_tokens, clock=clock
@@ -98,6 +102,15 @@ class LaneScheduler:
     def waiting_rows(self) -> int:
         """Return the number of queued rows; safe from any thread."""
         return len(self._waiting)
+
+    @property
+    def retry_after_s(self) -> float:
+        """Return when a request that the full queue rejects may return; safe from any thread."""
+        return self._drain_rate.retry_after_s(len(self._waiting), self._clock())
+
+    @property
+    def _full(self) -> bool:
+        return self._prefill is not None or self.running_rows >= self._max_rows
 
     @property
     def prefill_prefix_key(self) -> str | None:
@@ -122,6 +135,9 @@ class LaneScheduler:
     def add(self, row: Row) -> None:
         """Queue a row."""
         self.counters.record_bypass(row, *row.bypass)
+        if not self._draining and self._full:
+            self._draining = True
+            self._drain_rate.begin(self._clock())
         self._waiting.append(row)
         self._update_occupancy()
 
@@ -158,7 +174,7 @@ class LaneScheduler:
             self.counters.record_finish(row)
 
     def _admit(self) -> None:
-        if self._prefill is not None or not self._waiting or self.running_rows >= self._max_rows:
+        if self._full or not self._waiting:
             return
         row = self._waiting[0]
         prefix = row.prompt.prefix
@@ -168,6 +184,9 @@ class LaneScheduler:
         if self._rows_in_all_lanes and self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0:
             return  # rows that end will free memory
         self._waiting.popleft()
+        if self._draining:
+            self._drain_rate.record(self._clock())
+            self._draining = bool(self._waiting)
         try:
             self._prefill = start_prefill(row, self._target, self._head.usable, self._prefix_cache)
             if not row.answer and (row.cached_tokens or self._prefill.prefix_tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -132,6 +133,7 @@ def test_a_queued_stream_gets_an_early_head_and_later_the_headers_that_it_lacks(
         assert response.status_code == 200
         assert response.headers["x-request-id"]
         assert "x-paceline-worker" not in response.headers
+        assert re.match(rb": queued 1, about \d+ s\n\n", read_until(b"\n\n"))
         worker.resume.set()
         received = read_until(DONE)
     assert b": x-paceline-worker: fake-a\n" in received

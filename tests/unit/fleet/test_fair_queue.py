@@ -36,6 +36,13 @@ def test_requests_of_one_client_are_served_in_order_of_arrival() -> None:
     assert list(queue) == [f"a-{number}" for number in range(5)]
 
 
+def test_a_ticket_has_the_place_in_which_it_is_served() -> None:
+    queue = queue_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT), ("c", Priority.INTERACTIVE))
+    for ticket in queue:
+        assert [queue.place(one) for one in queue] == list(range(1, len(queue) + 1))
+        queue.dequeue(ticket)
+
+
 def test_a_client_with_a_hundred_requests_delays_only_its_own() -> None:
     queue = queue_of(*[("greedy", DEFAULT)] * 100, ("modest", DEFAULT))
     assert "modest" in dequeue_clients(queue, 2)

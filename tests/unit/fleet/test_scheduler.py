@@ -93,8 +93,32 @@ async def test_a_full_queue_rejects_a_request_with_a_retry_after(
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     lease = await waiting[0]
     assert lease.waited_s == 5.0
-    assert scheduler.dispatch.retry_after_s("vlm") == 5.0
+    assert scheduler.dispatch.retry_after_s("vlm") == 10.0, "two wait, and one leaves each 5 s"
     await cancel_all(waiting[1:])
+
+
+async def test_a_queued_request_has_a_place_and_an_expected_wait(
+    scheduler: SchedulerHarness,
+) -> None:
+    first = await scheduler.acquire()
+    requests = [RoutingRequest(scheduler.policy, SAMPLED) for _ in range(3)]
+    caller = scheduler.caller("a")
+    waiting = [asyncio.create_task(scheduler.dispatch.acquire(one, caller)) for one in requests]
+    await run_ready_tasks()
+    scheduler.clock.now_s = START_S + 5.0
+    assert [scheduler.dispatch.queue_place(one) for one in requests] == [
+        (1, 5.0),
+        (2, 10.0),
+        (3, 15.0),
+    ]
+    scheduler.fleet.heartbeat(worker_report())
+    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
+    assert scheduler.dispatch.queue_place(requests[0]) is None
+    scheduler.clock.now_s = START_S + 7.0
+    assert scheduler.dispatch.queue_place(requests[2]) == (2, 10.0)
+    await waiting[0]
+    await cancel_all(waiting[1:])
+    assert scheduler.dispatch.queue_place(requests[2]) is None
 
 
 async def test_c7_a_full_queue_makes_room_for_the_client_with_the_fewest_requests(

@@ -1,0 +1,60 @@
+"""The drain rate of a queue: places, expected waits, and when a rejected request may return."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers.drain_rate import DrainRate, QueuePlace
+
+
+def drained_each(interval_s: float, requests: int) -> DrainRate:
+    """Return the rate of a queue that a request leaves at each interval from 100 s on."""
+    rate = DrainRate()
+    rate.begin(100.0)
+    for number in range(1, requests + 1):
+        rate.record(100.0 + number * interval_s)
+    return rate
+
+
+def test_the_wait_is_the_place_times_the_mean_interval() -> None:
+    rate = drained_each(4.0, 3)
+    assert rate.place(3, 112.0) == QueuePlace(3, 12.0)
+    assert rate.place(1, 115.0).wait_s == 4.0
+
+
+def test_a_queue_without_a_history_counts_the_time_since_it_began() -> None:
+    rate = DrainRate()
+    rate.begin(100.0)
+    assert rate.place(3, 110.0).wait_s == 30.0
+
+
+def test_an_interval_that_is_longer_than_the_mean_counts_before_it_ends() -> None:
+    rate = drained_each(4.0, 3)
+    assert rate.place(1, 112.0 + 20.0).wait_s == (3 * 4.0 + 20.0) / 4
+
+
+def test_the_time_in_which_the_queue_is_empty_does_not_count() -> None:
+    rate = drained_each(4.0, 3)
+    rate.begin(5000.0)
+    rate.record(5004.0)
+    assert rate.place(2, 5004.0).wait_s == 8.0
+
+
+def test_old_intervals_are_forgotten() -> None:
+    rate = drained_each(60.0, 5)
+    rate.begin(1000.0)
+    for number in range(1, 40):
+        rate.record(1000.0 + number)
+    assert rate.place(7, 1039.0).wait_s == 7.0
+
+
+@pytest.mark.parametrize(("waiting", "expected_s"), [(0, 1.0), (5, 20.0), (500, 60.0)])
+def test_a_rejected_request_returns_when_the_queue_has_drained_within_bounds(
+    waiting: int, expected_s: float
+) -> None:
+    assert drained_each(4.0, 3).retry_after_s(waiting, 112.0) == expected_s
+
+
+def test_a_comment_tells_place_and_time() -> None:
+    assert QueuePlace(3, 12.4).comment() == b": queued 3, about 12 s\n\n"
+    assert QueuePlace(1, 0.1).comment() == b": queued 1, about 1 s\n\n"

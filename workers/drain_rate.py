@@ -1,0 +1,62 @@
+"""The rate at which a queue drains, and so the wait of a request. Pure; for gateways and workers.
+
+The interval between two requests that leave the queue for a slot is a sample. Only a queue that is
+not empty has intervals: the others would measure how often requests come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+_SAMPLES = 32
+_RETRY_AFTER_RANGE_S = (1.0, 60.0)
+_LONGEST_WAIT_S = 3600.0
+
+
+class QueuePlace(NamedTuple):
+    """The place of a request in a queue, 1 for the next one, and its expected wait."""
+
+    place: int
+    wait_s: float
+
+    def comment(self) -> bytes:
+        """Return the place as a comment of an event stream."""
+        return b": queued %d, about %d s\n\n" % (self.place, max(1, round(self.wait_s)))
+
+
+class DrainRate:
+    """The measured rate of one queue; times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._intervals_s: deque[float] = deque(maxlen=_SAMPLES)
+        self._since_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """Record that a request entered the empty queue."""
+        self._since_s = now_s
+
+    def record(self, now_s: float) -> None:
+        """Record that a request left the queue for a slot."""
+        self._intervals_s.append(now_s - self._since_s)
+        self._since_s = now_s
+
+    def place(self, number: int, now_s: float) -> QueuePlace:
+        """Return the place with its expected wait, while the queue is not empty.
+
+        The interval that is still open counts if it is longer than the others are on average: a
+        queue that has come to a halt must not promise its old rate.
+        """
+        intervals_s, open_s = self._intervals_s, now_s - self._since_s
+        total_s, samples = sum(intervals_s), len(intervals_s)
+        if open_s * samples >= total_s:
+            total_s, samples = total_s + open_s, samples + 1
+        return QueuePlace(number, min(number * total_s / samples, _LONGEST_WAIT_S))
+
+    def retry_after_s(self, waiting: int, now_s: float) -> float:
+        """Return after which time a request that the full queue rejects may return, within bounds.
+
+        By then the requests that wait now have a slot.
+        """
+        low, high = _RETRY_AFTER_RANGE_S
+        return min(max(self.place(waiting, now_s).wait_s, low), high)
