@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from policies.request.profile import Sampling
 from workers.engine.detokenizer import TextStream
+from workers.engine.reasoning import NextToken, Part, Reasoning
 from workers.engine.row import DELTA_INTERVAL_S, EventSink, Row, SpeculationCounter
 from workers.engine.tokenizer import PreparedPrompt
 from workers.engine.types import (
@@ -161,3 +162,66 @@ def test_no_tokens_are_listed_unless_the_request_asks_for_them() -> None:
     row = make_row(deltas.append)
     row.append_tokens([*b"abc", END], now_s=0)
     assert [delta.tokens for delta in deltas if isinstance(delta, Delta)] == [()]
+
+
+class Switch:
+    """A state in which one token switches between reasoning and answer."""
+
+    MARK = 1
+    reasoning_tokens = 0
+    inside = False
+
+    def next_token(self) -> NextToken:
+        return NextToken()
+
+    def push(self, token: int) -> tuple[Part, Sequence[int]]:
+        if token == self.MARK:
+            self.inside = not self.inside
+            return Part.MARK, ()
+        self.reasoning_tokens += self.inside
+        return (Part.REASONING if self.inside else Part.ANSWER), (token,)
+
+    def may_force(self, tokens: int) -> bool:
+        return False
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+
+@given(
+    parts=st.lists(st.text(alphabet="ab\u00fc \U0001f642", max_size=6), max_size=6),
+    steps=st.lists(st.integers(1, 4), min_size=100, max_size=100),
+)
+def test_reasoning_and_answer_keep_their_order(parts: list[str], steps: list[int]) -> None:
+    """In whatever deltas they come; the texts of all tokens joined are both, in order.
+
+    White space before the first reasoning and the first answer is left out.
+    """
+    events: list[Event | EngineError] = []
+    row = make_row(events.append, token_sources=True)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    row.text = TextStream(decode, strip=True)
+    row.reasoning = Reasoning(Switch(), TextStream(decode, strip=True))
+    tokens = [*bytes([Switch.MARK]).join(part.encode() for part in parts), END]
+    row.max_tokens = len(tokens) + 1
+    now_s = 0.0
+    while tokens:
+        step, tokens = tokens[: steps[0]], tokens[steps[0] :]
+        steps = steps[1:]
+        now_s += DELTA_INTERVAL_S * 0.4
+        row.append_tokens(step, {END}, now_s=now_s)
+    deltas = [event for event in events if isinstance(event, Delta)]
+    answer, reasoning = ("".join(parts[at::2]).lstrip() for at in (0, 1))
+    assert "".join(delta.text for delta in deltas) == answer
+    assert "".join(delta.reasoning for delta in deltas) == reasoning
+    given_text = "".join(delta.reasoning + delta.text for delta in deltas)
+    assert "".join(token.text for delta in deltas for token in delta.tokens) == given_text
+    order, seen = "", [False, False]
+    for number, part in enumerate(parts):
+        shown = part if seen[number % 2] else part.lstrip()
+        seen[number % 2] |= bool(shown)
+        order += shown
+    assert given_text == order
