@@ -12,6 +12,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from workers.demo import CHECKPOINT
 from workers.engine.reasoning import (
+    ANSWERING,
     Part,
     ReasoningState,
     detect_reasoning,
@@ -175,6 +176,18 @@ def test_a_budget_forces_the_closing_tokens(
     assert state.reasoning_tokens == budget
 
 
+@pytest.mark.parametrize(("family", "again"), [("qwen", False), ("mistral", True)])
+def test_a_budget_matters_only_where_reasoning_may_come(family: str, *, again: bool) -> None:
+    """Elsewhere the decoder needs no mask, and does not wait for the drafts."""
+    first, last = FORMATS[family][0]
+    assert begin(family, "Hi", 2).may_force(2)
+    assert not begin(family, "Hi", 2).may_force(1)
+    assert begin(family, f"Hi{first}", 0).may_force(0)
+    assert begin(family, f"Hi{first}{last}", 0).may_force(0) is again
+    assert not begin(family, f"Hi{first}").may_force(99)
+    assert begin(family, f"Hi{first}").forced() == begin(family, "Hi", 0).forced() == ()
+
+
 def test_a_call_ends_the_reasoning() -> None:
     """Models begin a call without the closing mark; as reasoning, it would never be made."""
     tokens = encode("qwen", "Hm.<tool_call>{}</tool_call>")
@@ -184,6 +197,7 @@ def test_a_call_ends_the_reasoning() -> None:
     prompt = encode("qwen", "<think>")
     state = reasoning.begin(prompt, call_mark=mark)
     assert split("qwen", state, tokens) == ("Hm.", "<tool_call>{}</tool_call>")
+    assert state.next_token() == ANSWERING
     plain = reasoning.begin(prompt)
     assert split("qwen", plain, tokens) == ("Hm.<tool_call>{}</tool_call>", "")
 
@@ -197,7 +211,7 @@ def test_a_grammar_begins_at_the_answer() -> None:
         assert not state.next_token().answering
         assert not state.next_token().may_end
     state.push(encode("qwen", "</think>")[0])
-    assert state.next_token() == (None, True, None, True)
+    assert state.next_token() == ANSWERING
     harmony = begin("gpt-oss", "", constrained=True)
     for token in encode("gpt-oss", "<|channel|>analysis<|message|>Hm<|end|>"):
         assert harmony.next_token().forced is None

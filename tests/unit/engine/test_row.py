@@ -212,7 +212,7 @@ def test_reasoning_and_answer_keep_their_order(parts: list[str], steps: list[int
         step, tokens = tokens[: steps[0]], tokens[steps[0] :]
         steps = steps[1:]
         now_s += DELTA_INTERVAL_S * 0.4
-        row.append_tokens(step, {END}, now_s=now_s)
+        row.append_tokens(step, now_s=now_s)
     deltas = [event for event in events if isinstance(event, Delta)]
     answer, reasoning = ("".join(parts[at::2]).lstrip() for at in (0, 1))
     assert "".join(delta.text for delta in deltas) == answer
