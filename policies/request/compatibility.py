@@ -31,7 +31,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
-    "include_reasoning": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "return_tokens_as_token_ids": (False,),

@@ -47,7 +47,7 @@ _CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
 HONOURED_FIELDS = {
     Endpoint.CHAT: _CONTROL_FIELDS.union(
         "messages tools tool_choice parallel_tool_calls top_logprobs chat_template_kwargs "
-        "reasoning_effort thinking_budget".split()
+        "reasoning_effort thinking_budget include_reasoning".split()
     ),
     Endpoint.COMPLETIONS: _CONTROL_FIELDS | {"prompt", "echo"},
 }
@@ -94,6 +94,7 @@ def read_profile(
         tools=bool(tools),
         structured_output=read_constraint(body) is not None,
         thinking_budget=fields.integer("thinking_budget", None, low=0),
+        include_reasoning=fields.choice("include_reasoning") is not False,
         draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),
         spec_prefill=fields.choice("specprefill"),
         spec_prefill_keep=fields.number("specprefill_keep_pct", None, low=0, high=1, positive=True),

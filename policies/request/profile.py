@@ -100,6 +100,8 @@ class RequestProfile(NamedTuple):
     structured_output: bool = False
     thinking_budget: int | None = None
     """The most tokens of reasoning."""
+    include_reasoning: bool = True
+    """Whether the response contains the reasoning."""
     draft_tokens: int | None = None
     """k of this request (`extra_body: {"draft_tokens": k}`); None: the worker's k."""
     spec_prefill: bool | None = None

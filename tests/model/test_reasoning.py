@@ -196,6 +196,17 @@ async def test_a_constrained_answer_does_not_end_within_its_reasoning(client: As
     assert list(json.loads(ended.choices[0].message.content or "")) == ["count", "mood"]
 
 
+async def test_a_client_need_not_see_the_reasoning(client: AsyncOpenAI) -> None:
+    """The answer is the same without it, whole and streamed, and its tokens count."""
+    fields: Any = {"extra": {"thinking_budget": 4}, "logit_bias": {"2": -100}}
+    _, content = parts((await ask(client, **fields)).choices[0].message)
+    fields["extra"]["include_reasoning"] = False
+    hidden = await ask(client, **fields)
+    assert parts(hidden.choices[0].message) == (None, content)
+    assert hidden.usage.completion_tokens_details.reasoning_tokens == 4
+    assert (await stream(client, **fields))[:2] == ("", content)
+
+
 async def test_a_template_that_closes_the_reasoning_leaves_none(client: AsyncOpenAI) -> None:
     """Without thinking the message has neither field, and the count is 0."""
     plain = await ask(client, extra={"chat_template_kwargs": {"enable_thinking": False}})

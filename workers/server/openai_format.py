@@ -79,11 +79,14 @@ class ChatChoice(_Choice):
         splitter: ToolCallSplitter | ForcedCallReader | None,
         logprobs: bool,
         token_sources: bool,
+        include_reasoning: bool = True,
     ) -> None:
         render_logprobs = _render_chat_logprobs if logprobs else None
         super().__init__(index, render_logprobs, token_sources=token_sources)
         self._splitter = splitter
         self._reasoning = ""
+        self._reasoned = False
+        self._include_reasoning = include_reasoning
         self._tool_calls: list[ToolCall] = []
 
     def begin(self) -> Sequence[Json]:
@@ -95,7 +98,8 @@ class ChatChoice(_Choice):
         self._pending_logprobs += map(_render_logprob, delta.logprobs)
         self._pending_tokens += delta.tokens
         entries = []
-        if delta.reasoning:
+        self._reasoned = self._reasoned or bool(delta.reasoning)
+        if delta.reasoning and self._include_reasoning:
             self._reasoning += delta.reasoning
             entries.append(self._entry("delta", _render_reasoning(delta.reasoning)))
         if not self._splitter:
@@ -113,7 +117,7 @@ class ChatChoice(_Choice):
         """Return the whole message, after `finish`."""
         message: dict[str, Json] = {
             "role": "assistant",
-            "content": self._text or (None if self._tool_calls or self._reasoning else ""),
+            "content": self._text or (None if self._tool_calls or self._reasoned else ""),
             "refusal": None,
         }
         if self._reasoning:

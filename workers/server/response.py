@@ -246,6 +246,7 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
         splitter=splitter,
         logprobs=top_logprobs is not None,
         token_sources=token_sources,
+        include_reasoning=request.profile.include_reasoning,
     )
 
 

@@ -222,6 +222,21 @@ def test_a_grammar_begins_at_the_answer() -> None:
     assert harmony.next_token().answering
 
 
+def test_a_constrained_answer_in_channels_may_end_with_a_call() -> None:
+    """Nowhere else before the final message, and the grammar describes nothing before it."""
+    state = begin("gpt-oss", "", constrained=True)
+    assert state.forced() == ()
+    for token in encode("gpt-oss", "<|channel|>analysis<|message|>Hm"):
+        assert (state.next_token().answering, state.next_token().may_end) == (False, False)
+        state.push(token)
+    assert state.forced() == ()
+    call = begin("gpt-oss", "")
+    for token in encode("gpt-oss", "<|channel|>commentary to=functions.look<|message|>"):
+        assert not call.next_token().may_end
+        call.push(token)
+    assert (call.next_token().answering, call.next_token().may_end) == (False, True)
+
+
 @pytest.mark.parametrize("template", ["", "{{ messages }}", "think"])
 def test_a_template_without_marks_has_no_reasoning(template: str) -> None:
     """Also if the tokenizer has the tokens: the model was not trained to use them."""
