@@ -69,6 +69,7 @@ def read_profile(
     content = read_content(body, endpoint)
     _check_template_kwargs(body.get("chat_template_kwargs"))
     _check_reasoning_effort(body.get("reasoning_effort"))
+    _check_choices(body)
     stream = fields.flag("stream")
     tools = _read_tools(body)
     stream_options = _read_stream_options(body, stream)
@@ -214,6 +215,15 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
                 raise FieldError(f"tools[{index}].function.{name}", f"'{name}' must be {text}.")
         check_size(tool, f"tools[{index}]")
     return tools if body.get("tool_choice") != "none" else ()
+
+
+def _check_choices(body: Mapping[str, Any]) -> None:
+    choice = body.get("tool_choice")
+    named = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
+    if not named and choice not in (None, "auto", "none", "required"):
+        raise FieldError("tool_choice", "'tool_choice' must be auto, none, required or a function.")
+    if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
+        raise FieldError("metrics", "'metrics' must be summary or detailed.")
 
 
 def _check_template_kwargs(given: Any) -> None:

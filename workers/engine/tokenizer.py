@@ -16,6 +16,7 @@ Control tokens are left out of an answer, except those that mark tool calls for 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import re
 from array import array
@@ -138,9 +139,11 @@ class PromptRenderer:
             )
         # Thinking takes seconds, so a request has to enable it.
         arguments = {"enable_thinking": False, **(template_kwargs or {})}
-        if tools:
-            arguments["tools"] = self._control.split([_tool_for_template(tool) for tool in tools])
         plain = [_for_template(message) for message in messages]
+        if tools and "tools" in template_variables(self._template):
+            arguments["tools"] = self._control.split([_tool_for_template(tool) for tool in tools])
+        elif tools:
+            plain = _describe_tools(tools, plain)
         if self.tool_parser_name == "mistral":
             plain = [_with_short_ids(message) for message in plain]
         try:
@@ -319,6 +322,23 @@ def _tool_for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
     parameters.setdefault("properties", {})
     function.setdefault("description", "")
     return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _describe_tools(
+    tools: Sequence[Mapping[str, Any]], messages: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Describe tools in the system message, for a template that renders none."""
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = f"You can use these functions:\n{functions}"
+    leading = messages[0] if messages and messages[0]["role"] == "system" else None
+    if leading is None:
+        return [{"role": "system", "content": text}, *messages]
+    content = leading["content"]
+    if isinstance(content, str):
+        content = f"{content}\n\n{text}"
+    else:
+        content = [*content, {"type": "text", "text": text}]
+    return [{**leading, "content": content}, *messages[1:]]
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:

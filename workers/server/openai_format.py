@@ -108,7 +108,8 @@ class ChatChoice(_Choice):
 
     def finish(self, finished: Finished) -> Sequence[Json]:
         """Return the remaining text, then the finish reason."""
-        entries = self._write(self._splitter.close() if self._splitter else [])
+        cut = finished.reason is FinishReason.LENGTH
+        entries = self._write(self._splitter.close(cut=cut) if self._splitter else [])
         called = self._tool_calls and finished.reason is FinishReason.STOP
         self._finish_reason = "tool_calls" if called else finished.reason.value
         return [*entries, self._entry("delta", {})]

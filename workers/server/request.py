@@ -31,7 +31,7 @@ from workers.protocol import (
 )
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.pictures import PictureMemory
-from workers.server.ports import Json, Prompts, ServingEngine
+from workers.server.ports import Json, ServingEngine
 from workers.server.tool_calls import ToolFormat
 
 LANE_HEADER = "x-paceline-lane"
@@ -84,11 +84,12 @@ async def read_request(
     profile = read_profile(body, endpoint)
     if profile.model != engine.card.model:
         raise UnknownModel(profile.model, engine.card.model)
-    _reject_unsupported(body)
     tools = body["tools"] if profile.tools else None
     constraint = read_constraint(body)
     forced = constraint is not None and constraint.kind is ConstraintKind.CALLS
-    tool_format = None if forced or not tools else _tool_format(engine.prompts, tools)
+    tool_format, parser = None, engine.prompts.tool_parser_name
+    if tools and parser is not None and not forced:
+        tool_format = ToolFormat(parser, tools)
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
     if endpoint is Endpoint.CHAT:
         prefix_key = _prefix_key(request.headers.get(PREFIX_HEADER))
@@ -158,31 +159,6 @@ def _parse(content: bytearray) -> dict[str, Json]:
     if not isinstance(body, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
     return body
-
-
-def _reject_unsupported(body: Mapping[str, Json]) -> None:
-    """Raise for a value that the engine does not support; none is ignored silently."""
-    fields = []
-    choice = body.get("tool_choice")
-    named = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
-    if not named and choice not in (None, "auto", "none", "required"):
-        fields.append("tool_choice")
-    if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
-        fields.append("metrics")
-    if fields:
-        raise BadRequest(
-            f"This worker does not support this value of '{fields[0]}'.",
-            param=fields[0],
-            code="unsupported_parameter",
-        )
-
-
-def _tool_format(prompts: Prompts, tools: list[Mapping[str, Json]]) -> ToolFormat:
-    if prompts.tool_parser_name is None:
-        raise BadRequest(
-            "This model does not support tools.", param="tools", code="unsupported_parameter"
-        )
-    return ToolFormat(prompts.tool_parser_name, tools)
 
 
 def _choose_lane(
@@ -316,14 +292,16 @@ def _read_tool_call(call: Json, where: str) -> dict[str, Json]:
         raise BadRequest("A tool call needs a function with a name.", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # OpenAI sends arguments as JSON text; chat templates iterate over them as a mapping.
+        # OpenAI sends arguments as JSON text; chat templates iterate over them as a mapping. What a
+        # model once wrote wrong must not end its conversation.
         try:
-            arguments = from_json(arguments or "{}")
+            parsed = from_json(arguments or "{}")
         except ValueError:
-            arguments = None
+            parsed = None
+        arguments = parsed if isinstance(parsed, Mapping) else {"arguments": arguments}
     if not isinstance(arguments, Mapping):
         raise BadRequest(
-            "The arguments of a tool call must be a JSON object.",
+            "The arguments of a tool call must be JSON text, or an object.",
             param=f"{where}.function.arguments",
         )
     if not isinstance(call.get("id"), str | None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import string
 from collections.abc import Mapping, Sequence
 
 from workers.server.ports import Json
@@ -29,6 +30,8 @@ _PARSE_ERRORS = (
 )
 """Errors of mlx-vlm's parsers for text that only looks like a tool call."""
 
+
+_LETTERS = string.ascii_letters + string.digits
 
 ToolCall = dict[str, Json]
 """One call of a function in OpenAI's format, its arguments as JSON text."""
@@ -72,7 +75,7 @@ class ForcedCallReader:
             out.append(ArgumentsText(arguments))
         return out
 
-    def close(self) -> list[str | ToolCall]:
+    def close(self, *, cut: bool = False) -> list[str | ToolCall]:  # noqa: ARG002
         """Return nothing: what is left is the end of the list, or a call that has no name yet."""
         return []
 
@@ -113,13 +116,16 @@ class ToolCallSplitter:
             pass
         return out
 
-    def close(self) -> list[str | ToolCall]:
-        """Return the rest of the buffer; parse a call that the end of the text cut off."""
+    def close(self, *, cut: bool = False) -> list[str | ToolCall]:
+        """Return the rest of the buffer; parse a call that the model did not close.
+
+        A call that a limit `cut` off is left out: half of one is no text, and must not be run.
+        """
         rest, self._buffer = self._buffer, ""
         if not self._inside:
             # White space after a call separates it from the next; elsewhere it is content.
             return [rest] if rest and not (self._count and not rest.strip()) else []
-        return self._parse(rest + self._format.end, rest)
+        return [] if cut else self._parse(rest + self._format.end, rest)
 
     def _open_call(self, out: list[str | ToolCall]) -> bool:
         """Move the content before a call to `out`; return whether a call begins."""
@@ -205,7 +211,8 @@ def _read_call(name: str, arguments: Json) -> ToolCall:
 
 def _call(name: str, arguments: str) -> ToolCall:
     return {
-        "id": f"call_{secrets.token_hex(12)}",
+        # Mistral's templates accept no other form; agents send it back to any model.
+        "id": "".join(secrets.choice(_LETTERS) for _ in range(9)),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }

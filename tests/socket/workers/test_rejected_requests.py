@@ -59,7 +59,7 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
                 "messages": [
                     {
                         "role": "assistant",
-                        "tool_calls": [{"function": {"name": "add", "arguments": "{1"}}],
+                        "tool_calls": [{"function": {"name": "add", "arguments": 1}}],
                     }
                 ]
             },
@@ -122,7 +122,7 @@ async def test_c11_a_worker_reads_json_as_strictly_as_a_gateway(
     ("call", "param"),
     [
         (
-            {"function": {"name": "add", "arguments": '{"a": "\\ud800"}'}},
+            {"function": {"name": "add", "arguments": ["a"]}},
             "messages[0].tool_calls[0].function.arguments",
         ),
         (
@@ -192,9 +192,21 @@ async def test_a_worker_without_mtp_records_it_as_the_bypass_reason(
     assert engine.generations[0].bypass == (Bypass.NO_MTP_WORKER,)
 
 
-async def test_tools_for_a_model_without_tool_calls_return_400(
+async def test_a_model_without_a_format_of_calls_answers_tools_in_text(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     engine.prompts = StubPrompts(tool_parser_name=None)
     response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert response.json()["choices"][0]["message"]["content"] == "ok"
+    assert "'name': 'add'" in engine.generations[0].prompt.text
+
+
+@pytest.mark.parametrize("broken", ['{"a": 1', '{"a": "\\ud800"}', "[1]", "3"])
+async def test_broken_arguments_of_an_old_call_are_passed_on_as_text(
+    client: httpx.AsyncClient, engine: ScriptedEngine, broken: str
+) -> None:
+    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": broken}}]
+    messages = [{"role": "assistant", "tool_calls": calls}, *CHAT_BODY["messages"]]
+    response = await client.post(CHAT, json={**CHAT_BODY, "messages": messages})
+    assert response.status_code == 200
+    assert repr({"arguments": broken}) in engine.generations[0].prompt.text

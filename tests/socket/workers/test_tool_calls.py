@@ -90,6 +90,22 @@ def test_chunk_boundaries_do_not_change_the_result(cuts: set[int]) -> None:
     assert split(chunks) == ["Let me <think>.", ("add", {"a": 12}), ("add", {"a": -5})]
 
 
+@pytest.mark.parametrize("length", [len("<tool_call>"), len(call_text(12)) - 1])
+def test_a_call_that_a_limit_cuts_is_left_out(length: int) -> None:
+    """Half of it is no text, and its arguments may miss their end."""
+    splitter = ToolCallSplitter(ToolFormat("qwen3_coder", TOOLS))
+    parts = splitter.feed("Adding. " + call_text(12)[:length])
+    assert [*parts, *splitter.close(cut=True)] == ["Adding."]
+
+
+def test_the_id_of_a_call_has_the_form_that_mistral_needs() -> None:
+    splitter = ToolCallSplitter(ToolFormat("qwen3_coder", TOOLS))
+    calls = [call for call in splitter.feed(call_text(1) + call_text(2)) if isinstance(call, dict)]
+    ids = [call["id"] for call in calls]
+    assert len({*ids}) == 2
+    assert all(len(one) == 9 and one.isascii() and one.isalnum() for one in ids)
+
+
 def test_the_number_of_calls_is_limited() -> None:
     assert split([call_text(1) + call_text(2)], limit=1) == [("add", {"a": 1})]
 
@@ -183,7 +199,7 @@ async def test_the_openai_package_reads_calls_unstreamed_and_streamed() -> None:
         call: Any = (response.message.tool_calls or [])[0]
         assert (call.type, call.function.name) == ("function", "add")
         assert json.loads(call.function.arguments) == {"a": 3}
-        assert call.id.startswith("call_")
+        assert call.id.isalnum()
 
 
 async def test_a_response_with_calls_only_has_no_content() -> None:

@@ -76,6 +76,20 @@ def test_a_call_without_an_end_mark_ends_where_the_next_begins(renderer: PromptR
     assert len(parts) == 2
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_template_without_tools_gets_them_in_the_system_message(system: list[Any]) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), chat_template=template
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    messages = [*system, {"role": "user", "content": "Hi"}]
+    text = PromptRenderer(tokenizer).chat(messages, [tool])
+    before = "Be brief.\n\n" if system else ""
+    described = 'You can use these functions:\n{"name": "add", "parameters": {}}'
+    assert text == f"system: {before}{described};user: Hi;"
+
+
 def test_special_tokens_outside_tool_calls_are_no_text(renderer: PromptRenderer) -> None:
     pieces = stream_answer(renderer, f"[IMG]One{NEW_FORMAT}</s>", keep_call_tokens=True)
     assert "".join(pieces) == f"One{NEW_FORMAT}"
