@@ -73,9 +73,12 @@ async def test_reasoning_folds_away_when_the_answer_begins(
     texts = [piece("Yes", "model", content="Yes"), piece(" sir", "draft", content=" sir")]
     worker.script = Script(events=(*thoughts, *texts, chunk({}, "stop"), DONE), hang_after=2)
     await open_try(tab, gateway_with_worker)
+    await expect(page.get_by_label("Model")).to_have_value("demo")  # the page listens
+    await page.get_by_label("Reasoning effort").select_option("high")
     await page.get_by_label("Question").fill("Hello")
     await page.keyboard.press("Enter")
     answer = page.get_by_role("article", name="Answer of demo")
+    await expect(page.get_by_role("region", name="Code for curl")).to_contain_text("_effort")
     thinking = answer.locator("details")
     await expect(thinking.locator("p")).to_have_text("Hmm. ")
     await expect(thinking).to_have_attribute("open", "")
@@ -85,6 +88,7 @@ async def test_reasoning_folds_away_when_the_answer_begins(
     await expect(thinking).not_to_have_attribute("open", "")
     await thinking.locator("summary").click()
     await expect(thinking.locator("p")).to_be_visible()
+    assert worker.requests[-1].body["reasoning_effort"] == "high"
 
 
 async def test_a_conversation_streams_stops_fails_and_is_asked_again(
@@ -92,6 +96,7 @@ async def test_a_conversation_streams_stops_fails_and_is_asked_again(
 ) -> None:
     page = tab.page
     await open_try(tab, gateway_with_worker)
+    await expect(page.get_by_label("Model")).to_have_value("demo")  # the page listens
     await page.get_by_label("System prompt").fill("Be kind.")
     await page.get_by_label("Longest answer").fill("50")
     await page.get_by_label("Question").fill("Hello")

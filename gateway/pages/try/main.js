@@ -20,10 +20,12 @@ let running = null;
 // The fields of the request, without those that only this page needs.
 function fields() {
   const system = byId("system").value.trim();
+  const effort = byId("effort").value;
   const numbers = Object.entries(NUMBERS).filter(([id]) => byId(id).value !== "");
   return {
     model: byId("model").value || "default",
     ...Object.fromEntries(numbers.map(([id, name]) => [name, Number(byId(id).value)])),
+    ...(effort && { reasoning_effort: effort }),
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
   };
 }
@@ -196,7 +198,7 @@ byId("new-chat").addEventListener("click", () => {
   byId("question").focus();
 });
 byId("marks").addEventListener("change", () => byId("log").classList.toggle("unmarked", !byId("marks").checked));
-for (const id of ["model", "system", ...Object.keys(NUMBERS)]) byId(id).addEventListener("input", () => snippets.fillIn(snippetSettings()));
+for (const id of ["model", "system", "effort", ...Object.keys(NUMBERS)]) byId(id).addEventListener("input", () => snippets.fillIn(snippetSettings()));
 byId("snippets").append(snippets.element);
 startOver();
 await loadModels();
