@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -86,19 +86,19 @@ class CompletionResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         stream = EventStream(send, self._request.request_id)
-        async with (
-            stream.kept_alive(self._worker.keepalive_s),
-            aclosing(events_of(self._worker.engine, self._request.generations)) as events,
-        ):
-            try:
-                await self._relay(events, stream)
-            except ClientStalled:
-                raise
-            except Exception as error:
-                if not stream.started:
+        with stream.kept_alive(self._worker.keepalive_s):
+            async with aclosing(
+                events_of(self._worker.engine, self._request.generations)
+            ) as events:
+                try:
+                    await self._relay(events, stream)
+                except ClientStalled:
                     raise
-                failure = as_request_error(error, self._request.request_id)
-                await stream.send(_encode_event(failure.body()), last=True)
+                except Exception as error:
+                    if not stream.started:
+                        raise
+                    failure = as_request_error(error, self._request.request_id)
+                    await stream.send(_encode_event(failure.body()), last=True)
 
     async def _relay(
         self, events: AsyncIterator[tuple[int, types.Event]], stream: EventStream
@@ -205,24 +205,26 @@ class EventStream:
             except TimeoutError as error:
                 raise ClientStalled from error
 
-    @asynccontextmanager
-    async def kept_alive(self, interval_s: float) -> AsyncIterator[None]:
+    @contextmanager
+    def kept_alive(self, interval_s: float) -> Iterator[None]:
         """Send comments within the context."""
         task = asyncio.create_task(self._keep_alive(interval_s))
         try:
             yield
         finally:
+            # Not awaited: after the last byte the server reports a disconnect, which would come
+            # before the end of this response.
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _keep_alive(self, interval_s: float) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            left_s = self._sent_s + interval_s - loop.time()
-            if left_s > 0:
-                await asyncio.sleep(left_s)
-            else:
-                await self.send(self.comment)
+        with suppress(ClientStalled):  # the next event raises it too
+            while True:
+                left_s = self._sent_s + interval_s - loop.time()
+                if left_s > 0:
+                    await asyncio.sleep(left_s)
+                else:
+                    await self.send(self.comment)
 
     def _head(self) -> Json:
         raw = [(name.encode(), value.encode()) for name, value in self._headers.items()]

@@ -33,7 +33,10 @@ async def open_stream(
         yield response, response.aiter_lines()
 
 
-async def test_the_head_goes_out_when_the_engine_has_begun_to_read_the_prompt() -> None:
+async def test_the_head_goes_out_when_the_engine_has_begun_to_read_the_prompt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     gate = asyncio.Event()
     script = [PrefillProgress(read_tokens=1, prompt_tokens=2), gate, *text_events("A")]
     async with open_stream(script, keepalive_s=LONG_S) as (response, lines):
@@ -42,6 +45,7 @@ async def test_the_head_goes_out_when_the_engine_has_begun_to_read_the_prompt() 
         text = "\n".join([line async for line in lines])
     assert text.startswith("data: {")
     assert text.endswith("data: [DONE]\n")
+    assert "client_left" not in caplog.text, "a stream that ends is no disconnect"
 
 
 @pytest.mark.parametrize(
