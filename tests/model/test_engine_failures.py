@@ -211,7 +211,10 @@ def test_a_failing_engine_ends_new_requests_and_then_rejects_all(
     submit(lane, "Tell me a story.", max_tokens=5)
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
     late_lane = SimpleNamespace(
-        has_head=lane.has_head, name=lane.name, add=lambda row: thread.submit(lane, row)
+        ends=checkpoint.eos,
+        has_head=lane.has_head,
+        name=lane.name,
+        add=lambda row: thread.submit(lane, row),
     )
     thread.start()
     thread._thread.join(30)

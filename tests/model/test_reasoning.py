@@ -196,6 +196,19 @@ async def test_a_constrained_answer_does_not_end_within_its_reasoning(client: As
     assert list(json.loads(ended.choices[0].message.content or "")) == ["count", "mood"]
 
 
+async def test_a_forced_call_follows_the_reasoning(client: AsyncOpenAI) -> None:
+    """Its form begins where the reasoning ends, as a schema does."""
+    tool = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
+    answer = await ask(
+        client, max_tokens=96, tools=[tool], tool_choice="required", extra={"thinking_budget": 2}
+    )
+    message = answer.choices[0].message
+    assert parts(message)[1] is None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 2
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert list(json.loads(message.tool_calls[0].function.arguments)) == ["count", "mood"]
+
+
 async def test_a_client_need_not_see_the_reasoning(client: AsyncOpenAI) -> None:
     """The answer is the same without it, whole and streamed, and its tokens count."""
     fields: Any = {"extra": {"thinking_budget": 4}, "logit_bias": {"2": -100}}
