@@ -200,7 +200,11 @@ async def test_a_forced_call_follows_the_reasoning(client: AsyncOpenAI) -> None:
     """Its form begins where the reasoning ends, as a schema does."""
     tool = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
     answer = await ask(
-        client, max_tokens=96, tools=[tool], tool_choice="required", extra={"thinking_budget": 2}
+        client,
+        max_tokens=64,
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "count"}},
+        extra={"thinking_budget": 2},
     )
     message = answer.choices[0].message
     assert parts(message)[1] is None
