@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from functools import cached_property
 from importlib import resources
 from itertools import islice
@@ -17,6 +16,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from policies.base import NAME_PATTERN, Name, Section
 from policies.compiler import CompiledPolicy, compile_document
 from policies.error_messages import closest, message_of
+from policies.request.profile import Priority
 from policies.routes import Route, When
 from policies.sections import (
     Limits,
@@ -61,14 +61,6 @@ class PolicyInvalid(ValueError):
         self.reasons = "; ".join(map(str, problems))
         """All problems in one line, without their source."""
         super().__init__(f"The policy {source} is invalid: {self.reasons}")
-
-
-class Priority(StrEnum):
-    """The priority of a request in a queue."""
-
-    INTERACTIVE = "interactive"
-    DEFAULT = "default"
-    BULK = "bulk"
 
 
 class PolicyDocument(Section):

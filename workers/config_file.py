@@ -11,6 +11,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConfigSettingsSource
 
+from policies.error_messages import closest, message_of
+
 _DEFAULT_FILE = Path("paceline.yaml")
 _NO_ALIASES: Mapping[str, str] = {}
 
@@ -83,8 +85,10 @@ def _describe(
     prefix = settings.model_config.get("env_prefix", "")
     problems = []
     for error in invalid.errors(include_input=False, include_url=False):
-        unknown = error["type"] == "extra_forbidden"
-        problem = "unknown setting" if unknown else error["msg"].removeprefix("Value error, ")
+        problem = message_of(error)
+        if error["type"] == "extra_forbidden":
+            near = closest(str(error["loc"][0]), settings.model_fields)
+            problem = f"unknown setting, did you mean '{near}'?" if near else "unknown setting"
         if not error["loc"]:
             problems.append(problem)
             continue
@@ -99,4 +103,5 @@ def _describe(
             within = f"section '{section}' of the" if section else "the"
             source = f"'{path}' in {within} configuration file"
         problems.append(f"{source}: {problem}")
-    return f"Invalid settings: {'; '.join(problems)}."
+    text = f"Invalid settings: {'; '.join(problems)}"
+    return text if text.endswith("?") else f"{text}."

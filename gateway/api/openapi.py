@@ -15,8 +15,7 @@ from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
 from gateway.protocols import WIRE_FORMATS
 from gateway.proxy.client import PRIORITY_HEADER
-from policies.document import Priority
-from policies.request.profile import Endpoint
+from policies.request.profile import Endpoint, Priority
 from policies.request.schema import request_schema
 from policies.schema import policy_schema
 from workers.protocol import ApiError, HeadTooLarge, HeadTooSlow, NotHttp

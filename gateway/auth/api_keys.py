@@ -12,7 +12,8 @@ from gateway.auth.rate_limits import RateLimiter
 from gateway.auth.records import KeyRecord, digest_of
 from gateway.errors import KeyRefused, ModelUnknown
 from gateway.types import Caller, Inspected
-from policies.document import PolicyDocument, Priority, Problem
+from policies.document import PolicyDocument, Problem
+from policies.request.profile import Priority
 
 STATIC_KEY_ID = "static"
 """The id of PACELINE_API_KEY, a key without limits that is not stored."""

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from policies.base import Name
-from policies.document import Priority
+from policies.request.profile import Priority
 
 SECRET_PREFIX = "pk-"  # noqa: S105  # the prefix of every secret
 _SHOWN_CHARS = 8

@@ -32,6 +32,14 @@ class Bypass(StrEnum):
     HEAD_UNHEALTHY = "head_unhealthy"
 
 
+class Priority(StrEnum):
+    """The priority of a request in a queue."""
+
+    INTERACTIVE = "interactive"
+    DEFAULT = "default"
+    BULK = "bulk"
+
+
 class Sampling(NamedTuple):
     """Effective sampling values; none is left to the default of an engine."""
 

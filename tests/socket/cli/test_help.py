@@ -13,7 +13,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.cli.commands import paceline
-from policies.document import Priority
+from policies.request.profile import Priority
 from workers.command_line import worker_command
 from workers.server.settings import WorkerSettings
 

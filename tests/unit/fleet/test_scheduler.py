@@ -17,7 +17,8 @@ from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
 from policies.compiler import CallerAttributes
-from policies.document import PolicyDocument, Priority, read_policy
+from policies.document import PolicyDocument, read_policy
+from policies.request.profile import Priority
 from tests.support.fake_clock import START_S
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scheduler_harness import (

@@ -9,13 +9,8 @@ from typing import Any
 
 import pytest
 
-from policies.document import (
-    PolicyInvalid,
-    Priority,
-    default_policy,
-    parse_policy,
-    read_policy,
-)
+from policies.document import PolicyInvalid, default_policy, parse_policy, read_policy
+from policies.request.profile import Priority
 from policies.sections import Queue
 
 VALID: dict[str, Any] = {
