@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,13 @@ def run(
     ) as response:
         answer = _print_answer(response, started_s)
     if sys.stderr.isatty():
-        reason = response.headers.get("x-paceline-reason", "")
+        headers = {
+            **response.headers,
+            **{name: str(value) for name, value in answer.late_headers.items()},
+        }
+        reason = headers.get("x-paceline-reason", "")
         why = _REASONS.get(reason, reason).format(temperature=temperature, choices=1)
-        sys.stderr.write(printable(_summary(response.headers, why, answer)) + "\n")
+        sys.stderr.write(printable(_summary(headers, why, answer)) + "\n")
     return 0
 
 
@@ -122,6 +126,8 @@ class _Answer:
     drafted: int = 0
     accepted: int = 0
     finish_reason: str = ""
+    late_headers: Mapping[str, object] = field(default_factory=dict)
+    """Headers in the last chunk, of an answer that waited for a worker."""
 
 
 def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
@@ -179,6 +185,9 @@ def _read_event(event: object, answer: _Answer) -> str:
     match event:
         case {"error": {"message": str(message)}}:
             raise CommandError(f"the answer broke off: {message}")
+    match event:
+        case {"headers": dict(headers)}:
+            answer.late_headers = headers
     match event:
         case {"usage": {"completion_tokens": int(tokens)}}:
             answer.tokens = tokens

@@ -65,6 +65,23 @@ def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_la
     assert first == second or is_near_tie(checkpoint, prompt, first, second)
 
 
+def test_a_full_lane_measures_when_a_rejected_request_may_return(make_lane, submit) -> None:
+    now_s = 100.0
+    lane = make_lane(max_rows=1, clock=lambda: now_s)
+    submit(lane, "Hello", max_tokens=2)
+    while not lane.running_rows:
+        lane.step()
+    now_s = 200.0
+    assert lane.retry_after_s == 1.0, "it has been full for no request"
+    for _ in range(3):
+        submit(lane, "Hello", max_tokens=2)
+    now_s = 210.0
+    while lane.waiting_rows == 3:
+        lane.step()
+    assert lane.retry_after_s == 20.0, "two rows wait, and one leaves each 10 s"
+    run_until_idle(lane)
+
+
 def test_a_new_row_joins_while_other_rows_decode(make_lane, submit) -> None:
     lane = make_lane()
     early = [submit(lane, question, max_tokens=200) for question in QUESTIONS[2:4]]

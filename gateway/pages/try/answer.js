@@ -38,7 +38,8 @@ export class Answer {
   }
 
   // Take a chunk of the stream.
-  take({ choices: [choice], usage }) {
+  take({ choices: [choice], usage, headers }) {
+    if (headers) this.#headers = new Headers(headers); // this answer waited for a worker
     this.#usage = usage ?? this.#usage;
     if (!choice) return;
     if (choice.token_sources) this.#tokens.add(choice.token_sources);
