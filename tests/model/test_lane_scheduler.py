@@ -68,13 +68,13 @@ def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_la
 def test_a_full_lane_measures_when_a_rejected_request_may_return(make_lane, submit) -> None:
     now_s = 100.0
     lane = make_lane(max_rows=1, clock=lambda: now_s)
-    submit(lane, "Hello", max_tokens=2)
-    while not lane.running_rows:
-        lane.step()
+    submit(lane, "Count from 1 to 20.", max_tokens=40)
+    lane.step()
+    assert lane.running_rows == 1
     now_s = 200.0
     assert lane.retry_after_s == 1.0, "it has been full for no request"
     for _ in range(3):
-        submit(lane, "Hello", max_tokens=2)
+        submit(lane, "Count from 1 to 20.", max_tokens=40)
     now_s = 210.0
     while lane.waiting_rows == 3:
         lane.step()
