@@ -204,7 +204,7 @@ async def _start_and_serve(
 async def _loaded(load: Callable[[], ServingEngine], shutdown: Shutdown) -> ServingEngine:
     """Run `load` in a thread; raise `KeyboardInterrupt` if a shutdown is requested before its end.
 
-    The thread is a daemon: the process does not wait for a download, or for weights.
+    The process does not wait for the thread, which may download or load weights for long.
     """
     future: Future[ServingEngine] = Future()
 
@@ -213,14 +213,13 @@ async def _loaded(load: Callable[[], ServingEngine], shutdown: Shutdown) -> Serv
             future.set_result(load())
         except BaseException as error:  # noqa: BLE001 - the future passes it on
             future.set_exception(error)
+        threading.Event().wait()  # MLX aborts a process in which a thread that imported it ends
 
-    thread = threading.Thread(target=run, name="paceline-start", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="paceline-start", daemon=True).start()
     loading = asyncio.wrap_future(future)
     await first_of(asyncio.wait({loading}), shutdown.requested.wait())
     if not loading.done():
         raise KeyboardInterrupt
-    thread.join()  # MLX aborts a process that ends while a thread of it runs
     return loading.result()
 
 

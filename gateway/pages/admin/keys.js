@@ -10,7 +10,7 @@ import { showUsage } from "./usage.js";
 
 const TONES = { active: "ok", expired: "warn", revoked: "" };
 const FIRST_KEY = "All clients need a key from now on; this cannot be undone.";
-let keyRequired = true;
+let keyRequired = false;
 
 export const keys = {
   async enter() {
@@ -74,7 +74,9 @@ function stateTime({ revoked_at, expires_at, created_at }) {
   return ["created ", ago(created_at)];
 }
 
-function create() {
+async function create() {
+  // A click may come before the list, and another admin may have created the first key meanwhile.
+  await refresh();
   keyForm("New key", "Create key", { confirm: keyRequired ? "" : FIRST_KEY }, async (terms) => {
     const created = await requestJson("POST", "/keys", terms);
     await refresh();
