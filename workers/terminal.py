@@ -83,10 +83,10 @@ class StartDisplay:
                 SpinnerColumn(), text, BarColumn(24), console=console, transient=True
             )
             self._bar.add_task("", total=None)
-            self._bar.start()
         self._bar.update(
             self._bar.task_ids[0],
             description=f"Starting: {progress.summary}",
             completed=progress.done,
             total=progress.total or None,
         )
+        self._bar.start()

@@ -206,13 +206,14 @@ class RedisClient:
             log.warning("redis.late_write_failed problem=%s", _problem_of(error))
 
     def _set_problem(self, part: str, problem: str) -> None:
-        """Store the problem of a part, and log when it begins and ends."""
+        """Store the problem of a part; log when it begins for any part, and when all have ended."""
         before = self._problems.pop(part, "")
+        told = before or problem in self._problems.values()
         if problem:
             self._problems[part] = problem
-        if problem and not before:
+        if problem and not told:
             log.warning("redis.degraded part=%s problem=%s", part, problem)
-        elif before and not problem:
+        elif before and not self._problems:
             log.info("redis.recovered part=%s", part)
 
 
