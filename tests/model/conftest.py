@@ -95,7 +95,6 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
         stop: tuple[str, ...] = (),
         bypass: tuple[Bypass, ...] = (),
         adaptive: bool = False,
-        ends: frozenset[int] | None = None,
         **options: Any,
     ) -> RowEvents:
         text = ""
@@ -122,7 +121,7 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
             prompt=prepared,
             seed=seed,
             max_tokens=max_tokens,
-            ends=lane.ends if ends is None else ends,
+            ends=lane.ends,
             draft_tokens=draft_tokens,
             draft_tokens_fixed=not adaptive,
             bypass=bypass,

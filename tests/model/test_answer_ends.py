@@ -1,57 +1,87 @@
-"""What ends an answer: the model, tokens of the request, and not before its fewest tokens."""
+"""What ends an answer and what a prompt keeps, from the field of the body to the engine."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import httpx
 import pytest
+from tokenizers import Tokenizer
 
-from tests.support.engine_lane import run_until_idle
-from workers.engine.types import FinishReason
+from tests.support.worker_process import RunningWorker
+from workers.demo import CHECKPOINT
 
-QUESTION = "Count from 1 to 5."
+MAX_TOKENS = 60
 
 
 @pytest.fixture
-def answer_of(make_lane, submit):
-    """Answer the question; with and without drafts the tokens must be the same."""
+def answer_of(real_worker: RunningWorker):
+    """Ask with these fields; with and without drafts the answers must be the same."""
 
-    def answer(*, max_tokens: int = 60, **options):
-        rows = []
-        for draft_tokens in (0, 3):
-            lane = make_lane()
-            result = submit(
-                lane, QUESTION, max_tokens=max_tokens, draft_tokens=draft_tokens, **options
+    def answer(question: str = "Count from 1 to 5.", **fields: Any) -> dict[str, Any]:
+        body = {
+            "model": real_worker.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+            **fields,
+        }
+        plain, drafted = (
+            httpx.post(
+                f"{real_worker.url}/v1/chat/completions",
+                json={**body, "draft_tokens": k},
+                timeout=60,
             )
-            run_until_idle(lane)
-            rows.append(result.row)
-        plain, drafted = rows
-        assert plain.answer == drafted.answer
-        assert drafted.speculation.steps
-        return drafted
+            .raise_for_status()
+            .json()
+            for k in (0, 3)
+        )
+        for one in (plain, drafted):
+            one.pop("metrics", None)
+        assert plain["choices"] == drafted["choices"]
+        assert plain["usage"] == drafted["usage"]
+        choice = drafted["choices"][0]
+        return {
+            "text": choice["message"]["content"],
+            "reason": choice["finish_reason"],
+            "tokens": drafted["usage"]["completion_tokens"],
+            "prompt": drafted["usage"]["prompt_tokens"],
+        }
 
     return answer
 
 
-def test_an_answer_goes_on_after_the_end_of_the_model(answer_of, checkpoint) -> None:
-    ended = answer_of()
-    assert ended.finish_reason is FinishReason.STOP
-    assert ended.answer[-1] in checkpoint.eos
-    further = answer_of(ignore_eos=True, ends=frozenset())
-    assert (further.finish_reason, len(further.answer)) == (FinishReason.LENGTH, 60)
-    assert further.answer[: len(ended.answer)] == ended.answer
+def test_with_ignore_eos_an_answer_goes_on_to_its_limit(answer_of) -> None:
+    ended, further = answer_of(), answer_of(ignore_eos=True)
+    assert (ended["reason"], ended["tokens"] < MAX_TOKENS) == ("stop", True)
+    assert (further["reason"], further["tokens"]) == ("length", MAX_TOKENS)
+    assert further["text"].startswith(ended["text"])
 
 
-def test_no_end_comes_before_the_fewest_tokens(answer_of, checkpoint) -> None:
-    shortest = len(answer_of().answer)
-    fewest = shortest + 7
-    longer = answer_of(min_tokens=fewest)
-    assert len(longer.answer) > fewest or longer.finish_reason is FinishReason.STOP
-    assert not checkpoint.eos.intersection(longer.answer[:fewest])
-    assert len(longer.answer) >= fewest
+def test_no_end_comes_before_min_tokens(answer_of) -> None:
+    fewest = answer_of()["tokens"] + 7
+    assert answer_of(min_tokens=fewest)["tokens"] >= fewest
 
 
-def test_a_token_of_the_request_ends_the_answer(answer_of) -> None:
-    whole = answer_of().answer
-    stop = whole[len(whole) // 2]
-    first = whole.index(stop)
-    ended = answer_of(ends=frozenset({stop}))
-    assert (ended.finish_reason, ended.answer) == (FinishReason.STOP, whole[: first + 1])
+def test_a_token_of_stop_token_ids_ends_the_answer_and_is_no_text(answer_of) -> None:
+    whole = answer_of()
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    comma = tokenizer.encode(",", add_special_tokens=False).ids
+    assert len(comma) == 1
+    ended = answer_of(stop_token_ids=comma)
+    assert (ended["reason"], ended["text"]) == ("stop", whole["text"].partition(",")[0])
+
+
+def test_truncate_prompt_tokens_keeps_the_end_of_a_longer_prompt(answer_of) -> None:
+    one, other = (
+        answer_of(word * 50 + "Count from 1 to 5.", truncate_prompt_tokens=15)
+        for word in ("word ", "story ")
+    )
+    assert one == other
+    assert one["prompt"] == 15
+    assert one["text"] == answer_of(truncate_prompt_tokens=15)["text"]
+
+
+@pytest.mark.parametrize("limit", [1000, -1])
+def test_a_prompt_that_fits_is_not_cut(answer_of, limit: int) -> None:
+    assert answer_of(truncate_prompt_tokens=limit) == answer_of()
