@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from gateway.config.static_workers import StaticWorker
 from gateway.protocols.openai import for_openai
-from workers.protocol import NO_PREFIX, TOKENS_LIMIT_HEADER, WorkerReport
+from workers.protocol import NO_PREFIX, SCOPE_HEADER, TOKENS_LIMIT_HEADER, WorkerReport
 
 
 class Backend(ABC):
@@ -35,6 +35,7 @@ class Backend(ABC):
         self,
         lane: str,  # noqa: ARG002
         prefix_key: str,  # noqa: ARG002
+        scope: str,  # noqa: ARG002
         token_limit: int | None,  # noqa: ARG002
     ) -> Mapping[str, str]:
         """Return the headers that a request needs beside those of every request."""
@@ -56,10 +57,16 @@ class PacelineBackend(Backend):
         """Return the one model of the report."""
         return (report.model,)
 
-    def headers(self, lane: str, prefix_key: str, token_limit: int | None) -> Mapping[str, str]:
-        """Return the token, the lane, the key of the system prompt, and the limit of tokens."""
-        key = prefix_key or NO_PREFIX
-        headers = {**self.authorization, "x-paceline-lane": lane, "x-paceline-prefix-key": key}
+    def headers(
+        self, lane: str, prefix_key: str, scope: str, token_limit: int | None
+    ) -> Mapping[str, str]:
+        """Return the token, the lane, what isolates the prompt, and the limit of tokens."""
+        headers = {
+            **self.authorization,
+            "x-paceline-lane": lane,
+            "x-paceline-prefix-key": prefix_key or NO_PREFIX,
+            SCOPE_HEADER: scope,
+        }
         return (
             headers if token_limit is None else {**headers, TOKENS_LIMIT_HEADER: str(token_limit)}
         )

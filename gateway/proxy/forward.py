@@ -230,7 +230,9 @@ class Forwarder:
             headers |= context.trace.attempt(context.profile, candidate)
         url = lease.state.report.url + WORKER_PATHS[context.profile.endpoint]
         send = self.connections.send
-        headers |= backend.headers(candidate.lane, context.prefix_key, context.token_limit)
+        scope = self._prefix_names.cache_salt(context.caller, context.policy.prefix) or "all"
+        lane, key = candidate.lane, context.prefix_key
+        headers |= backend.headers(lane, key, scope, context.token_limit)
         response = await send(url, body, headers, context.begin, fresh=fresh)
         refused = response.status != 200 and response.tokens
         if reservation is None or context.token_limit is None or not refused:
@@ -238,7 +240,7 @@ class Forwarder:
         tokens = response.tokens
         response.release()
         reservation.resize(tokens)
-        headers |= backend.headers(candidate.lane, context.prefix_key, context.token_limit)
+        headers |= backend.headers(lane, key, scope, context.token_limit)
         return await send(url, body, headers, context.begin)
 
     async def _relay_whole(

@@ -103,7 +103,10 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
             messages.append({"role": "user", "content": prompt})
             text = prompt_renderer.chat(messages)
             prefix_text = prompt_renderer.shared_prefix(messages)
-            prepared = prompt_renderer.prepare(Prompt(text=text, prefix_text=prefix_text))
+            turn_end = prompt_renderer.turn_end(text, messages)
+            prepared = prompt_renderer.prepare(
+                Prompt(text=text, prefix_text=prefix_text, turn_end=turn_end)
+            )
         elif isinstance(prompt, PreparedPrompt):
             prepared = prompt
         else:

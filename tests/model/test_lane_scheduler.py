@@ -231,7 +231,8 @@ def test_only_the_row_with_an_invalid_prompt_fails(make_lane, submit) -> None:
     lane = make_lane()
     healthy = submit(lane, "Hello")
     failing = submit(lane, "Hello")
-    failing.row.prompt = type(failing.row.prompt)(tokens=("no number",))
+    failing.row.prompt = type(failing.row.prompt)(tokens=(1,))
+    object.__setattr__(failing.row.prompt, "tokens", ("no number",))
     run_until_idle(lane)
 
     assert isinstance(healthy.end, Finished)

@@ -68,6 +68,15 @@ class StubPrompts:
     ) -> str:
         return ""
 
+    def turn_end(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        return 0
+
 
 @dataclass
 class ScriptedEngine:

@@ -13,7 +13,6 @@ import mlx.core as mx
 
 from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, LayerCache, MtpHead
-from workers.engine.prefix_cache import CacheState
 from workers.engine.row import Row
 from workers.engine.step_graph import State
 
@@ -156,7 +155,7 @@ def states_of(caches: Sequence[LayerCache]) -> State:
     return [tuple(cache.state) for cache in caches]
 
 
-def set_states(caches: Sequence[LayerCache], states: Sequence[CacheState]) -> None:
+def set_states(caches: Sequence[LayerCache], states: State) -> None:
     """Replace the arrays of caches, which copy before they write."""
     for cache, arrays in zip(caches, states, strict=True):
         cache.state = list(arrays)

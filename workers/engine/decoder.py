@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 
@@ -24,12 +25,14 @@ from workers.engine.batch import Batch, set_states, states_of
 from workers.engine.draft_head import DraftHead
 from workers.engine.draft_length import DraftLength
 from workers.engine.grammar import allowed_tokens, forced_drafts
+from workers.engine.kv_cache import RowCache, state_after
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import Checkpoint, Target
+from workers.engine.model import Checkpoint, KVCache, Target
 from workers.engine.prefill import Prefill, seed_head
+from workers.engine.prefix_cache import RowState, state_of
 from workers.engine.row import Row
 from workers.engine.sampler import choose, token_logprobs
-from workers.engine.step_graph import StepGraph
+from workers.engine.step_graph import Layers, StepGraph, VerifyResult
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import DraftStep, TokenLogprob
 
@@ -61,7 +64,10 @@ class Decoder:
         *,
         draft_tokens: int,
         clock: Callable[[], float],
+        store: Callable[[Row, Callable[[], RowState]], None],
     ) -> None:
+        """Create a decoder; it calls `store` with the state of each row whose answer has ended."""
+        self._store = store
         self._target = target = checkpoint.target
         self._head = head
         # A family that finds positions in its caches is no pure function of arrays.
@@ -170,7 +176,8 @@ class Decoder:
                 for row in rows:
                     row.speculation.errors += row.draft_limit(k)
             return self._requeue(batch, error)
-        outcome, appended = self._append(rows, result, begun_s)
+        outcome, fitted = self._append(rows, result, begun_s)
+        appended = sum(fitted)
         duration_s = self._clock() - begun_s
         self._counters.record_decode(sum(map(len, result.tokens)) / len(rows), duration_s)
         if drafting:
@@ -179,6 +186,9 @@ class Decoder:
             if k == 0 and self._draft_length.best(len(rows)) == 0:
                 for row in rows:
                     row.drafting_skipped = True
+        for index, row in enumerate(rows):
+            if row in outcome.finished:
+                self._store(row, partial(self._state, batch, index, result, fitted[index]))
         ended = [*outcome.finished, *outcome.failed]
         batch.select([i for i, row in enumerate(rows) if row not in ended])
         return outcome
@@ -195,14 +205,16 @@ class Decoder:
         exploring = self._draft_length.is_exploring(count, fewest_steps)
         return k, not (exploring or (k and batch.backlog))
 
-    def _append(self, rows: list[Row], result: StepResult, now_s: float) -> tuple[Outcome, int]:
+    def _append(
+        self, rows: list[Row], result: StepResult, now_s: float
+    ) -> tuple[Outcome, list[int]]:
         """Append its tokens to every row; return the rows that ended, and the tokens appended.
 
         An error while a row takes its tokens belongs to that row alone.
         """
-        outcome, appended = Outcome(), 0
-        for row, tokens, drafted, scores in zip(
-            rows, result.tokens, result.drafted, result.scores, strict=True
+        outcome, appended = Outcome(), [0] * len(rows)
+        for index, (row, tokens, drafted, scores) in enumerate(
+            zip(rows, result.tokens, result.drafted, result.scores, strict=True)
         ):
             try:
                 logprobs = self._logprobs(row, scores, tokens)
@@ -211,7 +223,7 @@ class Decoder:
                 outcome.failed.append(row)
                 outcome.error = error
                 continue
-            appended += fitted
+            appended[index] = fitted
             if drafted:
                 # An accepted draft token behind the end of the answer counts as rejected, so that
                 # the counts add up to `completion_tokens`.
@@ -221,6 +233,28 @@ class Decoder:
             if row.finish_reason:
                 outcome.finished.append(row)
         return outcome, appended
+
+    def _state(self, batch: Batch, index: int, result: StepResult, tokens: int) -> RowState:
+        """Return the state of a row after the first `tokens` tokens that the last step read."""
+        if batch.head_caches and batch.backlog and self._head.usable is not None:
+            batch.read_backlog(self._head.usable)
+        one = slice(index, index + 1)
+        hidden = None if result.hidden is None else result.hidden[one, tokens - 1 : tokens]
+        state = state_of(batch.caches, batch.head_caches, hidden, index)
+        if tokens == len(result.tokens[index]):
+            return state
+        # The answer ended inside a draft, and the caches of the batch have read on.
+        histories = [
+            layer
+            for cache, layer in zip(batch.caches, result.layers, strict=True)
+            if not isinstance(cache, KVCache | RowCache)
+        ]
+        length, kept = result.scores.shape[1], mx.array([tokens])
+        recurrent = [
+            [state_after(tuple(part[one] for part in slot), kept, length) for slot in layer]
+            for layer in histories
+        ]
+        return state._replace(recurrent=recurrent)
 
     def _record_cost(
         self, result: StepResult, k: int | None, appended: int, duration_s: float
@@ -279,6 +313,10 @@ class StepResult:
     """The accepted draft tokens, then the one token that the target adds."""
     scores: mx.array
     """[rows, L, vocabulary]: the scores behind every token, for log-probabilities."""
+    hidden: mx.array | None = None
+    """[rows, L, width]: the hidden states of the tokens that the step has read."""
+    layers: Layers = field(default_factory=list)
+    """Layers of the verify, with the histories of recurrent layers where L > 1."""
 
 
 def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
@@ -333,7 +371,7 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
     mx.async_eval(decided)
     batch.set_offset(offset + accepted + 1)
     batch.evaluate_async()
-    return _result(limits, decided, verified.scores)
+    return _result(limits, decided, verified)
 
 
 def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
@@ -355,16 +393,18 @@ def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
     decided = mx.concatenate([mx.zeros_like(chosen), chosen], axis=1)
     mx.async_eval(decided)
     batch.evaluate_async()
-    return _result([0] * len(batch.rows), decided, scores)
+    return _result([0] * len(batch.rows), decided, VerifyResult(scores, None, []))
 
 
-def _result(limits: list[int], decided: mx.array, scores: mx.array) -> StepResult:
+def _result(limits: list[int], decided: mx.array, verified: VerifyResult) -> StepResult:
     rows = decided.tolist()
     return StepResult(
         drafted=tuple(limits),
         # An accepted draft token is the target's own choice, so the choices are the answer.
         tokens=tuple(tuple(row[1 : row[0] + 2]) for row in rows),
-        scores=scores,
+        scores=verified.scores,
+        hidden=verified.hidden,
+        layers=verified.layers,
     )
 
 

@@ -95,6 +95,8 @@ class Target:
         complete = all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
         self.supports_prefix_cache = complete and not self.stores_positions
         """Whether the caches of a prefix can be stored: a sliding window loses its beginning."""
+        self.is_recurrent = any(type(cache) is not KVCache for cache in self.new_caches())
+        """Whether keys and values alone are not the state of a row."""
         self.supports_batching = complete and not self.stores_positions
         """Whether rows of any length may share one forward pass; probed at load."""
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
-from workers.engine.batch import set_states
 from workers.engine.model import KVCache, LayerCache, MtpHead, PromptEmbedding, Target
-from workers.engine.prefix_cache import PrefixCache
+from workers.engine.prefix_cache import (
+    MIN_TOKENS,
+    SNAPSHOT_INTERVAL_TOKENS,
+    Match,
+    PrefixCache,
+    RowState,
+    TokenArray,
+    common_length,
+    state_of,
+)
 from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.row import Row
 from workers.engine.types import InvalidGeneration
@@ -33,8 +43,8 @@ class Prefill:
     """Set while a draft model selects them; the target reads nothing meanwhile."""
     read_count: int = 0
     """Number of indices read by the target; the head has read one less."""
-    prefix_tokens: int = 0
-    """Length of the shared prefix if it is to be stored once it is read, else 0."""
+    boundaries: list[int] = field(default_factory=list)
+    """Lengths at which the prefix cache stores the caches, ascending; those reached are removed."""
     last_hidden: mx.array | None = None
     """[1, 1, width] of the last token read."""
     scores: mx.array | None = None
@@ -44,6 +54,24 @@ class Prefill:
     def complete(self) -> bool:
         """Return whether all tokens have been read."""
         return self.read_count == len(self.read_indices)
+
+    @property
+    def system_tokens(self) -> int:
+        """Return the length of the system prompt if it is to be stored, else 0."""
+        prefix = self.row.prompt.prefix
+        return prefix.tokens if prefix and prefix.tokens in self.boundaries else 0
+
+    def tokens_for(self, row: Row) -> int:
+        """Return how many tokens of a waiting row the prefix cache will have at a boundary."""
+        if row.prompt.scope is None or row.prompt.scope != self.row.prompt.scope:
+            return 0
+        shared = common_length(row.prompt.identity, self.row.prompt.identity)
+        most = min(shared, row.context_tokens - 1)
+        return max((end for end in self.boundaries if end <= most), default=0)
+
+    def state(self) -> RowState:
+        """Return the state after the tokens read so far, for the prefix cache."""
+        return state_of(self.caches, self.head_caches, self.last_hidden)
 
 
 def start_prefill(
@@ -71,28 +99,68 @@ def start_prefill(
         read_indices=range(len(tokens)),
     )
     if target.supports_prefix_cache and not (embedding and embedding.extras):
-        _restore_prefix(prefill, prefix_cache)
+        _restore_prefix(prefill, target, prefix_cache)
     return prefill
 
 
-def _restore_prefix(prefill: Prefill, prefix_cache: PrefixCache) -> None:
-    """Start from the cached prefix of the prompt, or mark the prefix to be stored."""
-    row, prefix = prefill.row, prefill.row.prompt.prefix
-    if prefix is None:
+def context_of(row: Row) -> TokenArray:
+    """Return the tokens that the caches of a joined row hold, as the prefix cache compares them."""
+    return np.concatenate([row.prompt.identity, np.array(row.answer[:-1], np.int64)])
+
+
+def find_prefix(
+    row: Row, target: Target, head: MtpHead | None, prefix_cache: PrefixCache
+) -> Match | None:
+    """Return the longest beginning of a row in the prefix cache.
+
+    A row that does not draft may start without the head's part, if that is longer.
+    """
+    if row.prompt.scope is None or not target.supports_prefix_cache:
+        return None
+    find = partial(prefix_cache.match, row.prompt.scope, context_of(row))
+    match = find(with_head=head is not None, cuttable=not target.is_recurrent and head is None)
+    if head is None or row.draft_tokens:
+        return match
+    without = find(with_head=False, cuttable=not target.is_recurrent)
+    longer = without is not None and (match is None or without.tokens > match.tokens)
+    return without if longer else match
+
+
+def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache) -> None:
+    """Start from the longest beginning in the cache; find where to store what is read."""
+    row, prompt = prefill.row, prefill.row.prompt
+    if prompt.scope is None:
         return
-    entry = prefix_cache.lookup(prefix.key, row.prompt.tokens, row.prefetched)
-    row.prefetched = None
-    # A lane with an unhealthy head stores prefixes without it, which a drafting row cannot use.
-    if entry is None or (prefill.head and not entry.head_caches):
-        prefill.prefix_tokens = prefix.tokens
-        return
-    set_states(prefill.caches, entry.caches)
-    if prefill.head:
-        set_states(prefill.head_caches, entry.head_caches)
-    prefill.last_hidden = entry.last_hidden
-    prefill.read_count = len(entry.tokens)
-    if not row.answer:
-        row.cached_tokens = prefill.read_count
+    if row.prefetched is not None and prompt.prefix is not None:
+        prefix_cache.insert(prompt.scope, prompt.identity, prompt.prefix.key, row.prefetched)
+    row.prefetched, row.cacheable = None, True
+    match = find_prefix(row, target, prefill.head, prefix_cache)
+    if match is not None:
+        prefix_cache.touch(match.nodes)
+        if prefill.head and not all(node.head for node in match.nodes):
+            prefill.head, prefill.head_caches = None, []
+        match.restore(prefill.caches, prefill.head_caches, len(prefill.tokens) + 1)
+        prefill.last_hidden = match.snapshot.last_hidden if match.snapshot else None
+        prefill.read_count = match.tokens
+        if not row.answer:
+            row.cached_tokens = match.tokens
+    prefill.boundaries = _boundaries(prefill, cuttable=not target.is_recurrent and not prefill.head)
+
+
+def _boundaries(prefill: Prefill, *, cuttable: bool) -> list[int]:
+    """Return the ends of the system prompt and of the last message, and points between them.
+
+    Each costs a pass of its own, so that the ends of earlier messages of a prompt that is read at
+    once are none: a row that changes one of them starts from the point before.
+    """
+    prompt, begin = prefill.row.prompt, prefill.read_count
+    system = prompt.prefix.tokens if prompt.prefix else 0
+    if cuttable:
+        ends = {system, len(prompt.tokens)}
+    else:
+        points = range(max(system, begin), len(prompt.tokens), SNAPSHOT_INTERVAL_TOKENS)
+        ends = {system, prompt.turn_tokens, *points}
+    return sorted(end for end in ends if end > begin and end >= MIN_TOKENS)
 
 
 def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:
@@ -103,8 +171,8 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
     row, head_error = prefill.row, None
     begin = prefill.read_count
     end = min(begin + chunk_tokens, len(prefill.read_indices))
-    if begin < prefill.prefix_tokens:
-        end = min(end, prefill.prefix_tokens)  # the cache stores the state right there
+    if prefill.boundaries:
+        end = min(end, prefill.boundaries[0])  # the cache stores the state right there
     embedding = prefill.prompt_embedding if begin < len(row.prompt.tokens) else None
     if embedding is not None:
         # The family's extras apply to the whole prompt and cannot be split.
@@ -127,7 +195,6 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
             _prefill_head(prefill, prefill.head, output, begin, end)
         except Exception as error:  # noqa: BLE001  # the target needs no head to go on
             prefill.head, prefill.head_caches, head_error = None, [], error
-            prefill.prefix_tokens = 0  # drafting rows could not use a prefix without the head
     prefill.read_count = end
     if target.explicit_positions:
         prefill.last_hidden = output[:, -1:]

@@ -1,68 +1,156 @@
-"""Cache of shared prompt prefixes: system prompts and tools that are read once.
+"""Prefix cache: a tree over tokens, so that no prompt is read twice.
 
-An entry holds, for the shared beginning of prompts, every cache of the target (recurrent states
-too), those of the MTP head, and the last hidden state. A hit continues exactly as the prefill would
-have, with speculation. The key is the gateway's prefix key or the worker's own digest, and only a
-hint: an entry is used only if its tokens are the beginning of the prompt.
+A node is a run of tokens with its keys and values; conversations that begin alike share the nodes
+of their beginning, and each turn adds a node. A node may end with a snapshot: the recurrent states
+and the last hidden state there. A row starts from the longest common beginning of its prompt and
+the tree, with speculation, and continues exactly as if it had read the prompt. A model of plain
+attention starts at any token; one with recurrent layers or an MTP head starts at a snapshot.
+
+Each isolation scope has a tree of its own. The key of a system prompt is the gateway's name for it,
+and decides nothing: tokens are compared.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 
-from workers.engine.model import LayerCache
+from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.model import KVCache, LayerCache
 from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles
 
 logger = logging.getLogger(__name__)
 
-CacheState = Sequence[mx.array | None]
+TokenArray: TypeAlias = npt.NDArray[np.int64]
+"""Tokens as the cache compares them; those of a picture are digests of it."""
+KeysValues: TypeAlias = tuple[mx.array, mx.array]
+"""Of one attention layer and one row: [1, heads, tokens, width] each."""
+
+MIN_TOKENS = 32
+"""Reading fewer tokens again costs less than a cache entry."""
+SNAPSHOT_INTERVAL_TOKENS = 2048
+"""Where memory is short, earlier snapshots are thinned to this distance."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedPrefix:
-    """The caches after a prefix; all rows that start from it share its arrays."""
+class RowState(NamedTuple):
+    """Caches of one row; the arrays may hold more tokens, and may be computed later."""
 
-    tokens: tuple[int, ...]
-    caches: Sequence[CacheState]
-    head_caches: Sequence[CacheState]
-    """Empty if the prefill ran without an MTP head."""
+    attention: Sequence[KeysValues]
+    recurrent: Sequence[Sequence[mx.array | None]]
+    head: Sequence[KeysValues] = ()
+    """Of the MTP head: one token less. Empty if it has not read all tokens."""
+    last_hidden: mx.array | None = None
+    """[1, 1, width] of the last token, which the head reads together with the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State after a token that keys and values do not contain."""
+
+    recurrent: Sequence[Sequence[mx.array | None]]
     last_hidden: mx.array | None
-
-    @property
-    def arrays(self) -> dict[str, mx.array]:
-        """Return all arrays, by the names that `HostPrefix` describes."""
-        tree = {"cache": self.caches, "head": self.head_caches, "hidden": self.last_hidden}
-        return {name: array for name, array in tree_flatten(tree) if array is not None}
 
     @property
     def size_bytes(self) -> int:
         """Return the size of all arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
+        return _size_bytes((self.recurrent, self.last_hidden))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Node:
+    """A run of tokens after those of its parent."""
+
+    tokens: TokenArray
+    end: int
+    """Number of tokens from the beginning to the end of this run."""
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)
+    """By the first token of their run."""
+    attention: Sequence[KeysValues] = ()
+    head: Sequence[KeysValues] = ()
+    snapshot: Snapshot | None = None
+    keys: set[str] = field(default_factory=set)
+    """Keys of the system prompts that end here."""
+    used: int = 0
+    """Time of the last use, in uses of the cache."""
+
+    @property
+    def begin(self) -> int:
+        """Return the number of tokens before this run."""
+        return self.end - len(self.tokens)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all arrays."""
+        snapshot_bytes = self.snapshot.size_bytes if self.snapshot else 0
+        return _size_bytes((self.attention, self.head)) + snapshot_bytes
+
+    def path(self) -> list[Node]:
+        """Return the nodes from the first run to this one."""
+        nodes = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Nodes from which a row can start."""
+
+    nodes: Sequence[Node]
+    tokens: int
+    """Tokens that the row need not read; the last node may have more."""
+    snapshot: Snapshot | None
+
+    @property
+    def is_system_prompt(self) -> bool:
+        """Return whether the match ends with a system prompt."""
+        return bool(self.nodes[-1].keys)
+
+    def restore(
+        self, caches: Sequence[LayerCache], head_caches: Sequence[KVCache], slots: int
+    ) -> None:
+        """Fill empty caches of one row that is going to have `slots` tokens."""
+        attention = [cache for cache in caches if isinstance(cache, KVCache)]
+        others = [cache for cache in caches if not isinstance(cache, KVCache)]
+        for layer, cache in enumerate(attention):
+            _fill(cache, [node.attention[layer] for node in self.nodes], self.tokens, slots)
+        for layer, cache in enumerate(head_caches):
+            _fill(cache, [node.head[layer] for node in self.nodes], self.tokens - 1, slots)
+        if self.snapshot is not None:
+            for recurrent, arrays in zip(others, self.snapshot.recurrent, strict=True):
+                recurrent.state = list(arrays)
 
 
 class PrefixCache:
-    """Prefixes in memory, evicted least recently used first at `limit_bytes`.
+    """Trees of prompts and answers in memory, evicted at `limit_bytes`.
 
-    With `files`, a background thread also writes every new one to disk. Used by the engine thread
-    only, unless a method says otherwise.
+    With `files`, a background thread also writes every new system prompt to disk. Used by the
+    engine thread only, unless a method says otherwise.
     """
 
     def __init__(self, limit_bytes: int, files: PrefixCacheFiles | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._files = files
         self._writer = ThreadPoolExecutor(1, "paceline-prefix-cache")
-        self._by_key: OrderedDict[str, CachedPrefix] = OrderedDict()
+        self._roots: dict[str, Node] = {}
+        self._by_key: dict[str, Node] = {}
+        self._uses = itertools.count(1)
         self.size_bytes = 0
         """Memory in use."""
+        self.too_large = 0
+        """States that were not stored, since the limit or the free memory is smaller."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -79,68 +167,311 @@ class PrefixCache:
             return None
         return self._files.load(key)
 
-    def lookup(
-        self, key: str, tokens: Sequence[int], prefetched: HostPrefix | None = None
-    ) -> CachedPrefix | None:
-        """Return the entry of this key if `tokens` begin with its tokens.
+    def match(
+        self, scope: str | None, tokens: TokenArray, *, with_head: bool, cuttable: bool
+    ) -> Match | None:
+        """Return the longest beginning of `tokens` from which a row can start; None without one.
 
-        An entry `prefetched` from disk is inserted where memory has none that fits.
+        One token at least remains to be read, since the next token needs its scores.
+        `cuttable`: a row of this model can start at any token.
         """
-        entry = self._by_key.get(key)
-        if entry is None and prefetched is not None:
-            try:
-                entry = from_host(prefetched)
-            except Exception as error:  # noqa: BLE001  # the prompt is read again
-                logger.warning("prefix_cache.file_unusable error=%s", error)
-        if entry is None or tuple(tokens[: len(entry.tokens)]) != entry.tokens:
+        if scope is None:
             return None
-        if key in self._by_key:
-            self._by_key.move_to_end(key)
-        else:
-            self._insert(key, entry)
-        return entry
+        path, found = [], None
+        limit = len(tokens) - 1
+        for node, common in self._walk(scope, tokens):
+            if with_head and not node.head:
+                break
+            path.append(node)
+            end = min(node.begin + common, limit)
+            if cuttable:
+                found = Match(tuple(path), end, None)
+                continue
+            snapshot = node.snapshot if node.end == end else None
+            if snapshot is not None and (not with_head or snapshot.last_hidden is not None):
+                found = Match(tuple(path), end, snapshot)
+        return found if found and found.tokens >= MIN_TOKENS else None
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """Mark nodes as the most recently used."""
+        now = next(self._uses)
+        for node in nodes:
+            node.used = now
+            for key in node.keys:
+                self._by_key[key] = self._by_key.pop(key)
 
     def store(
         self,
-        key: str,
-        tokens: tuple[int, ...],
-        caches: Sequence[LayerCache],
-        head_caches: Sequence[LayerCache],
-        last_hidden: mx.array | None,
+        scope: str | None,
+        tokens: TokenArray,
+        state: RowState,
+        *,
+        room_bytes: int,
+        key: str = "",
     ) -> None:
-        """Insert a copy of the caches, on disk too; evict other entries until all fit."""
-        entry = CachedPrefix(
-            tokens=tokens,
-            caches=[[_copy(array) for array in cache.state] for cache in caches],
-            head_caches=[[_copy(array) for array in cache.state] for cache in head_caches],
-            last_hidden=_copy(last_hidden),
-        )
-        mx.eval(entry.arrays)
-        self._insert(key, entry)
-        if self._files is not None:
-            self._writer.submit(self._files.save, key, to_host(entry))
+        """Store a copy of the caches after these tokens; evict others until all fit.
+
+        `key` names them if they are a system prompt. The device copies while the host goes on.
+        """
+        if scope is None or not self._limit_bytes or len(tokens) < MIN_TOKENS:
+            return
+        node = self._store(scope, tokens, state, room_bytes, key)
+        if node is not None and key and self._files is not None:
+            self._writer.submit(self._files.save, key, to_host(tokens, node))
+
+    def _store(
+        self, scope: str, tokens: TokenArray, state: RowState, room_bytes: int, key: str
+    ) -> Node | None:
+        root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0, parent=None))
+        path = list(self._walk(scope, tokens))
+        begin = sum(common for _, common in path)
+        known = [node for node, _ in path]
+        needed_bytes = _needed_bytes(state, begin, len(tokens))
+        shared_bytes = sum(node.size_bytes for node in known)
+        limit_bytes = min(self._limit_bytes, room_bytes)
+        if needed_bytes + shared_bytes > limit_bytes:
+            self._count_too_large(len(tokens), needed_bytes + shared_bytes, limit_bytes)
+            return None
+        self.touch(known)
+        self._evict_to(limit_bytes - needed_bytes, frozenset(known))
+        cuttable = not state.recurrent and not state.head
+        ends_within_run = bool(path) and path[-1][1] < len(known[-1].tokens)
+        if ends_within_run and (begin < len(tokens) or not cuttable):
+            known[-1] = self._split(known[-1], path[-1][1])
+        end = known[-1] if known else root
+        self._complete_head(known, state)
+        if begin < len(tokens):
+            end = self._add_child(end, tokens[begin:], state)
+        self._add_snapshot(end, state)
+        if key:
+            end.keys.add(key)
+            self._by_key[key] = end
+        self.touch([end])
+        self.evict_to(limit_bytes)
+        return end
+
+    def insert(self, scope: str | None, tokens: TokenArray, key: str, host: HostPrefix) -> None:
+        """Store a system prompt from disk if `tokens` begin with it."""
+        try:
+            prefix, state = from_host(host)
+        except Exception as error:  # noqa: BLE001  # the prompt is read again
+            logger.warning("prefix_cache.file_unusable error=%s", error)
+            return
+        fits = len(prefix) >= MIN_TOKENS and np.array_equal(tokens[: len(prefix)], prefix)
+        if scope is not None and fits:
+            self._store(scope, prefix, state, self._limit_bytes, key)
 
     def evict_to(self, size_bytes: int) -> None:
-        """Evict the least recently used entries until the others fit into `size_bytes`."""
-        while self._by_key and self.size_bytes > size_bytes:
-            self._remove(next(iter(self._by_key)))
+        """Evict until the rest fits into `size_bytes`: what was least recently used goes first."""
+        self._evict_to(size_bytes, frozenset())
 
     def close(self) -> None:
         """Wait for the last writes to disk."""
         self._writer.shutdown()
 
-    def _insert(self, key: str, entry: CachedPrefix) -> None:
-        self._remove(key)
-        if entry.size_bytes > self._limit_bytes:
-            return
-        self._by_key[key] = entry
-        self.size_bytes += entry.size_bytes
-        self.evict_to(self._limit_bytes)
+    # --- the tree ---------------------------------------------------------------------------------
 
-    def _remove(self, key: str) -> None:
-        removed = self._by_key.pop(key, None)
-        if removed is not None:
-            self.size_bytes -= removed.size_bytes
+    def _walk(self, scope: str, tokens: TokenArray) -> Iterator[tuple[Node, int]]:
+        """Yield the nodes that begin like the rest of `tokens`, and for how many tokens."""
+        node, at = self._roots.get(scope), 0
+        while node is not None and at < len(tokens):
+            node = node.children.get(int(tokens[at]))
+            if node is None:
+                return
+            common = common_length(node.tokens, tokens[at:])
+            yield node, common
+            if common < len(node.tokens):
+                return
+            at += common
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            yield node
+
+    def _add_child(self, parent: Node, tokens: TokenArray, state: RowState) -> Node:
+        begin, end = parent.end, parent.end + len(tokens)
+        node = Node(
+            tokens=tokens.copy(),
+            end=end,
+            parent=parent,
+            attention=_copies(state.attention, begin, end),
+            head=_copies(state.head, max(begin - 1, 0), end - 1),
+        )
+        parent.children[int(tokens[0])] = node
+        mx.async_eval(node.attention, node.head)
+        self.size_bytes += node.size_bytes
+        return node
+
+    def _add_snapshot(self, node: Node, state: RowState) -> None:
+        found = node.snapshot
+        if found is not None and (found.last_hidden is not None or not state.head):
+            return
+        before_bytes = node.size_bytes
+        hidden = state.last_hidden if state.head else None
+        recurrent = [[_copy(array) for array in arrays] for arrays in state.recurrent]
+        node.snapshot = Snapshot(recurrent, _copy(hidden))
+        mx.async_eval(recurrent, node.snapshot.last_hidden)
+        self.size_bytes += node.size_bytes - before_bytes
+
+    def _complete_head(self, path: Sequence[Node], state: RowState) -> None:
+        """Add the head's keys and values where a row that did not draft left none."""
+        for node in path:
+            if state.head and not node.head:
+                node.head = _copies(state.head, max(node.begin - 1, 0), node.end - 1)
+                mx.async_eval(node.head)
+                self.size_bytes += _size_bytes(node.head)
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Split a run in two; return the new node with its first `length` tokens."""
+        assert node.parent is not None
+        before_bytes = node.size_bytes
+        begin, middle = node.begin, node.begin + length
+        head_length = max(middle - 1, 0) - max(begin - 1, 0)
+        upper = Node(
+            tokens=node.tokens[:length],
+            end=middle,
+            parent=node.parent,
+            children={int(node.tokens[length]): node},
+            attention=_copies(node.attention, 0, length),
+            head=_copies(node.head, 0, head_length),
+            used=node.used,
+        )
+        node.parent.children[int(node.tokens[0])] = upper
+        node.parent = upper
+        node.tokens = node.tokens[length:]
+        node.attention = _copies(node.attention, length, None)
+        node.head = _copies(node.head, head_length, None)
+        mx.async_eval(upper.attention, upper.head, node.attention, node.head)
+        self.size_bytes += upper.size_bytes + node.size_bytes - before_bytes
+        return upper
+
+    # --- eviction ---------------------------------------------------------------------------------
+
+    def _evict_to(self, size_bytes: int, kept: frozenset[Node]) -> None:
+        while self.size_bytes > size_bytes:
+            thinned = min(self._thinnable(), key=lambda node: (node.used, node.end), default=None)
+            if thinned is not None:
+                self._drop_snapshot(thinned)
+                continue
+            leaves = (node for node in self._nodes() if not node.children and node not in kept)
+            leaf = min(leaves, key=lambda node: (bool(node.keys), node.used), default=None)
+            if leaf is None:
+                return
+            self._remove(leaf, kept)
+
+    def _thinnable(self) -> Iterator[Node]:
+        """Yield the nodes without whose snapshot the next one is still near.
+
+        The last turn of a conversation keeps its snapshots, and so do system prompts.
+        """
+        for node in self._nodes():
+            if not node.snapshot or not node.snapshot.size_bytes or node.keys:
+                continue
+            if not any(child.children for child in node.children.values()):
+                continue
+            before = node.parent
+            while before is not None and before.parent is not None and not before.snapshot:
+                before = before.parent
+            begin = before.end if before is not None else 0
+            if _farthest_snapshot(node) - begin <= SNAPSHOT_INTERVAL_TOKENS:
+                yield node
+
+    def _drop_snapshot(self, node: Node) -> None:
+        before_bytes = node.size_bytes
+        node.snapshot = None
+        self.size_bytes += node.size_bytes - before_bytes
+
+    def _remove(self, node: Node, kept: frozenset[Node]) -> None:
+        """Remove a leaf, and the nodes before it from which no row could start any more."""
+        while node.parent is not None and not node.children and node not in kept:
+            del node.parent.children[int(node.tokens[0])]
+            self.size_bytes -= node.size_bytes
+            for key in node.keys:
+                self._by_key.pop(key, None)
+            node = node.parent
+            if node.snapshot is not None:
+                return
+        for scope, root in list(self._roots.items()):
+            if not root.children:
+                del self._roots[scope]
+
+    def _count_too_large(self, tokens: int, needed_bytes: int, limit_bytes: int) -> None:
+        self.too_large += 1
+        if self.too_large == 1:
+            logger.warning(
+                "prefix_cache.too_large tokens=%d needed_bytes=%d limit_bytes=%d",
+                tokens, needed_bytes, limit_bytes,
+            )  # fmt: skip
+
+
+def common_length(first: TokenArray, second: TokenArray) -> int:
+    """Return the length of the common beginning."""
+    length = min(len(first), len(second))
+    differences = np.flatnonzero(first[:length] != second[:length])
+    return int(differences[0]) if differences.size else length
+
+
+def state_of(
+    caches: Sequence[LayerCache],
+    head_caches: Sequence[KVCache | RowCache],
+    last_hidden: mx.array | None,
+    row: int = 0,
+) -> RowState:
+    """Return the state of one row, given its caches or those of its batch."""
+    one = slice(row, row + 1)
+    attention = [_keys_values(c, one) for c in caches if isinstance(c, KVCache | RowCache)]
+    recurrent = [
+        [None if array is None else array[one] for array in cache.state]
+        for cache in caches
+        if not isinstance(cache, KVCache | RowCache)
+    ]
+    head = [_keys_values(c, one) for c in head_caches if not c.empty()]
+    return RowState(attention, recurrent, head, last_hidden)
+
+
+def _keys_values(cache: KVCache | RowCache, row: slice) -> KeysValues:
+    return cache.keys[row], cache.values[row]
+
+
+def _farthest_snapshot(node: Node) -> int:
+    """Return the end of the farthest of the next snapshots after a node."""
+    ends = [
+        child.end if child.snapshot or not child.children else _farthest_snapshot(child)
+        for child in node.children.values()
+    ]
+    return max(ends, default=node.end)
+
+
+def _fill(cache: KVCache, runs: Sequence[KeysValues], tokens: int, slots: int) -> None:
+    """Join runs in a cache, with room for the tokens that follow: one copy."""
+    joined = []
+    for parts in zip(*runs, strict=True):
+        arrays, room = [], capacity(slots)
+        for array in parts:
+            kept = min(array.shape[2], tokens - (capacity(slots) - room))
+            arrays.append(array if kept == array.shape[2] else array[:, :, :kept])
+            room -= kept
+        shape = (*parts[0].shape[:2], room, parts[0].shape[3])
+        joined.append(mx.concatenate([*arrays, mx.zeros(shape, parts[0].dtype)], axis=2))
+    cache.keys, cache.values = joined
+    cache.offset = tokens
+
+
+def _needed_bytes(state: RowState, begin: int, end: int) -> int:
+    """Return the size of a copy, which is known before it is made."""
+    parts = [array for layer in (*state.attention, *state.head) for array in layer]
+    run_bytes = sum(array.nbytes // array.shape[2] * (end - begin) for array in parts)
+    return run_bytes + _size_bytes((state.recurrent, state.last_hidden))
+
+
+def _copies(layers: Sequence[KeysValues], begin: int, end: int | None) -> list[KeysValues]:
+    return [
+        (mx.contiguous(keys[:, :, begin:end]), mx.contiguous(values[:, :, begin:end]))
+        for keys, values in layers
+    ]
 
 
 def _copy(array: mx.array | None) -> mx.array | None:
@@ -148,11 +479,33 @@ def _copy(array: mx.array | None) -> mx.array | None:
     return None if array is None else mx.contiguous(array)
 
 
-def to_host(entry: CachedPrefix) -> HostPrefix:
-    """Copy an entry out of MLX; arrays in bfloat16, which NumPy lacks, are copied as bits."""
-    arrays: dict[str, np.ndarray[Any, Any]] = {"tokens": np.array(entry.tokens, np.int32)}
+def _size_bytes(tree: object) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(tree) if array is not None)
+
+
+def to_host(tokens: TokenArray, node: Node) -> HostPrefix:
+    """Copy a prefix out of MLX; arrays in bfloat16, which NumPy lacks, are copied as bits."""
+    path = node.path()
+    assert node.snapshot is not None
+
+    def joined(layers: Sequence[Sequence[KeysValues]]) -> list[list[mx.array]]:
+        by_layer = zip(*layers, strict=True)
+        return [
+            [mx.concatenate(parts, 2) for parts in zip(*runs, strict=True)] for runs in by_layer
+        ]
+
+    with_head = all(part.head for part in path)
+    tree = {
+        "attention": joined([part.attention for part in path]),
+        "head": joined([part.head for part in path]) if with_head else [],
+        "recurrent": node.snapshot.recurrent,
+        "hidden": node.snapshot.last_hidden,
+    }
+    arrays: dict[str, np.ndarray[Any, Any]] = {"tokens": np.array(tokens)}
     bfloat16 = set()
-    for name, array in entry.arrays.items():
+    for name, array in tree_flatten(tree):
+        if array is None:
+            continue
         if array.dtype == mx.bfloat16:
             bfloat16.add(name)
             array = array.view(mx.uint16)  # noqa: PLW2901  # the same array, read as bits
@@ -160,14 +513,15 @@ def to_host(entry: CachedPrefix) -> HostPrefix:
     return HostPrefix(arrays=arrays, bfloat16=frozenset(bfloat16))
 
 
-def from_host(host: HostPrefix) -> CachedPrefix:
-    """Copy an entry back into MLX."""
-    arrays = {name: mx.array(values) for name, values in host.arrays.items()}
+def from_host(host: HostPrefix) -> tuple[TokenArray, RowState]:
+    """Copy a prefix back into MLX."""
+    arrays = {name: mx.array(values) for name, values in host.arrays.items() if name != "tokens"}
     arrays |= {name: arrays[name].view(mx.bfloat16) for name in host.bfloat16}
     tree = tree_unflatten(arrays)
-    return CachedPrefix(
-        tokens=tuple(host.arrays["tokens"].tolist()),
-        caches=tree["cache"],
-        head_caches=tree.get("head", ()),
-        last_hidden=tree.get("hidden"),
+    state = RowState(
+        [(keys, values) for keys, values in tree["attention"]],
+        tree.get("recurrent", ()),
+        [(keys, values) for keys, values in tree.get("head", ())],
+        tree.get("hidden"),
     )
+    return host.arrays["tokens"].astype(np.int64), state

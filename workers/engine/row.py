@@ -119,6 +119,10 @@ class Row:
     """Prompt tokens taken from the prefix cache."""
     skipped_tokens: int = 0
     """Prompt tokens that the target never reads, since a draft model found them unimportant."""
+    cacheable: bool = False
+    """Whether the prefix cache may store the row's caches: they hold what the tokens say."""
+    expected_tokens: int = 0
+    """Prompt tokens in the prefix cache when the row was queued, or later."""
     prefetched: HostPrefix | None = None
     """Shared prefix of the prompt, read from disk; None again once the prefill has started."""
     position_offset: int = 0

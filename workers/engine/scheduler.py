@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from policies.request.profile import Bypass
 from workers.drain_rate import DrainRate
@@ -22,9 +22,15 @@ from workers.engine.grammar import allowed_tokens
 from workers.engine.memory import GROWTH_TOKENS, MemoryEstimate
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
-from workers.engine.prefill import Prefill, prefill_chunk, start_prefill
+from workers.engine.prefill import (
+    Prefill,
+    context_of,
+    find_prefix,
+    prefill_chunk,
+    start_prefill,
+)
 from workers.engine.prefill_budget import PrefillBudget
-from workers.engine.prefix_cache import PrefixCache
+from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache, RowState
 from workers.engine.row import Row
 from workers.engine.sampler import choose
 from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
@@ -32,6 +38,8 @@ from workers.engine.tokenizer import PromptRenderer
 
 logger = logging.getLogger(__name__)
 
+_ESTIMATED_ROWS = 64
+"""Queued rows whose cached tokens are counted anew when the prefix cache has grown."""
 DRAFTABLE_BYPASSES = {
     types.LaneName.TEXT_MTP: frozenset(
         {Bypass.NON_GREEDY_SAMPLING, Bypass.LOGITS_PROCESSORS, Bypass.LOGPROBS}
@@ -85,8 +93,10 @@ class LaneScheduler:
         """Whether rows wait because the lane is full, so that its rate shows."""
         self._prefill: Prefill | None = None
         self._decoder = Decoder(
-            checkpoint, prompts, self._head, self.counters, draft_tokens=draft_tokens, clock=clock
-        )
+            checkpoint, prompts, self._head, self.counters,
+            draft_tokens=draft_tokens, clock=clock,
+            store=self._store_answer,
+        )  # fmt: skip
 
     @property
     def busy(self) -> bool:
@@ -112,12 +122,9 @@ class LaneScheduler:
     def _full(self) -> bool:
         return self._prefill is not None or self.running_rows >= self._max_rows
 
-    @property
-    def prefill_prefix_key(self) -> str | None:
-        """Return the key of the prefix that the prefill reads and will store in the cache."""
-        prefill = self._prefill
-        prefix = prefill.row.prompt.prefix if prefill and prefill.prefix_tokens else None
-        return prefix.key if prefix else None
+    def tokens_in_prefill(self, row: Row) -> int:
+        """Return how many tokens of a queued row a prefill will soon add to the prefix cache."""
+        return self._prefill.tokens_for(row) if self._prefill is not None else 0
 
     def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
         """Return why a generation must not speculate in this lane; safe from any thread."""
@@ -139,6 +146,7 @@ class LaneScheduler:
             self._draining = True
             self._drain_rate.begin(self._clock())
         self._waiting.append(row)
+        self._estimate(row)
         self._update_occupancy()
 
     def step(self) -> None:
@@ -177,8 +185,8 @@ class LaneScheduler:
         if self._full or not self._waiting:
             return
         row = self._waiting[0]
-        prefix = row.prompt.prefix
-        if prefix and any(lane.prefill_prefix_key == prefix.key for lane in self._siblings):
+        in_prefill = max(lane.tokens_in_prefill(row) for lane in (self, *self._siblings))
+        if in_prefill - row.expected_tokens >= MIN_TOKENS:
             return  # in a few steps the prefix cache will have it
         # A row alone always fits: the engine has rejected prompts that exceed the memory.
         if self._rows_in_all_lanes and self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0:
@@ -189,7 +197,7 @@ class LaneScheduler:
             self._draining = bool(self._waiting)
         try:
             self._prefill = start_prefill(row, self._target, self._head.usable, self._prefix_cache)
-            if not row.answer and (row.cached_tokens or self._prefill.prefix_tokens):
+            if not row.answer and (row.cached_tokens or self._prefill.boundaries):
                 saved_s = self._prefill_budget.best_case_s(row.cached_tokens)
                 self.counters.record_prefix_lookup(row, saved_s)
             self._sparse_prefill.start_scoring(self._prefill, self.counters)
@@ -232,6 +240,7 @@ class LaneScheduler:
         if prefill.complete:
             self._prefill = None
             if row.finish_reason:
+                self._store_answer(row, prefill.state)
                 self._finish(row)
             else:
                 self._apply(self._decoder.join(prefill))
@@ -266,18 +275,38 @@ class LaneScheduler:
             self._decoder.append_first_token(row, prefill.scores[0], token)
 
     def _store_prefix(self, prefill: Prefill) -> None:
-        """Store the shared prefix once it has been read, if there is memory for the copy."""
-        prefix = prefill.row.prompt.prefix
-        if prefix is None or prefill.read_count != prefill.prefix_tokens:
+        """Store what has been read up to a boundary."""
+        if prefill.boundaries and prefill.boundaries[0] == prefill.read_count:
+            tokens = prefill.boundaries.pop(0)
+            prefix = prefill.row.prompt.prefix
+            key = prefix.key if prefix and prefix.tokens == tokens else ""
+            self._store(prefill.row, tokens, prefill.state, key)
+
+    def _store_answer(self, row: Row, state: Callable[[], RowState]) -> None:
+        """Store what the caches hold of a row whose answer has ended."""
+        if not row.skipped_tokens:
+            self._store(row, row.context_tokens, state)
+
+    def _store(self, row: Row, tokens: int, state: Callable[[], RowState], key: str = "") -> None:
+        if not row.cacheable:
             return
-        prefill.prefix_tokens = 0
-        free_bytes = self._free_bytes() - self._memory.row_cache_bytes(prefill.read_count)
-        if free_bytes >= 0:
-            self._prefix_cache.evict_to(free_bytes)
-            tokens = prefill.row.prompt.tokens[: prefill.read_count]
+        try:
             self._prefix_cache.store(
-                prefix.key, tokens, prefill.caches, prefill.head_caches, prefill.last_hidden
+                row.prompt.scope,
+                context_of(row)[:tokens],
+                state(),
+                room_bytes=max(self._free_bytes(), 0),
+                key=key,
             )
+        except Exception:
+            logger.exception("prefix_cache.store_failed lane=%s", self.name)
+        for waiting in islice(self._waiting, _ESTIMATED_ROWS):
+            self._estimate(waiting)
+
+    def _estimate(self, row: Row) -> None:
+        """Count the tokens of a queued row that are in the prefix cache."""
+        match = find_prefix(row, self._target, self._head.usable, self._prefix_cache)
+        row.expected_tokens = match.tokens if match else 0
 
     def _apply(self, outcome: Outcome) -> None:
         """Finish and fail the rows that ended; requeue the others first in the queue."""
@@ -307,16 +336,10 @@ class LaneScheduler:
 
     def _update_occupancy(self) -> None:
         prefill = self._prefill
-        pending = sum(map(self._pending_tokens, self._waiting)) if self._waiting else 0
+        pending = sum(row.context_tokens - row.expected_tokens for row in self._waiting)
         if prefill is not None:
             pending += len(prefill.read_indices) - prefill.read_count
         running = self.running_rows + (prefill is not None)
         self.counters.set_occupancy(
             running=running, waiting=len(self._waiting), pending_prefill_tokens=pending
         )
-
-    def _pending_tokens(self, row: Row) -> int:
-        """Return the prompt tokens of a queued row that are not in the prefix cache."""
-        prefix = row.prompt.prefix
-        cached = prefix.tokens if prefix and prefix.key in self._prefix_cache else 0
-        return len(row.prompt.tokens) - cached

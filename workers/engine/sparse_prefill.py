@@ -62,7 +62,7 @@ class SparsePrefill:
             draft_context_tokens=self.draft_context_tokens - LOOK_AHEAD_TOKENS,
             prompt_tokens=len(row.prompt.tokens),
             cached_tokens=row.cached_tokens,
-            prefix_tokens=prefill.prefix_tokens,
+            prefix_tokens=prefill.system_tokens,
             pictures=prefill.prompt_embedding is not None,
         )
         if isinstance(scope, FullPrefillReason):
@@ -88,8 +88,8 @@ class SparsePrefill:
         prefill.scoring = None
         prefill.read_indices = scoring.selected
         row.skipped_tokens = len(row.prompt.tokens) - len(scoring.selected)
-        if scoring.scope.begin < prefill.prefix_tokens:
-            prefill.prefix_tokens = 0  # a sparse prefix must not be cached
+        # What is read sparsely must not be cached.
+        prefill.boundaries = [end for end in prefill.boundaries if end <= scoring.scope.begin]
         scored = scoring.scope.end - scoring.scope.begin
         counters.record_sparse_prefill(scored=scored, selected=scored - row.skipped_tokens)
 

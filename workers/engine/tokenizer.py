@@ -29,6 +29,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import numpy.typing as npt
 from mlx_vlm.tools import SPECS, load_tool_module
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
@@ -41,7 +42,7 @@ from workers.engine.reasoning import (
     effort_variables,
     template_variables,
 )
-from workers.engine.types import Generation, InvalidGeneration, Prompt
+from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
 
 logger = logging.getLogger(__name__)
 TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
@@ -79,6 +80,18 @@ class PreparedPrompt:
     tokens: tuple[int, ...]
     prefix: Prefix | None = None
     media: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    scope: str | None = None
+    """Prompts of the same scope share what the prefix cache holds; None: it holds nothing."""
+    turn_tokens: int = 0
+    """Length up to the end of the last message; 0 if unknown."""
+    identity: npt.NDArray[np.int64] = field(
+        default_factory=lambda: np.empty(0, np.int64), compare=False
+    )
+    """The tokens as the prefix cache compares them: those of a picture are a digest of it."""
+
+    def __post_init__(self) -> None:
+        if len(self.identity) != len(self.tokens):
+            object.__setattr__(self, "identity", np.array(self.tokens, np.int64))
 
 
 class PromptRenderer:
@@ -188,11 +201,37 @@ class PromptRenderer:
         )
         return first[: _common_length(first, second)]
 
+    def turn_end(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Return the length of the rendered `text` up to the end of the last message.
+
+        A rendering with a further turn agrees up to there, with any template. One that demands
+        alternating roles gets an answer first; the next prompt of the chat then agrees as far.
+        """
+        answer, question = ({"role": role, "content": "Alpha"} for role in ("assistant", "user"))
+        for further in ([question], [answer, question]):
+            try:
+                longer = self.chat([*messages, *further], tools, template_kwargs)
+            except InvalidGeneration:
+                continue
+            return _common_length(text, longer)
+        return 0
+
     def prepare(self, prompt: Prompt) -> PreparedPrompt:
         """Tokenize a rendered prompt and process its pictures."""
         if not prompt.pictures:
             tokens = self._tokenize(prompt.text)
-            return PreparedPrompt(tokens=tokens, prefix=self._prefix(prompt, tokens))
+            return PreparedPrompt(
+                tokens=tokens,
+                prefix=self._prefix(prompt, tokens),
+                scope=prompt.scope,
+                turn_tokens=self._turn_tokens(prompt, tokens),
+            )
         if not self.has_vision:
             raise InvalidGeneration("messages", "This model does not support pictures.")
         try:
@@ -215,7 +254,15 @@ class PromptRenderer:
         }
         tokens = tuple(arrays.pop("input_ids")[0].tolist())
         arrays.pop("attention_mask", None)
-        return PreparedPrompt(tokens=tokens, media=arrays, prefix=self._prefix(prompt, tokens))
+        identity = self._identity(prompt.pictures, tokens)
+        return PreparedPrompt(
+            tokens=tokens,
+            media=arrays,
+            prefix=self._prefix(prompt, tokens),
+            scope=None if identity is None else prompt.scope,
+            turn_tokens=self._turn_tokens(prompt, tokens),
+            identity=np.array(tokens, np.int64) if identity is None else identity,
+        )
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         tokens: list[int] = []
@@ -236,6 +283,37 @@ class PromptRenderer:
             return None
         digest = blake2b(array("q", tokens[:shared]).tobytes(), digest_size=16).hexdigest()
         return Prefix(key=prompt.prefix_key or digest, tokens=shared)
+
+    def _identity(
+        self, pictures: Sequence[Picture], tokens: tuple[int, ...]
+    ) -> npt.NDArray[np.int64] | None:
+        """Replace the tokens of each picture by a digest of its pixels; None if none are found.
+
+        A processor that writes several runs of tokens for a picture does not say which: each gets
+        the digest of all pictures.
+        """
+        identity = np.array(tokens, np.int64)
+        at = np.flatnonzero(identity == getattr(self._processor, "image_token_id", None))
+        if not at.size:
+            return None
+        runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+        digests = [_picture_digest([picture]) for picture in pictures]
+        if len(runs) != len(digests):
+            digests = [_picture_digest(pictures)] * len(runs)
+        for run, digest in zip(runs, digests, strict=True):
+            identity[run] = np.resize(digest, len(run))
+        return identity
+
+    def _turn_tokens(self, prompt: Prompt, tokens: tuple[int, ...]) -> int:
+        """Return the number of tokens up to the end of the last message.
+
+        A token that the end cuts in two is left out, and one token of the prompt is left to read.
+        """
+        if not prompt.turn_end:
+            return 0
+        rest = self._tokenize(prompt.text[prompt.turn_end :])
+        end = len(tokens) - max(len(rest), 1)
+        return max(end if tokens[end:] == rest or not rest else end - 1, 0)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without control tokens."""
@@ -289,6 +367,15 @@ class PromptRenderer:
     def raw(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""
         return token_bytes(self._tokenizer, token)
+
+
+def _picture_digest(pictures: Sequence[Picture]) -> npt.NDArray[np.int64]:
+    """Return a digest as negative numbers, which are no tokens."""
+    digest = blake2b(digest_size=32)
+    for picture in pictures:
+        digest.update(f"{picture.width_px}x{picture.height_px}:".encode())
+        digest.update(picture.rgb)
+    return np.frombuffer(digest.digest(), np.int64) | np.iinfo(np.int64).min
 
 
 def _control_spellings(tokenizer: Any) -> set[str]:

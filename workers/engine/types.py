@@ -47,6 +47,10 @@ class Prompt:
     """Beginning that all prompts with the same system messages and tools share."""
     prefix_key: str | None = None
     """The gateway's key of the shared prefix; None lets the worker compute one."""
+    turn_end: int = 0
+    """Length of `text` up to the end of the last message; 0 if unknown."""
+    scope: str | None = ""
+    """Prompts of the same isolation scope share the prefix cache; None: it stores nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

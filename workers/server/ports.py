@@ -38,6 +38,15 @@ class Prompts(Protocol):
     ) -> str:
         """Return the common beginning of all prompts with these system messages and tools."""
 
+    def turn_end(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Json]],
+        tools: Sequence[Mapping[str, Json]] | None = None,
+        template_kwargs: Mapping[str, Json] | None = None,
+    ) -> int:
+        """Return the length of the rendered `text` up to the end of the last message."""
+
 
 class ServingEngine(Protocol):
     """A running engine."""

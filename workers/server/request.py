@@ -27,6 +27,7 @@ from workers.protocol import (
     MAX_PREFIX_NAME_CHARS,
     NO_PREFIX,
     REQUEST_ID,
+    SCOPE_HEADER,
     TOKENS_LIMIT_HEADER,
 )
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
@@ -92,10 +93,11 @@ async def read_request(
         tool_format = ToolFormat(parser, tools)
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
     if endpoint is Endpoint.CHAT:
-        prefix_key = _prefix_key(request.headers.get(PREFIX_HEADER))
+        prefix_key = _prefix_key(request.headers, PREFIX_HEADER)
         prompt = await _chat_prompt(body, tools, engine, pictures, prefix_key)
     else:
         prompt = Prompt(text=body["prompt"])
+    prompt = replace(prompt, scope=_prefix_scope(request.headers))
     request_id = request.state.request_id
     generation = Generation(
         request_id=request_id,
@@ -178,15 +180,26 @@ def _choose_lane(
     return lane, bypass
 
 
-def _prefix_key(given: str | None) -> str | None:
+def _prefix_scope(headers: Mapping[str, str]) -> str | None:
+    """Return the isolation scope; requests that come from no gateway are of one scope.
+
+    A gateway that names no scope isolates by the key of the system prompt.
+    """
+    scope = _prefix_key(headers, SCOPE_HEADER)
+    if scope is None:
+        scope = _prefix_key(headers, PREFIX_HEADER) or ""
+    return None if scope == NO_PREFIX else scope
+
+
+def _prefix_key(headers: Mapping[str, str], header: str) -> str | None:
     """Check the key: gateways would reject every report that contains an invalid one."""
+    given = headers.get(header)
     if given is None:
         return None
     if not given.isprintable() or not 1 <= len(given) <= MAX_PREFIX_NAME_CHARS:
         raise BadRequest(
-            f"The header '{PREFIX_HEADER}' must have 1 to {MAX_PREFIX_NAME_CHARS} printable "
-            "characters.",
-            param=PREFIX_HEADER,
+            f"The header '{header}' must have 1 to {MAX_PREFIX_NAME_CHARS} printable characters.",
+            param=header,
         )
     return given
 
@@ -224,8 +237,10 @@ async def _chat_prompt(
         prefix_text = ""
         if prefix_key != NO_PREFIX:
             prefix_text = engine.prompts.shared_prefix(messages, tools, template_kwargs)
+        text = engine.prompts.chat(messages, tools, template_kwargs)
         return Prompt(
-            text=engine.prompts.chat(messages, tools, template_kwargs),
+            text=text,
+            turn_end=engine.prompts.turn_end(text, messages, tools, template_kwargs),
             pictures=pictures,
             prefix_text=prefix_text,
             prefix_key=prefix_key,
