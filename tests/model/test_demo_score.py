@@ -77,10 +77,10 @@ def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: ht
 
 def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(openai_client: httpx.Client) -> None:
     score = score_answers(
-        openai_client, "demo", held_out.fact_prompts(10, 4096), "facts in 4k tokens"
+        openai_client, "demo", held_out.fact_prompts(6, 4096), "facts in 4k tokens"
     )
 
-    assert score.correct >= 5, score.mistakes
+    assert score.correct >= 3, score.mistakes
 
 
 def test_the_checkpoint_is_one_small_folder_that_contains_the_head() -> None:

@@ -1,4 +1,4 @@
-"""Two hundred mixed requests, eight at a time: each gets the same answer as without load."""
+"""A hundred mixed requests, eight at a time: each gets the same answer as without load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.openai_requests import ChatResult, picture_body, send_chat_as
 from tests.support.paceline_process import UpProcess
 from tools.demo_model.questions import draw_turn
 
-REQUESTS = 200
+REQUESTS = 100
 CONCURRENCY = 8
 COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
 # Two tokens closer than this in log-probability are a tie that float noise may decide either way.

@@ -8,6 +8,7 @@ for a defect, or the negative number of the signal that killed it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -69,6 +70,7 @@ def model_loader(environment: Mapping[str, str] = os.environ) -> Iterator[ModelL
 
 def _serve() -> None:
     """Fork a child for each line of standard input."""
+    gc.freeze()  # the collector of a child would copy the memory of all modules to look at them
     for line in sys.stdin:
         folder = Path(line.rstrip("\n"))
         log = folder.with_name(folder.name + ".log")

@@ -103,6 +103,7 @@ class ScriptedEngine:
                 elif isinstance(step, Exception):
                     raise step
                 else:
+                    await asyncio.sleep(0)  # events of a real engine come one by one
                     yield step
         finally:
             self._open -= 1

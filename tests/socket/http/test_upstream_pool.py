@@ -89,6 +89,7 @@ def test_f13_a_silent_connection_ends_at_the_answer_timeout(
     proxy.fault = Fault(blackhole=True)
     response = gateway.chat(stream=stream)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "worker_timeout")
+    proxy.fault = Fault()  # the status waits for the reports of workers
     wait_for_outcomes(gateway, failed=1)
 
 
