@@ -1,7 +1,8 @@
-"""Thousands of random schedules of a lane; each row is replayed, and each token is counted.
+"""Thousands of random schedules of a lane, and random conversations; each token is checked.
 
-`python -m bench.engine.schedules` runs the schedules of `tests/support/lane_schedules.py`, prints
-their statistics, and stops at the first wrong answer or count.
+`python -m bench.engine.schedules` runs the schedules of `tests/support/lane_schedules.py` and the
+conversations of `tests/support/conversation_schedules.py`, prints their statistics, and stops at
+the first wrong answer or count.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
+from tests.support.conversation_schedules import ConversationRunner, ConversationStats
 from tests.support.lane_schedules import ScheduleRunner
 from tests.support.schedule_rows import ScheduleStats
 from workers.demo import CHECKPOINT
@@ -29,6 +31,7 @@ from workers.engine.tokenizer import PromptRenderer
 RESULTS: Final = Path(__file__).parents[1] / "results"
 VARIETY: Final = 8
 PROGRESS_INTERVAL: Final = 100
+CACHE_BYTES: Final = 4 << 20
 
 
 def run_schedules(model: Path, seed: int, count: int) -> ScheduleStats:
@@ -46,6 +49,35 @@ def run_schedules(model: Path, seed: int, count: int) -> ScheduleStats:
             progress = f"{number + 1} schedules, {schedules.stats.rows} rows, {elapsed_s:.0f} s"
             sys.stderr.write(progress + "\n")
     return schedules.stats
+
+
+def run_conversations(model: Path, seed: int, tokens: int) -> ConversationStats:
+    """Answer random conversations; raise AssertionError at a token that is not the likeliest."""
+    checkpoint = load_checkpoint(model)
+    prompts = PromptRenderer(checkpoint.processor)
+    return ConversationRunner(checkpoint, prompts, seed, CACHE_BYTES).run(tokens)
+
+
+def conversation_table(stats: ConversationStats) -> Grid:
+    """Return the statistics of the conversations."""
+    lines = (
+        ("answer tokens, each the likeliest of a new pass over prompt and answer", stats.tokens),
+        ("... with another token equally likely within 1e-4", stats.ties),
+        ("answers", stats.rows),
+        ("... to a chat that forks from an earlier turn", stats.forks),
+        ("... to a chat with a changed message", stats.edits),
+        ("... to a chat without a former message", stats.cuts),
+        ("... cancelled", stats.cancelled),
+        ("evictions of a part of the cache", stats.evictions),
+        ("prompt tokens", stats.prompt_tokens),
+        ("... found in the cache", stats.cached_tokens),
+        ("draft tokens", stats.drafted_tokens),
+    )
+    return Grid(
+        title="Random conversations over one prefix cache",
+        columns=("statistic", "count"),
+        rows=tuple((name, f"{count:,}") for name, count in lines),
+    )
 
 
 def table(stats: ScheduleStats) -> Grid:
@@ -81,18 +113,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine.schedules", description=__doc__)
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
     parser.add_argument("--count", type=int, default=2000, help="schedules to run")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of conversations")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     logging.disable()  # heads that raise on purpose log many errors
     started_s = time.perf_counter()
     grid = table(run_schedules(options.model, options.seed, options.count))
-    Console(highlight=False).print(grid.to_table())
+    conversations = conversation_table(
+        run_conversations(options.model, options.seed, options.tokens)
+    )
+    for each in (grid, conversations):
+        Console(highlight=False).print(each.to_table())
     about = (
         f"{provenance()}, MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
         f"seed {options.seed}, {time.perf_counter() - started_s:.0f} s. "
         "Rows join and leave at any step, on four lanes of different k, size, chunk and cache."
     )
-    write_page(RESULTS / "schedules.md", "Random schedules", about, grid)
+    write_page(RESULTS / "schedules.md", "Random schedules", about, grid, conversations)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.request.profile import Bypass, Sampling
-from tests.support.engine_lane import RowEvents, run_until_idle
+from policies.request.profile import Bypass
+from tests.support.engine_lane import run_until_idle
 from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
-from tests.support.reference_decoder import is_near_tie
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles, fingerprint
 from workers.engine.scheduler import LaneScheduler
-from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Finished, LaneName, Picture, Prompt
+from workers.engine.types import LaneName
 from workers.protocol import PrefixCounts
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
@@ -156,68 +154,6 @@ def test_cached_prefixes_use_no_more_memory_than_reported(make_lane, submit) -> 
 
     assert reported_bytes > 1 << 17
     assert used_bytes == pytest.approx(reported_bytes, abs=1 << 16)
-
-
-class Chat:
-    """A conversation with the demo model."""
-
-    def __init__(self, lane: LaneScheduler, prompts: PromptRenderer, submit, **options) -> None:
-        self._lane, self._prompts, self._submit = lane, prompts, submit
-        self._options = options
-        self.messages: list[dict[str, Any]] = []
-        self.pictures: list[Picture] = []
-
-    def prepare(self, scope: str | None = "") -> PreparedPrompt:
-        text = self._prompts.chat(self.messages)
-        return self._prompts.prepare(
-            Prompt(
-                text=text,
-                pictures=tuple(self.pictures),
-                prefix_text=self._prompts.shared_prefix(self.messages),
-                turn_end=self._prompts.turn_end(text, self.messages),
-                scope=scope,
-            )
-        )
-
-    def ask(self, content: Any, *, scope: str | None = "", **options: Any) -> RowEvents:
-        """Ask the next question, and append the answer."""
-        self.messages.append({"role": "user", "content": content})
-        options = {**self._options, **options}
-        result: RowEvents = self._submit(self._lane, self.prepare(scope), **options)
-        run_until_idle(self._lane)
-        assert isinstance(result.end, Finished)
-        self.messages.append({"role": "assistant", "content": result.text})
-        return result
-
-
-LANES = {
-    "drafting": (LaneName.TEXT_MTP, {}),
-    "sampled": (LaneName.VLM, {"sampling": Sampling(temperature=0.7), "draft_tokens": 0}),
-}
-
-
-@pytest.mark.parametrize("kind", LANES)
-def test_each_turn_of_a_chat_reads_its_new_tokens_only(
-    make_lane, submit, prompt_renderer, checkpoint, kind
-) -> None:
-    """An answer that ended inside a draft is found too, and so is one of a lane without drafts."""
-    name, options = LANES[kind]
-    chat = Chat(make_lane(name), prompt_renderer, submit, **options)
-    chat.messages.append({"role": "system", "content": SYSTEM})
-    known = 0
-    for number in range(6):
-        result = chat.ask(f"Tell me story {number} about a fox.", seed=number, max_tokens=200)
-        row = result.row
-        assert row.cached_tokens == (known if number else 0)
-        known = row.context_tokens
-        again = prompt_renderer.prepare(Prompt(text=prompt_renderer.chat(chat.messages))).tokens
-        assert again[:known] == (*row.prompt.tokens, *row.answer[:-1]), "the chat goes on as it was"
-        cold_lane = make_lane(name)
-        cold = submit(cold_lane, row.prompt, seed=number, max_tokens=200, **options)
-        run_until_idle(cold_lane)
-        assert cold.row.cached_tokens == 0
-        answers = row.answer, cold.row.answer
-        assert answers[0] == answers[1] or is_near_tie(checkpoint, row.prompt.tokens, *answers)
 
 
 @pytest.fixture

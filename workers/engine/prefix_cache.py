@@ -198,7 +198,8 @@ class PrefixCache:
         for node in nodes:
             node.used = now
             for key in node.keys:
-                self._by_key[key] = self._by_key.pop(key)
+                if self._by_key.get(key) is node:  # scopes may use the same key
+                    self._by_key[key] = self._by_key.pop(key)
 
     def store(
         self,
@@ -222,7 +223,6 @@ class PrefixCache:
     def _store(
         self, scope: str, tokens: TokenArray, state: RowState, room_bytes: int, key: str
     ) -> Node | None:
-        root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0, parent=None))
         path = list(self._walk(scope, tokens))
         begin = sum(common for _, common in path)
         known = [node for node, _ in path]
@@ -234,6 +234,8 @@ class PrefixCache:
             return None
         self.touch(known)
         self._evict_to(limit_bytes - needed_bytes, frozenset(known))
+        # Not earlier: an eviction also removes the roots of empty trees.
+        root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0, parent=None))
         cuttable = not state.recurrent and not state.head
         ends_within_run = bool(path) and path[-1][1] < len(known[-1].tokens)
         if ends_within_run and (begin < len(tokens) or not cuttable):
@@ -390,7 +392,8 @@ class PrefixCache:
             del node.parent.children[int(node.tokens[0])]
             self.size_bytes -= node.size_bytes
             for key in node.keys:
-                self._by_key.pop(key, None)
+                if self._by_key.get(key) is node:
+                    del self._by_key[key]
             node = node.parent
             if node.snapshot is not None:
                 return

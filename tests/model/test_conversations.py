@@ -1,0 +1,173 @@
+"""Conversations: no turn reads again what an earlier one has read, and no answer changes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from policies.request.profile import Sampling
+from tests.support.conversation_schedules import ConversationRunner
+from tests.support.engine_lane import RowEvents, run_until_idle
+from tests.support.reference_decoder import is_near_tie
+from workers.engine.model import Checkpoint
+from workers.engine.prefix_cache import PrefixCache
+from workers.engine.scheduler import LaneScheduler
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import LaneName, Picture, Prompt
+
+SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
+LANES: dict[str, tuple[LaneName, dict[str, Any]]] = {
+    "drafting": (LaneName.TEXT_MTP, {}),
+    "sampled": (LaneName.VLM, {"sampling": Sampling(temperature=0.7), "draft_tokens": 0}),
+}
+RED = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)
+BLUE = Picture(width_px=64, height_px=64, rgb=bytes([30, 30, 220]) * 64 * 64)
+TOKENS = 1500
+"""Answer tokens of one test run; `bench.engine.schedules` checks 100,000."""
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def ask(prompt_renderer: PromptRenderer, submit: Callable[..., RowEvents]) -> Callable[..., Any]:
+    """Return a function that answers a conversation in a lane."""
+
+    def answer(
+        lane: LaneScheduler,
+        messages: Sequence[dict[str, Any]],
+        *,
+        scope: str | None = "",
+        pictures: tuple[Picture, ...] = (),
+        **options: Any,
+    ) -> RowEvents:
+        text = prompt_renderer.chat(messages)
+        prompt = Prompt(
+            text=text,
+            pictures=pictures,
+            prefix_text=prompt_renderer.shared_prefix(messages),
+            turn_end=prompt_renderer.turn_end(text, messages),
+            scope=scope,
+        )
+        result = submit(lane, prompt_renderer.prepare(prompt), **options)
+        run_until_idle(lane)
+        return result
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_each_turn_of_a_chat_reads_its_new_tokens_only(
+    make_lane, ask, checkpoint, kind: str
+) -> None:
+    """An answer that ended inside a draft is found too, and so is one of a row without drafts."""
+    name, options = LANES[kind]
+    lane = make_lane(name)
+    messages = [{"role": "system", "content": SYSTEM}]
+    known = 0
+    for number in range(5):
+        messages.append(user(f"Tell me story {number} about a fox."))
+        row = ask(lane, messages, seed=number, max_tokens=200, **options).row
+        assert row.cached_tokens == known
+        known = row.context_tokens
+        cold = ask(make_lane(name), messages, scope=None, seed=number, max_tokens=200, **options)
+        answers = row.answer, cold.row.answer
+        assert answers[0] == answers[1] or is_near_tie(checkpoint, row.prompt.tokens, *answers)
+        messages.append(assistant(cold.text))
+
+
+def test_a_chat_goes_on_in_the_other_lane(make_lane, ask) -> None:
+    prefix_cache = PrefixCache(1 << 30)
+    first = [user("Tell me a story about a fox and a boat, and then another one about a tree.")]
+    one = ask(make_lane(LaneName.TEXT_MTP, prefix_cache=prefix_cache), first)
+    both = [*first, assistant(one.text), user("Go on.")]
+    two = ask(make_lane(LaneName.VLM, prefix_cache=prefix_cache), both, draft_tokens=0)
+    assert two.row.cached_tokens == one.row.context_tokens
+    three = ask(
+        make_lane(LaneName.TEXT_MTP, prefix_cache=prefix_cache),
+        [*both, assistant(two.text), user("And then?")],
+    )
+    # The lane without drafts has left nothing of its answer for the head.
+    assert two.row.cached_tokens <= three.row.cached_tokens < two.row.context_tokens
+    assert three.row.speculation.total().steps > 0
+
+
+def test_an_answer_is_generated_again_from_the_end_of_its_question(make_lane, ask) -> None:
+    lane = make_lane()
+    messages = [{"role": "system", "content": SYSTEM}, user("Tell me a story about a fox.")]
+    first, again = (ask(lane, messages).row for _ in range(2))
+    assert first.cached_tokens == 0
+    assert again.cached_tokens == first.prompt.turn_tokens
+    assert len(again.prompt.tokens) - again.cached_tokens < 8
+    assert again.answer == first.answer
+
+
+def test_an_edited_message_costs_at_most_one_interval_more(
+    make_lane, ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Message 3 of 20 changes, in a chat that was read at once and in one that has grown.
+
+    The grown one keeps a snapshot of every turn until memory is short.
+    """
+    interval = 128
+    for module in ("prefill", "prefix_cache"):
+        monkeypatch.setattr(f"workers.engine.{module}.SNAPSHOT_INTERVAL_TOKENS", interval)
+    messages = [user("The red fox sees the old tree. " * 20), assistant("Yes. " * 80)]
+    messages += [user("What is 2 + 2? " * 4), assistant("It is 4. " * 5)] * 9
+    edited = [*messages[:2], user("What is 3 + 3? " * 4), *messages[3:], user("Go on.")]
+    kept = ask(make_lane(), messages[:2], scope=None, max_tokens=1).row.prompt.tokens
+    for turns in ([20], range(0, 21, 2)):
+        prefix_cache = PrefixCache(1 << 30)
+        lane = make_lane(prefix_cache=prefix_cache)
+        for turn in turns:
+            ask(lane, [*messages[:turn], user("Go on.")], max_tokens=4)
+        snapshots = [node for node in prefix_cache._nodes() if node.snapshot]
+        prefix_cache.evict_to(prefix_cache.size_bytes * 3 // 4)
+        thinned = [node for node in prefix_cache._nodes() if node.snapshot]
+        assert len(thinned) < len(snapshots)
+        row = ask(lane, edited, max_tokens=4).row
+        assert 0 <= len(kept) - row.cached_tokens <= interval
+
+
+def test_c8_scopes_share_nothing(make_lane, ask) -> None:
+    lane = make_lane()
+    messages = [{"role": "system", "content": SYSTEM}, user("Tell me a story about a fox.")]
+    cached = [ask(lane, messages, scope=scope).row.cached_tokens for scope in ("a", "b", None, "a")]
+    assert cached[:3] == [0, 0, 0]
+    assert cached[3] > 0
+
+
+def test_a_picture_is_found_by_its_pixels(make_lane, ask) -> None:
+    """All pictures of one size have the same tokens."""
+    lane = make_lane(LaneName.VLM)
+    content = [{"type": "image"}, {"type": "text", "text": "What is this? " * 10}]
+    question = {"role": "user", "content": content}
+    first = ask(lane, [question], pictures=(RED,))
+    then = [question, assistant(first.text), user("Are you sure?")]
+    red = ask(lane, then, pictures=(RED,))
+    blue = ask(lane, then, pictures=(BLUE,))
+    assert red.row.cached_tokens == first.row.context_tokens
+    assert blue.row.cached_tokens == 0
+    for result, picture in ((red, RED), (blue, BLUE)):
+        cold = ask(make_lane(LaneName.VLM), then, pictures=(picture,), scope=None)
+        assert result.row.answer == cold.row.answer
+
+
+def test_any_schedule_of_conversations_gets_the_likeliest_tokens(
+    checkpoint: Checkpoint, prompt_renderer: PromptRenderer
+) -> None:
+    conversations = ConversationRunner(checkpoint, prompt_renderer, seed=5, cache_bytes=4 << 20)
+    stats = conversations.run(TOKENS)
+
+    covered = (stats.forks, stats.edits, stats.cuts, stats.evictions, stats.cancelled)
+    assert min(covered) > 0, "every kind of event occurs"
+    assert stats.drafted_tokens > 0
+    assert stats.cached_tokens > stats.prompt_tokens // 5
+    assert stats.ties <= stats.tokens // 500

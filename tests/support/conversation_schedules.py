@@ -1,0 +1,185 @@
+"""Random conversations that share one prefix cache: each answer is checked token by token.
+
+Chats begin, go on, fork from an earlier turn, lose a message, and change one; several are answered
+at once, by both lanes, with drafts and without, while others are cancelled and the cache is evicted
+in part. What the engine has read before must not change an answer: one pass of the bare model over
+the prompt and the answer finds the likeliest token at each place.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import mlx.core as mx
+
+from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
+from workers.engine.detokenizer import TextStream
+from workers.engine.model import Checkpoint
+from workers.engine.prefix_cache import PrefixCache
+from workers.engine.row import Row, SpeculationCounter
+from workers.engine.scheduler import LaneScheduler
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import Finished, Generation, LaneName, Prompt
+
+Messages: TypeAlias = tuple[dict[str, str], ...]
+
+TIE = 1e-4
+"""Two scores that are closer are a tie, which rounding may decide either way."""
+MAX_CONTEXT_CHARS = 2000
+SCOPES = ("red", "blue")
+SYSTEMS = ("", "Be brief. " + "The blue boat finds the warm stone. " * 9)
+QUESTIONS = (
+    "Hello",
+    "Count from 1 to 20.",
+    "Tell me a story about a fox.",
+    "What is 2 + 2?",
+    "Name three fruits. " + "The old tree sees the red fox. " * 12,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class ConversationStats:
+    """Counts of everything that a run has covered."""
+
+    rows: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    forks: int = 0
+    edits: int = 0
+    cuts: int = 0
+    evictions: int = 0
+    cancelled: int = 0
+    drafted_tokens: int = 0
+    ties: int = 0
+
+
+class ConversationRunner:
+    """Conversations on two lanes over one small prefix cache."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, prompts: PromptRenderer, seed: int, cache_bytes: int
+    ) -> None:
+        self.stats = ConversationStats()
+        self.cache = PrefixCache(cache_bytes)
+        self._checkpoint, self._prompts = checkpoint, prompts
+        self._rng = random.Random(seed)
+        self._cache_bytes = cache_bytes
+        self._chats: list[tuple[str, Messages]] = []
+        self._lanes: list[LaneScheduler] = []
+        for name in LaneName:
+            self._lanes.append(
+                LaneScheduler(
+                    name, checkpoint, prompts,
+                    prefix_cache=self.cache, siblings=self._lanes, draft_tokens=3, max_rows=8,
+                    prefill_chunk_tokens=192, prefill_budget_s=60.0, memory=UNLIMITED_MEMORY,
+                )
+            )  # fmt: skip
+
+    def run(self, tokens: int) -> ConversationStats:
+        """Answer until so many tokens are checked; raise `AssertionError` at a wrong one."""
+        while self.stats.tokens < tokens:
+            lanes = self._lanes if self._rng.random() < 0.2 else [self._rng.choice(self._lanes)]
+            count = self._rng.randint(2, 9)
+            rows = [self._submit(self._rng.choice(lanes), *self._next_chat()) for _ in range(count)]
+            while any(lane.busy for lane in self._lanes):
+                for lane in self._lanes:
+                    lane.step()
+                if self._rng.random() < 0.02:
+                    self._rng.choice(rows)[2].row.cancelled = True
+                if self._rng.random() < 0.01:
+                    self.stats.evictions += 1
+                    self.cache.evict_to(int(self._rng.random() * self.cache.size_bytes))
+            nodes_bytes = sum(node.size_bytes for node in self.cache._nodes())
+            assert self.cache.size_bytes == nodes_bytes
+            for scope, messages, result in rows:
+                self._check(result)
+                if isinstance(result.end, Finished):
+                    answer = {"role": "assistant", "content": result.text}
+                    self._chats.append((scope, (*messages, answer)))
+        return self.stats
+
+    def _next_chat(self) -> tuple[str, Messages]:
+        rng, stats = self._rng, self.stats
+        if not self._chats or rng.random() < 0.1:
+            system = rng.choice(SYSTEMS)
+            start: Messages = ({"role": "system", "content": system},) if system else ()
+            return rng.choice(SCOPES), (*start, self._question())
+        scope, messages = self._chats[-1] if rng.random() < 0.6 else rng.choice(self._chats)
+        turns = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        if rng.random() < 0.15:
+            stats.forks += 1
+            messages = messages[: rng.choice(turns)]
+        elif rng.random() < 0.15:
+            stats.edits += 1
+            at = rng.choice(turns)
+            messages = (*messages[:at], self._question(), *messages[at + 1 :])
+        elif rng.random() < 0.1:
+            stats.cuts += 1
+            messages = messages[:1] + messages[3:] if len(messages) > 4 else messages
+        while sum(len(message["content"]) for message in messages) > MAX_CONTEXT_CHARS:
+            messages = messages[: len(messages) // 2]
+        if messages and messages[-1]["role"] == "user":
+            return scope, messages
+        return scope, (*messages, self._question())
+
+    def _question(self) -> dict[str, str]:
+        return {"role": "user", "content": self._rng.choice(QUESTIONS)}
+
+    def _submit(
+        self, lane: LaneScheduler, scope: str, messages: Messages
+    ) -> tuple[str, Messages, RowEvents]:
+        text = self._prompts.chat(messages)
+        prompt = Prompt(
+            text=text,
+            prefix_text=self._prompts.shared_prefix(messages),
+            turn_end=self._prompts.turn_end(text, messages),
+            scope=scope,
+        )
+        draft_tokens = self._rng.choice((0, 3, 3, 3))
+        result = RowEvents()
+        result.row = Row(
+            generation=Generation(
+                request_id="conversation", lane=lane.name, prompt=prompt, sampling=GREEDY
+            ),
+            prompt=self._prompts.prepare(prompt),
+            seed=0,
+            max_tokens=self._rng.randint(1, 200),
+            ends=lane.ends if self._rng.random() < 0.3 else frozenset(),
+            draft_tokens=draft_tokens,
+            draft_tokens_fixed=True,
+            text=TextStream(self._prompts.decode),
+            speculation=SpeculationCounter(draft_tokens),
+            sink=result.on_event,
+        )
+        lane.add(result.row)
+        return scope, messages, result
+
+    def _check(self, result: RowEvents) -> None:
+        row, stats = result.row, self.stats
+        stats.rows += 1
+        stats.cancelled += result.end is None
+        stats.prompt_tokens += len(row.prompt.tokens)
+        stats.cached_tokens += row.cached_tokens
+        stats.tokens += len(row.answer)
+        stats.drafted_tokens += row.speculation.total().drafted
+        assert result.end is None or isinstance(result.end, Finished), result.end
+        assert self.cache.size_bytes <= self._cache_bytes
+        if row.answer:
+            stats.ties += check_greedy(self._checkpoint, row.prompt.tokens, row.answer)
+
+
+def check_greedy(checkpoint: Checkpoint, prompt: tuple[int, ...], answer: list[int]) -> int:
+    """Raise `AssertionError` unless each token is the likeliest; return how many are ties."""
+    tokens = [*prompt, *answer[:-1]]
+    language = checkpoint.target.language
+    positions = mx.broadcast_to(mx.arange(len(tokens))[None, None], (3, 1, len(tokens)))
+    output = language(mx.array([tokens]), cache=language.make_cache(), position_ids=positions)
+    scores = output.logits[0, len(prompt) - 1 :].astype(mx.float32)
+    chosen = mx.take_along_axis(scores, mx.array(answer)[:, None], axis=1)[:, 0]
+    behind = (scores.max(axis=1) - chosen).tolist()
+    at = next((at for at, gap in enumerate(behind) if gap > TIE), None)
+    assert at is None, f"token {at} of {len(answer)} is {behind[at]} behind the likeliest"
+    return sum(gap > 0 for gap in behind)
