@@ -34,7 +34,7 @@ def estimate(profile: RequestProfile) -> int:
     prompt = -(-profile.text_chars // _CHARS_A_TOKEN) + profile.messages * _TOKENS_A_MESSAGE
     prompt += profile.media_count * _TOKENS_A_PICTURE
     answer = ANSWER_TOKENS if profile.max_tokens is None else profile.max_tokens
-    return prompt + profile.choices * answer
+    return prompt + profile.prompts * profile.choices * answer
 
 
 def default_max_tokens(rate_limiter: RateLimiter, defaults: Iterable[int]) -> int | None:

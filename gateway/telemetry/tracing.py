@@ -82,7 +82,7 @@ class Trace:
             "gen_ai.provider.name": "paceline",
             "gen_ai.request.model": profile.model,
             "gen_ai.request.stream": profile.stream,
-            "gen_ai.request.choice.count": profile.choices,
+            "gen_ai.request.choice.count": profile.prompts * profile.choices,
             "gen_ai.request.temperature": profile.sampling.temperature,
             "gen_ai.request.top_p": profile.sampling.top_p,
             "gen_ai.request.top_k": profile.sampling.top_k,

@@ -11,13 +11,13 @@ import binascii
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import to_json
 
-from policies.request.fields import FieldError
+from policies.request.fields import FieldError, Fields
 from policies.request.profile import Endpoint
 
 PICTURES_LIMIT = 32
@@ -27,6 +27,10 @@ PIXELS_LIMIT = 64_000_000
 """The maximum of pixels of all pictures of one request together."""
 SIDES_LIMIT = 200
 """The maximum aspect ratio of a picture; engines fail on narrower ones."""
+PROMPTS_LIMIT = 128
+"""The maximum number of prompts of one completion, and of its answers."""
+_PROMPT_TOKENS_LIMIT = 1 << 21
+_CHARS_A_TOKEN = 4
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp|gif);base64,", re.IGNORECASE)
 # A photograph has a dozen segments before its size; more segments only cost time.
 _JPEG_SEGMENTS_LIMIT = 256
@@ -157,6 +161,7 @@ class Content:
     media: Counter[str] = field(default_factory=Counter)
     pixels: int = 0
     messages: int = 0
+    prompts: int = 1
     text_chars: int = 0
 
 
@@ -164,10 +169,11 @@ def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
     """Return the content of a body; raise `FieldError` for the first invalid part."""
     found = Content()
     if endpoint is Endpoint.COMPLETIONS:
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str) or not prompt:  # an engine may fail on an empty prompt
-            raise FieldError("prompt", "'prompt' must be one non-empty string.")
-        found.messages, found.text_chars = 1, len(prompt)
+        prompts = read_prompts(body)
+        found.messages = found.prompts = len(prompts)
+        found.text_chars = sum(
+            len(prompt) * (1 if isinstance(prompt, str) else _CHARS_A_TOKEN) for prompt in prompts
+        )
         return found
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -176,6 +182,32 @@ def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
         _read_message(message, f"messages[{index}]", found)
     found.messages = len(messages)
     return found
+
+
+def read_prompts(body: Mapping[str, Any]) -> tuple[str | Sequence[int], ...]:
+    """Return the prompts of a completion, each as text or as tokens; raise `FieldError`."""
+    given = body.get("prompt")
+    prompts: list[Any] = [given]
+    if isinstance(given, list) and not _are_tokens(given):
+        prompts = given
+    if len(prompts) > PROMPTS_LIMIT:
+        raise FieldError("prompt", f"'prompt' may contain at most {PROMPTS_LIMIT} prompts.")
+    for index, prompt in enumerate(prompts):
+        # An engine may fail on an empty prompt.
+        if not prompt or not (isinstance(prompt, str) or _are_tokens(prompt)):
+            raise FieldError(
+                f"prompt[{index}]" if prompts is given else "prompt",
+                "A prompt must be a non-empty string or a non-empty list of tokens.",
+            )
+    return tuple(prompts)
+
+
+def _are_tokens(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= _PROMPT_TOKENS_LIMIT
+        and all(type(token) is int and 0 <= token <= Fields.LARGEST for token in value)
+    )
 
 
 def source_of(part: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 
 from policies.request.compatibility import read_ignored
 from policies.request.constraint import CONSTRAINT_FIELDS, check_size, read_constraint
-from policies.request.content import read_content
+from policies.request.content import PROMPTS_LIMIT, read_content
 from policies.request.fields import FieldError, Fields
 from policies.request.profile import (
     OPENAI_DEFAULTS,
@@ -90,7 +90,7 @@ def read_profile(
         stop_tokens=_read_stop_tokens(body.get("stop_token_ids")),
         ignore_eos=fields.flag("ignore_eos"),
         prompt_limit=_read_prompt_limit(fields, content.media),
-        choices=fields.integer("n", 1, low=1, high=16) or 1,
+        choices=_read_choices(fields, content.prompts),
         top_logprobs=_read_logprobs(fields, endpoint),
         tools=bool(tools),
         structured_output=read_constraint(body) is not None,
@@ -100,6 +100,8 @@ def read_profile(
         spec_prefill=fields.choice("specprefill"),
         spec_prefill_keep=fields.number("specprefill_keep_pct", None, low=0, high=1, positive=True),
         messages=content.messages,
+        prompts=content.prompts,
+        echo=fields.flag("echo"),
         text_chars=content.text_chars + (len(to_json(tools)) if tools else 0),
         pixels=content.pixels,
         ignored=ignored,
@@ -136,8 +138,10 @@ def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _read_max_tokens(fields: Fields, endpoint: Endpoint) -> int | None:
-    modern = fields.integer("max_completion_tokens", None, low=1)
-    classic = fields.integer("max_tokens", None, low=1)
+    # A completion without an answer asks for the log-probabilities of its prompt.
+    low = 0 if endpoint is Endpoint.COMPLETIONS else 1
+    modern = fields.integer("max_completion_tokens", None, low=low)
+    classic = fields.integer("max_tokens", None, low=low)
     if modern is not None and classic is not None and modern != classic:
         raise FieldError(
             "max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other."
@@ -146,6 +150,13 @@ def _read_max_tokens(fields: Fields, endpoint: Endpoint) -> int | None:
     if limit is None and endpoint is Endpoint.COMPLETIONS:
         return 16  # OpenAI's default for this endpoint
     return limit
+
+
+def _read_choices(fields: Fields, prompts: int) -> int:
+    choices = fields.integer("n", 1, low=1, high=16) or 1
+    if choices * prompts > PROMPTS_LIMIT:
+        raise FieldError("n", f"A request may have at most {PROMPTS_LIMIT} answers.")
+    return choices
 
 
 def _read_min_tokens(fields: Fields, max_tokens: int | None) -> int:

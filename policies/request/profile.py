@@ -117,6 +117,10 @@ class RequestProfile(NamedTuple):
     spec_prefill_keep: float | None = None
     """The share of the prompt to prefill (`specprefill_keep_pct`), above 0, at most 1."""
     messages: int = 0
+    prompts: int = 1
+    """The prompts of a completion; each has `choices` answers."""
+    echo: bool = False
+    """Whether the text of a completion begins with its prompt."""
     text_chars: int = 0
     pixels: int = 0
     """The pixels of all pictures together."""

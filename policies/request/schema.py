@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from policies.request.compatibility import IGNORED, NEUTRAL
-from policies.request.content import ROLES
+from policies.request.content import PROMPTS_LIMIT, ROLES
 from policies.request.fields import Default, Fields
 from policies.request.parser import HONOURED_FIELDS, read_profile
 from policies.request.profile import REASONING_EFFORTS, Endpoint
@@ -34,7 +34,18 @@ _OUTLINES: Mapping[str, Any] = {
             },
         },
     },
-    "prompt": _TEXT,
+    "prompt": {
+        "anyOf": [
+            _TEXT,
+            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": PROMPTS_LIMIT,
+                "items": {"type": ["string", "array"], "items": {"type": "integer"}},
+            },
+        ]
+    },
     "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer"}},
     "stop": {"type": ["string", "array", "null"]},
     "stream_options": {"type": ["object", "null"]},

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from workers.engine.model import Checkpoint
@@ -168,3 +168,16 @@ def test_bytes_of_a_sentencepiece_vocabulary_join_to_the_text() -> None:
 )
 def test_a_token_that_is_no_text_is_readable_and_distinct(raw: bytes, text: str) -> None:
     assert ScoredToken(token_id=1, raw=raw, logprob=0.0).text == text
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_completion_begins_with_the_begin_token_that_its_tokenizer_adds(adds: bool) -> None:
+    """A base model of Gemma, Llama or Mistral answers worse without it; one in the text counts."""
+    vocabulary = {"<s>": 0, "a": 1, "b": 2}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    if adds:
+        backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    renderer = PromptRenderer(tokenizer)
+    assert renderer.tokenize_completion("ab") == ((0, 1, 2) if adds else (1, 2))
+    assert renderer.tokenize_completion("<s>ab") == (0, 1, 2)

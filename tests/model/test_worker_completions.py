@@ -8,9 +8,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker, byte_token
+from workers.demo import CHECKPOINT
 from workers.engine.types import Delta, ScoredToken, TokenLogprob
 
 ENDLESS: Any = {"temperature": 0, "max_tokens": 6, "logit_bias": SUPPRESS_END_TOKENS}
@@ -63,6 +65,83 @@ async def test_echo_prepends_the_prompt(
     stream = await openai_client.completions.create(echo=True, stream=True, **fields)
     text = "".join([choice.text async for chunk in stream for choice in chunk.choices])
     assert echoed.choices[0].text == "Once" + plain.choices[0].text == text
+
+
+async def test_many_prompts_get_the_answers_that_each_gets_alone(
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
+) -> None:
+    """Choices come prompt by prompt, and a prompt counts once however many answers it has."""
+    fields: Any = {"model": real_worker.model, "seed": 3, "max_tokens": 5, "n": 2}
+    prompts = ["Once upon", "Two and two"]
+    alone = [await openai_client.completions.create(prompt=one, **fields) for one in prompts]
+    together = await openai_client.completions.create(prompt=prompts, **fields)
+    stream = await openai_client.completions.create(prompt=prompts, stream=True, **fields)
+    streamed = [""] * 4
+    async for chunk in stream:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+
+    texts = [choice.text for one in alone for choice in one.choices]
+    assert [choice.text for choice in together.choices] == texts == streamed
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    assert together.usage is not None
+    usages = [one.usage for one in alone if one.usage]
+    assert together.usage.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
+    assert together.usage.completion_tokens == sum(usage.completion_tokens for usage in usages)
+
+
+async def test_the_log_probabilities_of_a_prompt_are_those_that_its_tokens_had_as_an_answer(
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
+) -> None:
+    """As `lm-eval` asks for them: a prompt in tokens, `echo`, `logprobs`, and no answer."""
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    fields: Any = {"model": real_worker.model, "temperature": 0, "logprobs": 1}
+    prompt = tokenizer.encode("Once").ids
+    answer = await openai_client.completions.create(prompt=prompt, **fields)
+    written = answer.choices[0]
+    assert written.logprobs is not None
+    spelled = written.logprobs.tokens or []
+    ids = [tokenizer.token_to_id(one) or tokenizer.encode(one).ids[0] for one in spelled]
+    tokens = [*prompt, *ids]
+
+    scoring: Any = {**fields, "prompt": tokens, "echo": True, "max_tokens": 0}
+    scored = await openai_client.completions.create(**scoring)
+    stream = await openai_client.completions.create(stream=True, **scoring)
+    pieces = [chunk.choices[0] async for chunk in stream]
+
+    (choice,) = scored.choices
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert (choice.text, choice.finish_reason) == (tokenizer.decode(tokens, False), "length")
+    assert scored.usage is not None
+    assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (len(tokens), 0)
+    values: Any = logprobs.token_logprobs
+    tops: Any = logprobs.top_logprobs
+    assert len(values) == len(tops) == len(tokens)
+    assert (values[0], tops[0]) == (None, None)
+    assert values[len(prompt) :] == pytest.approx(written.logprobs.token_logprobs, abs=1e-3)
+    assert all(max(top.values()) >= value for top, value in zip(tops[1:], values[1:], strict=True))
+    places = zip(logprobs.text_offset or [], logprobs.tokens or [], strict=True)
+    assert all(choice.text.startswith(token, at) for at, token in places)
+    assert "".join(piece.text for piece in pieces) == choice.text
+    assert pieces[0].logprobs == logprobs
+
+
+async def test_a_completion_of_no_tokens_has_no_text(
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
+) -> None:
+    answer = await openai_client.completions.create(
+        model=real_worker.model, prompt="Once", max_tokens=0
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
+
+
+async def test_a_token_outside_the_vocabulary_is_a_400_that_names_the_prompt(
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await openai_client.completions.create(model=real_worker.model, prompt=[1, 10_000_000])
+    assert refused.value.param == "prompt"
 
 
 async def test_logprobs_have_the_completions_shape_and_equal_offsets_in_a_stream(

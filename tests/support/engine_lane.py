@@ -14,6 +14,7 @@ from workers.engine.types import (
     Event,
     Finished,
     PrefillProgress,
+    PromptScored,
     TokenLogprob,
 )
 
@@ -35,7 +36,7 @@ class RowEvents:
         if isinstance(event, Delta):
             self.text += event.text
             self.logprobs += event.logprobs
-        elif not isinstance(event, PrefillProgress):
+        elif not isinstance(event, PrefillProgress | PromptScored):
             self.end = event
 
 

@@ -60,6 +60,12 @@ class StubPrompts:
     ) -> str:
         return f"{messages} {tools} {template_kwargs}"
 
+    def tokenize_completion(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
     def shared_prefix(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -21,6 +21,7 @@ from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint
 from workers.engine.probes import probe_native_verify, probe_shared_rows
 from workers.engine.row import EventSink, Row, SpeculationCounter
+from workers.engine.sampler import PromptLogprobs
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.self_test import HeadHealth, check_head, warm_up
 from workers.engine.sparse_prefill import load_sparse_prefill
@@ -169,8 +170,11 @@ class Engine:
         sink: EventSink,
     ) -> Row:
         room = self._validate(generation, prompt)
-        max_tokens = min(generation.max_tokens or self.checkpoint.default_max_tokens or room, room)
-        tokens = len(prompt.tokens) + generation.choices * max_tokens
+        wanted = generation.max_tokens
+        if wanted is None:
+            wanted = self.checkpoint.default_max_tokens or room
+        max_tokens = min(wanted, room)
+        tokens = len(prompt.tokens) + generation.choices * max_tokens + generation.further_tokens
         if generation.token_limit is not None and tokens > generation.token_limit:
             raise types.TokenLimitExceeded(tokens)
         bypass = lane.bypass_reasons(generation)
@@ -191,6 +195,11 @@ class Engine:
             bypass=bypass,
             text=self.prompts.stream(generation),
             reasoning=self.prompts.reasoning(generation, prompt.tokens),
+            prompt_logprobs=PromptLogprobs(
+                prompt.tokens, generation.top_logprobs or 0, self.prompts.raw
+            )
+            if generation.prompt_logprobs
+            else None,
             speculation=SpeculationCounter(draft_tokens),
             sink=sink,
         )
@@ -217,6 +226,10 @@ class Engine:
                 "messages",
                 f"The prompt has {count} tokens; this machine's memory holds {longest}.",
                 code="prompt_exceeds_memory",
+            )
+        if max(prompt.tokens) >= self.checkpoint.vocabulary:
+            raise types.InvalidGeneration(
+                "messages", f"Token {max(prompt.tokens)} of the prompt is not in the vocabulary."
             )
         named = {
             "logit_bias": [token for token, _ in generation.sampling.logit_bias],

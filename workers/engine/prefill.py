@@ -89,6 +89,8 @@ def start_prefill(
             ) from error
         row.position_offset = embedding.position_offset
     tokens = (*row.prompt.tokens, *row.answer[:-1])
+    if row.prompt_logprobs is not None and not row.answer:
+        row.prompt_logprobs.clear()
     prefill = Prefill(
         row=row,
         tokens=tokens,
@@ -190,6 +192,8 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
         embeddings=embedding.embeddings[:, begin:end] if embedding else None,
         extras=embedding.extras if embedding else None,
     )
+    if row.prompt_logprobs is not None and not row.answer:
+        row.prompt_logprobs.read(lambda part: target.scores(output[:, part])[0], end - begin)
     if prefill.head is not None:
         try:
             _prefill_head(prefill, prefill.head, output, begin, end)

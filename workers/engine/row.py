@@ -13,7 +13,7 @@ from workers.engine.detokenizer import TextStream
 from workers.engine.grammar import Matcher, TokenRules
 from workers.engine.prefix_cache_files import HostPrefix
 from workers.engine.reasoning import ANSWERING, Part, Reasoning
-from workers.engine.sampler import SamplingContext
+from workers.engine.sampler import PromptLogprobs, SamplingContext
 from workers.engine.tokenizer import PreparedPrompt
 from workers.protocol import RUNNING_USAGE_TOKENS, Speculation
 
@@ -107,6 +107,8 @@ class Row:
     """None if the text contains whatever the model writes."""
     speculation: SpeculationCounter
     sink: EventSink
+    prompt_logprobs: PromptLogprobs | None = None
+    """None unless the generation asks for them."""
     answer: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
     finish_reason: types.FinishReason | None = None

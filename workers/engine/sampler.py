@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import nan
 
 import mlx.core as mx
 
@@ -149,6 +150,39 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+class PromptLogprobs:
+    """The log-probabilities of the tokens of a prompt, from the scores of its prefill."""
+
+    MAX_POSITIONS = 64
+    """Positions that are scored at once: each takes the memory of a whole vocabulary."""
+
+    def __init__(
+        self, tokens: Sequence[int], top: int, token_bytes: Callable[[int], bytes]
+    ) -> None:
+        self._tokens = tokens
+        self._top = top
+        self._token_bytes = token_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Start again with the first token, which nothing predicts."""
+        first = self._tokens[0]
+        self.logprobs = [TokenLogprob(token_id=first, raw=self._token_bytes(first), logprob=nan)]
+
+    def read(self, scores: Callable[[slice], mx.array], positions: int) -> None:
+        """Take so many next positions of the prompt; `scores` returns those of some of them.
+
+        The scores [L, vocabulary] of a position are those of the token after it.
+        """
+        for begin in range(0, positions, self.MAX_POSITIONS):
+            end = min(begin + self.MAX_POSITIONS, positions)
+            known = len(self.logprobs)
+            tokens = self._tokens[known : known + end - begin]
+            if tokens:  # the scores of the last position are those of the answer
+                part = scores(slice(begin, end))
+                self.logprobs += token_logprobs(part, tokens, self._top, self._token_bytes)
 
 
 def token_logprobs(

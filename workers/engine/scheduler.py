@@ -269,6 +269,11 @@ class LaneScheduler:
             self._head.disable_for(row)
         self._store_prefix(prefill)
         if prefill.complete and not row.answer:
+            if row.prompt_logprobs is not None:
+                row.sink(types.PromptScored(logprobs=tuple(row.prompt_logprobs.logprobs)))
+            if not row.max_tokens:
+                row.finish_reason = types.FinishReason.LENGTH
+                return
             assert prefill.scores is not None
             allowed = allowed_tokens([row.token_rules(0)], prefill.scores.shape[-1])
             token = int(choose(prefill.scores, [row.sampling_context()], allowed=allowed).item())

@@ -225,7 +225,7 @@ class PromptRenderer:
     def prepare(self, prompt: Prompt) -> PreparedPrompt:
         """Tokenize a rendered prompt and process its pictures."""
         if not prompt.pictures:
-            tokens = self._tokenize(prompt.text)
+            tokens = prompt.tokens or self._tokenize(prompt.text)
             return PreparedPrompt(
                 tokens=tokens,
                 prefix=self._prefix(prompt, tokens),
@@ -263,6 +263,21 @@ class PromptRenderer:
             turn_tokens=self._turn_tokens(prompt, tokens),
             identity=np.array(tokens, np.int64) if identity is None else identity,
         )
+
+    def tokenize_completion(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text to complete, behind the begin token of the model, if any.
+
+        The templates of chats write that token themselves.
+        """
+        tokens, begin = self._tokenize(text), self._begin_token
+        return tokens if begin is None or tokens[:1] == (begin,) else (begin, *tokens)
+
+    @cached_property
+    def _begin_token(self) -> int | None:
+        """The token that the tokenizer puts before a text."""
+        begin = getattr(self._tokenizer, "bos_token_id", None)
+        tokens = self._tokenizer("a", add_special_tokens=True)["input_ids"]
+        return int(begin) if begin is not None and tokens[:1] == [begin] else None
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         tokens: list[int] = []
@@ -318,6 +333,10 @@ class PromptRenderer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without control tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, control tokens too."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def stream(self, generation: Generation) -> TextStream:
         """Return an empty text stream for one answer."""

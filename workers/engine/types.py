@@ -41,7 +41,9 @@ class Picture:
 class Prompt:
     """A rendered prompt; `text` has one image marker of the model for each picture."""
 
-    text: str
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    """The prompt as tokens, in place of a text."""
     pictures: tuple[Picture, ...] = ()
     prefix_text: str = ""
     """Beginning that all prompts with the same system messages and tools share."""
@@ -64,9 +66,11 @@ class Generation:
     max_tokens: int | None = None
     """None applies the checkpoint's limit, or else that of the context window."""
     choices: int = 1
-    """Answers to the request, this one included."""
+    """Answers to the prompt, this one included."""
     token_limit: int | None = None
-    """The most tokens of the prompt and all answers together; None: no limit."""
+    """The most tokens of all prompts and answers of the request together; None: no limit."""
+    further_tokens: int = 0
+    """The most tokens of its other prompts and of their answers."""
     min_tokens: int = 0
     """Tokens before which no token may end the answer; a form that is complete ends it."""
     stop: tuple[str, ...] = ()
@@ -87,6 +91,8 @@ class Generation:
     keep_call_tokens: bool = False
     """Whether the text includes the control tokens that mark tool calls."""
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    """Whether `PromptScored` comes before the answer."""
     token_sources: bool = False
     """Whether the deltas contain the tokens and their sources."""
     draft_tokens: int | None = None
@@ -107,6 +113,7 @@ class ScoredToken:
     raw: bytes
     """Bytes of the token: a part of a character where a character takes several tokens."""
     logprob: float
+    """NaN for the first token of a prompt, which nothing predicts."""
 
     @property
     def text(self) -> str:
@@ -187,9 +194,16 @@ class PrefillProgress:
     """Without those that SpecPrefill skips, once it has chosen them."""
 
 
-Event = PrefillProgress | Delta | Finished
-"""A generation yields `PrefillProgress` while it reads a long prompt, any number of `Delta`, then
-one `Finished`, or raises `EngineError`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScored:
+    """The log-probability of each token of the prompt, given those before it."""
+
+    logprobs: tuple[TokenLogprob, ...]
+
+
+Event = PrefillProgress | PromptScored | Delta | Finished
+"""A generation yields `PrefillProgress` while it reads a long prompt, `PromptScored` if it asks for
+that, any number of `Delta`, then one `Finished`, or raises `EngineError`."""
 
 
 ProgressSink = Callable[[StartStage, int, int], None]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import isnan
 from typing import Any
 
 from workers.engine.types import (
@@ -157,15 +160,27 @@ class CompletionChoice(_Choice):
         render_logprobs = None if top_logprobs is None else self._render_logprob_lists
         super().__init__(index, render_logprobs, token_sources=token_sources)
         self._echo = echo
+        self._with_logprobs = top_logprobs is not None
         self._with_top = bool(top_logprobs)
 
     def begin(self) -> Sequence[Json]:
-        """Return the prompt if the request asks for its echo."""
-        return (self._entry("text", self._echo),) if self._echo else ()
+        """Return the prompt if the request asks for its echo without log-probabilities."""
+        return (self._entry("text", self._echo),) if self._echo and not self._with_logprobs else ()
+
+    def echo(self, logprobs: Sequence[TokenLogprob]) -> Sequence[Json]:
+        """Return the prompt with its log-probabilities."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        ends = list(accumulate(len(decoder.decode(token.raw)) for token in logprobs))
+        # The begin token of the model is no part of the text.
+        added = max(ends[-1] - len(self._echo), 0)
+        begins = [max(end - added, 0) for end in (0, *ends[:-1])]
+        self._pending_logprobs += zip(logprobs, begins, strict=True)
+        return (self._entry("text", self._echo),)
 
     def add(self, delta: Delta) -> Sequence[Json]:
         """Return the new text."""
-        self._pending_logprobs += delta.logprobs
+        echo_chars = len(self._echo)
+        self._pending_logprobs += [(one, echo_chars + one.offset_chars) for one in delta.logprobs]
         self._pending_tokens += delta.tokens
         if not delta.text:
             return ()
@@ -185,27 +200,31 @@ class CompletionChoice(_Choice):
         """Return the whole text, after `finish`."""
         return self._render("text", self._echo + self._text, self._logprobs, self._tokens)
 
-    def _render_logprob_lists(self, tokens: Sequence[TokenLogprob]) -> Json:
-        tops = [{one.text: _finite(one.logprob) for one in token.top} for token in tokens]
+    def _render_logprob_lists(self, tokens: Sequence[tuple[TokenLogprob, int]]) -> Json:
+        tops = [
+            {one.text: _finite(one.logprob) for one in token.top} or None for token, _ in tokens
+        ]
         return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "tokens": [token.text for token, _ in tokens],
+            "token_logprobs": [_finite(token.logprob) for token, _ in tokens],
             "top_logprobs": tops if self._with_top else None,
-            "text_offset": [len(self._echo) + token.offset_chars for token in tokens],
+            "text_offset": [offset_chars for _, offset_chars in tokens],
         }
 
 
-def render_usage(usages: Sequence[Usage]) -> Json:
-    """Return the summed usage of all choices; their common prompt counts once."""
-    usage = usages[0]
+def render_usage(by_choice: Mapping[int, Usage], choices: int) -> Json:
+    """Return the summed usage; a prompt counts once for all of its `choices`."""
+    usages = by_choice.values()
+    prompts = {index // choices: usage for index, usage in sorted(by_choice.items())[::-1]}.values()
+    prompt_tokens = sum(one.prompt_tokens for one in prompts)
     completion_tokens = sum(one.completion_tokens for one in usages)
-    details = {"cached_tokens": usage.cached_tokens}
-    if usage.skipped_tokens:
-        details["skipped_tokens"] = usage.skipped_tokens  # left out by SpecPrefill
+    details = {"cached_tokens": sum(one.cached_tokens for one in prompts)}
+    if skipped_tokens := sum(one.skipped_tokens for one in prompts):
+        details["skipped_tokens"] = skipped_tokens  # left out by SpecPrefill
     return {
-        "prompt_tokens": usage.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": usage.prompt_tokens + completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": details,
         "completion_tokens_details": {
             "reasoning_tokens": sum(one.reasoning_tokens for one in usages)
@@ -247,5 +266,5 @@ def _render_token(token: ScoredToken) -> Json:
     return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
+def _finite(logprob: float) -> float | None:
+    return None if isnan(logprob) else max(logprob, _LOWEST_LOGPROB)

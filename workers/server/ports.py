@@ -30,6 +30,12 @@ class Prompts(Protocol):
     ) -> str:
         """Render messages into a prompt; raise `InvalidGeneration` if the template rejects them."""
 
+    def tokenize_completion(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text to complete, as the model expects its beginning."""
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, control tokens too."""
+
     def shared_prefix(
         self,
         messages: Sequence[Mapping[str, Json]],

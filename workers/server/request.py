@@ -16,6 +16,7 @@ from policies.request.constraint import ConstraintKind, read_constraint
 from policies.request.content import (
     MEDIA_KINDS,
     MESSAGE_TEXTS,
+    read_prompts,
     source_of,
 )
 from policies.request.parser import read_profile
@@ -53,13 +54,13 @@ class CompletionRequest:
     """Wall time of the request, in seconds."""
     profile: RequestProfile
     generations: tuple[Generation, ...]
-    """One for each choice."""
+    """One for each choice, prompt by prompt."""
     tool_format: ToolFormat | None = None
     forced_calls: bool = False
     """Whether the answer is a list of calls in JSON, whatever the model's own format."""
     single_tool_call: bool = False
-    echo: str = ""
-    """The prompt, if the response begins with it."""
+    echoes: tuple[str, ...] = ()
+    """The prompts, if the texts of their choices begin with them."""
     detailed_metrics: bool = False
     """Whether the response lists the counts of every draft step, beside their sums."""
 
@@ -92,17 +93,20 @@ async def read_request(
     if tools and parser is not None and not forced:
         tool_format = ToolFormat(parser, tools)
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
+    scope = _prefix_scope(request.headers)
+    scores_prompt = profile.echo and profile.top_logprobs is not None
     if endpoint is Endpoint.CHAT:
         prefix_key = _prefix_key(request.headers, PREFIX_HEADER)
-        prompt = await _chat_prompt(body, tools, engine, pictures, prefix_key)
+        prompts = [await _chat_prompt(body, tools, engine, pictures, prefix_key)]
     else:
-        prompt = Prompt(text=body["prompt"])
-    prompt = replace(prompt, scope=_prefix_scope(request.headers))
+        prompts = await _completion_prompts(body, engine)
+        scope = None if scores_prompt else scope  # a prompt from the cache has no scores
+    prompts = [replace(prompt, scope=scope) for prompt in prompts]
     request_id = request.state.request_id
     generation = Generation(
         request_id=request_id,
         lane=lane,
-        prompt=prompt,
+        prompt=prompts[0],
         sampling=profile.sampling,
         max_tokens=profile.max_tokens,
         choices=profile.choices,
@@ -118,10 +122,12 @@ async def read_request(
         call_marks=(tool_format.start, tool_format.end) if tool_format else None,
         keep_call_tokens=tool_format is not None,
         top_logprobs=profile.top_logprobs,
+        prompt_logprobs=scores_prompt,
         token_sources=profile.token_sources,
         draft_tokens=profile.draft_tokens,
         spec_prefill=SpecPrefillOptions(
-            sparse=profile.spec_prefill, keep_share=profile.spec_prefill_keep
+            sparse=False if scores_prompt else profile.spec_prefill,
+            keep_share=profile.spec_prefill_keep,
         ),
         bypass=bypass,
     )
@@ -129,11 +135,11 @@ async def read_request(
         request_id=request_id,
         created_s=created_s,
         profile=profile,
-        generations=_one_per_choice(generation, profile.choices),
+        generations=_one_per_choice(_one_per_prompt(generation, prompts), profile.choices),
         forced_calls=forced,
         tool_format=tool_format,
         single_tool_call=body.get("parallel_tool_calls") is False,
-        echo=_read_echo(body, profile),
+        echoes=_read_echoes(body, engine) if profile.echo else (),
         detailed_metrics=body.get("metrics") == "detailed",
     )
 
@@ -328,30 +334,49 @@ def _read_tool_call(call: Json, where: str) -> dict[str, Json]:
     }
 
 
-def _one_per_choice(generation: Generation, choices: int) -> tuple[Generation, ...]:
-    if choices == 1:
-        return (generation,)
-    seed = generation.sampling.seed
+async def _completion_prompts(body: Mapping[str, Json], engine: ServingEngine) -> list[Prompt]:
+    def tokenize() -> list[Prompt]:
+        return [
+            Prompt(
+                tokens=engine.prompts.tokenize_completion(prompt)
+                if isinstance(prompt, str)
+                else tuple(prompt)
+            )
+            for prompt in read_prompts(body)
+        ]
+
+    return await asyncio.to_thread(tokenize)
+
+
+def _read_echoes(body: Mapping[str, Json], engine: ServingEngine) -> tuple[str, ...]:
     return tuple(
-        replace(
-            generation,
-            request_id=f"{generation.request_id}.{index}",
-            further_choice=index > 0,
-            sampling=generation.sampling._replace(seed=None if seed is None else seed + index),
-        )
-        for index in range(choices)
+        prompt if isinstance(prompt, str) else engine.prompts.spell(prompt)
+        for prompt in read_prompts(body)
     )
 
 
-def _read_echo(body: Mapping[str, Json], profile: RequestProfile) -> str:
-    echo = body.get("echo")
-    if echo not in (None, True, False):
-        raise BadRequest("'echo' must be true or false.", param="echo")
-    if echo and profile.top_logprobs is not None:
-        raise BadRequest(
-            "This worker does not return log probabilities of the prompt: use 'echo' without "
-            "'logprobs'.",
-            param="echo",
-            code="unsupported_parameter",
+def _one_per_prompt(generation: Generation, prompts: Sequence[Prompt]) -> list[Generation]:
+    if len(prompts) == 1:
+        return [generation]
+    answer_tokens = generation.choices * (generation.max_tokens or 0)
+    needs = [len(prompt.tokens) + answer_tokens for prompt in prompts]
+    return [
+        replace(generation, prompt=prompt, further_tokens=sum(needs) - need)
+        for prompt, need in zip(prompts, needs, strict=True)
+    ]
+
+
+def _one_per_choice(generations: Sequence[Generation], choices: int) -> tuple[Generation, ...]:
+    if len(generations) == choices == 1:
+        return tuple(generations)
+    seed = generations[0].sampling.seed
+    return tuple(
+        replace(
+            generation,
+            request_id=f"{generation.request_id}.{at * choices + index}",
+            further_choice=index > 0,
+            sampling=generation.sampling._replace(seed=None if seed is None else seed + index),
         )
-    return str(body["prompt"]) if echo else ""
+        for at, generation in enumerate(generations)
+        for index in range(choices)
+    )

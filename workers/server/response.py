@@ -140,7 +140,7 @@ class CompletionResponse(Response):
         if not tokens or tokens - self._reported_tokens < RUNNING_USAGE_TOKENS:
             return {}
         self._reported_tokens = tokens
-        return {"usage": render_usage([*self._usages.values()])}
+        return {"usage": render_usage(self._usages, self._request.profile.choices)}
 
     def _name_param(self, error: types.InvalidGeneration) -> BadRequest:
         # The engine calls every prompt by the field of a chat.
@@ -148,17 +148,23 @@ class CompletionResponse(Response):
         param = "prompt" if completion and error.param == "messages" else error.param
         return BadRequest(error.message, param=param, code=error.code)
 
-    def _entries(self, index: int, event: types.Delta | types.Finished) -> Sequence[Json]:
+    def _entries(
+        self, index: int, event: types.PromptScored | types.Delta | types.Finished
+    ) -> Sequence[Json]:
+        writer = self._writers[index]
+        if isinstance(event, types.PromptScored):
+            assert isinstance(writer, CompletionChoice), "a chat has no echo"
+            return writer.echo(event.logprobs)
+        self._usages[index] = event.usage
         if isinstance(event, types.Delta):
-            self._usages[index] = event.usage
-            return self._writers[index].add(event)
+            return writer.add(event)
         self._finished[index] = event
-        return self._writers[index].finish(event)
+        return writer.finish(event)
 
     def _totals(self) -> dict[str, Json]:
         finished = [self._finished[index] for index in range(len(self._writers))]
         metrics = render_metrics(finished, detailed=self._request.detailed_metrics)
-        return {"usage": render_usage([one.usage for one in finished]), **metrics}
+        return {"usage": render_usage(self._usages, self._request.profile.choices), **metrics}
 
     def _envelope(self, objects: dict[Endpoint, str], choices: Sequence[Json]) -> dict[str, Json]:
         endpoint = self._request.profile.endpoint
@@ -235,7 +241,10 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
     top_logprobs, token_sources = request.profile.top_logprobs, request.profile.token_sources
     if request.profile.endpoint is Endpoint.COMPLETIONS:
         return CompletionChoice(
-            index, echo=request.echo, top_logprobs=top_logprobs, token_sources=token_sources
+            index,
+            echo=request.echoes[index // request.profile.choices] if request.echoes else "",
+            top_logprobs=top_logprobs,
+            token_sources=token_sources,
         )
     splitter: ToolCallSplitter | ForcedCallReader | None = None
     if request.forced_calls:

@@ -88,10 +88,18 @@ async def test_a_prefix_key_too_long_for_a_report_returns_400_and_names_its_head
         assert engine.generations == []
 
 
-async def test_echo_with_logprobs_returns_400_and_names_echo(client: httpx.AsyncClient) -> None:
-    body = {"model": "scripted", "prompt": "x", "echo": True, "logprobs": 1}
+async def test_every_prompt_of_a_completion_counts_for_the_limit_of_tokens(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    body = {"model": "scripted", "prompt": ["ab", [1, 2, 3]], "n": 2, "max_tokens": 5}
     response = await client.post("/v1/completions", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
+    assert response.status_code == 200
+    # Each prompt has two answers of up to five tokens; the engine adds those of its own.
+    first, second = 2 + 2 * 5, 3 + 2 * 5
+    assert sorted(
+        (generation.prompt.tokens, generation.further_tokens, generation.choices)
+        for generation in engine.generations
+    ) == sorted([((1, 2, 3), first, 2), ((97, 98), second, 2)] * 2)
 
 
 async def test_another_model_returns_404(client: httpx.AsyncClient) -> None:

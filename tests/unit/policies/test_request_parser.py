@@ -197,7 +197,17 @@ def test_completions_have_openais_default_length_and_their_own_fields() -> None:
     profile = read_profile({"model": "m", "prompt": "abc", "logprobs": 2}, Endpoint.COMPLETIONS)
     assert (profile.max_tokens, profile.text_chars, profile.top_logprobs) == (16, 3, 2)
     for fields, param in (
-        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [1, True]}, "prompt[0]"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": ["a", 2**31]}, "prompt[1]"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n"),
+        ({"prompt": "a", "echo": "yes"}, "echo"),
         ({}, "prompt"),
         ({"prompt": "a", "tools": []}, "tools"),
     ):
