@@ -65,9 +65,10 @@ def worker_command(run: Callable[..., int] | None = None) -> Command:
             text("--prefix-cache-dir", "Store the prefix cache there across restarts.", "FOLDER"),
             text(
                 "--prefix-cache-bytes",
-                "Size of the prefix cache (default: 1073741824, which is 1 GiB).",
+                "Memory of the prefix cache (default: a quarter of what is free for requests).",
                 "N",
             ),
+            text("--prefix-cache-gb", "Disk of the prefix cache (default: 20; 0: none).", "GB"),
             text("--spec-prefill", "Small model that selects the tokens of long prompts.", "MODEL"),
             text("--spec-prefill-threshold", "Shortest long prompt (default: 8192).", "TOKENS"),
             text("--spec-prefill-keep", "Share of tokens to prefill (default: 0.3).", "SHARE"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import is_near_tie
 from workers.engine.model import Checkpoint
 from workers.engine.prefix_cache import PrefixCache
+from workers.engine.prefix_cache_files import PrefixCacheFiles
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import LaneName, Picture, Prompt
@@ -46,6 +48,7 @@ def ask(prompt_renderer: PromptRenderer, submit: Callable[..., RowEvents]) -> Ca
         *,
         scope: str | None = "",
         pictures: tuple[Picture, ...] = (),
+        prefix_cache: PrefixCache | None = None,
         **options: Any,
     ) -> RowEvents:
         text = prompt_renderer.chat(messages)
@@ -56,7 +59,10 @@ def ask(prompt_renderer: PromptRenderer, submit: Callable[..., RowEvents]) -> Ca
             turn_end=prompt_renderer.turn_end(text, messages),
             scope=scope,
         )
-        result = submit(lane, prompt_renderer.prepare(prompt), **options)
+        prepared = prompt_renderer.prepare(prompt)
+        result = submit(lane, prepared, **options)
+        if prefix_cache is not None:
+            result.row.prefetched = prefix_cache.prefetch(scope, prepared.identity)
         run_until_idle(lane)
         return result
 
@@ -171,3 +177,33 @@ def test_any_schedule_of_conversations_gets_the_likeliest_tokens(
     assert stats.drafted_tokens > 0
     assert stats.cached_tokens > stats.prompt_tokens // 5
     assert stats.ties <= stats.tokens // 500
+
+
+def test_a_chat_goes_on_after_a_restart_and_after_its_eviction(
+    make_lane, ask, tmp_path: Path
+) -> None:
+    """What memory has evicted comes back from disk, its runs joined again."""
+
+    def start() -> tuple[PrefixCache, LaneScheduler]:
+        files = PrefixCacheFiles(tmp_path, 1 << 30, "demo", b"secret")
+        prefix_cache = PrefixCache(1 << 30, files)
+        return prefix_cache, make_lane(prefix_cache=prefix_cache)
+
+    prefix_cache, lane = start()
+    messages = [{"role": "system", "content": SYSTEM}]
+    known = 0
+    for number in range(5):
+        messages.append(user(f"Tell me story {number} about a fox."))
+        result = ask(lane, messages, prefix_cache=prefix_cache)
+        assert result.row.cached_tokens == known
+        assert result.row.answer == ask(make_lane(), messages, scope=None).row.answer
+        known = result.row.context_tokens
+        messages.append(assistant(result.text))
+        if number % 2:
+            prefix_cache.evict_to(0)
+            prefix_cache._writer.submit(lambda: None).result()
+        else:
+            prefix_cache.close()
+            prefix_cache, lane = start()
+    assert ask(lane, messages[:-1], scope="other", prefix_cache=prefix_cache).row.cached_tokens == 0
+    prefix_cache.close()

@@ -1,6 +1,8 @@
 """The prefix cache: equal answers, with most of the prompt cached."""
 
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ from tests.support.engine_lane import run_until_idle
 from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles, fingerprint
+from workers.engine.prefix_cache_files import (
+    TTL_S,
+    FileName,
+    HostPrefix,
+    PrefixCacheFiles,
+    fingerprint,
+)
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.types import LaneName
 from workers.protocol import PrefixCounts
@@ -161,17 +169,30 @@ def files(tmp_path: Path) -> PrefixCacheFiles:
     return PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
 
 
+NAME = FileName(0, 4, "ab" * 16, resumable=True)
+
+
 def run_after_restart(make_lane, submit, files: PrefixCacheFiles, question: str = "Who are you?"):
     """Answer a question in a lane with an empty memory, as after a restart."""
-    prefix_cache = PrefixCache(1 << 30, files)
+    prefix_cache = PrefixCache(1 << 30, PrefixCacheFiles(*files_arguments(files)))
     lane = make_lane(prefix_cache=prefix_cache)
     result = submit(lane, question, system=SYSTEM)
-    prefix = result.row.prompt.prefix
-    assert prefix is not None
-    result.row.prefetched = prefix_cache.prefetch(prefix.key)
+    prompt = result.row.prompt
+    result.row.prefetched = prefix_cache.prefetch(prompt.scope, prompt.identity)
     run_until_idle(lane)
     prefix_cache.close()
     return result
+
+
+def files_arguments(files: PrefixCacheFiles) -> tuple[Path, int, str, bytes]:
+    return files._directory, files._limit_bytes, files._model, files._secret
+
+
+def load_all(files: PrefixCacheFiles) -> list[HostPrefix]:
+    """Return what a restarted worker can read."""
+    restarted = PrefixCacheFiles(*files_arguments(files))
+    loaded = [restarted.load(name) for name in list(restarted._names.values())]
+    return [prefix for prefix in loaded if prefix is not None]
 
 
 def test_a_prefix_on_disk_survives_a_restart(make_lane, submit, files) -> None:
@@ -196,22 +217,23 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
     make_lane, submit, files, tmp_path, damage
 ) -> None:
     expected = run_after_restart(make_lane, submit, files)
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(damage(path.read_bytes()))
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.write_bytes(damage(path.read_bytes()))
 
-    assert files.load(expected.row.prompt.prefix.key) is None
-    assert not path.exists()
+    assert load_all(files) == []
+    assert not list(tmp_path.iterdir())
     second = run_after_restart(make_lane, submit, files)
     assert (second.row.cached_tokens, second.row.answer) == (0, expected.row.answer)
 
 
 def test_a_file_of_another_model_is_never_used(make_lane, submit, files, tmp_path) -> None:
-    result = run_after_restart(make_lane, submit, files)
+    run_after_restart(make_lane, submit, files)
 
-    assert (
-        PrefixCacheFiles(tmp_path, 1 << 30, "other", SECRET).load(result.row.prompt.prefix.key)
-        is None
-    )
+    other = PrefixCacheFiles(tmp_path, 1 << 30, "other", SECRET)
+    result = run_after_restart(make_lane, submit, other)
+    assert result.row.cached_tokens == 0
+    assert load_all(other)
 
 
 def test_l8_a_file_of_somebody_without_the_secret_is_never_used(
@@ -219,21 +241,21 @@ def test_l8_a_file_of_somebody_without_the_secret_is_never_used(
 ) -> None:
     """A writer of the folder could otherwise plant another system prompt."""
     planted = PrefixCacheFiles(tmp_path, 1 << 30, "model", b"another secret")
-    result = run_after_restart(make_lane, submit, planted)
+    run_after_restart(make_lane, submit, planted)
 
-    assert files.load(result.row.prompt.prefix.key) is None
+    assert load_all(files) == []
     assert not list(tmp_path.iterdir())
 
 
 def test_l8_arrays_under_other_names_are_a_miss(files) -> None:
-    names = ("tokens", "cache.x.y")
+    names = ("tokens", "attention.x.y")
     arrays = {name: np.zeros(4, np.int32) for name in names}
-    files.save("key", HostPrefix(arrays=arrays, bfloat16=frozenset({"hidden"})))
-    loaded = files.load("key")
+    files.save(NAME, HostPrefix(arrays=arrays, bfloat16=frozenset({"hidden"})))
+    loaded = files.load(NAME)
     assert loaded is not None
     prefix_cache = PrefixCache(1 << 30, files)
-    prefix_cache.insert("", np.zeros(8, np.int64), "key", loaded)
-    assert prefix_cache.keys == ()
+    prefix_cache.insert("", np.zeros(8, np.int64), [(NAME, loaded)])
+    assert prefix_cache.size_bytes == 0
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck), database=None)
@@ -245,13 +267,13 @@ def test_l8_a_hostile_file_is_skipped_and_never_raises(tmp_path_factory, change)
         "tokens": np.arange(40, dtype=np.int32),
         "hidden": np.zeros((4, 4), np.uint16),
     }
-    files.save("key", HostPrefix(arrays=arrays, bfloat16=frozenset({"hidden"})))
+    files.save(NAME, HostPrefix(arrays=arrays, bfloat16=frozenset({"hidden"})))
     (path,) = folder.iterdir()
     content = path.read_bytes()
     damaged, _ = change.draw(damaged_header(content) | damaged_bytes(content))
     path.write_bytes(damaged)
 
-    loaded = files.load("key")
+    loaded = files.load(NAME)
     if loaded is None:
         assert not path.exists()
     else:  # nothing that the file says was changed
@@ -261,21 +283,46 @@ def test_l8_a_hostile_file_is_skipped_and_never_raises(tmp_path_factory, change)
 
 
 def test_l8_a_folder_in_the_place_of_a_file_is_a_miss(files, tmp_path) -> None:
-    files.save("key", HostPrefix(arrays={"tokens": np.zeros(4, np.int32)}, bfloat16=frozenset()))
+    files.save(NAME, HostPrefix(arrays={"tokens": np.zeros(4, np.int32)}, bfloat16=frozenset()))
     (path,) = tmp_path.iterdir()
     path.unlink()
     path.mkdir()
-    assert files.load("key") is None
+    assert files.load(NAME) is None
 
 
 def test_the_files_stay_within_their_limit(tmp_path) -> None:
     arrays = {"tokens": np.zeros(100, np.int32)}
     small = PrefixCacheFiles(tmp_path, 1500, "model", SECRET)
-    for key in "abc":
-        small.save(key, HostPrefix(arrays=arrays, bfloat16=frozenset()))
+    names = [NAME._replace(end=end) for end in (4, 5, 6)]
+    for name in names:
+        small.save(name, HostPrefix(arrays=arrays, bfloat16=frozenset()))
 
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1500
-    assert (small.load("a"), small.load("c") is None) == (None, False)
+    assert (small.load(names[0]), small.load(names[2]) is None) == (None, False)
+
+
+def test_files_that_nobody_used_for_a_week_are_deleted(tmp_path) -> None:
+    files = PrefixCacheFiles(tmp_path, 1 << 20, "model", SECRET)
+    old, new = NAME, NAME._replace(end=5)
+    for name in (old, new):
+        files.save(name, HostPrefix(arrays={"tokens": np.zeros(4)}, bfloat16=frozenset()))
+    week_ago_s = time.time() - TTL_S - 1
+    os.utime(files._path(old), (week_ago_s, week_ago_s))
+
+    restarted = PrefixCacheFiles(tmp_path, 1 << 20, "model", SECRET)
+    assert (old in restarted, new in restarted) == (False, True)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_disk_that_takes_no_file_is_logged_once(tmp_path, caplog) -> None:
+    files = PrefixCacheFiles(tmp_path, 1 << 20, "model", SECRET)
+    tmp_path.rmdir()
+    for end in (4, 5):
+        host = HostPrefix(arrays={"tokens": np.zeros(4)}, bfloat16=frozenset())
+        files.save(NAME._replace(end=end), host)
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "prefix_cache.write_failed"
+    ]
 
 
 def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> None:

@@ -147,9 +147,9 @@ class Engine:
         row = self._make_row(generation, lane, prompt, enqueue)
         if generation.constraint is not None:
             row.matcher = await self.grammars.matcher(generation.constraint, generation.call_marks)
-        if prompt.prefix is not None:
-            key = prompt.prefix.key
-            row.prefetched = await asyncio.to_thread(self.prefix_cache.prefetch, key)
+        row.prefetched = await asyncio.to_thread(
+            self.prefix_cache.prefetch, prompt.scope, prompt.identity
+        )
         self.thread.submit(lane, row)
         try:
             while True:
@@ -282,14 +282,17 @@ def load_engine(
         memory=memory,
     )
     files = None
-    if settings.prefix_cache_dir is not None:
+    if settings.prefix_cache_dir is not None and settings.prefix_cache_disk_bytes:
         files = PrefixCacheFiles(
             settings.prefix_cache_dir,
-            settings.prefix_cache_bytes,
+            settings.prefix_cache_disk_bytes,
             fingerprint(settings.model),
             settings.prefix_cache_secret,
         )
-    prefix_cache = PrefixCache(min(settings.prefix_cache_bytes, memory.room_bytes // 2), files)
+    limit_bytes = settings.prefix_cache_bytes
+    if limit_bytes is None:
+        limit_bytes = memory.room_bytes // 4
+    prefix_cache = PrefixCache(min(limit_bytes, memory.room_bytes // 2), files)
     lanes: list[LaneScheduler] = []
     for name in settings.lanes:
         # Without a head the text-mtp lane would promise the router a speculation that never comes.

@@ -133,11 +133,12 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
     row, prompt = prefill.row, prefill.row.prompt
     if prompt.scope is None:
         return
-    if row.prefetched is not None and prompt.prefix is not None:
-        prefix_cache.insert(prompt.scope, prompt.identity, prompt.prefix.key, row.prefetched)
-    row.prefetched, row.cacheable = None, True
+    prefix_cache.insert(prompt.scope, prompt.identity, row.prefetched)
+    row.prefetched, row.cacheable = (), True
     match = find_prefix(row, target, prefill.head, prefix_cache)
     if match is not None:
+        if prompt.prefix is not None:
+            prefix_cache.name(match.nodes, prompt.prefix.tokens, prompt.prefix.key)
         prefix_cache.touch(match.nodes)
         if prefill.head and not all(node.head for node in match.nodes):
             prefill.head, prefill.head_caches = None, []

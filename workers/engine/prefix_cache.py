@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +28,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, LayerCache
-from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles
+from workers.engine.prefix_cache_files import (
+    FileName,
+    HostPrefix,
+    Prefetched,
+    PrefixCacheFiles,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +48,23 @@ SNAPSHOT_INTERVAL_TOKENS = 2048
 """Where memory is short, earlier snapshots are thinned to this distance."""
 
 
+_PENDING_BYTES = 256 << 20
+"""Evicted nodes beyond it are not written to disk."""
+_FLUSH_S = 5.0
+
+
 class RowState(NamedTuple):
     """Caches of one row; the arrays may hold more tokens, and may be computed later."""
 
     attention: Sequence[KeysValues]
-    recurrent: Sequence[Sequence[mx.array | None]]
+    recurrent: Sequence[Sequence[mx.array | None]] | None
+    """None if only keys and values are known."""
     head: Sequence[KeysValues] = ()
     """Of the MTP head: one token less. Empty if it has not read all tokens."""
     last_hidden: mx.array | None = None
     """[1, 1, width] of the last token, which the head reads together with the next one."""
+    begin: int = 0
+    """Number of tokens before those of the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +151,8 @@ class Match:
 class PrefixCache:
     """Trees of prompts and answers in memory, evicted at `limit_bytes`.
 
-    With `files`, a background thread also writes every new system prompt to disk. Used by the
-    engine thread only, unless a method says otherwise.
+    With `files`, a background thread writes what is evicted to disk, and all of it at the end. Used
+    by the engine thread only, unless a method says otherwise.
     """
 
     def __init__(self, limit_bytes: int, files: PrefixCacheFiles | None = None) -> None:
@@ -147,6 +162,11 @@ class PrefixCache:
         self._roots: dict[str, Node] = {}
         self._by_key: dict[str, Node] = {}
         self._uses = itertools.count(1)
+        self._pending_bytes = 0
+        """Memory of evicted nodes that the background thread has not written yet."""
+        self._pending: set[FileName] = set()
+        self._lock = threading.Lock()
+        """Guards what waits to be written."""
         self.size_bytes = 0
         """Memory in use."""
         self.too_large = 0
@@ -161,11 +181,19 @@ class PrefixCache:
         """Return whether memory holds this key."""
         return key in self._by_key
 
-    def prefetch(self, key: str) -> HostPrefix | None:
-        """Read a prefix that is not in memory from disk; safe from any thread, blocks."""
-        if self._files is None or key in self._by_key:
-            return None
-        return self._files.load(key)
+    def prefetch(self, scope: str | None, tokens: TokenArray) -> list[Prefetched]:
+        """Read from disk what memory lacks of a prompt; safe from any thread, blocks."""
+        if self._files is None or scope is None:
+            return []
+        # The engine thread may change the tree meanwhile: then a file is read in vain.
+        known = sum(common for _, common in self._walk(scope, tokens))
+        runs = []
+        for name in self._files.find(scope, tokens, known):
+            host = self._files.load(name)
+            if host is None:
+                break
+            runs.append((name, host))
+        return runs
 
     def match(
         self, scope: str | None, tokens: TokenArray, *, with_head: bool, cuttable: bool
@@ -216,12 +244,20 @@ class PrefixCache:
         """
         if scope is None or not self._limit_bytes or len(tokens) < MIN_TOKENS:
             return
-        node = self._store(scope, tokens, state, room_bytes, key)
-        if node is not None and key and self._files is not None:
-            self._writer.submit(self._files.save, key, to_host(tokens, node))
+        node = self._store(scope, tokens, state, room_bytes)
+        if node is not None and key:
+            self.name((node,), len(tokens), key)
+
+    def name(self, nodes: Sequence[Node], tokens: int, key: str) -> None:
+        """Give the key of a system prompt to the one of these nodes that ends it."""
+        for node in nodes:
+            if node.end == tokens:
+                node.keys.add(key)
+                self._by_key.pop(key, None)
+                self._by_key[key] = node
 
     def _store(
-        self, scope: str, tokens: TokenArray, state: RowState, room_bytes: int, key: str
+        self, scope: str, tokens: TokenArray, state: RowState, room_bytes: int
     ) -> Node | None:
         path = list(self._walk(scope, tokens))
         begin = sum(common for _, common in path)
@@ -232,43 +268,55 @@ class PrefixCache:
         if needed_bytes + shared_bytes > limit_bytes:
             self._count_too_large(len(tokens), needed_bytes + shared_bytes, limit_bytes)
             return None
+        if state.begin > begin:
+            return None  # memory has lost what comes before
         self.touch(known)
         self._evict_to(limit_bytes - needed_bytes, frozenset(known))
         # Not earlier: an eviction also removes the roots of empty trees.
         root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0, parent=None))
-        cuttable = not state.recurrent and not state.head
+        cuttable = not state.recurrent and not state.head  # what it holds has no end of its own
         ends_within_run = bool(path) and path[-1][1] < len(known[-1].tokens)
         if ends_within_run and (begin < len(tokens) or not cuttable):
             known[-1] = self._split(known[-1], path[-1][1])
         end = known[-1] if known else root
-        self._complete_head(known, state)
+        if not state.begin:
+            self._complete_head(known, state)
         if begin < len(tokens):
             end = self._add_child(end, tokens[begin:], state)
         self._add_snapshot(end, state)
-        if key:
-            end.keys.add(key)
-            self._by_key[key] = end
         self.touch([end])
         self.evict_to(limit_bytes)
         return end
 
-    def insert(self, scope: str | None, tokens: TokenArray, key: str, host: HostPrefix) -> None:
-        """Store a system prompt from disk if `tokens` begin with it."""
-        try:
-            prefix, state = from_host(host)
-        except Exception as error:  # noqa: BLE001  # the prompt is read again
-            logger.warning("prefix_cache.file_unusable error=%s", error)
-            return
-        fits = len(prefix) >= MIN_TOKENS and np.array_equal(tokens[: len(prefix)], prefix)
-        if scope is not None and fits:
-            self._store(scope, prefix, state, self._limit_bytes, key)
+    def insert(self, scope: str, tokens: TokenArray, runs: Sequence[Prefetched]) -> None:
+        """Store runs from disk if `tokens` begin with them."""
+        for name, host in runs:
+            try:
+                run, state = _from_host(name, host)
+                expected = tokens[name.begin : name.end]
+                if name.begin + len(run) == name.end and np.array_equal(run, expected):
+                    self._store(scope, tokens[: name.end], state, self._limit_bytes)
+            except Exception as error:  # noqa: BLE001  # the prompt is read again
+                logger.warning("prefix_cache.file_unusable error=%s", error)
+                return
 
     def evict_to(self, size_bytes: int) -> None:
         """Evict until the rest fits into `size_bytes`: what was least recently used goes first."""
         self._evict_to(size_bytes, frozenset())
 
+    def flush(self) -> None:
+        """Write everything to disk that is not there: what was used last comes first.
+
+        What is not written within some seconds is lost, since somebody waits for the end.
+        """
+        until_s = time.monotonic() + _FLUSH_S
+        for scope, root in self._roots.items():
+            for node in sorted(_below(root), key=lambda node: (-node.used, node.end)):
+                self._write(scope, node, until_s=until_s)
+
     def close(self) -> None:
-        """Wait for the last writes to disk."""
+        """Write everything to disk, and wait for it."""
+        self.flush()
         self._writer.shutdown()
 
     # --- the tree ---------------------------------------------------------------------------------
@@ -287,20 +335,18 @@ class PrefixCache:
             at += common
 
     def _nodes(self) -> Iterator[Node]:
-        stack = [child for root in self._roots.values() for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            stack += node.children.values()
-            yield node
+        for root in self._roots.values():
+            yield from _below(root)
 
     def _add_child(self, parent: Node, tokens: TokenArray, state: RowState) -> Node:
         begin, end = parent.end, parent.end + len(tokens)
+        first = _pairs(state.begin)
         node = Node(
             tokens=tokens.copy(),
             end=end,
             parent=parent,
-            attention=_copies(state.attention, begin, end),
-            head=_copies(state.head, max(begin - 1, 0), end - 1),
+            attention=_copies(state.attention, begin - state.begin, end - state.begin),
+            head=_copies(state.head, _pairs(begin) - first, _pairs(end) - first),
         )
         parent.children[int(tokens[0])] = node
         mx.async_eval(node.attention, node.head)
@@ -309,6 +355,8 @@ class PrefixCache:
 
     def _add_snapshot(self, node: Node, state: RowState) -> None:
         found = node.snapshot
+        if state.recurrent is None:
+            return
         if found is not None and (found.last_hidden is not None or not state.head):
             return
         before_bytes = node.size_bytes
@@ -322,7 +370,7 @@ class PrefixCache:
         """Add the head's keys and values where a row that did not draft left none."""
         for node in path:
             if state.head and not node.head:
-                node.head = _copies(state.head, max(node.begin - 1, 0), node.end - 1)
+                node.head = _copies(state.head, _pairs(node.begin), _pairs(node.end))
                 mx.async_eval(node.head)
                 self.size_bytes += _size_bytes(node.head)
 
@@ -331,7 +379,7 @@ class PrefixCache:
         assert node.parent is not None
         before_bytes = node.size_bytes
         begin, middle = node.begin, node.begin + length
-        head_length = max(middle - 1, 0) - max(begin - 1, 0)
+        head_length = _pairs(middle) - _pairs(begin)
         upper = Node(
             tokens=node.tokens[:length],
             end=middle,
@@ -388,7 +436,12 @@ class PrefixCache:
 
     def _remove(self, node: Node, kept: frozenset[Node]) -> None:
         """Remove a leaf, and the nodes before it from which no row could start any more."""
+        top = node
+        while top.parent is not None:
+            top = top.parent
+        scope = next(scope for scope, root in self._roots.items() if root is top)
         while node.parent is not None and not node.children and node not in kept:
+            self._write(scope, node)
             del node.parent.children[int(node.tokens[0])]
             self.size_bytes -= node.size_bytes
             for key in node.keys:
@@ -400,6 +453,32 @@ class PrefixCache:
         for scope, root in list(self._roots.items()):
             if not root.children:
                 del self._roots[scope]
+
+    def _write(self, scope: str, node: Node, until_s: float | None = None) -> None:
+        """Let the background thread write a node, unless too much waits for it already."""
+        if self._files is None:
+            return
+        files, size_bytes = self._files, node.size_bytes
+        tokens = np.concatenate([each.tokens for each in node.path()])
+        name = files.name(scope, tokens, node.begin, resumable=node.snapshot is not None)
+        too_many = self._pending_bytes + size_bytes > _PENDING_BYTES and until_s is None
+        if name in files or name in self._pending or too_many:
+            return
+        arrays, bfloat16 = _arrays(node)
+        run = node.tokens
+        with self._lock:
+            self._pending_bytes += size_bytes
+            self._pending.add(name)
+
+        def save() -> None:
+            if until_s is None or time.monotonic() < until_s:
+                files.save(name, _to_host(run, arrays, bfloat16))
+            arrays.clear()
+            with self._lock:
+                self._pending_bytes -= size_bytes
+                self._pending.discard(name)
+
+        self._writer.submit(save)
 
     def _count_too_large(self, tokens: int, needed_bytes: int, limit_bytes: int) -> None:
         self.too_large += 1
@@ -439,6 +518,20 @@ def _keys_values(cache: KVCache | RowCache, row: slice) -> KeysValues:
     return cache.keys[row], cache.values[row]
 
 
+def _below(root: Node) -> Iterator[Node]:
+    """Yield all nodes of a tree but its root."""
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        yield node
+
+
+def _pairs(tokens: int) -> int:
+    """Return how many tokens the head has read: each together with the next one."""
+    return max(tokens - 1, 0)
+
+
 def _farthest_snapshot(node: Node) -> int:
     """Return the end of the farthest of the next snapshots after a node."""
     ends = [
@@ -467,7 +560,7 @@ def _needed_bytes(state: RowState, begin: int, end: int) -> int:
     """Return the size of a copy, which is known before it is made."""
     parts = [array for layer in (*state.attention, *state.head) for array in layer]
     run_bytes = sum(array.nbytes // array.shape[2] * (end - begin) for array in parts)
-    return run_bytes + _size_bytes((state.recurrent, state.last_hidden))
+    return run_bytes + _size_bytes((state.recurrent or (), state.last_hidden))
 
 
 def _copies(layers: Sequence[KeysValues], begin: int, end: int | None) -> list[KeysValues]:
@@ -486,45 +579,36 @@ def _size_bytes(tree: object) -> int:
     return sum(array.nbytes for _, array in tree_flatten(tree) if array is not None)
 
 
-def to_host(tokens: TokenArray, node: Node) -> HostPrefix:
-    """Copy a prefix out of MLX; arrays in bfloat16, which NumPy lacks, are copied as bits."""
-    path = node.path()
-    assert node.snapshot is not None
-
-    def joined(layers: Sequence[Sequence[KeysValues]]) -> list[list[mx.array]]:
-        by_layer = zip(*layers, strict=True)
-        return [
-            [mx.concatenate(parts, 2) for parts in zip(*runs, strict=True)] for runs in by_layer
-        ]
-
-    with_head = all(part.head for part in path)
-    tree = {
-        "attention": joined([part.attention for part in path]),
-        "head": joined([part.head for part in path]) if with_head else [],
-        "recurrent": node.snapshot.recurrent,
-        "hidden": node.snapshot.last_hidden,
-    }
-    arrays: dict[str, np.ndarray[Any, Any]] = {"tokens": np.array(tokens)}
-    bfloat16 = set()
-    for name, array in tree_flatten(tree):
-        if array is None:
-            continue
-        if array.dtype == mx.bfloat16:
-            bfloat16.add(name)
-            array = array.view(mx.uint16)  # noqa: PLW2901  # the same array, read as bits
-        arrays[name] = np.array(array)
-    return HostPrefix(arrays=arrays, bfloat16=frozenset(bfloat16))
+def _arrays(node: Node) -> tuple[dict[str, mx.array], frozenset[str]]:
+    """Return the arrays of a node by name, those in bfloat16, which NumPy lacks, as bits."""
+    tree: dict[str, Any] = {"attention": node.attention, "head": node.head}
+    if node.snapshot is not None:
+        tree |= {"recurrent": node.snapshot.recurrent, "hidden": node.snapshot.last_hidden}
+    arrays = {name: array for name, array in tree_flatten(tree) if array is not None}
+    bfloat16 = frozenset(name for name, array in arrays.items() if array.dtype == mx.bfloat16)
+    arrays |= {name: arrays[name].view(mx.uint16) for name in bfloat16}
+    mx.eval(arrays)
+    return arrays, bfloat16
 
 
-def from_host(host: HostPrefix) -> tuple[TokenArray, RowState]:
-    """Copy a prefix back into MLX."""
-    arrays = {name: mx.array(values) for name, values in host.arrays.items() if name != "tokens"}
-    arrays |= {name: arrays[name].view(mx.bfloat16) for name in host.bfloat16}
+def _to_host(
+    tokens: TokenArray, arrays: Mapping[str, mx.array], bfloat16: frozenset[str]
+) -> HostPrefix:
+    """Copy evaluated arrays out of MLX; safe from any thread."""
+    host = {name: np.array(array) for name, array in arrays.items()}
+    return HostPrefix(arrays={"tokens": tokens, **host}, bfloat16=bfloat16)
+
+
+def _from_host(name: FileName, host: HostPrefix) -> tuple[TokenArray, RowState]:
+    """Copy a run back into MLX."""
+    arrays = {key: mx.array(values) for key, values in host.arrays.items() if key != "tokens"}
+    arrays |= {key: arrays[key].view(mx.bfloat16) for key in host.bfloat16}
     tree = tree_unflatten(arrays)
     state = RowState(
         [(keys, values) for keys, values in tree["attention"]],
-        tree.get("recurrent", ()),
+        tree.get("recurrent", ()) if name.resumable else None,
         [(keys, values) for keys, values in tree.get("head", ())],
         tree.get("hidden"),
+        begin=name.begin,
     )
     return host.arrays["tokens"].astype(np.int64), state

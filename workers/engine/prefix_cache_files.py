@@ -1,8 +1,10 @@
-"""Prefix cache on disk, which survives a restart of the worker.
+"""Prefix cache on disk: nodes that memory has evicted, which survive a restart of the worker.
 
-One safetensors file holds one prefix; its name is a digest of the key. A file is used only if a
-worker with the same secret has written it, which its HMAC proves, and with the same weights. Any
-other file is deleted, and the prompt is read again. A file holds no code: no pickle.
+One safetensors file holds one run of tokens. Its name says which tokens come before and how many
+it ends with, and a keyed digest of all of them, so that the files of a prompt are found without
+reading any. A file is used only if a worker with the same secret has written it, which its HMAC
+proves, and with the same weights. Any other file is deleted, and the prompt is read again. A file
+holds no code: no pickle. A file that nobody has used for a week is deleted.
 
 Reads and writes happen on plain NumPy arrays, outside the engine thread.
 """
@@ -13,13 +15,17 @@ import contextlib
 import hmac
 import logging
 import os
+import re
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -28,84 +34,213 @@ logger = logging.getLogger(__name__)
 HostArrays = Mapping[str, np.ndarray[Any, Any]]
 
 _SUFFIX = ".prefix.safetensors"
+_NAME = re.compile(r"(\d{1,9})-(\d{1,9})-([0-9a-f]{32})(-resume)?")
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 _MAX_HEADER_BYTES = 1 << 20
+TTL_S = 7 * 86_400.0
+"""Time after its last use at which a file is deleted."""
+_DAY_S = 86_400.0
+_WRITES_A_DAY = 4
+"""Bytes that may be written in a day, in sizes of the whole cache: an SSD wears out."""
+
+
+class FileName(NamedTuple):
+    """What a file holds: a run of the tokens from `begin` to `end`."""
+
+    begin: int
+    end: int
+    digest: str
+    """Of all tokens from the first to `end`, and of their scope."""
+    resumable: bool
+    """Whether a row can start at the end of the run."""
+
+    def __str__(self) -> str:
+        """Return the name without its suffix."""
+        return f"{self.begin}-{self.end}-{self.digest}{'-resume' * self.resumable}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPrefix:
-    """A cached prefix without MLX; arrays in bfloat16 are stored as bits."""
+    """A run of tokens without MLX; arrays in bfloat16 are stored as bits."""
 
     arrays: HostArrays
-    """By name: `tokens`, `hidden`, and `cache.LAYER.SLOT` or `head.LAYER.SLOT`."""
+    """By name: `tokens`, and the arrays of `prefix_cache.Node`."""
     bfloat16: frozenset[str]
     """Names of the arrays in bfloat16."""
 
 
+Prefetched: TypeAlias = tuple[FileName, HostPrefix]
+"""A run of tokens from disk."""
+
+
 class PrefixCacheFiles:
-    """A directory of cached prefixes of one model, evicted least recently used first."""
+    """A directory of runs of one model, evicted least recently used first; safe from any thread."""
 
     def __init__(self, directory: Path, limit_bytes: int, model: str, secret: bytes) -> None:
         self._directory = directory
         self._limit_bytes = limit_bytes
         self._model = model
         self._secret = secret
+        self._lock = threading.Lock()
+        self._day_begin_s, self._day_bytes = time.time(), 0
+        self._failed = False
+        """Whether a write has failed, which is logged once."""
+        self._names: dict[tuple[int, str], FileName] = {}
+        for path in directory.iterdir():
+            match = _NAME.fullmatch(path.name.removesuffix(_SUFFIX))
+            if match is not None and path.name.endswith(_SUFFIX):
+                begin, end, digest, resume = match.groups()
+                self._add(FileName(int(begin), int(end), digest, resume is not None))
+            elif path.name.endswith((_SUFFIX, ".partial")):
+                self._discard(path, "left by an earlier version, or half written")
+        self._evict_for(0)
 
-    def load(self, key: str) -> HostPrefix | None:
-        """Read a prefix; return None if there is none, and delete a file that is invalid."""
-        path = self._path(key)
+    def name(
+        self, scope: str, tokens: npt.NDArray[np.int64], begin: int, *, resumable: bool
+    ) -> FileName:
+        """Return the name of the run from `begin` to the end of `tokens`."""
+        digest = self._digest(scope)
+        digest.update(tokens.tobytes())
+        return FileName(begin, len(tokens), digest.hexdigest(), resumable)
+
+    def __contains__(self, name: FileName) -> bool:
+        """Return whether a file holds the end of this run, and as much of its state."""
+        found = self._names.get((name.end, name.digest))
+        return found is not None and found.resumable >= name.resumable
+
+    def find(self, scope: str, tokens: npt.NDArray[np.int64], known: int) -> list[FileName]:
+        """Return the files that continue the first `known` tokens, up to the latest start of a row.
+
+        At least one token remains to be read.
+        """
+        with self._lock:
+            names = dict(self._names)
+        digest, at, found = self._digest(scope), 0, {}
+        for end in sorted({end for end, _ in names if end < len(tokens)}):
+            digest.update(tokens[at:end].tobytes())
+            at = end
+            name = names.get((end, digest.copy().hexdigest()))
+            if name is not None:
+                found[end] = name
+        for last in sorted(found, reverse=True):
+            chain, name = [], found[last] if found[last].resumable else None
+            while name is not None and last > known:
+                chain.append(name)
+                if name.begin <= known:
+                    return chain[::-1]
+                name = found.get(name.begin)
+        return []
+
+    def load(self, name: FileName) -> HostPrefix | None:
+        """Read a file; return None if there is none, and delete one that is invalid."""
+        path = self._path(name)
         if not path.exists():
+            self._remove(name)
             return None
         try:
             if path.stat().st_size > self._limit_bytes + _MAX_HEADER_BYTES:
-                return self._discard(path, "too large")
+                self._discard(path, "too large")
+                return None
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             bfloat16 = frozenset(filter(None, metadata.get("bfloat16", "").split(",")))
             prefix = HostPrefix(arrays=arrays, bfloat16=bfloat16)
-            if not hmac.compare_digest(metadata.get("hmac", ""), self._hmac(key, prefix)):
-                return self._discard(path, "damaged, or of another model, prompt or secret")
+            if not hmac.compare_digest(metadata.get("hmac", ""), self._hmac(str(name), prefix)):
+                self._discard(path, "damaged, or of another model, prompt or secret")
+                return None
             os.utime(path)  # the time of modification orders the eviction
         except Exception as error:  # noqa: BLE001  # whatever a file holds, its prompt is read again
-            return self._discard(path, f"unreadable: {error}")
+            self._discard(path, f"unreadable: {error}")
+            return None
         return prefix
 
-    def save(self, key: str, prefix: HostPrefix) -> None:
-        """Write a prefix atomically; evict the least recently used ones to make room."""
-        size_bytes = sum(array.nbytes for array in prefix.arrays.values())
-        if size_bytes > self._limit_bytes:
+    def save(self, name: FileName, prefix: HostPrefix) -> None:
+        """Write a file atomically; evict the least recently used ones to make room.
+
+        A disk that takes no file is logged once: memory alone then holds the cache.
+        """
+        size_bytes = sum(array.nbytes for array in prefix.arrays.values()) + _MAX_HEADER_BYTES
+        if size_bytes > self._limit_bytes + _MAX_HEADER_BYTES or not self._may_write(size_bytes):
             return
-        path = self._path(key)
+        path = self._path(name)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         metadata = {
             "bfloat16": ",".join(sorted(prefix.bfloat16)),
-            "hmac": self._hmac(key, prefix),
+            "hmac": self._hmac(str(name), prefix),
         }
         try:
-            self._evict_for(size_bytes)
+            self._evict_for(size_bytes - _MAX_HEADER_BYTES)
             save_file(dict(prefix.arrays), partial, metadata=metadata)
+            partial.chmod(0o600)
             partial.replace(path)
-        except OSError as error:
-            logger.warning("prefix_cache.write_failed error=%s", error)
-            partial.unlink(missing_ok=True)
+        except Exception as error:  # noqa: BLE001  # safetensors has an error of its own
+            if not self._failed:
+                logger.warning("prefix_cache.write_failed error=%s", error)
+            self._failed = True
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+        else:
+            self._add(name)
+
+    def clear(self) -> None:
+        """Delete all files."""
+        for name in list(self._names.values()):
+            self._remove(name)
+            self._path(name).unlink(missing_ok=True)
+
+    def _add(self, name: FileName) -> None:
+        with self._lock:
+            self._names[name.end, name.digest] = name
+
+    def _remove(self, name: FileName) -> None:
+        with self._lock:
+            self._names.pop((name.end, name.digest), None)
+
+    def _may_write(self, size_bytes: int) -> bool:
+        now_s = time.time()
+        if now_s - self._day_begin_s >= _DAY_S:
+            self._day_begin_s, self._day_bytes = now_s, 0
+        if self._day_bytes + size_bytes > _WRITES_A_DAY * (self._limit_bytes + _MAX_HEADER_BYTES):
+            return False
+        self._day_bytes += size_bytes
+        return True
 
     def _evict_for(self, size_bytes: int) -> None:
-        files = sorted(self._directory.glob("*" + _SUFFIX), key=lambda path: path.stat().st_mtime)
-        used_bytes = sum(path.stat().st_size for path in files)
-        for path in files:
-            if used_bytes + size_bytes <= self._limit_bytes:
+        """Delete old files, and the least recently used ones until there is room for another."""
+        files = []
+        with contextlib.suppress(OSError):
+            for path in self._directory.glob("*" + _SUFFIX):
+                with contextlib.suppress(FileNotFoundError):  # another worker has evicted it
+                    status = path.stat()
+                    files.append((status.st_mtime, status.st_size, path))
+        used_bytes = sum(file_bytes for _, file_bytes, _ in files)
+        for modified_s, file_bytes, path in sorted(files):
+            expired = modified_s < time.time() - TTL_S
+            if not expired and used_bytes + size_bytes <= self._limit_bytes:
                 return
-            used_bytes -= path.stat().st_size
-            path.unlink(missing_ok=True)
+            used_bytes -= file_bytes
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            self._forget(path)
 
-    def _path(self, key: str) -> Path:
-        return self._directory / (blake2b(key.encode(), digest_size=16).hexdigest() + _SUFFIX)
+    def _forget(self, path: Path) -> None:
+        match = _NAME.fullmatch(path.name.removesuffix(_SUFFIX))
+        if match is not None:
+            with self._lock:
+                self._names.pop((int(match[2]), match[3]), None)
 
-    @staticmethod
-    def _discard(path: Path, reason: str) -> None:
+    def _path(self, name: FileName) -> Path:
+        return self._directory / f"{name}{_SUFFIX}"
+
+    def _digest(self, scope: str) -> blake2b:
+        key = blake2b(self._secret).digest()
+        return blake2b(f"{self._model}\0{scope}\0".encode(), key=key, digest_size=16)
+
+    def _discard(self, path: Path, reason: str) -> None:
         logger.warning("prefix_cache.file_discarded file=%s reason=%s", path.name, reason)
+        self._forget(path)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from policies.request.profile import Bypass
 from workers.engine import types
 from workers.engine.detokenizer import TextStream
 from workers.engine.grammar import Matcher, TokenRules
-from workers.engine.prefix_cache_files import HostPrefix
+from workers.engine.prefix_cache_files import Prefetched
 from workers.engine.reasoning import ANSWERING, Part, Reasoning
 from workers.engine.sampler import PromptLogprobs, SamplingContext
 from workers.engine.tokenizer import PreparedPrompt
@@ -125,8 +125,8 @@ class Row:
     """Whether the prefix cache may store the row's caches: they hold what the tokens say."""
     expected_tokens: int = 0
     """Prompt tokens in the prefix cache when the row was queued, or later."""
-    prefetched: HostPrefix | None = None
-    """Shared prefix of the prompt, read from disk; None again once the prefill has started."""
+    prefetched: Sequence[Prefetched] = ()
+    """Beginning of the prompt, read from disk; empty again once the prefill has started."""
     position_offset: int = 0
     """Difference from token number to text position: pictures take fewer positions than tokens."""
     _last_delta_s: float = -inf

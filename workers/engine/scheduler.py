@@ -161,7 +161,8 @@ class LaneScheduler:
         self._update_occupancy()
 
     def close(self, reason: types.EngineError) -> None:
-        """End every row with this error."""
+        """End every row with this error, and write the prefix cache to disk."""
+        self._prefix_cache.flush()
         rows = [*self._waiting, *chain(*self.rows_by_batch())]
         self._waiting.clear()
         self._prefill = None

@@ -276,8 +276,10 @@ class EngineSettings:
     """Chunk of a prefill while no row decodes."""
     prefill_budget_s: float = 0.1
     """Maximum duration of a chunk while rows decode."""
-    prefix_cache_bytes: int = 1 << 30
-    """Limit of the prefix cache in memory, and of the one on disk."""
+    prefix_cache_bytes: int | None = None
+    """Limit of the prefix cache in memory; None: a quarter of that for rows."""
+    prefix_cache_disk_bytes: int = 20 * 10**9
+    """Limit of the prefix cache on disk; 0 stores nothing there."""
     prefix_cache_dir: Path | None = None
     """Directory of the prefix cache on disk; None caches in memory only."""
     prefix_cache_secret: bytes = field(default=b"", repr=False)

@@ -151,6 +151,7 @@ def _load(
             draft_tokens=settings.draft_tokens,
             prefix_cache_bytes=settings.prefix_cache_bytes,
             prefix_cache_dir=settings.prefix_cache_dir,
+            prefix_cache_disk_bytes=int(settings.prefix_cache_gb * 1e9),
             prefix_cache_secret=cache_secret,
             spec_prefill=spec_prefill,
         ),

@@ -53,8 +53,10 @@ class WorkerSettings(BaseSettings):
     draft_tokens: int = Field(2, ge=0, le=8)
     prefix_cache_dir: Path | None = None
     """Folder that stores the prefix cache across restarts; None: memory only."""
-    prefix_cache_bytes: int = Field(1 << 30, ge=0)
-    """Limit of the prefix cache in memory, and the same again on disk."""
+    prefix_cache_bytes: int | None = Field(None, ge=0)
+    """Limit of the prefix cache in memory; None: a share of what the weights leave."""
+    prefix_cache_gb: float = Field(20.0, ge=0, le=100_000)
+    """Limit of the prefix cache on disk, in units of a billion bytes; 0 stores nothing there."""
     spec_prefill: str = ""
     """A folder or a Hugging Face repository of a draft model with the same vocabulary."""
     spec_prefill_threshold: int = Field(8192, ge=1)
