@@ -205,6 +205,10 @@ class PrefixCounts(Counters):
     """Prompts with a cacheable prefix that was not in the cache."""
     cached_tokens: Count = 0
     """Prompt tokens read from the cache."""
+    tokens_by_kind: CountsByReason = Field(default_factory=dict)
+    """These tokens by what they are: of a `system` prompt, of a `conversation`, or from `disk`."""
+    too_large: Count = 0
+    """Prompts and answers that were not stored, since they exceed the cache or the free memory."""
 
 
 class TimeSaved(Counters):

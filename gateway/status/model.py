@@ -74,12 +74,16 @@ Mtp = MtpOff | MtpOn
 
 
 class LanePrefix(StatusModel):
-    """Prefix cache results of workers, for system prompts that requests share."""
+    """Prefix cache results of workers, for all prompts that are long enough to be cached."""
 
     hits: NonNegativeInt
     misses: NonNegativeInt
     cached_tokens: NonNegativeInt
     """Prompt tokens that came from the cache."""
+    tokens_by_kind: dict[str, NonNegativeInt]
+    """These tokens by what they are: of a `system` prompt, of a `conversation`, or from `disk`."""
+    too_large: NonNegativeInt
+    """Prompts and answers that a worker could not store, for lack of memory."""
 
 
 class Savings(StatusModel):

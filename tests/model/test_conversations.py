@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,17 @@ def test_an_edited_message_costs_at_most_one_interval_more(
         assert 0 <= len(kept) - row.cached_tokens <= interval
 
 
+def test_what_is_too_large_is_counted_before_it_is_copied(make_lane, ask, caplog) -> None:
+    prefix_cache = PrefixCache(100_000)
+    lane = make_lane(prefix_cache=prefix_cache)
+    messages = [user("Tell me a story about a fox. " * 40)]
+    for _ in range(2):
+        ask(lane, messages)
+    assert prefix_cache.size_bytes == 0
+    assert lane.counters.report().prefix.too_large == 4, "two ends of a message, two of an answer"
+    assert [record.message.split()[0] for record in caplog.records] == ["prefix_cache.too_large"]
+
+
 def test_c8_scopes_share_nothing(make_lane, ask) -> None:
     lane = make_lane()
     messages = [{"role": "system", "content": SYSTEM}, user("Tell me a story about a fox.")]
@@ -192,18 +204,24 @@ def test_a_chat_goes_on_after_a_restart_and_after_its_eviction(
     prefix_cache, lane = start()
     messages = [{"role": "system", "content": SYSTEM}]
     known = 0
+    kinds: Counter[str] = Counter()
     for number in range(5):
         messages.append(user(f"Tell me story {number} about a fox."))
         result = ask(lane, messages, prefix_cache=prefix_cache)
         assert result.row.cached_tokens == known
         assert result.row.answer == ask(make_lane(), messages, scope=None).row.answer
         known = result.row.context_tokens
+        kinds.update(result.row.cached_kinds)
+        assert sum(result.row.cached_kinds.values()) == result.row.cached_tokens
         messages.append(assistant(result.text))
+        if number == 2:
+            continue
         if number % 2:
             prefix_cache.evict_to(0)
             prefix_cache._writer.submit(lambda: None).result()
         else:
             prefix_cache.close()
             prefix_cache, lane = start()
+    assert min(kinds[kind] for kind in ("system", "conversation", "disk")) > 0
     assert ask(lane, messages[:-1], scope="other", prefix_cache=prefix_cache).row.cached_tokens == 0
     prefix_cache.close()

@@ -120,8 +120,10 @@ async def test_prefix_cache_hits_are_counted_and_reported_in_the_response(
     assert cached.count(0) == 1, "of concurrent requests, only one reads the prompt"
     assert len(set(cached)) == 2
     lane, earlier = (status["lanes"]["text-mtp"]["prefix"] for status in (after, before))
-    increase = {name: lane[name] - earlier[name] for name in lane}
+    increase = {name: lane[name] - earlier[name] for name in ("hits", "misses", "cached_tokens")}
     assert increase == {"hits": 3, "misses": 1, "cached_tokens": sum(cached)}
+    kinds, before_kinds = lane["tokens_by_kind"], earlier["tokens_by_kind"]
+    assert kinds["system"] - before_kinds.get("system", 0) == sum(cached)
     drafts = [response.json()["metrics"]["speculative_decoding"] for response in responses]
     assert all(counts["num_draft_tokens"] > 0 for counts in drafts), "with speculation on"
     assert after["memory"]["prefix_cache_bytes"] > before["memory"]["prefix_cache_bytes"]

@@ -86,7 +86,19 @@ class LaneCounters:
         hit = row.cached_tokens > 0
         with self._lock:
             self._prefill_saved_s += saved_s
-            self._prefix += PrefixCounts(hits=hit, misses=not hit, cached_tokens=row.cached_tokens)
+            self._prefix += PrefixCounts(
+                hits=hit,
+                misses=not hit,
+                cached_tokens=row.cached_tokens,
+                tokens_by_kind={
+                    kind: tokens for kind, tokens in row.cached_kinds.items() if tokens
+                },
+            )
+
+    def record_too_large(self) -> None:
+        """Count what the prefix cache cannot hold."""
+        with self._lock:
+            self._prefix += PrefixCounts(too_large=1)
 
     def record_finish(self, row: Row) -> None:
         """Count an answer that ended or failed; its prompt once for all choices."""

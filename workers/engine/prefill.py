@@ -133,9 +133,12 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
     row, prompt = prefill.row, prefill.row.prompt
     if prompt.scope is None:
         return
-    prefix_cache.insert(prompt.scope, prompt.identity, row.prefetched)
+    find = partial(find_prefix, row, target, prefill.head, prefix_cache)
+    match = in_memory = find()
+    if row.prefetched:
+        prefix_cache.insert(prompt.scope, prompt.identity, row.prefetched)
+        match = find()
     row.prefetched, row.cacheable = (), True
-    match = find_prefix(row, target, prefill.head, prefix_cache)
     if match is not None:
         if prompt.prefix is not None:
             prefix_cache.name(match.nodes, prompt.prefix.tokens, prompt.prefix.key)
@@ -146,7 +149,14 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
         prefill.last_hidden = match.snapshot.last_hidden if match.snapshot else None
         prefill.read_count = match.tokens
         if not row.answer:
+            known = in_memory.tokens if in_memory else 0
+            system = min(prompt.prefix.tokens if prompt.prefix else 0, known)
             row.cached_tokens = match.tokens
+            row.cached_kinds = {
+                "system": system,
+                "conversation": known - system,
+                "disk": match.tokens - known,
+            }
     prefill.boundaries = _boundaries(prefill, cuttable=not target.is_recurrent and not prefill.head)
 
 

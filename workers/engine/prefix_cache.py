@@ -169,8 +169,8 @@ class PrefixCache:
         """Guards what waits to be written."""
         self.size_bytes = 0
         """Memory in use."""
-        self.too_large = 0
-        """States that were not stored, since the limit or the free memory is smaller."""
+        self._warned = False
+        """Whether something was too large to store, which is logged once."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -237,16 +237,18 @@ class PrefixCache:
         *,
         room_bytes: int,
         key: str = "",
-    ) -> None:
+    ) -> bool:
         """Store a copy of the caches after these tokens; evict others until all fit.
 
-        `key` names them if they are a system prompt. The device copies while the host goes on.
+        Returns whether there is room for it, which is known before it is copied. `key` names the
+        tokens if they are a system prompt. The device copies while the host goes on.
         """
         if scope is None or not self._limit_bytes or len(tokens) < MIN_TOKENS:
-            return
+            return True
         node = self._store(scope, tokens, state, room_bytes)
         if node is not None and key:
             self.name((node,), len(tokens), key)
+        return node is not None
 
     def name(self, nodes: Sequence[Node], tokens: int, key: str) -> None:
         """Give the key of a system prompt to the one of these nodes that ends it."""
@@ -266,7 +268,7 @@ class PrefixCache:
         shared_bytes = sum(node.size_bytes for node in known)
         limit_bytes = min(self._limit_bytes, room_bytes)
         if needed_bytes + shared_bytes > limit_bytes:
-            self._count_too_large(len(tokens), needed_bytes + shared_bytes, limit_bytes)
+            self._warn(len(tokens), needed_bytes + shared_bytes, limit_bytes)
             return None
         if state.begin > begin:
             return None  # memory has lost what comes before
@@ -480,9 +482,9 @@ class PrefixCache:
 
         self._writer.submit(save)
 
-    def _count_too_large(self, tokens: int, needed_bytes: int, limit_bytes: int) -> None:
-        self.too_large += 1
-        if self.too_large == 1:
+    def _warn(self, tokens: int, needed_bytes: int, limit_bytes: int) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "prefix_cache.too_large tokens=%d needed_bytes=%d limit_bytes=%d",
                 tokens, needed_bytes, limit_bytes,

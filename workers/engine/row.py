@@ -119,6 +119,8 @@ class Row:
     """Whether a plain step with this row failed: it then decodes in a batch of its own."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
+    cached_kinds: dict[str, int] = field(default_factory=dict)
+    """These tokens by kind, as the lane counts them."""
     skipped_tokens: int = 0
     """Prompt tokens that the target never reads, since a draft model found them unimportant."""
     cacheable: bool = False

@@ -297,13 +297,15 @@ class LaneScheduler:
         if not row.cacheable:
             return
         try:
-            self._prefix_cache.store(
+            stored = self._prefix_cache.store(
                 row.prompt.scope,
                 context_of(row)[:tokens],
                 state(),
                 room_bytes=max(self._free_bytes(), 0),
                 key=key,
             )
+            if not stored:
+                self.counters.record_too_large()
         except Exception:
             logger.exception("prefix_cache.store_failed lane=%s", self.name)
         for waiting in islice(self._waiting, _ESTIMATED_ROWS):

@@ -28,6 +28,7 @@ _COUNTERS = {
     "prefix.hits": "Prompts with a prefix in the cache.",
     "prefix.misses": "Prompts with a cacheable prefix that was not in the cache.",
     "prefix.cached_tokens": "Prompt tokens read from the prefix cache.",
+    "prefix.too_large": "Prompts and answers that the prefix cache has no room for.",
 }
 """Fields of a lane's report, which are also the names of the metrics."""
 _GAUGES = {
@@ -40,6 +41,10 @@ _MEMORY_GAUGES = {
     "prefix_cache_bytes": "Memory in use by the prefix cache.",
 }
 _COUNTERS_BY_REASON = {
+    "prefix.tokens_by_kind": (
+        "prefix_tokens_by_kind",
+        "Prompt tokens read from the prefix cache: of system prompts, conversations, or from disk.",
+    ),
     "bypass_counts": ("bypasses", "Requests without speculative decoding, by reason."),
     "spec_prefill.full_prefills": (
         "spec_prefill_full_prefills",

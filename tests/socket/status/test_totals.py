@@ -50,7 +50,8 @@ def test_requests_without_drafting_because_it_does_not_pay_have_a_reason(
 def test_prefix_counts_of_a_lane_are_summed_over_boots(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    prefix = {"hits": 3, "misses": 1, "cached_tokens": 600}
+    kinds = {"system": 200, "disk": 400}
+    prefix = {"hits": 3, "misses": 1, "cached_tokens": 600, "tokens_by_kind": kinds, "too_large": 1}
     lane = lane_report("text-mtp", prefix=prefix)
     for boot in ("one", "two"):
         worker.boot_id = boot
@@ -59,7 +60,13 @@ def test_prefix_counts_of_a_lane_are_summed_over_boots(
         gateway.send_heartbeat(worker, **report)
     status = gateway.status()["workers"]["fake-a"]
     assert status["prefix_cache_bytes"] == 4096
-    assert status["lanes"]["text-mtp"]["prefix"] == {name: 2 * n for name, n in prefix.items()}
+    assert status["lanes"]["text-mtp"]["prefix"] == {
+        "hits": 6,
+        "misses": 2,
+        "cached_tokens": 1200,
+        "too_large": 2,
+        "tokens_by_kind": {"system": 400, "disk": 800},
+    }
 
 
 def test_decisions_are_counted_by_pool_route_and_reason(
