@@ -58,6 +58,7 @@ def ask(prompt_renderer: PromptRenderer, submit: Callable[..., RowEvents]) -> Ca
             pictures=pictures,
             prefix_text=prompt_renderer.shared_prefix(messages),
             turn_end=prompt_renderer.turn_end(text, messages),
+            continues=prompt_renderer.continues(),
             scope=scope,
         )
         prepared = prompt_renderer.prepare(prompt)
@@ -108,12 +109,14 @@ def test_a_chat_goes_on_in_the_other_lane(make_lane, ask) -> None:
 
 def test_an_answer_is_generated_again_from_the_end_of_its_question(make_lane, ask) -> None:
     lane = make_lane()
-    messages = [{"role": "system", "content": SYSTEM}, user("Tell me a story about a fox.")]
-    first, again = (ask(lane, messages).row for _ in range(2))
-    assert first.cached_tokens == 0
-    assert again.cached_tokens == first.prompt.turn_tokens
-    assert len(again.prompt.tokens) - again.cached_tokens < 8
-    assert again.answer == first.answer
+    system = {"role": "system", "content": SYSTEM}
+    for question in ("Tell me a story about a fox.", "The red fox sees the old tree. " * 40):
+        first, again = (ask(lane, [system, user(question)]).row for _ in range(2))
+        short = first.prompt.turn_tokens - first.prompt.prefix.tokens < 256
+        ends = first.prompt.prefix.tokens, first.prompt.turn_tokens
+        assert again.cached_tokens == ends[not short], "a short question is read again"
+        assert len(again.prompt.tokens) - ends[1] < 8
+        assert again.answer == first.answer
 
 
 def test_an_edited_message_costs_at_most_one_interval_more(
@@ -146,7 +149,7 @@ def test_an_edited_message_costs_at_most_one_interval_more(
 def test_what_is_too_large_is_counted_before_it_is_copied(make_lane, ask, caplog) -> None:
     prefix_cache = PrefixCache(100_000)
     lane = make_lane(prefix_cache=prefix_cache)
-    messages = [user("Tell me a story about a fox. " * 40)]
+    messages = [user("Tell me a story about a fox. " * 60)]
     for _ in range(2):
         ask(lane, messages)
     assert prefix_cache.size_bytes == 0
@@ -181,13 +184,12 @@ def test_a_picture_is_found_by_its_pixels(make_lane, ask) -> None:
 def test_any_schedule_of_conversations_gets_the_likeliest_tokens(
     checkpoint: Checkpoint, prompt_renderer: PromptRenderer
 ) -> None:
-    conversations = ConversationRunner(checkpoint, prompt_renderer, seed=5, cache_bytes=4 << 20)
+    conversations = ConversationRunner(checkpoint, prompt_renderer, seed=9, cache_bytes=4 << 20)
     stats = conversations.run(TOKENS)
 
     covered = (stats.forks, stats.edits, stats.cuts, stats.evictions, stats.cancelled)
     assert min(covered) > 0, "every kind of event occurs"
-    assert stats.drafted_tokens > 0
-    assert stats.cached_tokens > stats.prompt_tokens // 5
+    assert min(stats.drafted_tokens, stats.cached_tokens) > 0
     assert stats.ties <= stats.tokens // 500
 
 

@@ -109,16 +109,16 @@ class ConversationRunner:
             return rng.choice(SCOPES), (*start, self._question())
         scope, messages = self._chats[-1] if rng.random() < 0.6 else rng.choice(self._chats)
         turns = [at for at, message in enumerate(messages) if message["role"] == "user"]
-        if rng.random() < 0.15:
+        if rng.random() < 0.25:
             stats.forks += 1
             messages = messages[: rng.choice(turns)]
-        elif rng.random() < 0.15:
+        elif rng.random() < 0.25:
             stats.edits += 1
             at = rng.choice(turns)
             messages = (*messages[:at], self._question(), *messages[at + 1 :])
-        elif rng.random() < 0.1:
+        elif rng.random() < 0.3:
             stats.cuts += 1
-            messages = messages[:1] + messages[3:] if len(messages) > 4 else messages
+            messages = messages[:1] + messages[3:] if len(messages) > 3 else messages
         while sum(len(message["content"]) for message in messages) > MAX_CONTEXT_CHARS:
             messages = messages[: len(messages) // 2]
         if messages and messages[-1]["role"] == "user":
@@ -136,6 +136,7 @@ class ConversationRunner:
             text=text,
             prefix_text=self._prompts.shared_prefix(messages),
             turn_end=self._prompts.turn_end(text, messages),
+            continues=self._rng.random() < 0.7,
             scope=scope,
         )
         draft_tokens = self._rng.choice((0, 3, 3, 3))

@@ -83,6 +83,9 @@ class StubPrompts:
     ) -> int:
         return 0
 
+    def continues(self, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+        return True
+
 
 @dataclass
 class ScriptedEngine:

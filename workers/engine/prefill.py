@@ -24,6 +24,9 @@ from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.row import Row
 from workers.engine.types import InvalidGeneration
 
+_SHORT_TURN_TOKENS = 256
+"""A last message of fewer tokens is read again if the client wants another answer to it."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prefill:
@@ -163,8 +166,9 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
 def _boundaries(prefill: Prefill, *, cuttable: bool) -> list[int]:
     """Return the ends of the system prompt and of the last message, and points between them.
 
-    Each costs a pass of its own, so that the ends of earlier messages of a prompt that is read at
-    once are none: a row that changes one of them starts from the point before.
+    Each costs a pass of its own. Therefore the ends of earlier messages of a prompt that is read at
+    once are none, and neither is that of a short last one if the end of the answer will do: a row
+    that changes one of them starts from the point before.
     """
     prompt, begin = prefill.row.prompt, prefill.read_count
     system = prompt.prefix.tokens if prompt.prefix else 0
@@ -172,7 +176,8 @@ def _boundaries(prefill: Prefill, *, cuttable: bool) -> list[int]:
         ends = {system, len(prompt.tokens)}
     else:
         points = range(max(system, begin), len(prompt.tokens), SNAPSHOT_INTERVAL_TOKENS)
-        ends = {system, prompt.turn_tokens, *points}
+        short = prompt.turn_tokens - max(system, begin) < _SHORT_TURN_TOKENS
+        ends = {system, *points, *([] if short and prompt.continues else [prompt.turn_tokens])}
     return sorted(end for end in ends if end > begin and end >= MIN_TOKENS)
 
 

@@ -184,12 +184,6 @@ class PrefixCacheFiles:
         else:
             self._add(name)
 
-    def clear(self) -> None:
-        """Delete all files."""
-        for name in list(self._names.values()):
-            self._remove(name)
-            self._path(name).unlink(missing_ok=True)
-
     def _add(self, name: FileName) -> None:
         with self._lock:
             self._names[name.end, name.digest] = name

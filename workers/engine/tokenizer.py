@@ -52,6 +52,7 @@ TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
 _PICTURE_PLACEHOLDERS = frozenset(
     f"<|{name}placeholder|>" for name in ("", "image_", "video_", "audio_", "minimax_m3_image_")
 )
+_MAX_TEMPLATE_VARIABLES = 64
 MIN_PREFIX_TOKENS = 32
 """Reading fewer tokens again costs less than caching them."""
 
@@ -84,6 +85,8 @@ class PreparedPrompt:
     """Prompts of the same scope share what the prefix cache holds; None: it holds nothing."""
     turn_tokens: int = 0
     """Length up to the end of the last message; 0 if unknown."""
+    continues: bool = False
+    """Whether the next prompt of the chat begins with this one and its answer."""
     identity: npt.NDArray[np.int64] = field(
         default_factory=lambda: np.empty(0, np.int64), compare=False
     )
@@ -103,6 +106,8 @@ class PromptRenderer:
         self._control = ControlTokenEscaper(_control_spellings(self._tokenizer))
         has_template = getattr(processor, "chat_template", None)
         self._templated = processor if has_template else self._tokenizer
+        self._continues: dict[str, bool] = {}
+        """Result of `continues` by the template's variables."""
         self._reasoning_format = detect_reasoning(self._tokenizer, self._template)
 
     @property
@@ -222,6 +227,27 @@ class PromptRenderer:
             return _common_length(text, longer)
         return 0
 
+    def continues(self, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+        """Return whether the next prompt of a chat begins with this one and its answer.
+
+        It does not where a template leaves out the reasoning of earlier answers, for example.
+        """
+        key = repr(template_kwargs or {})
+        if key not in self._continues:
+            question, answer = (
+                {"role": role, "content": "Alpha"} for role in ("user", "assistant")
+            )
+            try:
+                first = self.chat([question], None, template_kwargs)
+                second = self.chat([question, answer, question], None, template_kwargs)
+                known = second.startswith(f"{first}Alpha")
+            except InvalidGeneration:
+                known = False
+            if len(self._continues) >= _MAX_TEMPLATE_VARIABLES:
+                self._continues.clear()
+            self._continues[key] = known
+        return self._continues[key]
+
     def prepare(self, prompt: Prompt) -> PreparedPrompt:
         """Tokenize a rendered prompt and process its pictures."""
         if not prompt.pictures:
@@ -231,6 +257,7 @@ class PromptRenderer:
                 prefix=self._prefix(prompt, tokens),
                 scope=prompt.scope,
                 turn_tokens=self._turn_tokens(prompt, tokens),
+                continues=prompt.continues,
             )
         if not self.has_vision:
             raise InvalidGeneration("messages", "This model does not support pictures.")
@@ -261,6 +288,7 @@ class PromptRenderer:
             prefix=self._prefix(prompt, tokens),
             scope=None if identity is None else prompt.scope,
             turn_tokens=self._turn_tokens(prompt, tokens),
+            continues=prompt.continues,
             identity=np.array(tokens, np.int64) if identity is None else identity,
         )
 

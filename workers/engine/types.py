@@ -51,6 +51,8 @@ class Prompt:
     """The gateway's key of the shared prefix; None lets the worker compute one."""
     turn_end: int = 0
     """Length of `text` up to the end of the last message; 0 if unknown."""
+    continues: bool = False
+    """Whether the next prompt of the chat begins with this one and its answer."""
     scope: str | None = ""
     """Prompts of the same isolation scope share the prefix cache; None: it stores nothing."""
 

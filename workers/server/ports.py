@@ -53,6 +53,9 @@ class Prompts(Protocol):
     ) -> int:
         """Return the length of the rendered `text` up to the end of the last message."""
 
+    def continues(self, template_kwargs: Mapping[str, Json] | None = None) -> bool:
+        """Return whether the next prompt of a chat begins with this one and its answer."""
+
 
 class ServingEngine(Protocol):
     """A running engine."""

@@ -247,6 +247,7 @@ async def _chat_prompt(
         return Prompt(
             text=text,
             turn_end=engine.prompts.turn_end(text, messages, tools, template_kwargs),
+            continues=engine.prompts.continues(template_kwargs),
             pictures=pictures,
             prefix_text=prefix_text,
             prefix_key=prefix_key,
