@@ -20,6 +20,7 @@ from gateway import errors
 from gateway.api import (
     explain,
     keys,
+    messages,
     models,
     openapi,
     pages,
@@ -35,7 +36,7 @@ from gateway.config.settings import Settings
 from gateway.http.downstream import ClientDisconnected, response_writer
 from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
-from gateway.protocols import WIRE_FORMATS
+from gateway.protocols import MESSAGES, WIRE_FORMATS
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import StatusFeed
 from gateway.status.render import DEFAULT_WINDOW, window_s
@@ -43,6 +44,12 @@ from policies.document import PolicyInvalid
 from policies.error_messages import message_of
 
 _DATA_PATHS = "/v1/"
+_UNSERVED = frozenset(
+    "v1/responses v1/conversations v1/embeddings v1/rerank v2/rerank v1/audio v1/images v1/videos "
+    "v1/files v1/uploads v1/batches v1/moderations v1/assistants v1/threads v1/vector_stores "
+    "v1/fine_tuning v1/realtime v1/complete v1/messages v1/skills".split()
+)
+"""The beginnings of OpenAI's, Anthropic's and Cohere's routes that this gateway does not serve."""
 
 
 class PortApp:
@@ -96,6 +103,7 @@ class GatewayApp(PortApp):
             status.status(gateway, take, self._status_feed),
             *(models.router, recent_errors.own, workers.heartbeats),
             explain.explanations(self.proxy.load),
+            messages.token_counts(self.proxy.load),
         ]
         # Workers join on the main port.
         admin_routers = [workers.router, policy.router, keys.router, usage.router]
@@ -145,6 +153,7 @@ def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: b
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
     app.state.gateway = gateway
+    app.state.proxied = proxied
     app.state.openapi = document = openapi.OpenApiDocument(app, proxied=proxied)
     for error in (errors.GatewayError, PolicyInvalid, RequestValidationError, HTTPException):
         app.add_exception_handler(error, _render)
@@ -161,9 +170,10 @@ async def _end(_request: Request, _error: Exception) -> Response:
 
 
 async def _render(request: Request, error: Exception) -> Response:
-    """Render any exception of a route as an error in OpenAI's shape."""
+    """Render any exception of a route as an error, in the shape that its client reads."""
     answer = _as_gateway_error(request, error)
-    response = Response(errors.to_body(answer), status_code=answer.status)
+    to_body = MESSAGES.error_body if "anthropic-version" in request.headers else errors.to_body
+    response = Response(to_body(answer), status_code=answer.status)
     response.raw_headers.extend(errors.to_headers(answer))
     return response
 
@@ -189,7 +199,9 @@ def _unserved(request: Request, error: HTTPException) -> errors.GatewayError:
         case HTTPException(__cause__=errors.GatewayError() as known):
             return known
         case HTTPException(status_code=404):
-            return errors.PathUnknown()
+            named = request.scope["path"].split("/")[1:3]
+            unserved = request.app.state.proxied and "/".join(named) in _UNSERVED
+            return errors.EndpointUnserved() if unserved else errors.PathUnknown()
         case HTTPException(status_code=405):
             methods = _methods(request.app.routes, request.scope["path"])
             return errors.MethodRefused(", ".join(sorted(methods)))

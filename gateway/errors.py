@@ -8,6 +8,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   |   +-- NoteMissing     400  an edit of the policy gives no reason
 |   +-- PolicyRefused       400  a document that is not a valid policy; every problem is named
 |   +-- TokensOverLimit     400  more tokens than the key may ever use at once
+|   +-- EndpointUnserved    400  a route of OpenAI or Anthropic that is not served here
 |   +-- KeyRefused          401  the API key is missing or unknown
 |   |   +-- AdminKeyRefused 401  the admin key is missing or wrong
 |   |   +-- KeyEnded        401  the key was revoked or expired while the request ran
@@ -142,6 +143,15 @@ class TokensOverLimit(RequestRefused, code="tokens_over_limit"):
             f"This request may use {tokens} tokens, its prompt and 'max_tokens' together; the "
             f"limit of this API key is {limit} ({name})."
         )
+
+
+class EndpointUnserved(RequestRefused, code="endpoint_not_served"):
+    """A route of OpenAI or Anthropic that this gateway does not serve.
+
+    Not 404: proxies in front take that for a model that is gone, and send it nothing for a while.
+    """
+
+    message = "This gateway does not serve this endpoint. GET /openapi.json lists those it serves."
 
 
 class KeyRefused(RequestRefused, status=401, kind="authentication_error", code="invalid_api_key"):

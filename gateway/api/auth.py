@@ -114,7 +114,9 @@ def check_data_key(request: Request, gateway: Gateway) -> None:
     """Raise `KeyRefused`, or `PageRefused` for another site's page while no key is needed."""
     api_key = ANONYMOUS
     if gateway.api_keys.required:
-        api_key = gateway.api_keys.authenticate(header(request.scope, b"authorization"))
+        api_key = gateway.api_keys.authenticate(
+            header(request.scope, b"authorization"), header(request.scope, b"x-api-key")
+        )
     elif comes_from_foreign_page(request.scope["headers"], gateway.settings.allowed_origins):
         raise PageRefused
     request.state.api_key = api_key

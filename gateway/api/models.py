@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from gateway.api.auth import CurrentGateway, CurrentKey, data_router
@@ -14,6 +16,8 @@ from gateway.errors import ModelUnknown
 from policies.evaluate import ANY_MODEL, resolve_model
 
 router = data_router("/v1/models")
+_ANTHROPIC = "anthropic-version"
+"""The header of clients that read Anthropic's shapes."""
 
 
 class ServedModel(TypedDict):
@@ -33,19 +37,36 @@ class ServedModels(TypedDict):
     data: list[ServedModel]
 
 
-@router.get("", responses=failures(*FOR_CLIENTS))
-async def show_all(gateway: CurrentGateway, api_key: CurrentKey) -> ServedModels:
+@router.get("", responses=failures(*FOR_CLIENTS), response_model=ServedModels)
+async def show_all(
+    request: Request, gateway: CurrentGateway, api_key: CurrentKey
+) -> ServedModels | Response:
     """List the models."""
     roots = _roots(gateway, api_key)
+    if _ANTHROPIC in request.headers:
+        return JSONResponse(
+            {
+                "data": [_anthropic_model(name) for name in roots],
+                "has_more": False,
+                "first_id": next(iter(roots), None),
+                "last_id": next(reversed(roots), None),
+            }
+        )
     return {"object": "list", "data": [_model(name, root) for name, root in roots.items()]}
 
 
-@router.get("/{name:path}", responses=failures(*FOR_CLIENTS, ModelUnknown))
-async def show(name: str, gateway: CurrentGateway, api_key: CurrentKey) -> ServedModel:
+@router.get(
+    "/{name:path}", responses=failures(*FOR_CLIENTS, ModelUnknown), response_model=ServedModel
+)
+async def show(
+    name: str, request: Request, gateway: CurrentGateway, api_key: CurrentKey
+) -> ServedModel | Response:
     """Show one model."""
     root = _roots(gateway, api_key).get(name)
     if root is None:
         raise ModelUnknown(name)
+    if _ANTHROPIC in request.headers:
+        return JSONResponse(_anthropic_model(name))
     return _model(name, root)
 
 
@@ -58,6 +79,15 @@ def _roots(gateway: Gateway, api_key: ApiKey) -> dict[str, str]:
     resolved = {name: resolve_model(policy, name, served) for name in names}
     allowed = served if api_key.models is None else served & api_key.models
     return {name: model for name, model in resolved.items() if model in allowed}
+
+
+def _anthropic_model(name: str) -> dict[str, str]:
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 def _model(name: str, root: str) -> ServedModel:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
-from gateway.protocols import WIRE_FORMATS
+from gateway.protocols import MESSAGES, WIRE_FORMATS, WireFormat, messages
 from gateway.proxy.client import PRIORITY_HEADER
 from policies.request.profile import Endpoint, Priority
 from policies.request.schema import request_schema
@@ -110,7 +110,12 @@ _PROXY_ERRORS = (
     *(errors.WorkerFailed, errors.WorkerSilent, errors.WorkerStalled, errors.Interrupted),
 )
 """Errors of the routes that the proxy serves."""
-_SUMMARIES = {Endpoint.CHAT: "Answer a chat", Endpoint.COMPLETIONS: "Continue a text"}
+_MESSAGES = "messages"
+_SUMMARIES = {
+    Endpoint.CHAT.value: "Answer a chat",
+    Endpoint.COMPLETIONS.value: "Continue a text",
+    _MESSAGES: "Answer a chat in Anthropic's format",
+}
 
 
 class OpenApiDocument:
@@ -158,7 +163,7 @@ def _write(app: FastAPI, *, proxied: bool) -> bytes:
     schemas |= _schemas()
     if proxied:
         relayed = {
-            path: {"post": _proxy_operation(wire_format.endpoint)}
+            path: {"post": _proxy_operation(wire_format)}
             for path, wire_format in WIRE_FORMATS.items()
         }
         document["paths"] = relayed | document["paths"]
@@ -189,10 +194,15 @@ def _remove_validation_error(operation: dict[str, Any]) -> None:
         del operation["responses"]["422"]
 
 
-def _proxy_operation(endpoint: Endpoint) -> Mapping[str, Any]:
+def _proxy_operation(wire_format: WireFormat) -> Mapping[str, Any]:
     """Describe a route of the proxy, which FastAPI does not serve."""
-    whole = {"type": "object", "required": ["choices"]}
-    answers = success(whole, "text/event-stream") | failures(*_PROXY_ERRORS)
+    name = _MESSAGES if wire_format is MESSAGES else wire_format.endpoint.value
+    whole = {"type": "object", "required": ["content" if name == _MESSAGES else "choices"]}
+    failed = failures(*_PROXY_ERRORS)
+    if name == _MESSAGES:
+        for answer in failed.values():
+            answer["content"] = {JSON: {"schema": ref("MessagesError")}}
+    answers = success(whole, "text/event-stream") | failed
     priority = {
         "name": PRIORITY_HEADER,
         "in": "header",
@@ -200,11 +210,11 @@ def _proxy_operation(endpoint: Endpoint) -> Mapping[str, Any]:
         "schema": {"type": "string", "enum": list(Priority)},
     }
     return {
-        "summary": _SUMMARIES[endpoint],
-        "operationId": f"generate_{endpoint}",
+        "summary": _SUMMARIES[name],
+        "operationId": f"generate_{name}",
         "security": [{DATA_KEY: []}],
         "parameters": [priority],
-        **takes(ref(endpoint)),
+        **takes(ref(name)),
         "responses": {str(status): answer for status, answer in answers.items()},
     }
 
@@ -218,6 +228,8 @@ def _schemas() -> dict[str, Any]:
         **parts,
         **terms.pop("$defs", {}),
         **{endpoint.value: request_schema(endpoint) for endpoint in Endpoint},
+        _MESSAGES: messages.SCHEMA,
+        "MessagesError": messages.ERROR_SCHEMA,
         "PolicyDocument": policy,
         "KeyTerms": terms,
         "Error": ERROR_SCHEMA,

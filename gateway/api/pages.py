@@ -98,7 +98,9 @@ def page_router(gateway: Gateway, *pages: Page) -> APIRouter:
     router = APIRouter()
 
     def add(path: str, serve: _Serve) -> None:
-        router.add_api_route(path, serve, methods=["GET"], include_in_schema=False)
+        # Claude Code asks for the head of the start page before anything else.
+        methods = ["GET", "HEAD"] if path == "/" else ["GET"]
+        router.add_api_route(path, serve, methods=methods, include_in_schema=False)
 
     paths = [page.path for page in pages]
     for page in pages:

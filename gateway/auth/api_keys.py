@@ -88,9 +88,9 @@ class ApiKeys:
         """Whether the data plane requires a key. Once there was a key it stays True: lost state or
         revoked keys must not open the data plane. True also before the keys are read."""
 
-    def authenticate(self, authorization: bytes | None) -> ApiKey:
-        """Return the key of an `Authorization` header; raise `KeyRefused`."""
-        secret = bearer_token(authorization)
+    def authenticate(self, authorization: bytes | None, bare: bytes | None = None) -> ApiKey:
+        """Return the key of an `Authorization` header, or else a bare one; raise `KeyRefused`."""
+        secret = bearer_token(authorization) or bare
         api_key = None if secret is None else self._by_digest.get(digest_of(secret))
         if api_key is None:
             raise KeyRefused

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from gateway.errors import GatewayError
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Header, Inspected
+from gateway.types import Header, Headers, Inspected
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 
@@ -54,6 +54,9 @@ class WireFormat(Protocol):
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> StreamEncoder:
         """Return the encoder of a stream, which puts headers that its head lacks into its end."""
+
+    def response_headers(self, request_id: str) -> Headers:
+        """Return headers of every response, errors too, that other formats lack."""
 
     def error_body(self, error: GatewayError) -> bytes:
         """Return the body of an error response."""

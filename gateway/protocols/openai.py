@@ -11,7 +11,7 @@ from gateway import errors
 from gateway.protocols.base import WORKER_PATHS
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Header, Inspected
+from gateway.types import Header, Headers, Inspected
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
 from policies.request.compatibility import NEUTRAL
@@ -43,7 +43,12 @@ class OpenAIFormat:
 
     def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
         """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
-        body = parse(raw)
+        return self.inspect_body(parse(raw), policy, fleet)
+
+    def inspect_body(
+        self, body: Mapping[str, Any], policy: PolicyDocument, fleet: FleetView
+    ) -> Inspected:
+        """Inspect a parsed body; raise a `RequestRefused`."""
         requested = body.get("model")
         served = fleet.served_models
         model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
@@ -79,6 +84,10 @@ class OpenAIFormat:
             running_usage=request.profile.running_usage,
             late_headers=late_headers,
         )
+
+    def response_headers(self, request_id: str) -> Headers:  # noqa: ARG002
+        """Return no headers beside those of every response."""
+        return []
 
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""

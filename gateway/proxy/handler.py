@@ -63,6 +63,8 @@ class ProxyHandler:
         """Respond to one request, however it ends, and account for it once."""
         gateway = self._gateway
         writer = response_writer(scope)
+        if headers := wire_format.response_headers(writer.request_id):
+            writer.add_headers(headers)
         context = RequestContext(
             request_id=writer.request_id,
             wire_format=wire_format,
@@ -114,7 +116,9 @@ class ProxyHandler:
         if scope["method"] != "POST":
             raise errors.MethodRefused("POST")
         if gateway.api_keys.required:
-            api_key = gateway.api_keys.authenticate(header(scope, b"authorization"))
+            api_key = gateway.api_keys.authenticate(
+                header(scope, b"authorization"), header(scope, b"x-api-key")
+            )
             context.api_key, context.caller = api_key, api_key.caller
             cancel_scope.key_id = api_key.caller.key
         elif comes_from_foreign_page(scope["headers"], settings.allowed_origins):

@@ -29,7 +29,7 @@ BOTH_PORTS = (
 )
 """Each port describes its own routes."""
 ADMIN_PAGE = page_routes("admin") | (BOTH_PORTS - {OPENAPI_ROUTE})
-PAGE = ADMIN_PAGE.union(*map(page_routes, FOLDERS))
+PAGE = ADMIN_PAGE.union(*map(page_routes, FOLDERS), {("HEAD", "/")})
 """Pages for people; they show no data without a key."""
 PUBLIC = PROBES | PAGE | {OPENAPI_ROUTE}
 

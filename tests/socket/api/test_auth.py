@@ -24,6 +24,8 @@ WORKER = "/admin/v1/workers/fake-a"
 DATA_PLANE = (
     ("POST", "/v1/chat/completions", 200),
     ("POST", "/v1/completions", 400),
+    ("POST", "/v1/messages", 400),
+    ("POST", "/v1/messages/count_tokens", 400),
     ("POST", "/v1/route/explain", 200),
     ("GET", "/v1/models", 200),
     ("GET", "/v1/models/demo", 200),
@@ -119,7 +121,11 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(
                             }
                             assert response.headers["allow"] == ", ".join(sorted(methods))
                         if response.status_code == 401:
-                            assert response.json()["error"]["code"] == "invalid_api_key"
+                            error = response.json()["error"]
+                            assert error.get("code", error["type"]) in (
+                                "invalid_api_key",
+                                "authentication_error",  # in Anthropic's shape
+                            )
                             assert response.headers["www-authenticate"] == "Bearer"
 
 

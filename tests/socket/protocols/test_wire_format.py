@@ -13,7 +13,7 @@ from gateway.errors import GatewayError
 from gateway.protocols import CHAT, WIRE_FORMATS, StreamEncoder
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Header, Inspected
+from gateway.types import Header, Headers, Inspected
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 from tests.support.running_gateway import RunningGateway, wait_until
@@ -68,6 +68,9 @@ class PoemFormat:
     ) -> StreamEncoder:
         return PoemEncoder()
 
+    def response_headers(self, request_id: str) -> Headers:
+        return [(b"poem-id", request_id.encode())]
+
     def error_body(self, error: GatewayError) -> bytes:
         return json.dumps({"failed": error.code}).encode()
 
@@ -105,6 +108,7 @@ def test_a_response_is_encoded(gateway_with_worker: RunningGateway) -> None:
     response = gateway_with_worker.client.post(PATH, json={"theme": "tea"})
     assert response.json() == {"poem": "one two three"}
     assert response.headers["x-paceline-worker"] == "fake-a"
+    assert response.headers["poem-id"] == response.headers["x-request-id"]
 
 
 def test_a_broken_stream_ends_with_the_error_event_of_the_format(

@@ -1,0 +1,55 @@
+"""`POST /v1/messages/count_tokens`: the tokens of a prompt in Anthropic's shape, estimated."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from gateway.api.auth import CurrentGateway, CurrentKey, data_router
+from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
+from gateway.errors import ModelUnknown, Overloaded
+from gateway.http.downstream import read_small_body
+from gateway.protocols.messages import MESSAGES
+from gateway.proxy.billing import estimate
+from gateway.proxy.load_shedding import Load
+
+ESTIMATE_HEADER = "x-paceline-estimate"
+
+
+class TokenCount(TypedDict):
+    """The tokens of a prompt."""
+
+    input_tokens: int
+
+
+def token_counts(load: Load) -> APIRouter:
+    """Return the route, which is bounded as the requests of the data plane."""
+    router = data_router()
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, Overloaded),
+        openapi_extra=takes(ref("messages")),
+    )
+    async def count(
+        request: Request, response: Response, gateway: CurrentGateway, api_key: CurrentKey
+    ) -> TokenCount:
+        """Estimate the tokens of a message's prompt, rather too many than too few."""
+        settings = gateway.settings
+        with load.counted() as hold:
+            raw = await read_small_body(
+                request.scope,
+                request.receive,
+                limit_bytes=settings.body_limit_bytes,
+                timeout_s=settings.body_timeout_s,
+                hold=hold,
+            )
+            policy = gateway.policy_store.current
+            inspected = MESSAGES.inspect(raw, policy, gateway.fleet.view())
+            api_key.check_model(inspected)
+            response.headers[ESTIMATE_HEADER] = "true"
+            return {"input_tokens": estimate(inspected.profile._replace(max_tokens=0))}
+
+    return router

@@ -1,0 +1,530 @@
+"""Anthropic's Messages: a request becomes a chat, and the answer of the chat a message.
+
+https://docs.anthropic.com/en/api/messages. What a field changes for Anthropic's own service alone,
+such as `cache_control`, is accepted and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from gateway import errors
+from gateway.protocols.openai import CHAT, parse
+from gateway.routing.select import RoutingRequest
+from gateway.routing.view import FleetView
+from gateway.types import Header, Headers, Inspected
+from policies.document import PolicyDocument
+from policies.request.fields import FieldError
+from policies.request.profile import REASONING_EFFORTS, Endpoint
+
+Json = dict[str, Any]
+
+_SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_IGNORED_FIELDS = frozenset(
+    "metadata service_tier container inference_geo speed context_management cache_control".split()
+)
+"""They choose among Anthropic's services, or clear what its context holds."""
+_FIELDS = _IGNORED_FIELDS.union(
+    _SAME_FIELDS,
+    "messages system tools tool_choice stop_sequences thinking output_config output_format "
+    "mcp_servers".split(),
+)
+# Claude Code writes a digest of each request there, so that no two prompts would begin alike.
+_BILLING_MARK = "x-anthropic-billing-header"
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
+_BETWEEN_TEXTS = "\n\n"
+
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["model", "messages"],
+    "additionalProperties": False,
+    "properties": {
+        **{name: {} for name in sorted(_FIELDS)},
+        "model": {"type": "string", "minLength": 1},
+        "max_tokens": {"type": ["integer", "null"], "minimum": 1},
+        "stream": {"type": ["boolean", "null"]},
+        "system": {"type": ["string", "array", "null"]},
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["user", "assistant", "system"]},
+                    "content": {"type": ["string", "array"]},
+                },
+            },
+        },
+    },
+}
+"""The JSON Schema of a body; `to_chat` checks what it leaves open."""
+ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "description": "Anthropic's shape.",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
+class MessagesFormat:
+    """`POST /v1/messages`, which any worker serves that serves chats."""
+
+    path = "/v1/messages"
+    endpoint = Endpoint.CHAT
+
+    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+        """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
+        body = parse(raw)
+        try:
+            chat = to_chat(body)
+        except FieldError as error:
+            raise errors.FieldInvalid(error.message, param=error.param) from None
+        inspected = CHAT.inspect_body(chat, policy, fleet)
+        ignored = tuple(name for name in body if name in _IGNORED_FIELDS)
+        return inspected._replace(profile=inspected.profile._replace(ignored=ignored))
+
+    def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
+        """Return the message of a whole answer."""
+        choice = answer["choices"][0]
+        content = [*_content_of(choice.get("message") or {})]
+        return to_json(
+            _message_of(answer, content)
+            | {"stop_reason": _stop_reason(choice), "usage": _usage_of(answer)}
+        )
+
+    def encoder(
+        self,
+        request: RoutingRequest,  # noqa: ARG002
+        late_headers: Sequence[Header] = (),  # noqa: ARG002 - a comment has them
+    ) -> MessageEncoder:
+        """Return the encoder of a stream."""
+        return MessageEncoder()
+
+    def response_headers(self, request_id: str) -> Headers:
+        """Return the request id under Anthropic's name."""
+        return [(b"request-id", request_id.encode())]
+
+    def error_body(self, error: errors.GatewayError) -> bytes:
+        """Return the body of an error response in Anthropic's shape."""
+        kind = _ERROR_TYPES.get(error.status)
+        if kind is None:
+            kind = "invalid_request_error" if error.status < 500 else "api_error"
+        message = error.message
+        if overflow := _OVERFLOW.search(message):
+            # In the words by which Claude Code knows that it must shorten a conversation.
+            limit, tokens = overflow.groups()
+            message = f"prompt is too long: {tokens} tokens > {limit} maximum"
+        return to_json({"type": "error", "error": {"type": kind, "message": message}})
+
+    def error_event(self, error: errors.GatewayError) -> bytes:
+        """Return the last event of a stream that an error ends."""
+        return b"event: error\ndata: " + self.error_body(error) + b"\n\n"
+
+
+def to_chat(body: Mapping[str, Any]) -> Json:
+    """Translate a request into one for `/v1/chat/completions`; raise `FieldError`."""
+    for name in body:
+        if name not in _FIELDS:
+            raise FieldError(name[:100], f"{name[:100]}: Extra inputs are not permitted.")
+    if body.get("mcp_servers"):
+        raise FieldError("mcp_servers", "mcp_servers: This gateway calls no MCP servers.")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise FieldError("messages", "messages: A non-empty list is required.")
+    chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
+    chat["messages"] = [*_system_of(body.get("system"))]
+    for index, message in enumerate(messages):
+        chat["messages"] += _messages_of(message, f"messages.{index}")
+    if body.get("stop_sequences"):
+        chat["stop"] = body["stop_sequences"]
+    return chat | _tools_of(body) | _reasoning_of(body) | _form_of(body)
+
+
+def _system_of(system: Any) -> Iterator[Json]:
+    if system is None:
+        return
+    texts = [system] if isinstance(system, str) else _texts_of(system, "system")
+    text = _BETWEEN_TEXTS.join(text for text in texts if not text.startswith(_BILLING_MARK))
+    if text:
+        yield {"role": "system", "content": text}
+
+
+def _texts_of(blocks: Any, where: str) -> list[str]:
+    texts = []
+    for at, block in _blocks_of(blocks, where):
+        if block["type"] != "text" or not isinstance(block.get("text"), str):
+            raise FieldError(at, f"{at}: A text block is required.")
+        texts.append(block["text"])
+    return texts
+
+
+def _blocks_of(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each block with its place."""
+    if not isinstance(content, list):
+        raise FieldError(where, f"{where}: A string or a list of blocks is required.")
+    for index, block in enumerate(content):
+        at = f"{where}.{index}"
+        if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+            raise FieldError(at, f"{at}: A block with a type is required.")
+        yield at, block
+
+
+def _messages_of(message: Any, where: str) -> Iterator[Json]:
+    """Yield the chat messages of one message: each result of a tool is one of its own."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ("user", "assistant", "system"):
+        raise FieldError(f"{where}.role", f"{where}.role: It must be user, assistant or system.")
+    content = message.get("content")
+    if isinstance(content, str):
+        if content or role != "assistant":
+            # A system message in the middle stays at its place: moved to the front, it would
+            # change the beginning of the prompt, which is read already.
+            yield {"role": "assistant" if role == "assistant" else "user", "content": content}
+    elif role == "assistant":
+        yield from _assistant_message(content, f"{where}.content")
+    else:
+        yield from _user_messages(content, f"{where}.content")
+
+
+def _assistant_message(content: Any, where: str) -> Iterator[Json]:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Json] = []
+    for at, block in _blocks_of(content, where):
+        match block["type"]:
+            case "text":
+                texts.append(_text(block, "text", at))
+            case "tool_use":
+                function = {
+                    "name": _text(block, "name", at),
+                    "arguments": to_json(block.get("input") or {}).decode(),
+                }
+                calls.append(
+                    {"id": _text(block, "id", at), "type": "function", "function": function}
+                )
+            case "thinking":
+                text = _text(block, "thinking", at)
+                # Another model's reasoning is none of this one's.
+                if block.get("signature") == _signature(text):
+                    reasoning.append(text)
+            case "redacted_thinking" | "server_tool_use" | "web_search_tool_result":
+                pass  # of Anthropic's own service
+            case _:
+                raise _unsupported(block, at)
+    message: Json = {"role": "assistant", "content": "".join(texts) or None}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    if texts or calls:
+        yield message
+
+
+def _user_messages(content: Any, where: str) -> Iterator[Json]:
+    parts: list[Json] = []
+    for at, block in _blocks_of(content, where):
+        if block["type"] != "tool_result":
+            parts.append(_part_of(block, at))
+            continue
+        texts: list[str] = []
+        given = block.get("content") or ""
+        if isinstance(given, str):
+            texts.append(given)
+        else:
+            for inner_at, inner in _blocks_of(given, f"{at}.content"):
+                part = _part_of(inner, inner_at)
+                # Templates take pictures from users alone.
+                (texts.append(part["text"]) if part["type"] == "text" else parts.append(part))
+        text = _BETWEEN_TEXTS.join(texts)
+        if block.get("is_error"):
+            text = f"Error: {text}"
+        yield {"role": "tool", "tool_call_id": _text(block, "tool_use_id", at), "content": text}
+    if parts and all(part["type"] == "text" for part in parts):
+        yield {"role": "user", "content": _BETWEEN_TEXTS.join(part["text"] for part in parts)}
+    elif parts:
+        yield {"role": "user", "content": parts}
+
+
+def _part_of(block: Mapping[str, Any], at: str) -> Json:
+    source = block.get("source")
+    source = source if isinstance(source, Mapping) else {}
+    match block["type"], source.get("type"):
+        case "text", _:
+            return {"type": "text", "text": _text(block, "text", at)}
+        case "image", "base64":
+            kind = _text(source, "media_type", f"{at}.source")
+            data = _text(source, "data", f"{at}.source")
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case "image", "url":
+            url = _text(source, "url", f"{at}.source")
+            return {"type": "image_url", "image_url": {"url": url}}
+        case "document", "text":
+            return {"type": "text", "text": _text(source, "data", f"{at}.source")}
+        case _:
+            raise _unsupported(block, at)
+
+
+def _text(block: Mapping[str, Any], name: str, at: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise FieldError(f"{at}.{name}", f"{at}.{name}: A string is required.")
+    return value
+
+
+def _unsupported(block: Mapping[str, Any], at: str) -> FieldError:
+    return FieldError(
+        f"{at}.type", f"{at}.type: This gateway does not support '{block['type'][:100]}'."
+    )
+
+
+def _tools_of(body: Mapping[str, Any]) -> Json:
+    tools = body.get("tools") or []
+    functions = []
+    for at, tool in _named(tools):
+        if tool.get("type") not in (None, "custom"):
+            raise FieldError(
+                f"{at}.type",
+                f"{at}.type: '{str(tool['type'])[:100]}' runs on Anthropic's servers alone.",
+            )
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
+        function |= {name: tool[name] for name in ("description", "strict") if name in tool}
+        functions.append({"type": "function", "function": function})
+    chosen: Json = {"tools": functions} if functions else {}
+    choice = body.get("tool_choice")
+    if choice is None:
+        return chosen
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "tool":
+        chosen["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind in _TOOL_CHOICES:
+        chosen["tool_choice"] = _TOOL_CHOICES[kind]
+    else:
+        raise FieldError(
+            "tool_choice.type", "tool_choice.type: It must be auto, any, tool or none."
+        )
+    if choice.get("disable_parallel_tool_use"):
+        chosen["parallel_tool_calls"] = False
+    return chosen
+
+
+def _named(tools: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not isinstance(tools, list):
+        raise FieldError("tools", "tools: A list is required.")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
+            raise FieldError(f"tools.{index}", f"tools.{index}: A tool with a name is required.")
+        yield f"tools.{index}", tool
+
+
+def _reasoning_of(body: Mapping[str, Any]) -> Json:
+    """Translate `thinking` and the effort; without either, a model that may reason does not."""
+    effort = _object(body, "output_config").get("effort")
+    if effort is not None and effort not in REASONING_EFFORTS:
+        raise FieldError(
+            "output_config.effort", f"output_config.effort: It must be one of {REASONING_EFFORTS}."
+        )
+    thinking = _object(body, "thinking")
+    hidden: Json = {"include_reasoning": False} if thinking.get("display") == "omitted" else {}
+    match thinking.get("type"):
+        case None:
+            return {"reasoning_effort": effort} if effort else {}
+        case "disabled":
+            return {"reasoning_effort": "none"}
+        case "adaptive":
+            return {"reasoning_effort": effort or "high", **hidden}
+        case "enabled":
+            budget = thinking.get("budget_tokens")
+            return {"reasoning_effort": effort or "high", "thinking_budget": budget, **hidden}
+    raise FieldError("thinking.type", "thinking.type: It must be enabled, adaptive or disabled.")
+
+
+def _form_of(body: Mapping[str, Any]) -> Json:
+    form = _object(body, "output_config").get("format") or body.get("output_format")
+    if form is None:
+        return {}
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        raise FieldError(
+            "output_config.format", "output_config.format: Its type must be json_schema."
+        )
+    schema = {"name": "answer", "strict": True, "schema": form.get("schema")}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise FieldError(name, f"{name}: An object is required.")
+    return value
+
+
+def _message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
+    return {
+        "id": "msg_" + str(answer.get("id", "")).removeprefix("chatcmpl-"),
+        "type": "message",
+        "role": "assistant",
+        "model": answer.get("model"),
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage_of(answer),
+    }
+
+
+def _content_of(message: Mapping[str, Any]) -> Iterator[Json]:
+    if reasoning := _reasoning_in(message):
+        yield {"type": "thinking", "thinking": reasoning, "signature": _signature(reasoning)}
+    if text := message.get("content"):
+        yield {"type": "text", "text": text}
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        try:
+            given = from_json(function.get("arguments") or "{}")
+        except ValueError:
+            given = None
+        if not isinstance(given, dict):
+            given = {"arguments": function.get("arguments")}
+        yield {
+            "type": "tool_use",
+            "id": call.get("id"),
+            "name": function.get("name"),
+            "input": given,
+        }
+
+
+def _reasoning_in(message: Mapping[str, Any]) -> str:
+    return message.get("reasoning_content") or message.get("reasoning") or ""
+
+
+def _signature(reasoning: str) -> str:
+    """Return the mark by which reasoning that comes back is known as ours and unchanged."""
+    digest = blake2b(reasoning.encode(), digest_size=24, person=b"paceline-thought")
+    return digest.hexdigest()
+
+
+def _stop_reason(choice: Mapping[str, Any]) -> str:
+    return _STOP_REASONS.get(choice.get("finish_reason") or "", "end_turn")
+
+
+def _usage_of(answer: Mapping[str, Any]) -> Json:
+    """Return the usage; Anthropic counts tokens from a cache apart."""
+    usage = answer.get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return {
+        "input_tokens": max((usage.get("prompt_tokens") or 0) - cached, 0),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.get("completion_tokens") or 0,
+    }
+
+
+class MessageEncoder:
+    """Encodes the chunks of a chat as the events of a message, in Anthropic's order."""
+
+    passthrough = False
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._blocks = 0
+        self._open = ""
+        """The type of the open block."""
+        self._reasoning: list[str] = []
+        self._stop_reason = "end_turn"
+        self._usage: Json = {}
+
+    def event(self, event: bytes, frame: Json) -> bytes:  # noqa: ARG002
+        """Return the events of one chunk."""
+        if frame.get("usage"):
+            self._usage = _usage_of(frame)
+        choices = frame.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else {}
+        delta = choice.get("delta") or {}
+        written = b"".join(self._write(delta))
+        if choice.get("finish_reason"):
+            self._stop_reason = _stop_reason(choice)
+        # The first chunk has the role alone, and the next one the usage of the prompt.
+        if self._begun or not (written or frame.get("usage") or choice.get("finish_reason")):
+            return written
+        self._begun = True
+        start = {"type": "message_start", "message": _message_of(frame, [])}
+        return _event(start) + written
+
+    def done(self) -> bytes:
+        """Return the events that end a message."""
+        delta = {"stop_reason": self._stop_reason, "stop_sequence": None}
+        end = {"type": "message_delta", "delta": delta, "usage": self._usage or _usage_of({})}
+        return b"".join((*self._close(), _event(end), _event({"type": "message_stop"})))
+
+    def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
+        if reasoning := _reasoning_in(delta):
+            yield from self._continue("thinking", {"thinking": "", "signature": ""})
+            self._reasoning.append(reasoning)
+            yield self._delta({"type": "thinking_delta", "thinking": reasoning})
+        if text := delta.get("content"):
+            yield from self._continue("text", {"text": ""})
+            yield self._delta({"type": "text_delta", "text": text})
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            if function.get("name"):
+                yield from self._close()
+                block = {"id": call.get("id"), "name": function["name"], "input": {}}
+                yield from self._continue("tool_use", block)
+            if arguments := function.get("arguments"):
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def _continue(self, kind: str, block: Json) -> Iterator[bytes]:
+        """Open a block, unless one of this type is open."""
+        if self._open == kind:
+            return
+        yield from self._close()
+        self._open = kind
+        start = {"index": self._blocks, "content_block": {"type": kind, **block}}
+        yield _event({"type": "content_block_start", **start})
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+
+    def _close(self) -> Iterator[bytes]:
+        """Close the open block, if there is one."""
+        if not self._open:
+            return
+        if self._open == "thinking":
+            signature = _signature("".join(self._reasoning))
+            yield self._delta({"type": "signature_delta", "signature": signature})
+            self._reasoning.clear()
+        yield _event({"type": "content_block_stop", "index": self._blocks})
+        self._open = ""
+        self._blocks += 1
+
+
+def _event(fields: Json) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), to_json(fields))
+
+
+MESSAGES = MessagesFormat()

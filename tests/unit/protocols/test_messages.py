@@ -1,0 +1,277 @@
+"""Anthropic's Messages as chats, and the answers of chats as messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import GatewayError, RefusedByWorker
+from gateway.protocols.messages import MESSAGES, MessageEncoder, to_chat
+from policies.request.fields import FieldError
+
+CALL = {"type": "tool_use", "id": "call00001", "name": "look", "input": {"at": "a"}}
+USAGE = {
+    "prompt_tokens": 10,
+    "completion_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+COUNTS = {
+    "input_tokens": 6,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 4,
+    "output_tokens": 3,
+}
+
+
+def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return to_chat({"model": "m", "max_tokens": 5, "messages": list(messages), **fields})
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def chunk(delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": fields.pop("finish_reason", None)}
+    return {"id": "chatcmpl-1", "model": "m", "choices": [choice], **fields}
+
+
+def events(*frames: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of a stream; each has its type as the name too."""
+    encoder = MessageEncoder()
+    stream = b"".join(encoder.event(b"", frame) for frame in frames) + encoder.done()
+    found = []
+    for event in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def test_a_plain_request_is_a_chat() -> None:
+    assert chat(user("Hi"), system="Be brief.", stop_sequences=["x"], temperature=0) == {
+        "model": "m",
+        "max_tokens": 5,
+        "temperature": 0,
+        "stop": ["x"],
+        "messages": [{"role": "system", "content": "Be brief."}, user("Hi")],
+    }
+
+
+def test_a_text_that_changes_with_each_request_is_left_out_of_the_system_prompt() -> None:
+    blocks = [
+        {"type": "text", "text": "x-anthropic-billing-header: cch=1a2b"},
+        {"type": "text", "text": "You are Claude.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Be brief."},
+    ]
+    system = chat(user("Hi"), system=blocks)["messages"][0]
+    assert system == {"role": "system", "content": "You are Claude.\n\nBe brief."}
+
+
+def test_a_system_message_in_the_middle_keeps_its_place() -> None:
+    given = [user("Hi"), {"role": "system", "content": "Now in French."}]
+    assert chat(*given)["messages"] == [user("Hi"), user("Now in French.")]
+
+
+def test_calls_and_results_become_messages_of_a_chat_in_their_order() -> None:
+    picture = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    results = [
+        {"type": "tool_result", "tool_use_id": "call00001", "content": "one"},
+        {
+            "type": "tool_result",
+            "tool_use_id": "call00002",
+            "is_error": True,
+            "content": [{"type": "text", "text": "two"}, {"type": "image", "source": picture}],
+        },
+        {"type": "text", "text": "Go on."},
+    ]
+    function = {"name": "look", "arguments": '{"at":"a"}'}
+    assert chat(
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALL]},
+        user(results),
+    )["messages"] == [
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": "call00001", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "call00001", "content": "one"},
+        {"role": "tool", "tool_call_id": "call00002", "content": "Error: two"},
+        user(
+            [
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+                {"type": "text", "text": "Go on."},
+            ]
+        ),
+    ]
+
+
+def test_tools_and_the_choice_among_them() -> None:
+    tool = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
+    function = {"name": "look", "description": "d", "parameters": {"type": "object"}}
+    sent = chat(
+        user("Hi"), tools=[tool], tool_choice={"type": "any", "disable_parallel_tool_use": True}
+    )
+    assert sent["tools"] == [{"type": "function", "function": function}]
+    assert (sent["tool_choice"], sent["parallel_tool_calls"]) == ("required", False)
+    named = chat(user("Hi"), tools=[tool], tool_choice={"type": "tool", "name": "look"})
+    assert named["tool_choice"] == {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        ({"thinking": {"type": "adaptive"}}, {"reasoning_effort": "high"}),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            {"reasoning_effort": "high", "thinking_budget": 9},
+        ),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        (
+            {"thinking": {"type": "adaptive", "display": "omitted"}},
+            {"reasoning_effort": "high", "include_reasoning": False},
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "null"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "strict": True, "schema": {"type": "null"}},
+                }
+            },
+        ),
+    ],
+)
+def test_reasoning_and_form(fields: dict[str, Any], sent: dict[str, Any]) -> None:
+    plain = chat(user("Hi"))
+    assert chat(user("Hi"), **fields) == plain | sent
+
+
+def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() -> None:
+    answer = {
+        "choices": [
+            {
+                "message": {"reasoning_content": "Hm.", "content": "Yes."},
+                "finish_reason": "stop",
+            }
+        ]
+    }
+    request: Any = None
+    thinking, text = json.loads(MESSAGES.encode(request, answer, b""))["content"]
+    ours = chat(user("?"), {"role": "assistant", "content": [thinking, text]})["messages"][1]
+    assert ours["reasoning_content"] == "Hm."
+    changed = thinking | {"thinking": "Hm!"}
+    assert (
+        "reasoning_content"
+        not in chat(user("?"), {"role": "assistant", "content": [changed, text]})["messages"][1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": ["x"]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [user(7)]}, "messages.0.content"),
+        ({"messages": [user([{"type": "text"}])]}, "messages.0.content.0.text"),
+        ({"messages": [user([{"type": "video"}])]}, "messages.0.content.0.type"),
+        ({"system": [{"type": "image"}]}, "system.0"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{}]}, "tools.0"),
+        ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_an_invalid_field_is_named_as_anthropic_names_it(
+    fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(FieldError) as invalid:
+        to_chat({"model": "m", "messages": [user("Hi")], **fields})
+    assert invalid.value.param == param
+    assert invalid.value.message.startswith(f"{param}: ")
+
+
+def test_an_answer_is_a_message() -> None:
+    call = {"id": "call00001", "function": {"name": "look", "arguments": '{"at": "a"}'}}
+    answer = {
+        "id": "chatcmpl-1",
+        "model": "m",
+        "choices": [
+            {
+                "message": {"content": "I look.", "tool_calls": [call]},
+                "finish_reason": "tool_calls",
+            }
+        ],
+        "usage": USAGE,
+    }
+    request: Any = None
+    assert json.loads(MESSAGES.encode(request, answer, b"")) == {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [{"type": "text", "text": "I look."}, CALL],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": COUNTS,
+    }
+
+
+def test_the_events_of_a_stream_come_in_anthropics_order() -> None:
+    def call(**function: Any) -> dict[str, Any]:
+        return {"tool_calls": [{"index": 0, "id": "call00001", "function": function}]}
+
+    found = events(
+        chunk({"role": "assistant", "content": ""}),
+        chunk({"reasoning_content": "Hm."}, usage=USAGE | {"completion_tokens": 1}),
+        chunk({"content": "I "}),
+        chunk({"content": "look."}),
+        chunk(call(name="look", arguments="")),
+        chunk(call(arguments='{"at": ')),
+        chunk(call(arguments='"a"}')),
+        chunk({}, finish_reason="tool_calls"),
+        {"id": "chatcmpl-1", "model": "m", "choices": [], "usage": USAGE},
+    )
+    kinds = [event["type"].removeprefix("content_block_") for event in found]
+    assert kinds == [
+        "message_start",
+        *("start", "delta", "delta", "stop"),
+        *("start", "delta", "delta", "stop"),
+        *("start", "delta", "delta", "stop"),
+        *("message_delta", "message_stop"),
+    ]
+    assert found[0]["message"]["usage"]["input_tokens"] == 6
+    blocks = [event["content_block"]["type"] for event in found if "content_block" in event]
+    assert blocks == ["thinking", "text", "tool_use"]
+    assert [event["index"] for event in found[1:-2]] == [0] * 4 + [1] * 4 + [2] * 4
+    pieces = [event["delta"].get("partial_json", "") for event in found[1:-2] if "delta" in event]
+    assert json.loads("".join(pieces)) == CALL["input"]
+    assert found[3]["delta"]["type"] == "signature_delta"
+    assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert found[-2]["usage"] == COUNTS
+
+
+def test_an_overflow_has_the_words_by_which_clients_shorten_a_conversation() -> None:
+    overflow = RefusedByWorker(
+        400,
+        "This model's maximum context length is 100 tokens. However, your messages resulted in "
+        "120 tokens. Please reduce the length of the messages.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+    assert json.loads(MESSAGES.error_body(overflow)) == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "message": "prompt is too long: 120 tokens > 100 maximum",
+        },
+    }
+    assert b'"api_error"' in MESSAGES.error_body(GatewayError())
