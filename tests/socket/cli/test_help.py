@@ -125,7 +125,10 @@ def test_the_shell_completes_commands_options_and_values() -> None:
         ("paceline sta", ["status"]),
         ("paceline keys re", ["revoke"]),
         ("paceline keys create --priority b", ["bulk"]),
-        ("paceline worker --prefix-cache-", ["--prefix-cache-dir", "--prefix-cache-bytes"]),
+        (
+            "paceline worker --prefix-cache-",
+            ["--prefix-cache-dir", "--prefix-cache-gb", "--prefix-cache-bytes"],
+        ),
     ):
         place = str(words.count(" "))
         completed = run(_PACELINE_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=place)
@@ -146,4 +149,5 @@ def test_each_setting_of_a_worker_has_one_flag_that_names_its_default() -> None:
         assert isinstance(option, click.Option)
         default = settings[name].default if name in settings else None
         if default and name != "lanes":
-            assert f"(default: {default}" in (option.help or ""), name
+            spelled = f"{default:g}" if isinstance(default, float) else default
+            assert f"(default: {spelled}" in (option.help or ""), name
