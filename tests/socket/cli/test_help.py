@@ -127,7 +127,7 @@ def test_the_shell_completes_commands_options_and_values() -> None:
         ("paceline keys create --priority b", ["bulk"]),
         (
             "paceline worker --prefix-cache-",
-            ["--prefix-cache-dir", "--prefix-cache-gb", "--prefix-cache-bytes"],
+            [f"--prefix-cache-{one}" for one in ("dir", "bytes", "gb")],
         ),
     ):
         place = str(words.count(" "))
