@@ -19,6 +19,10 @@ from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 
 
+class AnswerMalformed(ValueError):
+    """An engine's answer has values of other types than a format translates."""
+
+
 class StreamEncoder(Protocol):
     """Encodes one stream of events for a client."""
 
@@ -27,7 +31,10 @@ class StreamEncoder(Protocol):
         """Whether text events pass unchanged, so that they need not be parsed."""
 
     def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
-        """Return what the client gets for one event of the engine and its parsed frame."""
+        """Return what the client gets for one event of the engine and its parsed frame.
+
+        Raises `AnswerMalformed`.
+        """
 
     def done(self) -> bytes:
         """Return what the client gets at the end of a complete stream, for the engine's end."""
@@ -48,7 +55,10 @@ class WireFormat(Protocol):
         """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
-        """Return the client's body for a whole answer, which is `body` parsed."""
+        """Return the client's body for a whole answer, which is `body` parsed.
+
+        Raises `AnswerMalformed`.
+        """
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()

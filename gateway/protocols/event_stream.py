@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.protocols.base import StreamEncoder
+from gateway.protocols.base import AnswerMalformed, StreamEncoder
 from gateway.types import Drafts, Header, Usage
 from workers.protocol import MAX_DRAFT_TOKENS
 
@@ -142,7 +142,10 @@ class StreamScanner:
         if (drafts := read_drafts(frame)) is not None:
             state.drafts = drafts
         state.usage = read_usage(frame) or state.usage
-        return self._encoder.event(event, frame)
+        try:
+            return self._encoder.event(event, frame)
+        except AnswerMalformed:
+            return self._break("an event has no shape of a chat")
 
     def _break(self, why: str) -> bytes:
         self.state.broken = self.state.broken or why

@@ -14,10 +14,12 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway import errors
-from gateway.protocols.openai import CHAT, parse
+from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.event_stream import read_usage
+from gateway.protocols.openai import CHAT, encode_json, parse
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Header, Headers, Inspected
+from gateway.types import UNUSED, Header, Headers, Inspected
 from policies.document import PolicyDocument
 from policies.request.fields import FieldError
 from policies.request.profile import REASONING_EFFORTS, Endpoint
@@ -110,9 +112,9 @@ class MessagesFormat:
 
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
         """Return the message of a whole answer."""
-        choice = answer["choices"][0]
-        content = [*_content_of(choice.get("message") or {})]
-        return to_json(
+        choice = _first_choice(answer)
+        content = [*_content_of(_object_in(choice, "message"))]
+        return encode_json(
             _message_of(answer, content)
             | {"stop_reason": _stop_reason(choice), "usage": _usage_of(answer)}
         )
@@ -222,7 +224,7 @@ def _assistant_message(content: Any, where: str) -> Iterator[Json]:
             case "tool_use":
                 function = {
                     "name": _text(block, "name", at),
-                    "arguments": to_json(block.get("input") or {}).decode(),
+                    "arguments": encode_json(block.get("input") or {}).decode(),
                 }
                 calls.append(
                     {"id": _text(block, "id", at), "type": "function", "function": function}
@@ -321,7 +323,7 @@ def _tools_of(body: Mapping[str, Any]) -> Json:
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "tool":
         chosen["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _TOOL_CHOICES:
+    elif isinstance(kind, str) and kind in _TOOL_CHOICES:
         chosen["tool_choice"] = _TOOL_CHOICES[kind]
     else:
         raise FieldError(
@@ -384,12 +386,45 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
+def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = _objects_in(answer, "choices")
+    return choices[0] if choices else {}
+
+
+def _object_in(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object in a field of an engine's answer, empty if there is none."""
+    value = answer.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise AnswerMalformed(name)
+    return value
+
+
+def _objects_in(answer: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
+    values = answer.get(name)
+    if values is None:
+        return ()
+    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values):
+        raise AnswerMalformed(name)
+    return values
+
+
+def _text_in(answer: Mapping[str, Any], name: str) -> str:
+    value = answer.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise AnswerMalformed(name)
+    return value
+
+
 def _message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
     return {
-        "id": "msg_" + str(answer.get("id", "")).removeprefix("chatcmpl-"),
+        "id": "msg_" + _text_in(answer, "id").removeprefix("chatcmpl-"),
         "type": "message",
         "role": "assistant",
-        "model": answer.get("model"),
+        "model": _text_in(answer, "model"),
         "content": content,
         "stop_reason": None,
         "stop_sequence": None,
@@ -400,26 +435,27 @@ def _message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
 def _content_of(message: Mapping[str, Any]) -> Iterator[Json]:
     if reasoning := _reasoning_in(message):
         yield {"type": "thinking", "thinking": reasoning, "signature": _signature(reasoning)}
-    if text := message.get("content"):
+    if text := _text_in(message, "content"):
         yield {"type": "text", "text": text}
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
+    for call in _objects_in(message, "tool_calls"):
+        function = _object_in(call, "function")
+        arguments = _text_in(function, "arguments")
         try:
-            given = from_json(function.get("arguments") or "{}")
+            given = from_json(arguments or "{}", allow_inf_nan=False)
         except ValueError:
             given = None
         if not isinstance(given, dict):
-            given = {"arguments": function.get("arguments")}
+            given = {"arguments": arguments}
         yield {
             "type": "tool_use",
-            "id": call.get("id"),
-            "name": function.get("name"),
+            "id": _text_in(call, "id"),
+            "name": _text_in(function, "name"),
             "input": given,
         }
 
 
 def _reasoning_in(message: Mapping[str, Any]) -> str:
-    return message.get("reasoning_content") or message.get("reasoning") or ""
+    return _text_in(message, "reasoning_content") or _text_in(message, "reasoning")
 
 
 def _signature(reasoning: str) -> str:
@@ -429,18 +465,17 @@ def _signature(reasoning: str) -> str:
 
 
 def _stop_reason(choice: Mapping[str, Any]) -> str:
-    return _STOP_REASONS.get(choice.get("finish_reason") or "", "end_turn")
+    return _STOP_REASONS.get(_text_in(choice, "finish_reason"), "end_turn")
 
 
 def _usage_of(answer: Mapping[str, Any]) -> Json:
     """Return the usage; Anthropic counts tokens from a cache apart."""
-    usage = answer.get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    usage = read_usage(answer) or UNUSED
     return {
-        "input_tokens": max((usage.get("prompt_tokens") or 0) - cached, 0),
+        "input_tokens": max(usage.prompt_tokens - usage.cached_tokens, 0),
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage.get("completion_tokens") or 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
     }
 
 
@@ -462,10 +497,8 @@ class MessageEncoder:
         """Return the events of one chunk."""
         if frame.get("usage"):
             self._usage = _usage_of(frame)
-        choices = frame.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices else {}
-        delta = choice.get("delta") or {}
-        written = b"".join(self._write(delta))
+        choice = _first_choice(frame)
+        written = b"".join(self._write(_object_in(choice, "delta")))
         if choice.get("finish_reason"):
             self._stop_reason = _stop_reason(choice)
         # The first chunk has the role alone, and the next one the usage of the prompt.
@@ -486,16 +519,16 @@ class MessageEncoder:
             yield from self._continue("thinking", {"thinking": "", "signature": ""})
             self._reasoning.append(reasoning)
             yield self._delta({"type": "thinking_delta", "thinking": reasoning})
-        if text := delta.get("content"):
+        if text := _text_in(delta, "content"):
             yield from self._continue("text", {"text": ""})
             yield self._delta({"type": "text_delta", "text": text})
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            if function.get("name"):
+        for call in _objects_in(delta, "tool_calls"):
+            function = _object_in(call, "function")
+            if name := _text_in(function, "name"):
                 yield from self._close()
-                block = {"id": call.get("id"), "name": function["name"], "input": {}}
+                block = {"id": _text_in(call, "id"), "name": name, "input": {}}
                 yield from self._continue("tool_use", block)
-            if arguments := function.get("arguments"):
+            if arguments := _text_in(function, "arguments"):
                 yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def _continue(self, kind: str, block: Json) -> Iterator[bytes]:

@@ -71,7 +71,7 @@ class OpenAIFormat:
         if "metrics" not in answer or _includes_metrics(request, usage=True):
             return body
         del answer["metrics"]
-        return to_json(answer)
+        return encode_json(answer)
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
@@ -137,7 +137,7 @@ class OpenAIStreamEncoder:
             del frame["usage"]
         if drop_usage and self._include_usage:
             frame["usage"] = None
-        return b"data: " + to_json(frame) + b"\n\n"
+        return b"data: " + encode_json(frame) + b"\n\n"
 
     def done(self) -> bytes:
         """Return `[DONE]` as OpenAI writes it: some clients read no other spelling."""
@@ -171,6 +171,11 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise errors.BodyNotJson
     return body
+
+
+def encode_json(value: object) -> bytes:
+    """Return strict JSON: a number too large for a float reads as infinite, and becomes null."""
+    return to_json(value, inf_nan_mode="null")
 
 
 def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from gateway.fleet.worker import Lease
 from gateway.http import upstream
 from gateway.http.downstream import ResponseWriter
 from gateway.protocols import WORKER_PATHS
+from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.event_stream import (
     StreamScanner,
     comment_of,
@@ -265,7 +266,10 @@ class Forwarder:
         context.usage = read_usage(answer) or context.usage
         context.drafts = read_drafts(answer)
         assert context.routing_request is not None
-        encoded = context.wire_format.encode(context.routing_request, answer, body)
+        try:
+            encoded = context.wire_format.encode(context.routing_request, answer, body)
+        except AnswerMalformed as error:
+            raise errors.WorkerFailed from error
         await writer.whole(200, [*_JSON_HEADERS, *context.route_headers()], encoded)
 
     async def _relay_stream(

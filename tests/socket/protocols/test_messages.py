@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import DONE, ScriptedWorker, chunk
 
 VERSION = {"anthropic-version": "2023-06-01"}
 BODY: dict[str, Any] = {
@@ -104,3 +105,22 @@ def test_a_route_of_the_makers_that_is_not_served_is_no_404(
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "endpoint_not_served"
     assert gateway_with_worker.client.head("/").status_code == 200
+
+
+def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    client = gateway_with_worker.client
+    worker.script.events = (
+        chunk({"content": "one"}),
+        chunk({"content": 7}),
+        chunk({}, "stop"),
+        DONE,
+    )
+    with client.stream("POST", "/v1/messages", json={**BODY, "stream": True}) as response:
+        *_, name, event = response.read().decode().strip().splitlines()
+    assert (name, json.loads(event[6:])["error"]["type"]) == ("event: error", "api_error")
+    worker.script.body = json.dumps({"choices": [{"message": "one"}]}).encode()
+    whole = client.post("/v1/messages", json=BODY)
+    assert (whole.status_code, whole.json()["error"]["type"]) == (502, "api_error")
+    wait_for_outcomes(gateway_with_worker, failed=2)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from gateway.errors import GatewayError, RefusedByWorker
+from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.messages import MESSAGES, MessageEncoder, to_chat
 from policies.request.fields import FieldError
 
@@ -183,6 +185,7 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tools": [{}]}, "tools.0"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": []}}, "tool_choice.type"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
@@ -197,6 +200,55 @@ def test_an_invalid_field_is_named_as_anthropic_names_it(
         to_chat({"model": "m", "messages": [user("Hi")], **fields})
     assert invalid.value.param == param
     assert invalid.value.message.startswith(f"{param}: ")
+
+
+ODD: tuple[Any, ...] = (7, True, "x", [7], {"a": []}, [[]], [None], {"type": []}, 10**30, 1e999)
+
+
+def with_odd_values(value: Any) -> Iterator[Any]:
+    """Yield copies of a JSON value with one part replaced."""
+    yield from ODD
+    if not isinstance(value, dict | list):
+        return
+    names = list(value) if isinstance(value, dict) else range(len(value))
+    for name in names:
+        part = value[name]
+        for other in with_odd_values(part):
+            copy = value.copy()
+            copy[name] = other
+            yield copy
+
+
+def test_an_answer_of_another_shape_is_malformed() -> None:
+    call = {"index": 0, "id": "c", "function": {"name": "look", "arguments": '{"at": "a"}'}}
+    said = {"content": "Yes.", "reasoning_content": "Hm.", "reasoning": None, "tool_calls": [call]}
+    choice = {"message": said, "delta": said, "finish_reason": "stop"}
+    answer = {"id": "c", "model": "m", "choices": [choice], "usage": USAGE}
+    request: Any = None
+    malformed = 0
+    for odd in with_odd_values(answer):
+        encoder = MessageEncoder()
+        try:
+            if isinstance(odd, dict):
+                json.loads(MESSAGES.encode(request, odd, b""), parse_constant=pytest.fail)
+                stream = encoder.event(b"", odd) + encoder.done()
+                for line in stream.splitlines()[1::3]:
+                    json.loads(line.removeprefix(b"data: "), parse_constant=pytest.fail)
+        except AnswerMalformed:
+            malformed += 1
+    assert malformed > 80
+
+
+def test_arguments_of_a_call_that_are_no_strict_json_stay_text() -> None:
+    for arguments in ('{"a": NaN}', "[1]", '{"a":'):
+        call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+        answer = {"choices": [{"message": {"tool_calls": [call]}}]}
+        request: Any = None
+        (block,) = json.loads(MESSAGES.encode(request, answer, b""))["content"]
+        assert block["input"] == {"arguments": arguments}
+    call = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1e999}'}}
+    whole = MESSAGES.encode(request, {"choices": [{"message": {"tool_calls": [call]}}]}, b"")
+    assert json.loads(whole, parse_constant=pytest.fail)["content"][0]["input"] == {"a": None}
 
 
 def test_an_answer_is_a_message() -> None:
