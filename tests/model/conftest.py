@@ -6,7 +6,7 @@ Tests only send requests to the running processes; a test that breaks a process 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
 from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.prefill import Prefill
+from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
@@ -59,6 +61,8 @@ def make_lane(
         prefix_cache: PrefixCache | None = None,
         memory: MemoryEstimate | None = None,
         sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
+        siblings: Sequence[LaneScheduler] = (),
+        prefill_queue: PrefillQueue[Prefill] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         **parts: Any,
     ) -> LaneScheduler:
@@ -73,6 +77,8 @@ def make_lane(
             prefill_budget_s=60.0,
             memory=memory or UNLIMITED_MEMORY,
             sparse_prefill=sparse_prefill,
+            siblings=siblings,
+            prefill_queue=prefill_queue,
             clock=clock,
         )
 

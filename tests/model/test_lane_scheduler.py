@@ -7,7 +7,10 @@ import pytest
 from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from tests.support.reference_decoder import is_near_tie, reference_greedy
-from workers.engine.types import EngineStopped, Finished, FinishReason
+from workers.engine.prefill import Prefill
+from workers.engine.prefill_queue import PrefillQueue
+from workers.engine.scheduler import LaneScheduler
+from workers.engine.types import EngineStopped, Finished, FinishReason, LaneName
 
 QUESTIONS = [
     "Hello",
@@ -105,6 +108,58 @@ def test_a_long_prompt_delays_the_other_rows_by_one_chunk_at_a_time(make_lane, s
         before = len(early.row.answer)
         lane.step()
         assert early.end or len(early.row.answer) > before
+
+
+LONG = [20 + i % 700 for i in range(640)]
+
+
+@pytest.mark.parametrize("other_lane", [False, True])
+def test_a_short_prompt_overtakes_a_long_one_in_either_lane(
+    checkpoint, make_lane, submit, other_lane: bool
+) -> None:
+    queue: PrefillQueue[Prefill] = PrefillQueue()
+    lanes: list[LaneScheduler] = []
+    for name in LaneName:
+        lanes.append(make_lane(name, chunk_tokens=64, prefill_queue=queue, siblings=lanes))
+
+    def step() -> None:
+        for lane in lanes:
+            lane.step()
+
+    long = submit(lanes[0], LONG, max_tokens=24)
+    step()
+    short = submit(lanes[other_lane], "Hello", max_tokens=24)
+    cancelled = submit(lanes[0], LONG[1:], max_tokens=24)
+    step()
+    assert short.row.answer
+    assert not long.row.answer
+    for _ in range(2):
+        step()
+    cancelled.row.cancelled = True
+    while any(lane.busy for lane in lanes):
+        before = len(short.row.answer)
+        step()
+        assert short.end or len(short.row.answer) > before, "it decodes while others are read"
+
+    assert cancelled.end is None
+    for result in (long, short):
+        prompt, answer = result.row.prompt.tokens, result.row.answer
+        expected = reference_greedy(checkpoint, prompt, 24)
+        assert answer == expected or is_near_tie(checkpoint, prompt, answer, expected)
+
+
+def test_a_row_that_waits_for_the_prefix_of_another_holds_up_nobody(make_lane, submit) -> None:
+    lane = make_lane(chunk_tokens=64)
+    system = "The red fox sees the old tree. " * 60
+    first = submit(lane, "Hello", system=system)
+    lane.step()
+    second, other = submit(lane, "Who are you?", system=system), submit(lane, "Hello")
+    lane.step()
+    assert other.row.answer
+    assert first.row.answer == second.row.answer == []
+    run_until_idle(lane)
+
+    assert second.row.cached_tokens == second.row.prompt.prefix.tokens
 
 
 def test_a_cancelled_row_is_removed_after_one_step_without_effect_on_others(

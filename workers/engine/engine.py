@@ -17,6 +17,8 @@ from workers.engine.grammar import GrammarCompiler
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.model_folder import refusing
+from workers.engine.prefill import Prefill
+from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint
 from workers.engine.probes import probe_native_verify, probe_shared_rows
@@ -294,11 +296,16 @@ def load_engine(
         limit_bytes = memory.room_bytes // 4
     prefix_cache = PrefixCache(min(limit_bytes, memory.room_bytes // 2), files)
     lanes: list[LaneScheduler] = []
+    prefill_queue: PrefillQueue[Prefill] = PrefillQueue()
     for name in settings.lanes:
         # Without a head the text-mtp lane would promise the router a speculation that never comes.
         if name is not types.LaneName.TEXT_MTP or checkpoint.head is not None:
             lane = make_lane(
-                name, prefix_cache=prefix_cache, siblings=lanes, sparse_prefill=sparse_prefill
+                name,
+                prefix_cache=prefix_cache,
+                siblings=lanes,
+                sparse_prefill=sparse_prefill,
+                prefill_queue=prefill_queue,
             )
             lanes.append(lane)
     if not lanes:

@@ -59,6 +59,17 @@ class Prefill:
         return self.read_count == len(self.read_indices)
 
     @property
+    def remaining_tokens(self) -> int:
+        """Return how many tokens are still to be read."""
+        return len(self.read_indices) - self.read_count
+
+    @property
+    def next_tokens(self) -> int:
+        """Return how many tokens the next chunk may have: it ends at a boundary."""
+        end = self.boundaries[0] if self.boundaries else len(self.read_indices)
+        return min(end, len(self.read_indices)) - self.read_count
+
+    @property
     def system_tokens(self) -> int:
         """Return the length of the system prompt if it is to be stored, else 0."""
         prefix = self.row.prompt.prefix

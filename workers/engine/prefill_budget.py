@@ -1,22 +1,29 @@
-"""Prefill budget: the size of prompt chunks, bounded by time while other rows decode.
+"""Prefill budget: the size of prompt chunks, bounded by measured time.
 
-Rows do not decode while a chunk is read. The bound is in seconds, since the cost of 512 tokens
-differs a hundredfold between a small model and a large one. Pure: the caller passes durations, no
-clock is read.
+Rows do not decode while a chunk is read, and no other prompt is. The bound is in seconds, since the
+cost of 512 tokens differs a hundredfold between a small model and a large one, and grows with the
+tokens before them. Pure: the caller passes durations, no clock is read.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from math import inf
 
 BLOCK_TOKENS = 64
 """Chunks are whole blocks: recurrent layers scan in blocks, and a part of a block costs as much as
 a whole one. Reading the weights, too, costs the same for 64 tokens as for 16."""
 SAMPLES = 3
-"""Chunks whose costs are stored; the highest counts, since the context grows with each chunk."""
+"""Chunks whose costs are stored for each class of contexts; the highest counts."""
 TARGET_SHARE = 0.75
 """Share of the budget to aim for: the next chunk may cost a third more than the last ones."""
+ALONE_FACTOR = 2.5
+"""Budgets that a chunk may take while no row decodes; a new request still waits for its end."""
+FIRST_BLOCKS = 4
+"""Size of a chunk while no row decodes and no cost is known."""
+_CLASS_TOKENS = 1024
+"""Contexts of fewer tokens cost the same; each further class is twice as long."""
 
 
 class PrefillBudget:
@@ -25,27 +32,64 @@ class PrefillBudget:
     def __init__(self, max_chunk_tokens: int, budget_s: float) -> None:
         self._max_chunk_tokens = max_chunk_tokens
         self._budget_s = budget_s
-        self._block_costs_s: deque[float] = deque(maxlen=SAMPLES)
+        self._costs_s: dict[int, deque[float]] = {}
+        """Costs of a block in whole chunks, by class of the context before them."""
+        self._part_costs_s: dict[int, deque[float]] = {}
+        """The same in chunks that a prompt or a boundary has cut short: they may be too high."""
         self._best_block_s = inf
 
-    def chunk_tokens(self, *, others_decode: bool) -> int:
-        """Return the size of the next chunk; one block beside other rows if no cost is known."""
-        if not others_decode:
-            return self._max_chunk_tokens
-        blocks = 1
-        if self._block_costs_s:
-            blocks = max(1, int(TARGET_SHARE * self._budget_s / max(self._block_costs_s)))
+    def chunk_tokens(
+        self, *, others_decode: bool, context_tokens: int = 0, spent_s: float = 0.0
+    ) -> int:
+        """Return the size of the next chunk of a prompt, of which `context_tokens` are read.
+
+        The step has spent `spent_s` already. The size is one block at least.
+        """
+        block_s = self._block_s(context_tokens)
+        if block_s is None:
+            blocks = 1 if others_decode else FIRST_BLOCKS
+        else:
+            budget_s = self._budget_s * (1 if others_decode else ALONE_FACTOR)
+            rest_s = TARGET_SHARE * budget_s - spent_s
+            blocks = max(1, int(rest_s / block_s)) if block_s else self._max_chunk_tokens
         return min(blocks * BLOCK_TOKENS, self._max_chunk_tokens)
 
-    def observe(self, tokens: int, duration_s: float) -> None:
-        """Record the duration of a chunk."""
+    def observe(
+        self, tokens: int, duration_s: float, *, context_tokens: int = 0, whole: bool = True
+    ) -> None:
+        """Record the duration of a chunk; `whole` unless the prompt has cut it short."""
         block_s = duration_s / _blocks(tokens)
-        self._block_costs_s.append(block_s)
+        costs_s = self._costs_s if whole else self._part_costs_s
+        costs_s.setdefault(_class(context_tokens), deque(maxlen=SAMPLES)).append(block_s)
         self._best_block_s = min(self._best_block_s, block_s)
 
     def best_case_s(self, tokens: int) -> float:
         """Return how long `tokens` tokens take at the best speed so far; 0 if none is known."""
-        return self._best_block_s * _blocks(tokens) if self._block_costs_s else 0.0
+        return self._best_block_s * _blocks(tokens) if self._best_block_s < inf else 0.0
+
+    def _block_s(self, context_tokens: int) -> float | None:
+        """Return the cost of a block after so many tokens; None if none is known."""
+        wanted = _class(context_tokens)
+        for costs_s in (self._costs_s, self._part_costs_s):
+            cost_s = _cost_s(costs_s, wanted)
+            if cost_s is not None:
+                return cost_s
+        return None
+
+
+def _cost_s(costs_s: Mapping[int, deque[float]], wanted: int) -> float | None:
+    """Return the cost in a class, or a bound of it from a shorter one, or from a longer one.
+
+    Attention over twice the context costs at most twice as much.
+    """
+    shorter = max((known for known in costs_s if known <= wanted), default=None)
+    if shorter is not None:
+        return max(costs_s[shorter]) * 2 ** (wanted - shorter)
+    return max(costs_s[min(costs_s)]) if costs_s else None
+
+
+def _class(context_tokens: int) -> int:
+    return (context_tokens // _CLASS_TOKENS).bit_length()
 
 
 def _blocks(tokens: int) -> int:

@@ -1,8 +1,11 @@
-"""Scheduler of one lane: its queue, at most one prefill, and the decoding rows.
+"""Scheduler of one lane: its queue, its prefills, and the decoding rows.
 
-A step drops cancelled rows, admits the next one, evicts what exceeds the memory, reads one chunk of
-a prompt, and decodes one step of every batch. Only MLX blocks it. An error ends one row; the other
-rows of its batch are requeued, and so is the row with the shortest answer when memory runs out.
+A step drops cancelled rows, admits what fits, evicts what exceeds the memory, reads prompts for a
+bounded time, and decodes one step of every batch. Only MLX blocks it. An error ends one row; the
+other rows of its batch are requeued, and so is the row with the shortest answer when memory runs
+out.
+
+Several prompts are open at once; `prefill_queue.py` says which is read next.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, islice
 
 from policies.request.profile import Bypass
@@ -30,6 +34,7 @@ from workers.engine.prefill import (
     start_prefill,
 )
 from workers.engine.prefill_budget import PrefillBudget
+from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache, RowState
 from workers.engine.row import Row
 from workers.engine.sampler import choose
@@ -70,6 +75,7 @@ class LaneScheduler:
         prefill_budget_s: float,
         memory: MemoryEstimate,
         sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
+        prefill_queue: PrefillQueue[Prefill] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
@@ -91,7 +97,7 @@ class LaneScheduler:
         self._drain_rate = DrainRate()
         self._draining = False
         """Whether rows wait because the lane is full, so that its rate shows."""
-        self._prefill: Prefill | None = None
+        self._prefill_queue = prefill_queue or PrefillQueue()
         self._decoder = Decoder(
             checkpoint, prompts, self._head, self.counters,
             draft_tokens=draft_tokens, clock=clock,
@@ -101,7 +107,11 @@ class LaneScheduler:
     @property
     def busy(self) -> bool:
         """Return whether a step has anything to do."""
-        return bool(self._waiting or self._prefill or self.running_rows)
+        return bool(self._waiting or self._prefills or self.running_rows)
+
+    @property
+    def _prefills(self) -> list[Prefill]:
+        return self._prefill_queue.of(self.name)
 
     @property
     def running_rows(self) -> int:
@@ -120,11 +130,11 @@ class LaneScheduler:
 
     @property
     def _full(self) -> bool:
-        return self._prefill is not None or self.running_rows >= self._max_rows
+        return len(self._prefills) + self.running_rows >= self._max_rows
 
     def tokens_in_prefill(self, row: Row) -> int:
         """Return how many tokens of a queued row a prefill will soon add to the prefix cache."""
-        return self._prefill.tokens_for(row) if self._prefill is not None else 0
+        return max((prefill.tokens_for(row) for prefill in self._prefills), default=0)
 
     def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
         """Return why a generation must not speculate in this lane; safe from any thread."""
@@ -136,7 +146,7 @@ class LaneScheduler:
 
     def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
         """Return the rows with caches, grouped by the batch that they are in or will join."""
-        in_prefill = [] if self._prefill is None else [self._prefill.row]
+        in_prefill = (prefill.row for prefill in self._prefills)
         return self._decoder.rows_by_batch(*in_prefill, *newcomers)
 
     def add(self, row: Row) -> None:
@@ -150,14 +160,14 @@ class LaneScheduler:
         self._update_occupancy()
 
     def step(self) -> None:
-        """Drop cancelled rows, read one chunk of a prompt, and decode one step of every row."""
+        """Drop cancelled rows, read prompts for a while, and decode one step of every row."""
         self._drop_cancelled()
         self._admit()
         self._evict()
-        if self._prefill is not None:
-            self._advance_prefill(self._prefill)
+        self._read_prompts()
         for outcome in self._decoder.step():
             self._apply(outcome)
+        self._prefill_queue.record_decode(self.name)
         self._update_occupancy()
 
     def close(self, reason: types.EngineError) -> None:
@@ -165,7 +175,7 @@ class LaneScheduler:
         self._prefix_cache.flush()
         rows = [*self._waiting, *chain(*self.rows_by_batch())]
         self._waiting.clear()
-        self._prefill = None
+        self._prefill_queue.remove(self.name)
         self._decoder.clear()
         for row in rows:
             self.counters.record_finish(row)
@@ -175,47 +185,58 @@ class LaneScheduler:
         cancelled = [row for row in self._waiting if row.cancelled]
         for row in cancelled:
             self._waiting.remove(row)
-        if self._prefill is not None and self._prefill.row.cancelled:
-            cancelled.append(self._prefill.row)
-            self._prefill = None
+        removed = self._prefill_queue.remove(self.name, lambda prefill: prefill.row.cancelled)
+        cancelled += [prefill.row for prefill in removed]
         cancelled += self._decoder.drop_cancelled()
         for row in cancelled:
             self.counters.record_finish(row)
 
     def _admit(self) -> None:
-        if self._full or not self._waiting:
-            return
-        row = self._waiting[0]
-        in_prefill = max(lane.tokens_in_prefill(row) for lane in (self, *self._siblings))
-        if in_prefill - row.expected_tokens >= MIN_TOKENS:
-            return  # in a few steps the prefix cache will have it
-        # A row alone always fits: the engine has rejected prompts that exceed the memory.
-        if self._rows_in_all_lanes and self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0:
-            return  # rows that end will free memory
-        self._waiting.popleft()
-        if self._draining:
-            self._drain_rate.record(self._clock())
-            self._draining = bool(self._waiting)
+        """Open prefills of queued rows while there is room.
+
+        A row whose beginning another prefill is about to read waits for it, and holds up nobody. A
+        row that the memory has no room for holds up all behind it, or it would wait for ever.
+        """
+        for row in tuple(self._waiting):
+            if self._full:
+                return
+            in_prefill = max(lane.tokens_in_prefill(row) for lane in self._lanes)
+            if in_prefill - row.expected_tokens >= MIN_TOKENS:
+                continue  # in a few steps the prefix cache will have it
+            # A row alone always fits: the engine has rejected prompts that exceed the memory.
+            if self._rows_in_all_lanes and self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0:
+                return  # rows that end will free memory
+            self._waiting.remove(row)
+            if self._draining:
+                self._drain_rate.record(self._clock())
+                self._draining = bool(self._waiting)
+            self._open_prefill(row)
+
+    def _open_prefill(self, row: Row) -> None:
         try:
-            self._prefill = start_prefill(row, self._target, self._head.usable, self._prefix_cache)
-            if not row.answer and (row.cached_tokens or self._prefill.boundaries):
+            prefill = start_prefill(row, self._target, self._head.usable, self._prefix_cache)
+            if not row.answer and (row.cached_tokens or prefill.boundaries):
                 saved_s = self._prefill_budget.best_case_s(row.cached_tokens)
                 self.counters.record_prefix_lookup(row, saved_s)
-            self._sparse_prefill.start_scoring(self._prefill, self.counters)
+            self._sparse_prefill.start_scoring(prefill, self.counters)
+            self._prefill_queue.add(self.name, prefill)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
             self._fail([row], error)
 
     @property
+    def _lanes(self) -> list[LaneScheduler]:
+        """Return this lane and its siblings."""
+        return [self, *(lane for lane in self._siblings if lane is not self)]
+
+    @property
     def _rows_in_all_lanes(self) -> int:
-        lanes = {self, *self._siblings}
-        return sum(len(rows) for lane in lanes for rows in lane.rows_by_batch())
+        return sum(len(rows) for lane in self._lanes for rows in lane.rows_by_batch())
 
     def _free_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
         """Return the bytes that the rows of all lanes leave, each grown by `growth_tokens`."""
         batches = self.rows_by_batch(*newcomers)
-        for lane in self._siblings:
-            if lane is not self:
-                batches += lane.rows_by_batch()
+        for lane in self._lanes[1:]:
+            batches += lane.rows_by_batch()
         tokens = [[row.slots_after(growth_tokens) for row in rows] for rows in batches]
         return self._memory.room_bytes - self._memory.batch_cache_bytes(tokens)
 
@@ -230,16 +251,36 @@ class LaneScheduler:
             self._waiting.appendleft(self._decoder.preempt())
         self._prefix_cache.evict_to(max(free_bytes, 0))
 
-    def _advance_prefill(self, prefill: Prefill) -> None:
-        row = prefill.row
+    def _read_prompts(self) -> None:
+        """Read prompts until the budget of a step is spent, or one needs further steps."""
+        begun_s, spent_s, has_read = self._clock(), 0.0, False
+        decoding = [lane.name for lane in self._lanes if lane.running_rows]
+        budget = partial(self._prefill_budget.chunk_tokens, others_decode=bool(decoding))
+        whole = False
+        while not whole:
+            prefill = self._prefill_queue.next(self.name, decoding)
+            if prefill is None:
+                break
+            chunk_tokens = budget(context_tokens=prefill.read_count, spent_s=spent_s)
+            if has_read and chunk_tokens < prefill.next_tokens:
+                break
+            self._prefill_queue.record_chunk(prefill)
+            whole = self._advance_prefill(prefill, chunk_tokens)
+            has_read, spent_s = True, self._clock() - begun_s
+        if has_read:
+            self._prefill_queue.end_reading(lane.name for lane in self._lanes)
+
+    def _advance_prefill(self, prefill: Prefill, chunk_tokens: int) -> bool:
+        """Read a chunk of a prompt; return whether it needs further ones of this size."""
+        row, whole = prefill.row, chunk_tokens < prefill.next_tokens
         try:
-            self._prefill_chunk(prefill)
+            self._prefill_chunk(prefill, chunk_tokens, whole=whole)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
-            self._prefill = None
+            self._close_prefill(prefill)
             self._fail([row], error)
-            return
+            return whole
         if prefill.complete:
-            self._prefill = None
+            self._close_prefill(prefill)
             if row.finish_reason:
                 self._store_answer(row, prefill.state)
                 self._finish(row)
@@ -251,20 +292,23 @@ class LaneScheduler:
                     read_tokens=prefill.read_count, prompt_tokens=len(prefill.read_indices)
                 )
             )
+        return whole
 
-    def _prefill_chunk(self, prefill: Prefill) -> None:
+    def _close_prefill(self, prefill: Prefill) -> None:
+        self._prefill_queue.remove(self.name, lambda other: other is prefill)
+
+    def _prefill_chunk(self, prefill: Prefill, chunk_tokens: int, *, whole: bool) -> None:
         """Read one chunk, or let the draft model score one; choose the first token at the end."""
         row = prefill.row
-        others_decode = any(lane.running_rows for lane in (self, *self._siblings))
         before, begun_s = prefill.read_count, self._clock()
-        chunk_tokens = self._prefill_budget.chunk_tokens(others_decode=others_decode)
         if prefill.scoring is not None:
             self._sparse_prefill.score_chunk(prefill, chunk_tokens, self.counters)
             return
         head_error = prefill_chunk(prefill, self._target, chunk_tokens)
         duration_s = self._clock() - begun_s
-        self._prefill_budget.observe(prefill.read_count - before, duration_s)
-        self.counters.record_prefill(prefill.read_count - before, duration_s)
+        tokens = prefill.read_count - before
+        self._prefill_budget.observe(tokens, duration_s, context_tokens=before, whole=whole)
+        self.counters.record_prefill(tokens, duration_s)
         if head_error is not None:
             self._head.record_error(head_error)
             self._head.disable_for(row)
@@ -343,11 +387,10 @@ class LaneScheduler:
         check_device(self._target)
 
     def _update_occupancy(self) -> None:
-        prefill = self._prefill
+        prefills = self._prefills
         pending = sum(row.context_tokens - row.expected_tokens for row in self._waiting)
-        if prefill is not None:
-            pending += len(prefill.read_indices) - prefill.read_count
-        running = self.running_rows + (prefill is not None)
+        pending += sum(prefill.remaining_tokens for prefill in prefills)
+        running = self.running_rows + len(prefills)
         self.counters.set_occupancy(
             running=running, waiting=len(self._waiting), pending_prefill_tokens=pending
         )

@@ -7,11 +7,32 @@ from workers.engine.draft_length import EXPLORATION_STEPS, PROBE_EVERY, PROBE_ST
 from workers.engine.prefill_budget import BLOCK_TOKENS, PrefillBudget
 
 
-def test_without_other_rows_a_prompt_is_read_in_the_longest_chunks() -> None:
-    budget = PrefillBudget(512, budget_s=0.1)
-    budget.observe(512, 50.0)
+def test_without_other_rows_a_chunk_takes_more_budgets_and_not_more() -> None:
+    budget = PrefillBudget(4096, budget_s=0.1)
+    assert budget.chunk_tokens(others_decode=False) == 256, "its cost is unknown"
+    budget.observe(256, 0.256)  # a millisecond a token
 
-    assert budget.chunk_tokens(others_decode=False) == 512
+    assert budget.chunk_tokens(others_decode=False) == 128
+    assert budget.chunk_tokens(others_decode=False, spent_s=0.1) == 64
+    assert PrefillBudget(192, budget_s=0.1).chunk_tokens(others_decode=False) == 192
+
+
+def test_a_short_prompt_does_not_shrink_the_chunks_of_a_long_one() -> None:
+    budget = PrefillBudget(4096, budget_s=0.1)
+    for _ in range(3):
+        budget.observe(640, 0.064)
+        budget.observe(12, 0.02, whole=False)
+
+    assert budget.chunk_tokens(others_decode=True) == 704
+
+
+def test_an_unknown_context_costs_at_most_what_attention_over_it_would() -> None:
+    budget = PrefillBudget(4096, budget_s=0.1)
+    budget.observe(640, 0.064, context_tokens=3000)
+
+    assert budget.chunk_tokens(others_decode=True, context_tokens=2048) == 704
+    assert budget.chunk_tokens(others_decode=True, context_tokens=7000) == 320
+    assert budget.chunk_tokens(others_decode=True, context_tokens=100) == 704
 
 
 def test_with_other_rows_a_chunk_costs_less_than_the_budget() -> None:
@@ -25,9 +46,9 @@ def test_chunks_stay_within_the_budget_as_tokens_cost_more_in_long_contexts() ->
     budget = PrefillBudget(512, budget_s=0.1)
     read, costs_s = 0, []
     while read < 4096:
-        tokens = budget.chunk_tokens(others_decode=True)
+        tokens = budget.chunk_tokens(others_decode=True, context_tokens=read)
         costs_s.append(tokens * (150e-6 + read * 0.1e-6))
-        budget.observe(tokens, costs_s[-1])
+        budget.observe(tokens, costs_s[-1], context_tokens=read)
         read += tokens
 
     assert max(costs_s) <= 0.1
@@ -48,7 +69,7 @@ def test_a_machine_too_slow_for_the_budget_still_reads_one_block() -> None:
 def test_with_other_rows_a_short_prompt_is_read_at_once() -> None:
     budget = PrefillBudget(512, budget_s=0.1)
     for tokens in (3, 19, 40):
-        budget.observe(tokens, 0.036)  # the block that it is padded to
+        budget.observe(tokens, 0.036, whole=False)  # the block that it is padded to
 
     assert budget.chunk_tokens(others_decode=True) == 128
 

@@ -1,0 +1,81 @@
+"""Order in which the open prompts of an engine are read, a chunk at a time; pure.
+
+The prompt with the fewest tokens left comes first (shortest remaining processing time, Schrage
+1968): a short question overtakes a long document, which loses no more than the question takes. A
+few chunks in a row may be read out of turn; then the prompt that has waited longest gets one, so
+that every prompt moves however many short ones come.
+
+All lanes of an engine share one queue, and the device: while a lane decodes, no lane reads twice
+between two of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+MAX_OVERTAKES = 3
+"""Chunks in a row that are read out of turn."""
+
+
+class OpenPrompt(Protocol):
+    """A prompt that is partly read."""
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Return how many tokens are still to be read."""
+
+
+P = TypeVar("P", bound=OpenPrompt)
+
+
+class PrefillQueue(Generic[P]):
+    """Open prompts of all lanes."""
+
+    def __init__(self) -> None:
+        self._prompts: list[tuple[str, P]] = []
+        """With their lanes; first the one whose last chunk, or arrival, is the longest ago."""
+        self._overtakes = 0
+        """Chunks that have overtaken other prompts since one was read in turn."""
+        self._delayed: set[str] = set()
+        """Lanes that have not decoded since the last chunk."""
+
+    def of(self, lane: str) -> list[P]:
+        """Return the open prompts of one lane."""
+        return [prompt for owner, prompt in self._prompts if owner == lane]
+
+    def add(self, lane: str, prompt: P) -> None:
+        """Add a prompt of a lane."""
+        self._prompts.append((lane, prompt))
+
+    def remove(self, lane: str, ended: Callable[[P], bool] = lambda _: True) -> list[P]:
+        """Remove and return the prompts of a lane that have ended."""
+        removed = [prompt for prompt in self.of(lane) if ended(prompt)]
+        self._prompts = [entry for entry in self._prompts if entry[1] not in removed]
+        return removed
+
+    def next(self, lane: str, decoding: Iterable[str]) -> P | None:
+        """Return the prompt to read now; None if it is another lane's, or rows must decode first.
+
+        `decoding` are the lanes that have decoding rows.
+        """
+        if not self._prompts or not self._delayed.isdisjoint(decoding):
+            return None
+        owner, prompt = self._prompts[0]
+        if self._overtakes < MAX_OVERTAKES:
+            owner, prompt = min(self._prompts, key=lambda entry: entry[1].remaining_tokens)
+        return prompt if owner == lane else None
+
+    def record_chunk(self, prompt: P) -> None:
+        """Record that a chunk of a prompt has been read."""
+        at = next(at for at, (_, other) in enumerate(self._prompts) if other is prompt)
+        self._overtakes = self._overtakes + 1 if at else 0
+        self._prompts.append(self._prompts.pop(at))
+
+    def end_reading(self, lanes: Iterable[str]) -> None:
+        """Let these lanes decode before any of them reads again."""
+        self._delayed.update(lanes)
+
+    def record_decode(self, lane: str) -> None:
+        """Record that a lane has decoded one step."""
+        self._delayed.discard(lane)
