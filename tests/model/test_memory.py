@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from policies.request.profile import Sampling
-from tests.support.engine_lane import run_until_idle
-from tests.support.reference_decoder import is_near_tie
+from tests.support.engine_lane import UNLIMITED_MEMORY, run_until_idle
+from tests.support.reference_decoder import is_near_tie, reference_greedy
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.scheduler import LaneScheduler
@@ -56,6 +56,60 @@ def test_a_single_row_of_the_maximum_length_fits_and_a_longer_one_does_not(room_
 
     assert not longest or estimate.batch_cache_bytes([[longest]]) <= room_bytes
     assert estimate.batch_cache_bytes([[longest + 1]]) > room_bytes
+
+
+def test_a_row_of_the_maximum_length_leaves_room_for_its_drafts_and_scores() -> None:
+    estimate = MemoryEstimate(
+        token_bytes=2, row_bytes=44, room_bytes=1 << 20,
+        draft_bytes=160, score_bytes=1, max_score_bytes=1 << 16,
+    )  # fmt: skip
+    longest = estimate.max_row_tokens()
+
+    def used_bytes(tokens: int) -> int:
+        rows = estimate.batch_cache_bytes([[tokens]]) + estimate.draft_bytes
+        return rows + estimate.reading_bytes(tokens)
+
+    assert used_bytes(longest) <= 1 << 20 < used_bytes(longest * 5 // 4 + 256)
+    assert longest < replace(estimate, score_bytes=0, draft_bytes=0).max_row_tokens() / 10
+
+
+def test_chunks_shrink_with_the_context_where_attention_stores_scores() -> None:
+    estimate = MemoryEstimate(
+        token_bytes=1, row_bytes=1, room_bytes=1 << 30, score_bytes=32, max_score_bytes=1 << 24
+    )
+
+    assert [estimate.max_chunk_tokens(context) for context in (0, 1024, 4096, 1 << 20)] == [
+        1 << 19, 512, 128, 64,
+    ]  # fmt: skip
+    assert UNLIMITED_MEMORY.max_chunk_tokens(1 << 20) > 1 << 20
+
+
+def test_drafting_rows_wait_for_the_memory_of_their_drafts(make_lane, submit) -> None:
+    room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=2048, draft_bytes=600)
+    most = {}
+    for draft_tokens in (0, 2):
+        lane = make_lane(memory=room)
+        results = [submit(lane, "Hello", max_tokens=12, draft_tokens=draft_tokens) for _ in "abcd"]
+        most[draft_tokens] = run_within(lane, 2048)
+        assert all(isinstance(result.end, Finished) for result in results)
+
+    assert most == {0: 4, 2: 2}
+
+
+def test_short_rows_run_beside_a_long_one_of_another_size_class(
+    checkpoint, make_lane, submit, monkeypatch
+) -> None:
+    monkeypatch.setattr("workers.engine.batch.SIZE_CLASSES", (512,))
+    room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=2500)
+    lane = make_lane(memory=room, eos=frozenset())
+    prompts = [[20 + i % 700 for i in range(1200)], *[list(range(20, 60))] * 4]
+    results = [submit(lane, prompt, max_tokens=40) for prompt in prompts]
+
+    assert run_within(lane, 2500) == 5
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = reference_greedy(replace(checkpoint, eos=frozenset()), prompt, 40)
+        answer = result.row.answer
+        assert answer == expected or is_near_tie(checkpoint, prompt, answer, expected)
 
 
 def slots_in_use(lane: LaneScheduler) -> int:

@@ -16,6 +16,18 @@ from workers.engine.model import KVCache, LayerCache, MtpHead
 from workers.engine.row import Row
 from workers.engine.step_graph import State
 
+SIZE_CLASSES = (4096, 16384)
+"""Slots at which the next class of rows begins."""
+
+
+def size_class(slots: int) -> int:
+    """Return the class of a row: rows of one class share a batch.
+
+    A batch holds, and a pass attends to, each of its rows at the length of the longest. Beside a
+    document, a short chat would take the memory of one; apart it costs a pass more.
+    """
+    return sum(slots > limit for limit in SIZE_CLASSES)
+
 
 class Batch:
     """Decoding rows and, row by row, their caches, the head's caches and the last chosen token.

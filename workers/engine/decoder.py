@@ -6,7 +6,8 @@ drafted token where it equals that choice. Every row therefore gets exactly the 
 get without speculation, whatever its sampler and whatever rows share its batch.
 
 Rows that draft and rows that do not form separate batches: a verify costs more than a plain step,
-and a row that gains nothing from it must not pay for it.
+and a row that gains nothing from it must not pay for it. So do rows of different size classes
+(`batch.py`).
 
 An error in a step does not name its row, and invalidates every cache of the batch. All rows of the
 batch are requeued for a new prefill and degrade by one level: from drafting to plain, from plain to
@@ -21,7 +22,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from workers.engine.batch import Batch, set_states, states_of
+from workers.engine.batch import Batch, set_states, size_class, states_of
 from workers.engine.draft_head import DraftHead
 from workers.engine.draft_length import DraftLength
 from workers.engine.grammar import allowed_tokens, forced_drafts
@@ -79,7 +80,8 @@ class Decoder:
         # A family whose caches cannot hold rows of different lengths decodes row by row, and so
         # does a suspect row: both in the family's own caches, which a compiled step cannot take.
         self._shared = target.supports_batching
-        self._drafting, self._plain = Batch(shared=self._shared), Batch(shared=self._shared)
+        self._shared_batches: dict[tuple[bool, int], Batch] = {}
+        """By whether their rows draft, and by their size class."""
         self._single: list[Batch] = []
 
     @property
@@ -89,17 +91,18 @@ class Decoder:
 
     @property
     def _batches(self) -> list[Batch]:
-        return [self._drafting, self._plain, *self._single]
+        return [*self._shared_batches.values(), *self._single]
 
     def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
         """Return the rows grouped by batch, as they will be after these newcomers have joined."""
-        drafting, plain, *single = [list(batch.rows) for batch in self._batches]
+        shared = {key: list(batch.rows) for key, batch in self._shared_batches.items()}
+        single = [list(batch.rows) for batch in self._single]
         for row in newcomers:
-            if not self._can_share(row):
-                single.append([row])
+            if self._can_share(row):
+                shared.setdefault(_batch_key(row), []).append(row)
             else:
-                (drafting if row.draft_tokens else plain).append(row)
-        return [rows for rows in (drafting, plain, *single) if rows]
+                single.append([row])
+        return [rows for rows in (*shared.values(), *single) if rows]
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -131,11 +134,12 @@ class Decoder:
         row, token = prefill.row, prefill.row.answer[-1]
         head, seed, outcome = self._head.for_row(row), None, Outcome()
         if head is not None:
+            drafting = self._batch_for(row)
             try:  # the row can join once the head has read the backlog of the others
-                self._drafting.read_backlog(head)
+                drafting.read_backlog(head)
             except Exception as error:  # noqa: BLE001  # only the head's caches are lost
                 self._head.record_error(error)
-                outcome = self._requeue(self._drafting, error)
+                outcome = self._requeue(drafting, error)
             try:
                 seed = seed_head(prefill, head, token)
             except Exception as error:  # noqa: BLE001  # the target needs no head to go on
@@ -288,7 +292,7 @@ class Decoder:
 
     def _batch_for(self, row: Row) -> Batch:
         if self._can_share(row):
-            return self._drafting if row.draft_tokens else self._plain
+            return self._shared_batches.setdefault(_batch_key(row), Batch(shared=True))
         batch = Batch(shared=self._graph is not None)
         self._single.append(batch)
         return batch
@@ -301,6 +305,10 @@ class Decoder:
     ) -> tuple[TokenLogprob, ...]:
         top = row.generation.top_logprobs
         return () if top is None else token_logprobs(scores, tokens, top, self._token_bytes)
+
+
+def _batch_key(row: Row) -> tuple[bool, int]:
+    return row.draft_tokens > 0, size_class(row.slots_used)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -272,7 +272,7 @@ def load_engine(
         checkpoint.target.native_verify = probe_native_verify(checkpoint.target)
     if checkpoint.target.supports_batching and not checkpoint.target.explicit_positions:
         checkpoint.target.supports_batching = probe_shared_rows(checkpoint.target)
-    memory = measure_memory(checkpoint.target, checkpoint.head)
+    memory = measure_memory(checkpoint.target, checkpoint.head, draft_tokens)
     make_lane = partial(
         LaneScheduler,
         checkpoint=checkpoint,

@@ -5,6 +5,10 @@ engine therefore rejects a prompt that cannot fit before reading it, ends an ans
 which even a single row no longer fits, and queues rows that do not fit beside others
 (`scheduler.py`). The estimate omits caches of sliding windows, which stop growing, and the draft
 model's caches during scoring; both fit into the share that is left for activations.
+
+Two activations grow with what rows hold, and are counted. A verify of k drafts stores the recurrent
+states after each of them, and two more while it rolls back. Attention that no kernel fuses stores
+the scores of a chunk over its whole context: chunks are cut to fit, down to one block.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import mlx.core as mx
 
 from workers.engine.kv_cache import capacity, capacity_within
 from workers.engine.model import ArraysCache, KVCache, MtpHead, Target
+from workers.engine.prefill_budget import BLOCK_TOKENS
 
 _PROBE_TOKENS = 16
 GROWTH_TOKENS = 256
@@ -24,6 +29,12 @@ _STEP_TOKENS = 16
 """Maximum tokens of one step: a draft and the token after it."""
 _SHARE_FOR_CACHES = 0.9
 """Share of the memory beside the weights; the rest is for activations and pictures."""
+_SHARE_FOR_SCORES = 0.5
+"""Share of the memory for activations that attention scores may take."""
+_ROLLBACK_STATES = 1.66
+"""Recurrent states of a row, measured at its peak, that a verify adds to one for each draft."""
+_FUSED_WIDTHS = frozenset((64, 80, 128))
+"""Widths of attention heads for which Metal has a fused kernel that reads many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +49,23 @@ class MemoryEstimate:
     """Limit for the caches of all rows."""
     limit_bytes: int = 0
     """Limit of the process."""
+    draft_bytes: int = 0
+    """Bytes that each drafting row needs in a verify: histories of recurrent states."""
+    score_bytes: int = 0
+    """Bytes of attention scores for each token read and each token before it; 0 if fused."""
+    max_score_bytes: int = 0
+    """Share of the activations' memory that scores may take."""
+
+    def max_chunk_tokens(self, context_tokens: int) -> int:
+        """Return the maximum of a chunk that is read after so many tokens: one block at least."""
+        if not self.score_bytes:
+            return 1 << 30
+        tokens = self.max_score_bytes // (self.score_bytes * max(context_tokens, 1))
+        return max(tokens // BLOCK_TOKENS, 1) * BLOCK_TOKENS
+
+    def reading_bytes(self, tokens: int) -> int:
+        """Return what reading a row of so many tokens takes beyond the activations' share."""
+        return max(BLOCK_TOKENS * self.score_bytes * tokens - self.max_score_bytes, 0)
 
     def batch_cache_bytes(self, batches: Iterable[Sequence[int]]) -> int:
         """Return the bytes of batches after one more step, given the tokens of their rows.
@@ -55,18 +83,25 @@ class MemoryEstimate:
 
     def max_row_tokens(self) -> int:
         """Return the maximum tokens of a row without others, its answer included."""
-        slots = max(self.room_bytes - self.row_bytes, 0) // max(self.token_bytes, 1)
+        room_bytes = max(self.room_bytes - self.row_bytes - self.draft_bytes, 0)
+        slots = room_bytes // max(self.token_bytes, 1)
+        block_bytes = BLOCK_TOKENS * self.score_bytes
+        if self.reading_bytes(slots):
+            slots = (room_bytes + self.max_score_bytes) // (self.token_bytes + block_bytes)
         return max(capacity_within(slots) - _STEP_TOKENS, 0)
 
 
-def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:
-    """Read a few tokens and measure the caches; runs on the engine thread."""
+def measure_memory(target: Target, head: MtpHead | None, draft_tokens: int = 0) -> MemoryEstimate:
+    """Read a few tokens and measure the caches; runs on the engine thread.
+
+    `draft_tokens` is the longest draft of a row.
+    """
     caches = target.new_caches()
     tokens = mx.zeros((1, _PROBE_TOKENS), dtype=mx.int32)
     target.forward(tokens, caches, mx.arange(_PROBE_TOKENS)[None])
     mx.eval([cache.state for cache in caches])
     token_bytes = row_bytes = 0
-    attention_bytes = 0
+    attention_bytes = score_bytes = 0
     for cache in caches:
         if isinstance(cache, ArraysCache):
             row_bytes += sum(array.nbytes for array in cache.state if array is not None)
@@ -74,6 +109,8 @@ def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:
             keys, values = cache.state
             attention_bytes = (keys.nbytes + values.nbytes) // _PROBE_TOKENS
             token_bytes += attention_bytes
+            if not _fuses_attention(keys):
+                score_bytes = 2 * target.attention_heads * keys.itemsize  # the softmax is another
     if head is not None:
         token_bytes += attention_bytes * len(head.new_caches())
     working_set = mx.device_info().get("max_recommended_working_set_size")
@@ -84,4 +121,12 @@ def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:
         row_bytes=row_bytes,
         room_bytes=int(_SHARE_FOR_CACHES * max(free_bytes, 0)),
         limit_bytes=limit_bytes,
+        draft_bytes=int((draft_tokens + _ROLLBACK_STATES) * row_bytes) if draft_tokens else 0,
+        score_bytes=score_bytes,
+        max_score_bytes=int(_SHARE_FOR_SCORES * (1 - _SHARE_FOR_CACHES) * max(free_bytes, 0)),
     )
+
+
+def _fuses_attention(keys: mx.array) -> bool:
+    """Return whether reading several tokens stores no scores: none are on a CPU."""
+    return mx.default_device() != mx.Device(mx.cpu) and keys.shape[-1] in _FUSED_WIDTHS

@@ -100,6 +100,15 @@ class Target:
         self.supports_batching = complete and not self.stores_positions
         """Whether rows of any length may share one forward pass; probed at load."""
 
+    @property
+    def attention_heads(self) -> int:
+        """Return the number of heads of a layer; 0 if its configuration has none."""
+        for holder in ("args", "config"):
+            heads = getattr(getattr(self.language, holder, None), "num_attention_heads", 0)
+            if type(heads) is int and heads > 0:
+                return heads
+        return 0
+
     def row_limit(self, max_rows: int) -> int:
         """Return how many of `max_rows` rows may run at once."""
         return 1 if self.stores_positions else max_rows

@@ -107,10 +107,11 @@ class LaneScheduler:
     @property
     def busy(self) -> bool:
         """Return whether a step has anything to do."""
-        return bool(self._waiting or self._prefills or self.running_rows)
+        return bool(self._waiting or self.prefills or self.running_rows)
 
     @property
-    def _prefills(self) -> list[Prefill]:
+    def prefills(self) -> list[Prefill]:
+        """Return the open prefills."""
         return self._prefill_queue.of(self.name)
 
     @property
@@ -130,11 +131,11 @@ class LaneScheduler:
 
     @property
     def _full(self) -> bool:
-        return len(self._prefills) + self.running_rows >= self._max_rows
+        return len(self.prefills) + self.running_rows >= self._max_rows
 
     def tokens_in_prefill(self, row: Row) -> int:
         """Return how many tokens of a queued row a prefill will soon add to the prefix cache."""
-        return max((prefill.tokens_for(row) for prefill in self._prefills), default=0)
+        return max((prefill.tokens_for(row) for prefill in self.prefills), default=0)
 
     def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
         """Return why a generation must not speculate in this lane; safe from any thread."""
@@ -146,7 +147,7 @@ class LaneScheduler:
 
     def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
         """Return the rows with caches, grouped by the batch that they are in or will join."""
-        in_prefill = (prefill.row for prefill in self._prefills)
+        in_prefill = (prefill.row for prefill in self.prefills)
         return self._decoder.rows_by_batch(*in_prefill, *newcomers)
 
     def add(self, row: Row) -> None:
@@ -238,7 +239,12 @@ class LaneScheduler:
         for lane in self._lanes[1:]:
             batches += lane.rows_by_batch()
         tokens = [[row.slots_after(growth_tokens) for row in rows] for rows in batches]
-        return self._memory.room_bytes - self._memory.batch_cache_bytes(tokens)
+        drafting = sum(row.draft_tokens > 0 for rows in batches for row in rows)
+        unread = [prefill.row for lane in self._lanes for prefill in lane.prefills]
+        longest = max((row.slots_used for row in (*unread, *newcomers)), default=0)
+        memory = self._memory
+        used_bytes = memory.batch_cache_bytes(tokens) + drafting * memory.draft_bytes
+        return memory.room_bytes - used_bytes - memory.reading_bytes(longest)
 
     def _evict(self) -> None:
         """Preempt rows that together exceed the memory, and evict cached prefixes for the rest."""
@@ -261,7 +267,10 @@ class LaneScheduler:
             prefill = self._prefill_queue.next(self.name, decoding)
             if prefill is None:
                 break
-            chunk_tokens = budget(context_tokens=prefill.read_count, spent_s=spent_s)
+            chunk_tokens = min(
+                budget(context_tokens=prefill.read_count, spent_s=spent_s),
+                self._memory.max_chunk_tokens(prefill.read_count),
+            )
             if has_read and chunk_tokens < prefill.next_tokens:
                 break
             self._prefill_queue.record_chunk(prefill)
@@ -387,7 +396,7 @@ class LaneScheduler:
         check_device(self._target)
 
     def _update_occupancy(self) -> None:
-        prefills = self._prefills
+        prefills = self.prefills
         pending = sum(row.context_tokens - row.expected_tokens for row in self._waiting)
         pending += sum(prefill.remaining_tokens for prefill in prefills)
         running = self.running_rows + len(prefills)
