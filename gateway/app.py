@@ -38,6 +38,7 @@ from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
 from gateway.protocols import MESSAGES, WIRE_FORMATS
 from gateway.proxy.handler import ProxyHandler
+from gateway.proxy.token_count import TokenCounter
 from gateway.status.events import StatusFeed
 from gateway.status.render import DEFAULT_WINDOW, window_s
 from policies.document import PolicyInvalid
@@ -98,12 +99,13 @@ class GatewayApp(PortApp):
         self.admin_app: PortApp | None = None
         take = status.snapshots(gateway, self.proxy)
         self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
+        counter = TokenCounter(gateway, self.proxy.forwarder.connections)
         routers = [
             status.probes(gateway, self.proxy),
             status.status(gateway, take, self._status_feed),
             *(models.router, recent_errors.own, workers.heartbeats),
             explain.explanations(self.proxy.load),
-            messages.token_counts(self.proxy.load),
+            messages.token_counts(self.proxy.load, counter),
         ]
         # Workers join on the main port.
         admin_routers = [workers.router, policy.router, keys.router, usage.router]

@@ -66,6 +66,17 @@ class Drafts(NamedTuple):
     """The number of steps that accepted no draft token, one, two ..."""
 
 
+class LimitState(NamedTuple):
+    """How much of a rate limit remains."""
+
+    unit: str
+    """`requests` or `tokens`."""
+    limit: int
+    remaining: int
+    full_in_s: float
+    """The time until it is full again."""
+
+
 class Spent(NamedTuple):
     """The cost of one request, as charged to its key."""
 

@@ -1,4 +1,4 @@
-"""`POST /v1/messages/count_tokens`: the tokens of a prompt in Anthropic's shape, estimated."""
+"""`POST /v1/messages/count_tokens`: the tokens of a prompt in Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing_extensions import TypedDict
 
 from gateway.api.auth import CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.errors import ModelUnknown, Overloaded
+from gateway.errors import LimitReached, ModelUnknown, Overloaded
 from gateway.http.downstream import read_small_body
 from gateway.protocols.messages import MESSAGES
-from gateway.proxy.billing import estimate
+from gateway.proxy.billing import count_request
 from gateway.proxy.load_shedding import Load
+from gateway.proxy.token_count import TokenCounter
 
 ESTIMATE_HEADER = "x-paceline-estimate"
 
@@ -24,21 +25,23 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
-def token_counts(load: Load) -> APIRouter:
+def token_counts(load: Load, counter: TokenCounter) -> APIRouter:
     """Return the route, which is bounded as the requests of the data plane."""
     router = data_router()
 
     @router.post(
         "/v1/messages/count_tokens",
-        responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, Overloaded),
+        responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, LimitReached, Overloaded),
         openapi_extra=takes(ref("messages")),
     )
     async def count(
         request: Request, response: Response, gateway: CurrentGateway, api_key: CurrentKey
     ) -> TokenCount:
-        """Estimate the tokens of a message's prompt, rather too many than too few."""
+        """Count the tokens of a message's prompt; a header says if the number is an estimate."""
         settings = gateway.settings
         with load.counted() as hold:
+            if api_key.rate_limiter is not None:
+                count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
             raw = await read_small_body(
                 request.scope,
                 request.receive,
@@ -49,7 +52,9 @@ def token_counts(load: Load) -> APIRouter:
             policy = gateway.policy_store.current
             inspected = MESSAGES.inspect(raw, policy, gateway.fleet.view())
             api_key.check_model(inspected)
-            response.headers[ESTIMATE_HEADER] = "true"
-            return {"input_tokens": estimate(inspected.profile._replace(max_tokens=0))}
+            count = await counter.count(inspected)
+            if count.estimated:
+                response.headers[ESTIMATE_HEADER] = "true"
+            return {"input_tokens": count.tokens}
 
     return router

@@ -16,39 +16,7 @@ from typing import NamedTuple
 
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
-from gateway.types import Headers
-
-HeaderNames = tuple[bytes, bytes, bytes]
-"""The headers of the limit, of what remains, and of the time until it is full again."""
-OF_REQUESTS: HeaderNames = (
-    b"x-ratelimit-limit-requests",
-    b"x-ratelimit-remaining-requests",
-    b"x-ratelimit-reset-requests",
-)
-OF_TOKENS: HeaderNames = (
-    b"x-ratelimit-limit-tokens",
-    b"x-ratelimit-remaining-tokens",
-    b"x-ratelimit-reset-tokens",
-)
-
-
-def limit_headers(names: HeaderNames, limit: int, remaining: int, full_in_s: float) -> Headers:
-    """Return the headers of a limit, as OpenAI names them."""
-    values = (b"%d" % limit, b"%d" % remaining, _duration(full_in_s))
-    return list(zip(names, values, strict=True))
-
-
-def _duration(seconds: float) -> bytes:
-    """Format a duration as OpenAI does, rounded up: 120ms, 8s, 6m0s, 3h2m1s."""
-    if seconds < 1:
-        return b"%dms" % math.ceil(seconds * 1000)
-    whole = math.ceil(seconds)
-    if whole < 60:
-        return b"%ds" % whole
-    if whole < 3600:
-        return b"%dm%ds" % divmod(whole, 60)
-    return b"%dh%dm%ds" % (whole // 3600, whole % 3600 // 60, whole % 60)
-
+from gateway.types import LimitState
 
 _MINUTE_S = 60.0
 DAY_S = 86_400
@@ -135,11 +103,10 @@ class TokenBucket:
         """Return the available amount."""
         return max(0, math.floor(self._level))
 
-    def headers(self, names: HeaderNames) -> Headers:
-        """Return the headers of this limit."""
-        return limit_headers(
-            names, self.limit, self.remaining, (self.limit - self._level) / self._rate
-        )
+    def state(self, unit: str) -> LimitState:
+        """Return how much remains of this limit."""
+        full_in_s = (self.limit - self._level) / self._rate
+        return LimitState(unit, self.limit, self.remaining, full_in_s)
 
 
 _KNOWN_DAYS = 8
@@ -363,24 +330,23 @@ class RateLimiter:
             of_day.used += tokens
             of_day.used_locally += tokens
 
-    def headers(self, now_s: float, unix_s: float) -> Headers:
-        """Return the limits in OpenAI's headers; of both token limits the one closer to its end."""
+    def states(self, now_s: float, unix_s: float) -> list[LimitState]:
+        """Return how much remains of requests and tokens; of both token limits the nearer one."""
         requests, minute, day = self._requests, self._tokens, self._day
-        headers: Headers = []
+        states = []
         if requests is not None:
             requests.refill(now_s)
-            headers = requests.headers(OF_REQUESTS)
+            states.append(requests.state("requests"))
         if minute is not None:
             minute.refill(now_s)
         if day is not None:
             day.roll_over(unix_s)
         if minute is not None and (day is None or minute.remaining <= day.remaining):
-            headers += minute.headers(OF_TOKENS)
+            states.append(minute.state("tokens"))
         elif day is not None:
-            headers += limit_headers(
-                OF_TOKENS, day.limit, max(0, day.remaining), DAY_S - unix_s % DAY_S
-            )
-        return headers
+            full_in_s = DAY_S - unix_s % DAY_S
+            states.append(LimitState("tokens", day.limit, max(0, day.remaining), full_in_s))
+        return states
 
 
 def _share(limit: int | None, gateways: int) -> int | None:

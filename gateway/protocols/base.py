@@ -8,13 +8,13 @@ into zero or more events of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.errors import GatewayError
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Header, Headers, Inspected
+from gateway.types import Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 
@@ -67,6 +67,12 @@ class WireFormat(Protocol):
 
     def response_headers(self, request_id: str) -> Headers:
         """Return headers of every response, errors too, that other formats lack."""
+
+    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
+        """Return the headers that tell a client what remains of its limits at this time."""
+
+    def keep_alive(self, comment: bytes) -> bytes:
+        """Return what a silent stream sends, which begins with a comment."""
 
     def error_body(self, error: GatewayError) -> bytes:
         """Return the body of an error response."""

@@ -6,8 +6,10 @@ such as `cache_control`, is accepted and left out.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
 
@@ -19,7 +21,7 @@ from gateway.protocols.event_stream import read_usage
 from gateway.protocols.openai import CHAT, encode_json, parse
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import UNUSED, Header, Headers, Inspected
+from gateway.types import UNUSED, Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.request.fields import FieldError
 from policies.request.profile import REASONING_EFFORTS, Endpoint
@@ -52,6 +54,7 @@ _ERROR_TYPES = {
 }
 _OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
 _BETWEEN_TEXTS = "\n\n"
+_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 SCHEMA: Mapping[str, Any] = {
     "type": "object",
@@ -115,8 +118,7 @@ class MessagesFormat:
         choice = _first_choice(answer)
         content = [*_content_of(_object_in(choice, "message"))]
         return encode_json(
-            _message_of(answer, content)
-            | {"stop_reason": _stop_reason(choice), "usage": _usage_of(answer)}
+            _message_of(answer, content) | _stop_of(choice) | {"usage": _usage_of(answer)}
         )
 
     def encoder(
@@ -130,6 +132,23 @@ class MessagesFormat:
     def response_headers(self, request_id: str) -> Headers:
         """Return the request id under Anthropic's name."""
         return [(b"request-id", request_id.encode())]
+
+    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
+        """Return what remains of a client's limits, in Anthropic's headers."""
+        headers: Headers = []
+        for unit, limit, remaining, full_in_s in states:
+            prefix = f"anthropic-ratelimit-{unit}-".encode()
+            full_at = datetime.fromtimestamp(unix_s + math.ceil(full_in_s), UTC)
+            headers += [
+                (prefix + b"limit", b"%d" % limit),
+                (prefix + b"remaining", b"%d" % remaining),
+                (prefix + b"reset", full_at.strftime("%Y-%m-%dT%H:%M:%SZ").encode()),
+            ]
+        return headers
+
+    def keep_alive(self, comment: bytes) -> bytes:
+        """Return the comment, and the event that Anthropic's clients expect in a pause."""
+        return comment + _PING
 
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response in Anthropic's shape."""
@@ -464,8 +483,13 @@ def _signature(reasoning: str) -> str:
     return digest.hexdigest()
 
 
-def _stop_reason(choice: Mapping[str, Any]) -> str:
-    return _STOP_REASONS.get(_text_in(choice, "finish_reason"), "end_turn")
+def _stop_of(choice: Mapping[str, Any]) -> Json:
+    """Return why an answer ended; a worker names the stop sequence as vLLM does."""
+    reason = _STOP_REASONS.get(_text_in(choice, "finish_reason"), "end_turn")
+    sequence = choice.get("stop_reason")
+    if reason == "end_turn" and isinstance(sequence, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage_of(answer: Mapping[str, Any]) -> Json:
@@ -490,7 +514,7 @@ class MessageEncoder:
         self._open = ""
         """The type of the open block."""
         self._reasoning: list[str] = []
-        self._stop_reason = "end_turn"
+        self._stop = _stop_of({})
         self._usage: Json = {}
 
     def event(self, event: bytes, frame: Json) -> bytes:  # noqa: ARG002
@@ -500,7 +524,7 @@ class MessageEncoder:
         choice = _first_choice(frame)
         written = b"".join(self._write(_object_in(choice, "delta")))
         if choice.get("finish_reason"):
-            self._stop_reason = _stop_reason(choice)
+            self._stop = _stop_of(choice)
         # The first chunk has the role alone, and the next one the usage of the prompt.
         if self._begun or not (written or frame.get("usage") or choice.get("finish_reason")):
             return written
@@ -510,8 +534,8 @@ class MessageEncoder:
 
     def done(self) -> bytes:
         """Return the events that end a message."""
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": None}
-        end = {"type": "message_delta", "delta": delta, "usage": self._usage or _usage_of({})}
+        usage = self._usage or _usage_of({})
+        end = {"type": "message_delta", "delta": self._stop, "usage": usage}
         return b"".join((*self._close(), _event(end), _event({"type": "message_stop"})))
 
     def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:

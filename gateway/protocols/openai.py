@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -11,7 +12,7 @@ from gateway import errors
 from gateway.protocols.base import WORKER_PATHS
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Header, Headers, Inspected
+from gateway.types import Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
 from policies.request.compatibility import NEUTRAL
@@ -89,6 +90,25 @@ class OpenAIFormat:
         """Return no headers beside those of every response."""
         return []
 
+    def limit_headers(
+        self,
+        states: Iterable[LimitState],
+        unix_s: float,  # noqa: ARG002
+    ) -> Headers:
+        """Return what remains of a client's limits, in OpenAI's headers."""
+        headers: Headers = []
+        for unit, limit, remaining, full_in_s in states:
+            headers += [
+                (b"x-ratelimit-limit-" + unit.encode(), b"%d" % limit),
+                (b"x-ratelimit-remaining-" + unit.encode(), b"%d" % remaining),
+                (b"x-ratelimit-reset-" + unit.encode(), _duration(full_in_s)),
+            ]
+        return headers
+
+    def keep_alive(self, comment: bytes) -> bytes:
+        """Return the comment alone."""
+        return comment
+
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""
         return errors.to_body(error)
@@ -142,6 +162,18 @@ class OpenAIStreamEncoder:
     def done(self) -> bytes:
         """Return `[DONE]` as OpenAI writes it: some clients read no other spelling."""
         return b"data: [DONE]\n\n"
+
+
+def _duration(seconds: float) -> bytes:
+    """Format a duration as OpenAI does, rounded up: 120ms, 8s, 6m0s, 3h2m1s."""
+    if seconds < 1:
+        return b"%dms" % math.ceil(seconds * 1000)
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return b"%ds" % whole
+    if whole < 3600:
+        return b"%dm%ds" % divmod(whole, 60)
+    return b"%dh%dm%ds" % (whole // 3600, whole % 3600 // 60, whole % 60)
 
 
 def _finishes(frame: Mapping[str, Any]) -> bool:

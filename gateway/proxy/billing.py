@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from gateway import errors
 from gateway.auth.rate_limits import RateLimiter, Reservation
 from gateway.http.downstream import ClientDisconnected
-from gateway.types import NOTHING, Headers, Spent, Usage
+from gateway.types import NOTHING, Spent, Usage
 from policies.request.profile import RequestProfile
 from workers.protocol import RUNNING_USAGE_TOKENS
 
@@ -120,10 +120,6 @@ class TokenReservation:
             now_s, unix_s = self._clock(), self._wall()
             self._rate_limiter.settle(self._taken, spent.requests, spent.tokens, now_s, unix_s)
             self._taken = None
-
-    def headers(self) -> Headers:
-        """Return the headers with what remains of the limits."""
-        return self._rate_limiter.headers(self._clock(), self._wall())
 
 
 @contextlib.contextmanager

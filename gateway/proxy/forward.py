@@ -100,7 +100,8 @@ class Forwarder:
 
         def comment() -> bytes:
             place = self._scheduler.queue_place(request)
-            return place.comment() if place is not None else _KEEPALIVE
+            comment = place.comment() if place is not None else _KEEPALIVE
+            return context.wire_format.keep_alive(comment)
 
         return KeepAlive(writer, _STREAM_HEADERS, self._settings.keepalive_s, comment)
 

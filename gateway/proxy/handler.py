@@ -82,8 +82,7 @@ class ProxyHandler:
                     body = await self._read_body(scope, receive, context, cancel_scope)
                     self._inspect(scope, body, context)
                     with self._reserved_tokens(context) as context.reservation:
-                        if context.reservation is not None:
-                            writer.rate_limit_headers = context.reservation.headers()
+                        writer.rate_limit_headers = self._limit_headers(context)
                         await self.forwarder.forward(context, writer)
                 finally:
                     gateway.active_requests.remove(cancel_scope)
@@ -182,6 +181,15 @@ class ProxyHandler:
             rate_limiter, context.profile, context.cost, gateway.clock, gateway.wall
         )
 
+    def _limit_headers(self, context: RequestContext) -> Headers:
+        """Return the headers with what remains of the limits of the key, if it has any."""
+        rate_limiter = context.api_key.rate_limiter
+        if rate_limiter is None:
+            return []
+        unix_s = self._gateway.wall()
+        states = rate_limiter.states(self._gateway.clock(), unix_s)
+        return context.wire_format.limit_headers(states, unix_s)
+
     async def _delay_rejection(self, context: RequestContext) -> None:
         """Wait before the rejection of a client that repeats them without a pause.
 
@@ -203,10 +211,7 @@ class ProxyHandler:
         context.fail(error)
         if isinstance(error, errors.QueueFull | errors.LimitReached) and not writer.started:
             await self._delay_rejection(context)
-        if (rate_limiter := context.api_key.rate_limiter) is not None:
-            writer.rate_limit_headers = rate_limiter.headers(
-                self._gateway.clock(), self._gateway.wall()
-            )
+        writer.rate_limit_headers = self._limit_headers(context)
         await writer.fail(
             error,
             headers,

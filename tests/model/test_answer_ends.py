@@ -44,6 +44,7 @@ def answer_of(real_worker: RunningWorker):
         return {
             "text": choice["message"]["content"],
             "reason": choice["finish_reason"],
+            "stop": choice.get("stop_reason"),
             "tokens": drafted["usage"]["completion_tokens"],
             "prompt": drafted["usage"]["prompt_tokens"],
         }
@@ -70,6 +71,22 @@ def test_a_token_of_stop_token_ids_ends_the_answer_and_is_no_text(answer_of) -> 
     assert len(comma) == 1
     ended = answer_of(stop_token_ids=comma)
     assert (ended["reason"], ended["text"]) == ("stop", whole["text"].partition(",")[0])
+    assert (ended["stop"], whole["stop"]) == (comma[0], None)
+
+
+def test_an_answer_names_the_stop_string_that_ended_it(answer_of) -> None:
+    ended = answer_of(stop=["nowhere", " 3"])
+    assert (ended["reason"], ended["stop"]) == ("stop", " 3")
+
+
+def test_the_tokens_of_a_prompt_are_counted_without_an_answer(
+    answer_of, real_worker: RunningWorker
+) -> None:
+    question = "Count from 1 to 5."
+    body = {"model": real_worker.model, "messages": [{"role": "user", "content": question}]}
+    counted = httpx.post(f"{real_worker.url}/tokenize", json=body, timeout=60).json()
+    assert counted["count"] == answer_of(question)["prompt"]
+    assert counted["max_model_len"] > counted["count"]
 
 
 def test_truncate_prompt_tokens_keeps_the_end_of_a_longer_prompt(answer_of) -> None:

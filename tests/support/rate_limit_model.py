@@ -70,6 +70,5 @@ class RateLimitModel:
         self.limiter.settle(request.reservation, requests, tokens, self.now_s, self.unix_s)
 
     def remaining(self) -> object:
-        """Return the headers of the limits, and the count of running requests."""
-        headers = self.limiter.headers(self.now_s, self.unix_s)
-        return headers, self.limiter.running
+        """Return what remains of the limits, and the count of running requests."""
+        return self.limiter.states(self.now_s, self.unix_s), self.limiter.running

@@ -19,6 +19,7 @@ from workers.engine.types import (
     Generation,
     LaneName,
     ModelCard,
+    Prompt,
     Usage,
 )
 from workers.http import Server
@@ -62,6 +63,9 @@ class StubPrompts:
 
     def tokenize_completion(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
+
+    def count(self, prompt: Prompt) -> int:
+        return len(prompt.tokens or prompt.text)
 
     def spell(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))

@@ -35,8 +35,13 @@ class TextStream:
         self._pending = ""
         self.decided_chars = 0
         """Number of complete characters in the tokens so far, stop strings included."""
-        self.stopped = False
-        """Whether a stop string is complete; nothing may be pushed after it."""
+        self.stopped_by: str | None = None
+        """The stop string that is complete; nothing may be pushed after it."""
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string is complete."""
+        return self.stopped_by is not None
 
     def push(self, token: int) -> str:
         """Append one token; return the new text."""
@@ -69,10 +74,10 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._pending += text
-        matches = [at for at in (self._pending.find(stop) for stop in self._stop) if at >= 0]
-        if matches:
-            self.stopped = True
-            text, self._pending = self._pending[: min(matches)], ""
+        found = [(self._pending.find(stop), stop) for stop in self._stop]
+        if matches := [match for match in found if match[0] >= 0]:
+            begin, self.stopped_by = min(matches)
+            text, self._pending = self._pending[:begin], ""
             return text
         held_chars = max((_overlap(self._pending, stop) for stop in self._stop), default=0)
         end = len(self._pending) - held_chars

@@ -237,7 +237,13 @@ class Row:
             usage=self.usage(),
             speculation=self.speculation.total(),
             steps=tuple(self.speculation.steps),
+            stop=self.text.stopped_by or self._stop_token(),
         )
+
+    def _stop_token(self) -> int | None:
+        """Return the stop token of the request that ended the answer."""
+        last = self.answer[-1] if self.answer else None
+        return last if last in self.generation.stop_tokens else None
 
     def _read(self, token: int, *, ended: bool, now_s: float) -> Part:
         """Take one token; add its text to that of its part, which this returns."""

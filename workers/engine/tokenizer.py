@@ -292,6 +292,10 @@ class PromptRenderer:
             identity=np.array(tokens, np.int64) if identity is None else identity,
         )
 
+    def count(self, prompt: Prompt) -> int:
+        """Return the number of tokens of a prompt, pictures included."""
+        return len(self.prepare(prompt).tokens)
+
     def tokenize_completion(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text to complete, behind the begin token of the model, if any.
 

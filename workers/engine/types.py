@@ -185,6 +185,8 @@ class Finished:
     speculation: Speculation = field(default_factory=Speculation)
     steps: tuple[DraftStep, ...] = ()
     """Steps that `speculation` sums up; drafts that failed are no steps."""
+    stop: str | int | None = None
+    """The stop string or token of the request that ended the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

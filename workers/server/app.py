@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from typing import Annotated
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 from workers.engine.types import EngineError
-from workers.protocol import mtp_block
+from workers.protocol import TOKENIZE_PATH, mtp_block
 from workers.server.errors import NotAuthorised, RequestError, UnknownModel, render
 from workers.server.metrics import exposition
 from workers.server.ports import Json
@@ -83,6 +84,17 @@ async def create_chat_completion(request: Request, worker: ServedWorker) -> Resp
 async def create_completion(request: Request, worker: ServedWorker) -> Response:
     """Generate a text completion."""
     return await _complete(request, worker, Endpoint.COMPLETIONS)
+
+
+@router.post(TOKENIZE_PATH)
+async def count_prompt_tokens(request: Request, worker: ServedWorker) -> dict[str, int]:
+    """Count the tokens of a chat's prompt, in the format of vLLM's route without the tokens."""
+    request.state.request_id = request_id_of(request)
+    engine = worker.engine
+    completion = await read_request(request, engine, worker.pictures, Endpoint.CHAT, 0)
+    prompt = completion.generations[0].prompt
+    tokens = await asyncio.to_thread(engine.prompts.count, prompt)
+    return {"count": tokens, "max_model_len": engine.card.context_tokens}
 
 
 async def _complete(request: Request, worker: Worker, endpoint: Endpoint) -> Response:

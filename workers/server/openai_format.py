@@ -43,6 +43,7 @@ class _Choice:
         self._tokens: list[SourcedToken] = []
         self._pending_tokens: list[SourcedToken] = []
         self._finish_reason: str | None = None
+        self._stop_reason: str | int | None = None
 
     def _entry(self, name: str, value: Json) -> Json:
         """Return the entry of a chunk, with log probabilities and tokens since the last one."""
@@ -64,6 +65,8 @@ class _Choice:
             "logprobs": rendered,
             "finish_reason": self._finish_reason,
         }
+        if self._stop_reason is not None:
+            entry["stop_reason"] = self._stop_reason  # vLLM's name for it
         if self._with_sources:
             entry["token_sources"] = [
                 {"text": text, "source": "draft" if drafted else "model"}
@@ -115,6 +118,7 @@ class ChatChoice(_Choice):
         entries = self._write(self._splitter.close(cut=cut) if self._splitter else [])
         called = self._tool_calls and finished.reason is FinishReason.STOP
         self._finish_reason = "tool_calls" if called else finished.reason.value
+        self._stop_reason = finished.stop
         return [*entries, self._entry("delta", {})]
 
     def build(self) -> Json:
@@ -189,7 +193,7 @@ class CompletionChoice(_Choice):
 
     def finish(self, finished: Finished) -> Sequence[Json]:
         """Return the finish reason."""
-        self._finish_reason = finished.reason.value
+        self._finish_reason, self._stop_reason = finished.reason.value, finished.stop
         return (self._entry("text", ""),)
 
     def idle(self) -> Sequence[Json]:

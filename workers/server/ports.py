@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from workers.engine.types import Event, Generation, ModelCard
+from workers.engine.types import Event, Generation, ModelCard, Prompt
 from workers.protocol import LaneReport
 
 Json = Any
@@ -32,6 +32,9 @@ class Prompts(Protocol):
 
     def tokenize_completion(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text to complete, as the model expects its beginning."""
+
+    def count(self, prompt: Prompt) -> int:
+        """Return the number of tokens of a prompt, pictures included."""
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, control tokens too."""

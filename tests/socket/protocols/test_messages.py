@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from pydantic import BaseModel
 
 from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
@@ -124,3 +130,143 @@ def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(
     whole = client.post("/v1/messages", json=BODY)
     assert (whole.status_code, whole.json()["error"]["type"]) == (502, "api_error")
     wait_for_outcomes(gateway_with_worker, failed=2)
+
+
+def count_tokens(gateway: RunningGateway) -> httpx.Response:
+    return gateway.client.post(
+        "/v1/messages/count_tokens", json={"model": "demo", "messages": BODY["messages"]}
+    )
+
+
+def test_a_worker_counts_the_tokens_of_a_prompt(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    worker.script.body = b'{"count": 1234, "max_model_len": 4096}'
+    counted = count_tokens(gateway_with_worker)
+    assert (counted.status_code, counted.json()) == (200, {"input_tokens": 1234})
+    assert "x-paceline-estimate" not in counted.headers
+    assert worker.requests[-1].path == "/tokenize"
+    assert worker.requests[-1].body["messages"] == BODY["messages"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(500, b"{}"), (503, b"{}"), (200, b'{"count": "many"}'), (200, b'{"count": -1}'), (200, b"[")],
+)
+def test_the_gateway_estimates_what_a_worker_cannot_count(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, status: int, body: bytes
+) -> None:
+    worker.script.status, worker.script.body = status, body
+    counted = count_tokens(gateway_with_worker)
+    assert counted.status_code == 200
+    assert counted.headers["x-paceline-estimate"] == "true"
+
+
+def test_what_a_worker_refuses_to_count_is_the_clients_error(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    error = {"message": "The picture is no PNG.", "type": "invalid_request_error", "param": "x"}
+    worker.script.status = 400
+    worker.script.body = json.dumps({"error": error}).encode()
+    counted = count_tokens(gateway_with_worker)
+    assert counted.status_code == 400
+    assert "The picture is no PNG." in counted.text
+
+
+def chat_chunk(delta: Any = None, **fields: Any) -> bytes:
+    choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": None}]
+    if choices and "finish_reason" in fields:
+        choices[0]["finish_reason"] = fields.pop("finish_reason")
+    chunk = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "demo"}
+    return b"data: " + json.dumps({**chunk, "choices": choices, **fields}).encode() + b"\n\n"
+
+
+FUNCTION = {"name": "look", "arguments": '{"at": "a"}'}
+CHAT_USAGE = {
+    "prompt_tokens": 10,
+    "completion_tokens": 3,
+    "total_tokens": 13,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+CHAT_EVENTS = (
+    chat_chunk({"role": "assistant", "content": ""}),
+    chat_chunk({"reasoning_content": "Hm."}),
+    chat_chunk({"content": "I look."}),
+    chat_chunk({"tool_calls": [{"index": 0, "id": "call00001", "function": FUNCTION}]}),
+    chat_chunk({}, finish_reason="tool_calls"),
+    chat_chunk(usage=CHAT_USAGE),
+    b"data: [DONE]\n\n",
+)
+
+
+def unknown_fields(model: BaseModel) -> list[str]:
+    """Return the fields of a response that Anthropic's package does not know."""
+    found = list(model.model_extra or ())
+    for value in dict(model).values():
+        for one in value if isinstance(value, list) else [value]:
+            found += unknown_fields(one) if isinstance(one, BaseModel) else []
+    return found
+
+
+@pytest.fixture
+def anthropic_client(gateway_with_worker: RunningGateway) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(
+        base_url=gateway_with_worker.url,
+        api_key="none",
+        max_retries=0,
+        _strict_response_validation=True,
+    ) as client:
+        yield client
+
+
+ASKED: Any = {"model": "demo", "max_tokens": 20, "messages": BODY["messages"]}
+
+
+def test_a_message_is_one_of_anthropics_own_types(
+    anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
+) -> None:
+    message = {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": FUNCTION}],
+    }
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    answer = {"id": "chatcmpl-1", "model": "demo", "choices": [choice], "usage": CHAT_USAGE}
+    worker.script.body = json.dumps(answer).encode()
+    response = anthropic_client.messages.create(**ASKED)
+    assert [block.type for block in response.content] == ["thinking", "text", "tool_use"]
+    assert response.stop_reason == "tool_use"
+    assert unknown_fields(response) == []
+
+
+def test_the_events_of_a_message_are_of_anthropics_own_types(
+    anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
+) -> None:
+    worker.script.events = CHAT_EVENTS
+    with anthropic_client.messages.stream(**ASKED) as stream:
+        events = list(stream)
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+    assert final.content[2].model_dump()["input"] == {"at": "a"}
+    assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (6, 4)
+    assert unknown_fields(final) == []
+    raw = [event for event in events if type(event).__name__.startswith("Raw")]
+    assert [name for event in raw for name in unknown_fields(event)] == []
+
+
+def test_anthropics_package_raises_its_own_errors(
+    anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
+) -> None:
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        anthropic_client.messages.create(**{**ASKED, "model": "claude"})
+    assert unknown.value.request_id
+    with pytest.raises(anthropic.BadRequestError):
+        anthropic_client.messages.create(**ASKED, extra_body={"temperature": 7})
+    worker.script.events = CHAT_EVENTS[:3]
+    worker.script.end_after = 3
+    with (
+        pytest.raises(anthropic.APIStatusError, match="api_error"),
+        anthropic_client.messages.stream(**ASKED) as stream,
+    ):
+        stream.get_final_message()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterable
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
@@ -12,15 +14,21 @@ from pydantic import ValidationError
 
 from gateway.auth.rate_limits import (
     DAY_S,
-    OF_TOKENS,
     RateLimiter,
     TokenBucket,
     day_of,
-    limit_headers,
 )
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
+from gateway.protocols import CHAT, MESSAGES
+from gateway.types import LimitState
 from tests.support.rate_limit_model import ALL_LIMITS, MINUTE_S, NOON, START_S, RateLimitModel
+
+
+def limit_headers(states: Iterable[LimitState]) -> dict[str, str]:
+    headers = CHAT.limit_headers(states, NOON)
+    return {name.decode(): value.decode() for name, value in headers}
+
 
 STEPS = st.lists(
     st.one_of(
@@ -170,17 +178,17 @@ def test_a_request_larger_than_a_limit_is_rejected_without_retry_after() -> None
 def test_a_day_ends_at_midnight_utc_and_a_clock_set_back_adds_nothing() -> None:
     limiter = RateLimiter(Limits(tokens_a_day=100), START_S, NOON, used_today=40)
 
-    def remaining_tokens(unix_s: float) -> bytes:
-        return dict(limiter.headers(START_S, unix_s))[b"x-ratelimit-remaining-tokens"]
+    def remaining_tokens(unix_s: float) -> str:
+        return limit_headers(limiter.states(START_S, unix_s))["x-ratelimit-remaining-tokens"]
 
-    assert remaining_tokens(NOON) == b"60"
+    assert remaining_tokens(NOON) == "60"
     reservation = limiter.reserve(50, START_S, NOON)
-    assert remaining_tokens(NOON) == b"10"
+    assert remaining_tokens(NOON) == "10"
     tomorrow = NOON + DAY_S
-    assert remaining_tokens(tomorrow) == b"50", "a reservation counts on the day on which it ends"
+    assert remaining_tokens(tomorrow) == "50", "a reservation counts on the day on which it ends"
     limiter.settle(reservation, 1, 30, START_S, tomorrow)
-    assert remaining_tokens(tomorrow) == b"70"
-    assert remaining_tokens(NOON) == b"60"
+    assert remaining_tokens(tomorrow) == "70"
+    assert remaining_tokens(NOON) == "60"
 
 
 def test_l10_a_clock_that_jumps_forward_and_back_freezes_no_budget() -> None:
@@ -191,7 +199,7 @@ def test_l10_a_clock_that_jumps_forward_and_back_freezes_no_budget() -> None:
         limiter.settle(reservation, 1, tokens, START_S, unix_s)
 
     def remaining(unix_s: float) -> int:
-        return int(dict(limiter.headers(START_S, unix_s))[b"x-ratelimit-remaining-tokens"])
+        return int(limit_headers(limiter.states(START_S, unix_s))["x-ratelimit-remaining-tokens"])
 
     next_year = NOON + 365 * DAY_S
     use(90, next_year)
@@ -229,9 +237,7 @@ def test_an_exhausted_day_returns_the_time_until_the_next_one() -> None:
 def test_headers_are_openais_and_report_the_nearest_limit() -> None:
     limiter = RateLimiter(ALL_LIMITS, START_S, NOON, used_today=1450)
     limiter.reserve(500, START_S, NOON)
-    headers = {
-        name.decode(): value.decode() for name, value in limiter.headers(START_S + 0.5, NOON)
-    }
+    headers = limit_headers(limiter.states(START_S + 0.5, NOON))
     assert headers == {
         "x-ratelimit-limit-requests": "6",
         "x-ratelimit-remaining-requests": "5",
@@ -242,16 +248,14 @@ def test_headers_are_openais_and_report_the_nearest_limit() -> None:
     }
     limiter = RateLimiter(Limits(tokens_a_minute=600), START_S, NOON)
     limiter.reserve(600, START_S, NOON)
-    headers = {
-        name.decode(): value.decode() for name, value in limiter.headers(START_S + 59.9375, NOON)
-    }
+    headers = limit_headers(limiter.states(START_S + 59.9375, NOON))
     assert headers == {
         "x-ratelimit-limit-tokens": "600",
         "x-ratelimit-remaining-tokens": "599",
         "x-ratelimit-reset-tokens": "63ms",
     }
     limiter = RateLimiter(Limits(concurrent_requests=1), START_S, NOON)
-    assert limiter.headers(START_S, NOON) == []
+    assert limit_headers(limiter.states(START_S, NOON)) == {}
     limiter.reserve(1, START_S, NOON)
     with pytest.raises(LimitReached):
         limiter.reserve(1, START_S, NOON)
@@ -260,21 +264,32 @@ def test_headers_are_openais_and_report_the_nearest_limit() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0, b"0ms"),
-        (0.1195, b"120ms"),
-        (1.0, b"1s"),
-        (7.2, b"8s"),
-        (59.5, b"1m0s"),
-        (360.0, b"6m0s"),
-        (3599.0, b"59m59s"),
-        (3599.5, b"1h0m0s"),
-        (10_799.0, b"2h59m59s"),
-        (10_921.0, b"3h2m1s"),
+        (0.0, "0ms"),
+        (0.1195, "120ms"),
+        (1.0, "1s"),
+        (7.2, "8s"),
+        (59.5, "1m0s"),
+        (360.0, "6m0s"),
+        (3599.0, "59m59s"),
+        (3599.5, "1h0m0s"),
+        (10_799.0, "2h59m59s"),
+        (10_921.0, "3h2m1s"),
     ],
 )
-def test_the_reset_time_is_rounded_up(seconds: float, text: bytes) -> None:
-    headers = dict(limit_headers(OF_TOKENS, 600, 0, seconds))
-    assert headers[b"x-ratelimit-reset-tokens"] == text
+def test_the_reset_time_is_rounded_up(seconds: float, text: str) -> None:
+    headers = limit_headers([LimitState("tokens", 600, 0, seconds)])
+    assert headers["x-ratelimit-reset-tokens"] == text
+
+
+def test_anthropics_headers_tell_the_time_at_which_a_limit_is_full_again() -> None:
+    headers = MESSAGES.limit_headers([LimitState("tokens", 600, 50, 89.5)], NOON)
+    assert dict(headers) == {
+        b"anthropic-ratelimit-tokens-limit": b"600",
+        b"anthropic-ratelimit-tokens-remaining": b"50",
+        b"anthropic-ratelimit-tokens-reset": (
+            datetime.fromtimestamp(NOON + 90, UTC).strftime("%Y-%m-%dT%H:%M:%SZ").encode()
+        ),
+    }
 
 
 def test_an_update_of_limits_keeps_the_usage_and_settles_old_reservations_correctly() -> None:
@@ -282,9 +297,9 @@ def test_an_update_of_limits_keeps_the_usage_and_settles_old_reservations_correc
     running = limiter.reserve(90, START_S, NOON)
     limiter.update(Limits(requests_a_minute=1, tokens_a_day=50), START_S, NOON, used_today=0)
     limiter.settle(running, 1, 90, START_S, NOON)  # reserved before there was a daily limit
-    headers = dict(limiter.headers(START_S, NOON))
-    assert headers[b"x-ratelimit-remaining-requests"] == b"1"
-    assert headers[b"x-ratelimit-remaining-tokens"] == b"50"
+    headers = limit_headers(limiter.states(START_S, NOON))
+    assert headers["x-ratelimit-remaining-requests"] == "1"
+    assert headers["x-ratelimit-remaining-tokens"] == "50"
     assert limiter.running == 0
 
 
@@ -292,8 +307,7 @@ TODAY = day_of(NOON)
 
 
 def remaining(limiter: RateLimiter, unit: str, now_s: float, unix_s: float = NOON) -> int:
-    name = f"x-ratelimit-remaining-{unit}".encode()
-    return int(dict(limiter.headers(now_s, unix_s))[name])
+    return {state.unit: state.remaining for state in limiter.states(now_s, unix_s)}[unit]
 
 
 def test_requests_of_other_gateways_are_charged() -> None:

@@ -277,6 +277,25 @@ def test_an_answer_is_a_message() -> None:
     }
 
 
+def test_a_stop_sequence_is_named() -> None:
+    choice = {"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}
+    end = events(chunk({"content": "a"}), {"id": "chatcmpl-1", "choices": [choice]})[-2]
+    assert end["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+    request: Any = None
+    whole = {"choices": [{"message": {"content": "a"}, **choice}]}
+    message = json.loads(MESSAGES.encode(request, whole, b""))
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+    token = whole["choices"][0] | {"stop_reason": 7}
+    message = json.loads(MESSAGES.encode(request, {"choices": [token]}, b""))
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+
+
+def test_a_silent_stream_gets_pings_behind_its_comments() -> None:
+    assert MESSAGES.keep_alive(b": keepalive\n\n") == (
+        b': keepalive\n\nevent: ping\ndata: {"type": "ping"}\n\n'
+    )
+
+
 def test_the_events_of_a_stream_come_in_anthropics_order() -> None:
     def call(**function: Any) -> dict[str, Any]:
         return {"tool_calls": [{"index": 0, "id": "call00001", "function": function}]}

@@ -1,0 +1,80 @@
+"""The tokens of a prompt: counted by a worker of Paceline that serves the model, or estimated."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from typing import NamedTuple
+
+from pydantic_core import from_json, to_json
+
+from gateway import errors
+from gateway.assembly import Gateway
+from gateway.fleet.worker import WorkerState
+from gateway.http.upstream import ConnectionLost, ConnectionPool, StaleConnection, refusal
+from gateway.proxy.billing import estimate
+from gateway.types import Inspected
+from workers.protocol import MAX_COUNT, TOKENIZE_PATH
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 5.0
+_RESPONSE_LIMIT_BYTES = 4096
+
+
+class TokenCount(NamedTuple):
+    """The number of tokens of a prompt."""
+
+    tokens: int
+    estimated: bool
+    """No worker has counted; the number is rather too large than too small."""
+
+
+class TokenCounter:
+    """Counts the tokens of chats by the worker with the fewest requests, over `connections`."""
+
+    def __init__(self, gateway: Gateway, connections: ConnectionPool) -> None:
+        self._fleet = gateway.fleet
+        self._connections = connections
+
+    async def count(self, inspected: Inspected) -> TokenCount:
+        """Return the tokens of a chat's prompt; raise `RefusedByWorker` as a request would."""
+        model = inspected.profile.model
+        workers = [
+            one
+            for one in self._fleet.workers()
+            if one.backend.sends_reports and one.accepting and model in one.models
+        ]
+        worker = min(workers, key=lambda one: one.in_flight.total(), default=None)
+        if worker is not None:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    return TokenCount(await self._ask(worker, inspected), estimated=False)
+            except (errors.WorkerError, TimeoutError, ValueError) as error:
+                worker_id = worker.report.worker_id
+                log.warning("tokens.uncounted worker=%s error=%r", worker_id, error)
+        return TokenCount(estimate(inspected.profile._replace(max_tokens=0)), estimated=True)
+
+    async def _ask(self, worker: WorkerState, inspected: Inspected) -> int:
+        """Return the count of one worker; raise `ValueError` for an answer without one."""
+        body = to_json(inspected.body, inf_nan_mode="null")
+        headers = {"content-type": "application/json", **worker.backend.authorization}
+        url = worker.report.url + TOKENIZE_PATH
+        send = functools.partial(self._connections.send, url, body, headers, lambda: None)
+        try:
+            response = await send()
+        except StaleConnection:
+            response = await send(fresh=True)
+        try:
+            if response.status != 200:
+                raise await refusal(response, _TIMEOUT_S)
+            answer = from_json(await response.read(_RESPONSE_LIMIT_BYTES))
+        except ConnectionLost as error:
+            raise errors.WorkerLost from error
+        finally:
+            response.release()
+        tokens = answer.get("count") if isinstance(answer, dict) else None
+        if not isinstance(tokens, int) or not 0 <= tokens <= MAX_COUNT:
+            raise ValueError("The answer has no count.")
+        return tokens
