@@ -17,6 +17,8 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.context_management import FIELD as CONTEXT_MANAGEMENT
+from gateway.protocols.context_management import edit_messages
 from gateway.protocols.event_stream import read_usage
 from gateway.protocols.openai import CHAT, encode_json, parse
 from gateway.routing.select import RoutingRequest
@@ -30,13 +32,13 @@ Json = dict[str, Any]
 
 _SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _IGNORED_FIELDS = frozenset(
-    "metadata service_tier container inference_geo speed context_management cache_control".split()
+    "metadata service_tier container inference_geo speed cache_control".split()
 )
-"""They choose among Anthropic's services, or clear what its context holds."""
+"""They choose among Anthropic's services."""
 _FIELDS = _IGNORED_FIELDS.union(
     _SAME_FIELDS,
     "messages system tools tool_choice stop_sequences thinking output_config output_format "
-    "mcp_servers".split(),
+    "context_management mcp_servers".split(),
 )
 # Claude Code writes a digest of each request there, so that no two prompts would begin alike.
 _BILLING_MARK = "x-anthropic-billing-header"
@@ -177,6 +179,8 @@ def to_chat(body: Mapping[str, Any]) -> Json:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", "messages: A non-empty list is required.")
+    if body.get(CONTEXT_MANAGEMENT) is not None:
+        messages = edit_messages(body[CONTEXT_MANAGEMENT], messages).messages
     chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
     chat["messages"] = [*_system_of(body.get("system"))]
     for index, message in enumerate(messages):
@@ -495,12 +499,17 @@ def _stop_of(choice: Mapping[str, Any]) -> Json:
 def _usage_of(answer: Mapping[str, Any]) -> Json:
     """Return the usage; Anthropic counts tokens from a cache apart."""
     usage = read_usage(answer) or UNUSED
-    return {
+    counts: Json = {
         "input_tokens": max(usage.prompt_tokens - usage.cached_tokens, 0),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
+    details = _object_in(_object_in(answer, "usage"), "completion_tokens_details")
+    reasoning = details.get("reasoning_tokens")
+    if isinstance(reasoning, int) and 0 < reasoning <= usage.completion_tokens:
+        counts["output_tokens_details"] = {"thinking_tokens": reasoning}
+    return counts
 
 
 class MessageEncoder:

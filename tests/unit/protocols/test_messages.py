@@ -277,6 +277,12 @@ def test_an_answer_is_a_message() -> None:
     }
 
 
+def test_usage_tells_the_tokens_of_reasoning() -> None:
+    usage = USAGE | {"completion_tokens_details": {"reasoning_tokens": 2}}
+    end = events(chunk({"content": "a"}), {"id": "chatcmpl-1", "choices": [], "usage": usage})[-2]
+    assert end["usage"] == COUNTS | {"output_tokens_details": {"thinking_tokens": 2}}
+
+
 def test_a_stop_sequence_is_named() -> None:
     choice = {"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}
     end = events(chunk({"content": "a"}), {"id": "chatcmpl-1", "choices": [choice]})[-2]
@@ -346,3 +352,18 @@ def test_an_overflow_has_the_words_by_which_clients_shorten_a_conversation() -> 
         },
     }
     assert b'"api_error"' in MESSAGES.error_body(GatewayError())
+
+
+def test_old_results_are_cleared_before_the_chat_is_built() -> None:
+    result = {"type": "tool_result", "tool_use_id": CALL["id"], "content": "much"}
+    edit = {
+        "type": "clear_tool_uses_20250919",
+        "trigger": {"type": "tool_uses", "value": 0},
+        "keep": {"type": "tool_uses", "value": 0},
+    }
+    sent = chat(
+        {"role": "assistant", "content": [CALL]},
+        user([result]),
+        context_management={"edits": [edit]},
+    )
+    assert sent["messages"][1]["content"].startswith("[The result of this tool call was cleared")

@@ -1,0 +1,128 @@
+"""Anthropic's `context_management`: what an edit clears, and what it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.protocols.context_management import CLEARED, edit_messages
+from policies.request.fields import FieldError
+
+TOOL_USES = "clear_tool_uses_20250919"
+THINKING = "clear_thinking_20251015"
+
+
+def turn(index: int, name: str = "read") -> list[dict[str, Any]]:
+    use = {"type": "tool_use", "id": f"call{index:05}", "name": name, "input": {"file": "x" * 50}}
+    thought = {"type": "thinking", "thinking": f"Thought {index}.", "signature": "s"}
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "line " * 100}
+    return [
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, use]},
+        {"role": "user", "content": [result]},
+    ]
+
+
+CONVERSATION = [{"role": "user", "content": "Go."}, *(one for i in range(5) for one in turn(i))]
+
+
+def edit(*edits: dict[str, Any], messages: list[Any] = CONVERSATION) -> Any:
+    return edit_messages({"edits": list(edits)}, messages)
+
+
+def results(messages: Any) -> list[str]:
+    return [
+        block["content"]
+        for message in messages
+        for block in message["content"]
+        if isinstance(block, dict) and block["type"] == "tool_result"
+    ]
+
+
+def inputs(messages: Any) -> list[Any]:
+    return [message["content"][2]["input"] for message in messages[1::2]]
+
+
+def test_old_results_are_cleared_and_the_last_ones_kept() -> None:
+    trigger = {"type": "tool_uses", "value": 4}
+    edited, applied = edit({"type": TOOL_USES, "trigger": trigger})
+    assert results(edited) == [CLEARED] * 2 + ["line " * 100] * 3
+    assert inputs(edited) == inputs(CONVERSATION)
+    (one,) = applied
+    assert (one["type"], one["cleared_tool_uses"]) == (TOOL_USES, 2)
+    assert 150 < one["cleared_input_tokens"] < 260
+    again, applied = edit({"type": TOOL_USES, "trigger": trigger}, messages=edited)
+    assert (again, applied) == (edited, [])
+
+
+def test_an_edit_waits_for_its_trigger() -> None:
+    for trigger in ({"type": "tool_uses", "value": 5}, {"type": "input_tokens", "value": 10_000}):
+        assert edit({"type": TOOL_USES, "trigger": trigger}) == (CONVERSATION, [])
+    assert edit({"type": TOOL_USES}) == (CONVERSATION, [])
+    trigger = {"type": "input_tokens", "value": 500}
+    assert results(edit({"type": TOOL_USES, "trigger": trigger}).messages)[0] == CLEARED
+
+
+def test_too_small_an_edit_clears_nothing() -> None:
+    fields = {"type": TOOL_USES, "trigger": {"type": "tool_uses", "value": 1}}
+    least = {"type": "input_tokens", "value": 5000}
+    assert edit({**fields, "clear_at_least": least}) == (CONVERSATION, [])
+    least = {"type": "input_tokens", "value": 100}
+    assert edit({**fields, "clear_at_least": least}).applied
+
+
+def test_excluded_tools_keep_their_results_and_inputs_go_if_asked() -> None:
+    messages = [*turn(0), *turn(1, "search"), *turn(2)]
+    fields = {
+        "type": TOOL_USES,
+        "trigger": {"type": "tool_uses", "value": 0},
+        "keep": {"type": "tool_uses", "value": 0},
+    }
+    edited, _ = edit({**fields, "exclude_tools": ["search"]}, messages=messages)
+    assert results(edited) == [CLEARED, "line " * 100, CLEARED]
+    edited, _ = edit({**fields, "clear_tool_inputs": ["search"]}, messages=messages)
+    assert [bool(message["content"][2]["input"]) for message in edited[::2]] == [True, False, True]
+    edited, _ = edit({**fields, "clear_tool_inputs": True}, messages=messages)
+    assert not any(message["content"][2]["input"] for message in edited[::2])
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ({}, [4]),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, [3, 4]),
+        ({"keep": "all"}, [0, 1, 2, 3, 4]),
+        ({"keep": {"type": "all"}}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_old_reasoning_is_cleared(keep: dict[str, Any], kept: list[int]) -> None:
+    edited, applied = edit({"type": THINKING, **keep})
+    turns = edited[1::2]
+    thinking = [i for i, one in enumerate(turns) if one["content"][0]["type"] == "thinking"]
+    assert thinking == kept
+    assert [one["cleared_thinking_turns"] for one in applied] == [5 - len(kept)] * (len(kept) < 5)
+
+
+def test_a_conversation_is_not_compacted() -> None:
+    assert edit({"type": "compact_20260112"}) == (CONVERSATION, [])
+    trigger = {"type": "input_tokens", "value": 100}
+    with pytest.raises(FieldError, match="does not compact"):
+        edit({"type": "compact_20260112", "trigger": trigger})
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ([], "context_management"),
+        ({"edits": [{"type": "clear_all"}]}, "context_management.edits.0"),
+        ({"edits": [{"type": THINKING}] * 9}, "context_management.edits"),
+        (
+            {"edits": [{"type": TOOL_USES, "keep": {"type": "tool_uses", "value": -1}}]},
+            "context_management.edits.0.clear_tool_uses_20250919.keep.value",
+        ),
+    ],
+)
+def test_an_invalid_edit_is_named(given: Any, param: str) -> None:
+    with pytest.raises(FieldError) as invalid:
+        edit_messages(given, CONVERSATION)
+    assert invalid.value.param == param
