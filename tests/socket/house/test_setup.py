@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -83,3 +85,42 @@ def test_setup_skips_the_installation_when_its_stamp_is_current(clone: Path) -> 
     assert set_up(clone).returncode == 0
     (clone / "locks" / "dev.txt").write_text("changed\n")
     assert set_up(clone).returncode == 1
+
+
+def test_the_installation_of_packages_shows_on_a_terminal_how_far_it_is(clone: Path) -> None:
+    """pip prints nothing while it installs; this one waits until the terminal shows it."""
+    for name in ("rm", "mkdir", "sleep", "grep", "sed", "cut", "tail", "wc"):
+        (clone / "bin" / name).symlink_to(shutil.which(name) or "")
+    venv = clone / ".venv"
+    pip = (
+        "#!/bin/sh\n"
+        f'[ "$2" != venv ] || {{ mkdir -p {venv}/bin {venv}/lib/python3/site-packages; '
+        f"cat {clone}/bin/python3 >{venv}/bin/python; chmod 755 {venv}/bin/python; exit 0; }}\n"
+        f'[ "$2" != pip ] || {{ case "$*" in *editable*) exit 1 ;; esac\n'
+        "    echo 'Installing collected packages: one, two, three'\n"
+        f"    mkdir {venv}/lib/python3/site-packages/one-1.dist-info\n"
+        f"    while [ ! -e {clone}/seen ]; do sleep 0.1; done; exit 0; }}\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    (clone / "bin" / "chmod").symlink_to(shutil.which("chmod") or "")
+    (clone / "bin" / "python3").write_text(pip)
+    (clone / "bin" / "python3").chmod(0o755)
+    terminal, end = os.openpty()
+    with subprocess.Popen(
+        [clone / "scripts" / "setup", "gateway"],
+        env={"PATH": str(clone / "bin")},
+        stdin=subprocess.DEVNULL,
+        stdout=end,
+        stderr=end,
+    ) as setup:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal on Linux
+            while part := os.read(terminal, 4096):
+                shown += part
+                if b": 1 of 3 installed" in shown:
+                    (clone / "seen").touch()
+    os.close(terminal)
+    assert b": 1 of 3 installed" in shown
+    assert setup.returncode == 1
+    assert b"pip could not install the project" in shown
