@@ -4,8 +4,8 @@ No value is null and no field is left out: absence is 0, an empty string or an e
 exception is `mtp`, which is `{"enabled": false}` if no lane drafts.
 
 Counts only grow, survive restarts and cover all gateways that share a Redis. `gateway`, `recent`,
-`last_minute`, `history` and `in_flight` cover the gateway that answers. `recent` and `history`
-cover the window of the query (`?window=5m`) and the requests that reached a worker.
+`last_minute`, `last_hour`, `history` and `in_flight` cover the gateway that answers. `recent` and
+`history` cover the window of the query (`?window=5m`) and the requests that reached a worker.
 
 `python -m gateway.status.model > docs/status.schema.json` writes the schema; a test fails if the
 file is out of date.
@@ -148,8 +148,8 @@ class FleetRecent(Recent):
     """The part of `answered` whose response is an error, or ends in one."""
 
 
-class LastMinute(StatusModel):
-    """Requests that got a response within the last minute, whatever window the query requests."""
+class AnswerCounts(StatusModel):
+    """Requests that got a response within a time, whatever window the query requests."""
 
     answered: NonNegativeInt
     errors: NonNegativeInt
@@ -391,7 +391,9 @@ class Status(StatusModel):
     mtp: Mtp
     savings: Savings
     recent: FleetRecent
-    last_minute: LastMinute
+    last_minute: AnswerCounts
+    last_hour: AnswerCounts
+    """The last 60 to 61 minutes, less after a start."""
     history: tuple[Point, ...]
     """The window in intervals, oldest first."""
     decisions: Decisions

@@ -37,6 +37,7 @@ _NO_LOAD = dict.fromkeys(
 _STARTS_SHOWN = 4
 _ERRORS = (Outcome.REFUSED, Outcome.UNSERVED, Outcome.FAILED)
 _MINUTE_S = 60.0
+_HOUR_S = 3600.0
 _NO_VALUES = model.Percentiles(count=0, p50=0.0, p95=0.0)
 
 
@@ -89,7 +90,8 @@ class FleetRenderer:
             "mtp": mtp,
             "savings": _savings(lanes),
             "recent": model.FleetRecent(**dict(self.window.recent(mtp)), **self.window.answers()),
-            "last_minute": model.LastMinute(**self.window.answers(_MINUTE_S)),
+            "last_minute": model.AnswerCounts(**self.window.answers(_MINUTE_S)),
+            "last_hour": model.AnswerCounts(**self.window.answers(_HOUR_S)),
             "history": self.window.history(),
             "decisions": _decisions(self.counts),
             "outcomes": _family(self.counts, "outcomes"),
@@ -273,12 +275,11 @@ class WindowStats:
 
     def answers(self, length_s: float | None = None) -> dict[str, Any]:
         """Count the responses and errors of the window, or of another one up to now."""
-        begin = self._snapshots[0]
+        before = self._snapshots[0].outcomes
         if length_s is not None:
-            begin = self._history.window(self._now, length_s)[0]
+            before = self._history.outcomes_before(self._now, length_s)
         counts = {
-            outcome: count - begin.outcomes.get(outcome, 0)
-            for outcome, count in self._now.outcomes.items()
+            outcome: count - before.get(outcome, 0) for outcome, count in self._now.outcomes.items()
         }
         errors = sum(counts[outcome] for outcome in _ERRORS)
         return {"answered": counts[Outcome.COMPLETED] + errors, "errors": errors}

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 SNAPSHOT_INTERVAL_S = 10.0
 MAX_WINDOW_S = 900.0
+_OUTCOMES_INTERVAL_S = 60.0
+_OUTCOMES_KEPT_S = 3600.0
 
 _STEPS = ("1", "1.25", "1.6", "2", "2.5", "3.15", "4", "5", "6.3", "8")
 BOUNDS_S = tuple(float(f"{step}e{ten}") for ten in range(-5, 3) for step in _STEPS)
@@ -164,7 +166,10 @@ class Snapshot(NamedTuple):
 
 
 class SnapshotHistory:
-    """Snapshots of the last fifteen minutes. `clock` returns monotonic seconds."""
+    """Snapshots of the last fifteen minutes, and the outcomes of each minute of the last hour.
+
+    `clock` returns monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -176,6 +181,7 @@ class SnapshotHistory:
         self._outcomes = outcomes
         self._clock = clock
         self._snapshots: deque[Snapshot] = deque([Snapshot(clock(), {}, NO_TOTALS, {})])
+        self._outcomes_by_minute = deque([(clock(), _NO_COUNTS)])
 
     async def record(self) -> None:
         """Add a snapshot, every `SNAPSHOT_INTERVAL_S`; drop those older than any window."""
@@ -183,6 +189,11 @@ class SnapshotHistory:
         self._snapshots.append(now)
         while now.at_s - self._snapshots[1].at_s >= MAX_WINDOW_S:
             self._snapshots.popleft()
+        minutes = self._outcomes_by_minute
+        if now.at_s - minutes[-1][0] >= _OUTCOMES_INTERVAL_S:
+            minutes.append((now.at_s, now.outcomes))
+        while len(minutes) > 1 and now.at_s - minutes[1][0] >= _OUTCOMES_KEPT_S:
+            minutes.popleft()
 
     def take_snapshot(self) -> Snapshot:
         """Return a snapshot of this moment, without adding it to the history."""
@@ -200,6 +211,20 @@ class SnapshotHistory:
             if now.at_s - snapshot.at_s >= window_s:
                 break
         return found[::-1]
+
+    def outcomes_before(self, now: Snapshot, length_s: float) -> Mapping[str, int]:
+        """Return the outcomes at the beginning of a window of an hour at most.
+
+        A window that is longer than those of `window` begins up to a minute earlier.
+        """
+        if length_s <= MAX_WINDOW_S:
+            return self.window(now, length_s)[0].outcomes
+        old_enough = (
+            outcomes
+            for at_s, outcomes in reversed(self._outcomes_by_minute)
+            if now.at_s - at_s >= length_s
+        )
+        return next(old_enough, self._outcomes_by_minute[0][1])
 
 
 # The three that follow take and return one field of `LaneTotals`: a number, counts by name, or

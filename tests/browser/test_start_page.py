@@ -25,6 +25,12 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
         code = page.get_by_role("tabpanel").locator("code")
         for part in (f"{url}/v1", "demo", "none"):
             await expect(code).to_contain_text(part)
+    for client in ("Claude Code", "Anthropic SDK"):
+        await page.get_by_role("tab", name=client).click()
+        code = page.get_by_role("tabpanel").locator("code")
+        for part in (url, "demo", "none"):
+            await expect(code).to_contain_text(part)
+        await expect(code).not_to_contain_text(f"{url}/v1")
     await page.keyboard.press("Home")
     await expect(page.get_by_role("tab", name="curl")).to_be_focused()
     await page.context.grant_permissions(["clipboard-read", "clipboard-write"])

@@ -5,7 +5,7 @@ import { copyButton } from "./copy.js";
 import { confirmFirst, openDialog } from "./dialogs.js";
 import { ago, amount, button, byId, make, notice, pill } from "./elements.js";
 import { LIMITS, keyForm } from "./key_form.js";
-import { snippetTabs } from "./snippets.js";
+import { ALL_CLIENTS, snippetTabs } from "./snippets.js";
 import { showUsage } from "./usage.js";
 
 const TONES = { active: "ok", expired: "warn", revoked: "" };
@@ -107,7 +107,7 @@ async function showSecret({ name, secret, models }) {
   const text = "Copy the key now: the gateway cannot show it again.";
   const body = [make("p", {}, text), make("div", { class: "row secret-row" }, shown, copy)];
   if (await servesClients()) {
-    const snippets = snippetTabs({ baseUrl: `${location.origin}/v1`, model: models[0] ?? "default", apiKey: secret });
+    const snippets = snippetTabs(ALL_CLIENTS, { baseUrl: `${location.origin}/v1`, model: models[0] ?? "default", apiKey: secret });
     body.push(make("h3", { class: "title" }, "Use it"), snippets.element);
   }
   openDialog(`The key of ${name}`, body, []);

@@ -42,7 +42,7 @@ export class ErrorList {
       return;
     }
     const head = COLUMNS.map((name) => make("th", { scope: "col" }, name));
-    const table = make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, errors.map(row)));
+    const table = make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, errors.map(row)));
     this.#root.replaceChildren(make("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": "Last errors" }, table));
   }
 }
@@ -60,11 +60,13 @@ function row({ time, reason, status, code, model, worker, key, key_name: name, r
   return make(
     "tr",
     {},
-    make("td", {}, ago(time)),
-    make("td", {}, reason, make("span", { class: "muted small block" }, `${status} ${code}`)),
-    make("td", {}, model || "–"),
-    make("td", {}, worker || "–"),
-    make("td", {}, name || key || "none"),
-    make("td", { class: "request" }, make("code", {}, id), copyButton(id, { class: "quiet", "aria-label": `Copy the id ${id}` })),
+    cell("Time", ago(time)),
+    cell("Reason", reason, make("span", { class: "muted small block" }, `${status} ${code}`)),
+    cell("Model", model || "–"),
+    cell("Worker", worker || "–"),
+    cell("Key", name || key || "none"),
+    cell("Request", make("span", { class: "request" }, make("code", {}, id), copyButton(id, { class: "quiet", "aria-label": `Copy the id ${id}` }))),
   );
 }
+
+const cell = (name, ...content) => make("td", { "data-name": name }, make("div", {}, content));

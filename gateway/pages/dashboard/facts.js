@@ -1,17 +1,17 @@
 // The figures at the top of the page: the fleet and its load, then what drafts and cached prompts saved.
 
-import { byId, several } from "./elements.js";
-import { as, busyIn, place, write } from "./numbers.js";
+import { byId, make, several } from "./elements.js";
+import { as, busyIn, place, span, write } from "./numbers.js";
 
 export function showFacts(state) {
-  const { mtp, savings, prefix } = state;
+  const { mtp, savings } = state;
   figure("saved-mtp", savings.decode_steps > 0, savedByMtp(state));
   figure("accepted", mtp.drafts > 0, [place("mtp/mean_acceptance_length", "ratio"), " tokens per step"], () =>
     mtp.enabled ? "No drafts yet" : "No lane drafts",
   );
   const cached = [place("savings/prompt_tokens", "count"), " prompt tokens from the cache"];
   figure("saved-prompts", savings.prompt_tokens > 0, cached, () =>
-    prefix.miss ? "No system prompt was repeated yet" : "No long system prompt yet",
+    "No prompt has repeated an earlier one yet",
   );
   byId("saved-mtp").classList.toggle("lost", savings.decode_s < 0);
   showNow(state);
@@ -30,23 +30,19 @@ function savedByMtp({ savings }) {
 }
 
 function showNow(state) {
-  const { pools, history, last_minute: minute, store: { gateways }, window: { coverage_s: coverage } } = state;
+  const { pools, history, store: { gateways }, window: { coverage_s: coverage } } = state;
   const sum = (count) => Object.values(pools).reduce((all, pool) => all + count(pool), 0);
   const running = sum((pool) => pool[busyIn(pool)]);
   const waiting = sum((pool) => pool.waiting);
-  const line = [
-    waiting && `${as.count(waiting)} queued`,
-    minute.answered ? `${several(minute.answered, "request")} and ${as.rate(throughput(history))} tokens/s in the last minute` : untilNow(state, "No request in the last minute"),
-  ];
-  write(byId("now"), `${as.count(running)} running`);
-  byId("now-line").textContent = line.filter(Boolean).join(" · ");
-  byId("speed-window").textContent = `in the last ${as.duration(coverage)}`;
-  byId("lane-window").textContent = `Tokens/s: median in the last ${as.duration(coverage)}.`;
+  const line = [`${as.count(running)} running`, waiting && `${as.count(waiting)} queued`, `${as.rate(throughput(history))} tokens/s`];
+  byId("requests-line").textContent = running || state.decisions.total ? line.filter(Boolean).join(" · ") : "No request yet";
+  byId("speed-window").textContent = `in the last ${span(coverage)}`;
+  byId("lane-window").textContent = `Tokens/s: median in the last ${span(coverage)}.`;
   byId("whose").hidden = gateways < 2;
   byId("whose").textContent =
     `Charts and latencies cover the requests that this gateway sent, one of ${as.count(gateways)}; counts cover all gateways.`;
   document.title = `${running} running · Paceline`;
-  showErrors(minute);
+  showErrors(state);
   showWait(state);
 }
 
@@ -57,17 +53,20 @@ function throughput(history) {
   return seconds ? recent.reduce((all, { tokens_per_s: rate, interval_s: length }) => all + rate * length, 0) / seconds : 0;
 }
 
-function showErrors({ answered, errors }) {
-  write(byId("errors-now"), as.count(errors));
-  byId("errors-now").classList.toggle("lost", errors > 0);
-  byId("errors-line").textContent = answered ? `of ${several(answered, "request")}` : "No request in the last minute";
+function showErrors(state) {
+  const { last_hour: { answered, errors }, last_minute: { errors: lately } } = state;
+  byId("errors-hour").classList.toggle("lost", errors > 0);
+  const link = make("a", { href: "#errors-title" }, "Show them");
+  const line = [`of ${several(answered, "request")}, ${as.count(lately)} in the last minute. `, link];
+  const fresh = make("p", {}, errors ? line : answered ? `of ${several(answered, "request")}` : untilNow(state, "No request in the last hour"));
+  if (byId("errors-line").textContent !== fresh.textContent) byId("errors-line").replaceChildren(...fresh.childNodes);
 }
 
 function showWait(state) {
   const { recent: { requests, wait_s: wait }, window: { coverage_s: coverage } } = state;
   write(byId("wait"), as.duration(wait.p50));
   byId("wait").classList.toggle("none", !wait.count);
-  const over = ` in the last ${as.duration(coverage)}`;
+  const over = ` in the last ${span(coverage)}`;
   byId("wait-line").textContent = wait.count
     ? `median of the ${several(wait.count, "request")} that waited${over}; 95th percentile ${as.duration(wait.p95)}`
     : requests ? `No request waited${over}` : untilNow(state, "No recent request");
@@ -79,7 +78,6 @@ function showFleet({ workers }) {
   const models = [...new Set(all.map(({ model }) => model).filter(Boolean))];
   write(byId("macs"), all.length ? `${ready} of ${all.length}` : "0");
   byId("macs-line").textContent = models.length ? models.join(", ") : "No model yet";
-  byId("fleet-line").textContent = all.length ? `${ready} of ${several(all.length, "Mac")} ready` : "no Mac";
 }
 
 const untilNow = ({ decisions }, otherwise) => (decisions.total ? otherwise : "No request yet");

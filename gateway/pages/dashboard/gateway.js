@@ -7,15 +7,24 @@ export function gatewayFacts({ gateway, store, policy, outcomes, prefix }) {
   const failed = Object.entries(outcomes).filter(([name, count]) => name !== "completed" && count);
   return [
     entry("Gateway overhead", gateway.added_latency_s.count ? [place("gateway/added_latency_s/p50", "duration"), " per request (median)"] : "no request yet"),
-    entry("Answered", [outcomes.completed ? place("outcomes/completed", "count") : "0", ...failed.map(([name]) => otherwise(name))]),
-    entry("System prompts", [place("prefix/hit", "count"), " cache hits, ", place("prefix/miss", "count"), " misses"]),
+    entry("Requests", [outcomes.completed ? place("outcomes/completed", "count") : "0", " answered", ...failed.map(([name]) => otherwise(name))]),
+    entry("System prompts", ["cache hits ", place("prefix/hit", "count"), ", misses ", place("prefix/miss", "count")]),
     entry("Policy", ["version ", place("policy/version", "count"), policy.file_problem && `: ${policy.file_problem}`]),
     entry("State", [sharing(store), store.problem && `: ${store.problem}`]),
     entry("Uptime", [place("gateway/uptime_s", "duration")]),
   ];
 }
 
-const otherwise = (name) => [", ", place(`outcomes/${name}`, "count"), ` ${name.replaceAll("_", " ")}`];
+// How requests end that are not completed.
+const OUTCOMES = {
+  refused: "at fault themselves",
+  unserved: "without a free worker",
+  resent: "sent on by the proxy in front",
+  failed: "failed by a worker",
+  client_left: "left by the client",
+};
+
+const otherwise = (name) => [", ", place(`outcomes/${name}`, "count"), ` ${OUTCOMES[name] ?? name}`];
 
 const sharing = ({ kind, gateways }) =>
   kind === "redis" ? `shared by ${several(gateways, "gateway")}` : "stored by this gateway only";

@@ -12,12 +12,13 @@ import { fill, renew } from "./numbers.js";
 import { Past } from "./past.js";
 import { positions } from "./positions.js";
 import { reasons } from "./reasons.js";
+import { reuse } from "./reuse.js";
 import { speeds } from "./speeds.js";
 import { showTracks } from "./tracks.js";
-import { showTrouble, worstState } from "./trouble.js";
+import { showProblem, showTrouble, worstState } from "./trouble.js";
 
 // The parts that are rendered for each state, by the id of their element.
-const PARTS = { positions, reasons, speeds, workers, gateway: gatewayFacts };
+const PARTS = { positions, reuse, reasons, speeds, workers, gateway: gatewayFacts };
 const AGAIN_MS = [500, 1000, 2000, 5000];
 // A stream that lasted this long resets the delay of reconnecting.
 const LASTED_MS = 3000;
@@ -44,17 +45,19 @@ async function enter() {
   const { signal } = (leaving = new AbortController());
   for (let tries = 0; !signal.aborted; tries += 1) {
     const began = Date.now();
+    let problem = "The gateway ended the connection.";
     try {
       await follow(client, (state) => draw(state, signal), signal);
     } catch (failure) {
       if (signal.aborted || failure.status === 401) return;
       if (!(failure instanceof ApiError)) throw failure;
       if (failure.status === 403) return askForKey(failure.message);
-      byId("fleet-line").textContent = failure.message;
+      problem = failure.message;
     }
     if (signal.aborted) return;
     if (Date.now() - began > LASTED_MS) tries = 0;
     say("Not connected", "bad");
+    showProblem(`${problem} The page tries again, and shows the last state meanwhile.`);
     document.body.classList.add("stale");
     await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(tries, AGAIN_MS.length - 1)]));
   }
@@ -74,7 +77,6 @@ function askForKey(why) {
   leaving?.abort();
   client.removeKey();
   say("", "");
-  byId("fleet-line").textContent = "";
   show("sign-in");
   byId("sign-in-refusal").textContent = why;
   byId("key").value = "";

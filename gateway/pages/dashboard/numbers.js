@@ -26,6 +26,9 @@ function duration(seconds) {
   return `${Math.floor(minutes / 1440)} d ${Math.floor((minutes % 1440) / 60)} h`;
 }
 
+// A time over which something is counted: 45 s, 5 min.
+export const span = (seconds) => (seconds < 90 ? `${Math.round(seconds)} s` : `${Math.round(seconds / 60)} min`);
+
 function size(bytes) {
   const [unit, by] = bytes < 999.5e6 ? ["MB", 1e6] : ["GB", 1e9];
   return `${rounded(bytes / by)} ${unit}`;

@@ -1,6 +1,6 @@
-// Why requests were not drafted for, each reason in a sentence.
+// Why requests got no drafts, each reason in a sentence.
 
-import { BYPASS_REASONS } from "./bypass_reasons.js";
+import { BYPASS_NAMES, BYPASS_REASONS } from "./bypass_reasons.js";
 import { bar, make } from "./elements.js";
 import { place } from "./numbers.js";
 
@@ -11,14 +11,14 @@ export function reasons({ decisions, mtp }) {
   const counts = (mtp.enabled ? mtp : decisions).bypass_counts;
   const sorted = Object.entries(counts).filter(([, count]) => count).sort(([, one], [, other]) => other - one);
   if (!sorted.length) {
-    return make("p", { class: "empty" }, decisions.total ? "No request was excluded so far." : "No request yet.");
+    return make("p", { class: "empty" }, decisions.total ? "Each request got drafts so far." : "No request yet.");
   }
   const most = sorted[0][1];
   return sorted.map(([reason, count]) =>
     make(
       "div",
       { class: "reason" },
-      make("p", { class: "reason-name" }, reason.replaceAll("_", " ")),
+      make("p", { class: "reason-name" }, BYPASS_NAMES[reason] ?? reason),
       make("p", { class: "number" }, place(`${known}/bypass_counts/${reason}`, "count")),
       bar(count, most),
       make("p", { class: "muted small" }, BYPASS_REASONS[reason] ?? "Unknown reason."),

@@ -29,9 +29,18 @@ export function showTrouble({ workers }) {
   const texts = sentences(workers);
   const present = Object.values(workers).some(({ state, absence }) => state !== "gone" || SENTENCES[absence.kind]);
   const why = Object.values(workers).some(({ absence }) => absence.kind === "left") ? "All Macs have signed off" : "No worker has joined";
-  const command = make("code", {}, `paceline worker --join ${location.origin}`);
-  const nobody = [`${why}, so requests cannot be answered. Start a worker with `, command, "."];
-  const parts = present ? texts.map((text) => make("p", {}, text)) : [make("p", {}, nobody)];
+  const command = make("code", {}, `paceline worker --join ${location.origin} --token TOKEN`);
+  const page = document.querySelector('nav a[href="/admin#workers"]') && ["; \u201cAdd a Mac\u201d on the page ", make("a", { href: "/admin#workers" }, "Workers"), " explains it"];
+  const nobody = [`${why}, so requests cannot be answered. Start a worker with `, command, page, "."];
+  show(present ? texts.map((text) => make("p", {}, text)) : [make("p", {}, nobody)]);
+}
+
+// Show why the page is not up to date.
+export function showProblem(text) {
+  show([make("p", {}, text)]);
+}
+
+function show(parts) {
   const fresh = make("div", {}, parts);
   const banner = byId("trouble");
   banner.hidden = !parts.length;

@@ -1,4 +1,16 @@
-// Why a request was not drafted for: each reason in a sentence.
+// Why a request got no drafts: each reason in a few words, and in a sentence.
+
+export const BYPASS_NAMES = {
+  media: "Pictures and other media",
+  non_greedy_sampling: "Temperature above 0",
+  logits_processors: "Changed token scores",
+  logprobs: "Log probabilities",
+  multiple_choices: "Several choices",
+  prompt_too_long: "Long prompts",
+  no_mtp_worker: "No worker that drafts",
+  mtp_not_paying: "Drafting did not pay",
+  head_unhealthy: "Faulty MTP head",
+};
 
 export const BYPASS_REASONS = {
   media: "The request contains pictures, video, audio or files.",

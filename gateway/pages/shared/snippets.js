@@ -30,7 +30,7 @@ function javaScript(value) {
 
 const lines = (fields, line) => Object.entries(fields).map(([name, value]) => `${line(name, value)}\n`).join("");
 
-const CLIENTS = [
+const OPENAI = [
   {
     name: "curl",
     code: ({ baseUrl, model, apiKey, request = question }) => `curl ${baseUrl}/chat/completions \\
@@ -75,17 +75,48 @@ print(chat.invoke(${python(messages.length === 1 && typeof messages[0].content =
   },
 ];
 
+const ANTHROPIC = [
+  {
+    name: "Claude Code",
+    code: ({ baseUrl, model, apiKey }) => `# npm install -g @anthropic-ai/claude-code
+export ANTHROPIC_BASE_URL=${forShell(rootOf(baseUrl))}
+export ANTHROPIC_AUTH_TOKEN=${forShell(apiKey)}
+export ANTHROPIC_MODEL=${forShell(model)}
+export ANTHROPIC_SMALL_FAST_MODEL=${forShell(model)}
+claude
+`,
+  },
+  {
+    name: "Anthropic SDK",
+    code: ({ baseUrl, model, apiKey }) => `# pip install anthropic
+from anthropic import Anthropic
+
+client = Anthropic(base_url=${quoted(rootOf(baseUrl))}, api_key=${quoted(apiKey)})
+message = client.messages.create(
+${lines({ model, max_tokens: 1024, ...question }, (name, value) => `    ${name}=${python(value)},`)})
+print(message.content[0].text)
+`,
+  },
+];
+
+// Clients of Anthropic add the version to the path themselves.
+const rootOf = (baseUrl) => baseUrl.replace(/\/v1$/, "");
+
+// Clients in whose code any chat fits, and all clients, some of which ask one question of their own.
+export const CHAT_CLIENTS = OPENAI;
+export const ALL_CLIENTS = [...OPENAI, ...ANTHROPIC];
+
 let count = 0;
 
 // Return tabs with a snippet per client, and a function that fills in other settings:
 // `{ baseUrl, model, apiKey, request }`; `request` holds the other fields, one question by default.
-export function snippetTabs(settings) {
+export function snippetTabs(clients, settings) {
   const id = `snippets-${(count += 1)}`;
-  const tabs = CLIENTS.map(({ name }, index) =>
+  const tabs = clients.map(({ name }, index) =>
     make("button", { type: "button", role: "tab", id: `${id}-tab-${index}`, "aria-controls": `${id}-${index}`, onclick: () => select(index) }, name),
   );
-  const codes = CLIENTS.map(() => make("code"));
-  const panels = CLIENTS.map(({ name }, index) =>
+  const codes = clients.map(() => make("code"));
+  const panels = clients.map(({ name }, index) =>
     make(
       "div",
       { role: "tabpanel", id: `${id}-${index}`, class: "snippet", "aria-labelledby": `${id}-tab-${index}` },
@@ -114,7 +145,7 @@ export function snippetTabs(settings) {
   }
 
   function fillIn(next) {
-    CLIENTS.forEach(({ code }, index) => {
+    clients.forEach(({ code }, index) => {
       const text = code(next);
       if (codes[index].textContent !== text) codes[index].textContent = text;
     });

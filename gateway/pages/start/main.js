@@ -4,7 +4,7 @@ import { ApiClient, ApiError, isValidKey } from "./client.js";
 import { copyButton } from "./copy.js";
 import { byId, make } from "./elements.js";
 import { macCards, modelCards } from "./fleet.js";
-import { snippetTabs } from "./snippets.js";
+import { ALL_CLIENTS, snippetTabs } from "./snippets.js";
 
 const REFRESH_MS = 3000;
 const BASE_URL = `${location.origin}/v1`;
@@ -12,7 +12,7 @@ const BASE_URL = `${location.origin}/v1`;
 const ANY_MODEL = "default";
 
 const client = new ApiClient("/v1", "paceline-key");
-const snippets = snippetTabs({ baseUrl: BASE_URL, model: ANY_MODEL, apiKey: "none" });
+const snippets = snippetTabs(ALL_CLIENTS, { baseUrl: BASE_URL, model: ANY_MODEL, apiKey: "none" });
 let keyRequired = false;
 let chosen = null;
 
@@ -48,10 +48,10 @@ async function readStatus() {
 }
 
 function showKeyState(signedIn) {
-  const text = keyRequired
-    ? "Needed. Whoever runs this gateway can create one for you."
-    : "Not needed. Clients that insist on one may send any text.";
-  if (byId("key-state").textContent !== text) byId("key-state").textContent = text;
+  const keysPage = document.querySelector('nav a[href="/admin#keys"]') && make("a", { href: "/admin#keys" }, "Keys");
+  const needed = ["Needed. An admin creates one for you", keysPage && [" on the page ", keysPage], "."];
+  const text = make("p", {}, keyRequired ? needed : "Not needed. Clients that insist on one may send any text.");
+  if (byId("key-state").textContent !== text.textContent) byId("key-state").replaceChildren(text);
   byId("sign-in-form").hidden = !keyRequired || signedIn;
   byId("sign-out").hidden = !client.hasKey;
 }

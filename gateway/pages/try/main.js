@@ -5,7 +5,7 @@ import { ask } from "./chat.js";
 import { ApiClient, ApiError, isValidKey } from "./client.js";
 import { byId, button, make } from "./elements.js";
 import { hasPictures, takePictures } from "./pictures.js";
-import { snippetTabs } from "./snippets.js";
+import { CHAT_CLIENTS, snippetTabs } from "./snippets.js";
 
 const REFRESH_MS = 3000;
 const BASE_URL = `${location.origin}/v1`;
@@ -30,7 +30,7 @@ function fields() {
   };
 }
 
-const snippets = snippetTabs(snippetSettings());
+const snippets = snippetTabs(CHAT_CLIENTS, snippetSettings());
 
 function snippetSettings() {
   const { model, messages: asked, ...sampling } = fields();
