@@ -36,8 +36,9 @@ from gateway.config.settings import Settings
 from gateway.http.downstream import ClientDisconnected, response_writer
 from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
-from gateway.protocols import MESSAGES, WIRE_FORMATS
+from gateway.protocols import MESSAGES, RESPONSES_PATH, WIRE_FORMATS
 from gateway.proxy.handler import ProxyHandler
+from gateway.proxy.responses import ResponsesService
 from gateway.proxy.token_count import TokenCounter
 from gateway.status.events import StatusFeed
 from gateway.status.render import DEFAULT_WINDOW, window_s
@@ -61,12 +62,14 @@ class PortApp:
         hosts: Hosts,
         fastapi: FastAPI,
         proxy: ProxyHandler | None = None,
+        responses: ResponsesService | None = None,
         origins: Sequence[str] = (),
     ) -> None:
         self._hosts = hosts
         self._origins = origins
         self._fastapi = fastapi
         self._proxy = proxy
+        self._responses = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass inference requests to the proxy and all others to FastAPI."""
@@ -86,6 +89,9 @@ class PortApp:
         wire_format = WIRE_FORMATS.get(scope["path"])
         if self._proxy is not None and wire_format is not None:
             await self._proxy(scope, receive, wire_format)
+        elif self._proxy is not None and self._responses and scope["path"] == RESPONSES_PATH:
+            exchange = self._responses.exchange()
+            await self._proxy(scope, receive, exchange.format, exchange)
         else:
             await self._fastapi(scope, receive, send)
 
@@ -96,6 +102,7 @@ class GatewayApp(PortApp):
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self.proxy = ProxyHandler(gateway)
+        self.responses = ResponsesService(gateway)
         self.admin_app: PortApp | None = None
         take = status.snapshots(gateway, self.proxy)
         self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
@@ -119,7 +126,8 @@ class GatewayApp(PortApp):
             admin_routers.append(pages.page_router(gateway, pages.ADMIN, pages.DOCS))
             self.admin_app = PortApp(hosts, _build_fastapi(gateway, admin_routers, proxied=False))
         fastapi = _build_fastapi(gateway, routers, proxied=True)
-        super().__init__(hosts, fastapi, self.proxy, gateway.settings.allowed_origins)
+        origins = gateway.settings.allowed_origins
+        super().__init__(hosts, fastapi, self.proxy, self.responses, origins)
 
     @property
     def upstream(self) -> ConnectionPool:
@@ -128,7 +136,10 @@ class GatewayApp(PortApp):
 
     def jobs(self) -> list[Job]:
         """List the periodic jobs of the data plane."""
-        return [Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True)]
+        return [
+            Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True),
+            Job(work=self.responses.check, period_s=1.0),
+        ]
 
     def cut(self) -> None:
         """Cancel the requests that still run: streams end with an error event."""

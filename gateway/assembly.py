@@ -37,9 +37,11 @@ from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.periodic import Job, WeekClock, periodic_tasks
+from gateway.protocols.responses import Sealer
 from gateway.routing.prefix_affinity import PrefixHasher, PrefixIndex
 from gateway.routing.replay import RecentRequests
 from gateway.storage.counters import CounterStore, MemoryCounters
+from gateway.storage.expiring import ExpiringRecords, MemoryRecords
 from gateway.storage.recent_errors import RecentErrors
 from gateway.storage.records import FileRecords, Records
 from gateway.telemetry.access_log import AccessLog
@@ -85,11 +87,12 @@ class Gateway:
         static = [OpenAIBackend(worker, tokens.get(worker.id, "")) for worker in settings.workers]
         join_token = settings.join_token.get_secret_value() if settings.join_token else ""
         paceline = PacelineBackend(join_token)
-        listed_models = frozenset(model for worker in settings.workers for model in worker.models)
-        self.fleet = WorkerRegistry(clock, rng.random, listed_models, paceline)
+        self.fleet = WorkerRegistry(clock, rng.random, _listed_models(settings), paceline)
         self.prefix_index = PrefixIndex(clock)
         # Gateways that share the token give one system prompt one name.
-        self.prefix_names = PrefixHasher(join_token.encode() or secrets.token_bytes(32))
+        secret = join_token.encode() or secrets.token_bytes(32)
+        self.prefix_names, self.sealer = PrefixHasher(secret), Sealer(secret)
+        self.expiring_records: ExpiringRecords = MemoryRecords(clock)
         self.scheduler = Scheduler(self.fleet, self.prefix_index, clock, rng)
         self.usage_store = UsageStore(records, wall, life=secrets.token_hex(4))
         self.active_requests = ActiveRequests()
@@ -241,6 +244,10 @@ async def build_gateway(settings: Settings) -> Gateway:
         await gateway.open()
         await gateway.exit_stack.enter_async_context(stack.pop_all())
         return gateway
+
+
+def _listed_models(settings: Settings) -> frozenset[str]:
+    return frozenset(model for worker in settings.workers for model in worker.models)
 
 
 def _records(settings: Settings, redis: RedisClient | None) -> Records:

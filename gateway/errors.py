@@ -6,6 +6,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- BodyNotJson         400  the body is not a JSON object
 |   +-- FieldInvalid        400  a field is invalid; `param` names it
 |   |   +-- NoteMissing     400  an edit of the policy gives no reason
+|   |   +-- PreviousUnknown 400  the response from which the request goes on is not kept
 |   +-- PolicyRefused       400  a document that is not a valid policy; every problem is named
 |   +-- TokensOverLimit     400  more tokens than the key may ever use at once
 |   +-- EndpointUnserved    400  a route of OpenAI or Anthropic that is not served here
@@ -21,6 +22,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   |   +-- KeyUnknown      404  no key has the id
 |   |   +-- WorkerUnknown   404  no worker with the id has joined
 |   |   +-- VersionUnknown  404  the policy has no version with the number
+|   |   +-- ResponseUnknown 404  no kept response, conversation or item has the id
 |   +-- MethodRefused       405  the path does not support the method
 |   +-- BodyTooSlow         408  the body did not arrive in time
 |   +-- WorkerIdTaken       409  another live worker has the id
@@ -124,6 +126,21 @@ class NoteMissing(FieldInvalid):
 
     message = "An edit needs a note in 'x-paceline-note'."
     param = "x-paceline-note"
+
+
+class PreviousUnknown(FieldInvalid, code="previous_response_not_found"):
+    """The response or conversation from which the request goes on is not kept for this key.
+
+    Not 404: proxies in front take that for a model that is gone.
+    """
+
+    def __init__(self, kind: str, name: str, *, param: str) -> None:
+        super().__init__(f"{kind} with id '{name[:100]}' not found.", param=param)
+
+    @property
+    def reason(self) -> str:
+        """Return the message without the id, which can be any text of the client."""
+        return "What the request goes on from is not kept."
 
 
 class PolicyRefused(RequestRefused, code="invalid_policy"):
@@ -241,6 +258,18 @@ class VersionUnknown(NotFound, code="version_not_found"):
 
     def __init__(self, number: int | str) -> None:
         super().__init__(f"The policy has no version '{str(number)[:100]}'.")
+
+
+class ResponseUnknown(NotFound, code="response_not_found"):
+    """No kept response, conversation or item has the id."""
+
+    def __init__(self, kind: str, name: str, *, param: str | None = None) -> None:
+        super().__init__(f"{kind} with id '{name[:100]}' not found.", param=param)
+
+    @property
+    def reason(self) -> str:
+        """Return the message without the id, which can be any text of the client."""
+        return "No kept response, conversation or item has this id."
 
 
 class MethodRefused(RequestRefused, status=405, code="method_not_allowed"):

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
-from gateway.protocols import MESSAGES, WIRE_FORMATS, WireFormat, messages
+from gateway.protocols import MESSAGES, RESPONSES_PATH, WIRE_FORMATS, messages, responses
 from gateway.proxy.client import PRIORITY_HEADER
 from policies.request.profile import Endpoint, Priority
 from policies.request.schema import request_schema
@@ -110,11 +110,12 @@ _PROXY_ERRORS = (
     *(errors.WorkerFailed, errors.WorkerSilent, errors.WorkerStalled, errors.Interrupted),
 )
 """Errors of the routes that the proxy serves."""
-_MESSAGES = "messages"
+_MESSAGES, _RESPONSES = "messages", "responses"
 _SUMMARIES = {
     Endpoint.CHAT.value: "Answer a chat",
     Endpoint.COMPLETIONS.value: "Continue a text",
     _MESSAGES: "Answer a chat in Anthropic's format",
+    _RESPONSES: "Answer a chat as a response",
 }
 
 
@@ -162,11 +163,13 @@ def _write(app: FastAPI, *, proxied: bool) -> bytes:
         schemas.pop(name, None)
     schemas |= _schemas()
     if proxied:
-        relayed = {
-            path: {"post": _proxy_operation(wire_format)}
-            for path, wire_format in WIRE_FORMATS.items()
-        }
-        document["paths"] = relayed | document["paths"]
+        names = {path: one.endpoint.value for path, one in WIRE_FORMATS.items()}
+        names |= {MESSAGES.path: _MESSAGES, RESPONSES_PATH: _RESPONSES}
+        for path, name in reversed(names.items()):
+            others = document["paths"].pop(path, {})
+            document["paths"] = {path: {"post": _proxy_operation(name), **others}} | document[
+                "paths"
+            ]
     _group_by_key(document)
     return to_json(document)
 
@@ -194,11 +197,12 @@ def _remove_validation_error(operation: dict[str, Any]) -> None:
         del operation["responses"]["422"]
 
 
-def _proxy_operation(wire_format: WireFormat) -> Mapping[str, Any]:
+def _proxy_operation(name: str) -> Mapping[str, Any]:
     """Describe a route of the proxy, which FastAPI does not serve."""
-    name = _MESSAGES if wire_format is MESSAGES else wire_format.endpoint.value
-    whole = {"type": "object", "required": ["content" if name == _MESSAGES else "choices"]}
-    failed = failures(*_PROXY_ERRORS)
+    content = {_MESSAGES: "content", _RESPONSES: "output"}.get(name, "choices")
+    whole = {"type": "object", "required": [content]}
+    stored = (errors.PreviousUnknown, errors.RecordsUnwritable) if name == _RESPONSES else ()
+    failed = failures(*_PROXY_ERRORS, *stored)
     if name == _MESSAGES:
         for answer in failed.values():
             answer["content"] = {JSON: {"schema": ref("MessagesError")}}
@@ -229,6 +233,7 @@ def _schemas() -> dict[str, Any]:
         **terms.pop("$defs", {}),
         **{endpoint.value: request_schema(endpoint) for endpoint in Endpoint},
         _MESSAGES: messages.SCHEMA,
+        _RESPONSES: responses.SCHEMA,
         "MessagesError": messages.ERROR_SCHEMA,
         "PolicyDocument": policy,
         "KeyTerms": terms,

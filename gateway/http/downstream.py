@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -77,6 +77,55 @@ class DownstreamProtocol(BoundedProtocol):
         super()._start_asgi_task(cycle, app)
 
 
+class AnswerWriter(Protocol):
+    """What an answer is written to: the connection of its client, or a log."""
+
+    request_id: str
+    rate_limit_headers: Sequence[Header]
+    started: bool
+    opened_s: float
+    early: bool
+    idle: bool
+    on_check: Callable[[float], None] | None
+
+    @property
+    def writable(self) -> bool:
+        """Return whether written bytes leave at once."""
+
+    async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
+        """Send a whole response."""
+
+    async def open(
+        self, headers: Iterable[Header], on_write_paused: Callable[[bool], None]
+    ) -> None:
+        """Prepare a stream with these headers."""
+
+    def open_early(self, headers: Iterable[Header], piece: bytes) -> None:
+        """Send the head and a piece of a stream that no worker has begun."""
+
+    def send_head(self) -> None:
+        """Send the head of an open stream now."""
+
+    def write(self, piece: bytes) -> None:
+        """Send a piece of the stream."""
+
+    def chunk_sender(self) -> Callable[[bytes], None] | None:
+        """Return what sends pieces that are HTTP chunks already."""
+
+    def end(self, piece: bytes = b"") -> None:
+        """End the stream, with a last piece or without one."""
+
+    async def fail(
+        self,
+        error: errors.GatewayError,
+        headers: Iterable[Header] = (),
+        *,
+        error_body: Callable[[errors.GatewayError], bytes] = errors.to_body,
+        error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
+    ) -> None:
+        """Respond with an error, or end a stream that has started with an error event."""
+
+
 class ResponseWriter:
     """The response to one request: whole, or a stream whose head leaves with its first piece.
 
@@ -107,7 +156,7 @@ class ResponseWriter:
 
     async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Send a whole response."""
-        await self._writable()
+        await self.drained()
         self.started = True
         headers = (*self._with_own(headers), (b"content-length", b"%d" % len(body)))
         head = self._head_of(status, headers)
@@ -124,7 +173,7 @@ class ResponseWriter:
         slowly, and with False when they no longer do. An early head has gone out without these
         headers.
         """
-        await self._writable()
+        await self.drained()
         self.opened_s = asyncio.get_running_loop().time()
         self._on_write_paused = on_write_paused
         if not self.started:
@@ -205,6 +254,11 @@ class ResponseWriter:
         """Return whether written bytes leave at once."""
         return not self._cycle.flow.write_paused
 
+    async def drained(self) -> None:
+        """Wait until the client has read enough of what was written."""
+        if self._cycle.flow.write_paused:
+            await self._cycle.flow.drain()
+
     # Called by the connection.
 
     def set_write_paused(self, paused: bool) -> None:
@@ -224,11 +278,6 @@ class ResponseWriter:
             self._cancel_scope.check(now_s)
         if self.on_check is not None:
             self.on_check(now_s)
-
-    async def _writable(self) -> None:
-        """Wait until the client has read enough of earlier responses."""
-        if self._cycle.flow.write_paused:
-            await self._cycle.flow.drain()
 
     def _start(self) -> None:
         self.started = True

@@ -23,6 +23,36 @@ class AnswerMalformed(ValueError):
     """An engine's answer has values of other types than a format translates."""
 
 
+def object_in(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object in a field of an engine's answer, empty if there is none."""
+    value = answer.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise AnswerMalformed(name)
+    return value
+
+
+def objects_in(answer: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
+    """Return the list of objects in a field of an engine's answer, empty if there is none."""
+    values = answer.get(name)
+    if values is None:
+        return ()
+    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values):
+        raise AnswerMalformed(name)
+    return values
+
+
+def text_in(answer: Mapping[str, Any], name: str) -> str:
+    """Return the text in a field of an engine's answer, empty if there is none."""
+    value = answer.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise AnswerMalformed(name)
+    return value
+
+
 class StreamEncoder(Protocol):
     """Encodes one stream of events for a client."""
 

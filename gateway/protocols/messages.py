@@ -16,7 +16,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway import errors
-from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.base import object_in, objects_in, text_in
 from gateway.protocols.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.context_management import edit_messages
 from gateway.protocols.event_stream import read_usage
@@ -118,7 +118,7 @@ class MessagesFormat:
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
         """Return the message of a whole answer."""
         choice = _first_choice(answer)
-        content = [*_content_of(_object_in(choice, "message"))]
+        content = [*_content_of(object_in(choice, "message"))]
         return encode_json(
             _message_of(answer, content) | _stop_of(choice) | {"usage": _usage_of(answer)}
         )
@@ -410,44 +410,16 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = _objects_in(answer, "choices")
+    choices = objects_in(answer, "choices")
     return choices[0] if choices else {}
-
-
-def _object_in(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the object in a field of an engine's answer, empty if there is none."""
-    value = answer.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise AnswerMalformed(name)
-    return value
-
-
-def _objects_in(answer: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
-    values = answer.get(name)
-    if values is None:
-        return ()
-    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values):
-        raise AnswerMalformed(name)
-    return values
-
-
-def _text_in(answer: Mapping[str, Any], name: str) -> str:
-    value = answer.get(name)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise AnswerMalformed(name)
-    return value
 
 
 def _message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
     return {
-        "id": "msg_" + _text_in(answer, "id").removeprefix("chatcmpl-"),
+        "id": "msg_" + text_in(answer, "id").removeprefix("chatcmpl-"),
         "type": "message",
         "role": "assistant",
-        "model": _text_in(answer, "model"),
+        "model": text_in(answer, "model"),
         "content": content,
         "stop_reason": None,
         "stop_sequence": None,
@@ -458,11 +430,11 @@ def _message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
 def _content_of(message: Mapping[str, Any]) -> Iterator[Json]:
     if reasoning := _reasoning_in(message):
         yield {"type": "thinking", "thinking": reasoning, "signature": _signature(reasoning)}
-    if text := _text_in(message, "content"):
+    if text := text_in(message, "content"):
         yield {"type": "text", "text": text}
-    for call in _objects_in(message, "tool_calls"):
-        function = _object_in(call, "function")
-        arguments = _text_in(function, "arguments")
+    for call in objects_in(message, "tool_calls"):
+        function = object_in(call, "function")
+        arguments = text_in(function, "arguments")
         try:
             given = from_json(arguments or "{}", allow_inf_nan=False)
         except ValueError:
@@ -471,14 +443,14 @@ def _content_of(message: Mapping[str, Any]) -> Iterator[Json]:
             given = {"arguments": arguments}
         yield {
             "type": "tool_use",
-            "id": _text_in(call, "id"),
-            "name": _text_in(function, "name"),
+            "id": text_in(call, "id"),
+            "name": text_in(function, "name"),
             "input": given,
         }
 
 
 def _reasoning_in(message: Mapping[str, Any]) -> str:
-    return _text_in(message, "reasoning_content") or _text_in(message, "reasoning")
+    return text_in(message, "reasoning_content") or text_in(message, "reasoning")
 
 
 def _signature(reasoning: str) -> str:
@@ -489,7 +461,7 @@ def _signature(reasoning: str) -> str:
 
 def _stop_of(choice: Mapping[str, Any]) -> Json:
     """Return why an answer ended; a worker names the stop sequence as vLLM does."""
-    reason = _STOP_REASONS.get(_text_in(choice, "finish_reason"), "end_turn")
+    reason = _STOP_REASONS.get(text_in(choice, "finish_reason"), "end_turn")
     sequence = choice.get("stop_reason")
     if reason == "end_turn" and isinstance(sequence, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
@@ -505,7 +477,7 @@ def _usage_of(answer: Mapping[str, Any]) -> Json:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
-    details = _object_in(_object_in(answer, "usage"), "completion_tokens_details")
+    details = object_in(object_in(answer, "usage"), "completion_tokens_details")
     reasoning = details.get("reasoning_tokens")
     if isinstance(reasoning, int) and 0 < reasoning <= usage.completion_tokens:
         counts["output_tokens_details"] = {"thinking_tokens": reasoning}
@@ -531,7 +503,7 @@ class MessageEncoder:
         if frame.get("usage"):
             self._usage = _usage_of(frame)
         choice = _first_choice(frame)
-        written = b"".join(self._write(_object_in(choice, "delta")))
+        written = b"".join(self._write(object_in(choice, "delta")))
         if choice.get("finish_reason"):
             self._stop = _stop_of(choice)
         # The first chunk has the role alone, and the next one the usage of the prompt.
@@ -552,16 +524,16 @@ class MessageEncoder:
             yield from self._continue("thinking", {"thinking": "", "signature": ""})
             self._reasoning.append(reasoning)
             yield self._delta({"type": "thinking_delta", "thinking": reasoning})
-        if text := _text_in(delta, "content"):
+        if text := text_in(delta, "content"):
             yield from self._continue("text", {"text": ""})
             yield self._delta({"type": "text_delta", "text": text})
-        for call in _objects_in(delta, "tool_calls"):
-            function = _object_in(call, "function")
-            if name := _text_in(function, "name"):
+        for call in objects_in(delta, "tool_calls"):
+            function = object_in(call, "function")
+            if name := text_in(function, "name"):
                 yield from self._close()
-                block = {"id": _text_in(call, "id"), "name": name, "input": {}}
+                block = {"id": text_in(call, "id"), "name": name, "input": {}}
                 yield from self._continue("tool_use", block)
-            if arguments := _text_in(function, "arguments"):
+            if arguments := text_in(function, "arguments"):
                 yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def _continue(self, kind: str, block: Json) -> Iterator[bytes]:

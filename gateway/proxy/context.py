@@ -16,6 +16,7 @@ from policies.request.profile import RequestProfile
 
 if TYPE_CHECKING:
     from gateway.protocols.base import WireFormat
+    from gateway.proxy.responses import ResponseExchange
     from gateway.telemetry.tracing import Trace
 
 # No status was sent, because the client had closed its connection; nginx logs it so.
@@ -38,6 +39,8 @@ class RequestContext(RequestRecord):
     trace: Trace | None = None
     """The spans of the request, if traces are on."""
     body_bytes: int = 0
+    exchange: ResponseExchange | None = None
+    """What is kept of the request and its answer, if its wire format keeps them."""
     api_key: ApiKey = ANONYMOUS
     body_read_s: float = 0.0
     caller: Caller = ANONYMOUS.caller

@@ -18,7 +18,7 @@ from gateway.assembly import Gateway
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.worker import Lease
 from gateway.http import upstream
-from gateway.http.downstream import ResponseWriter
+from gateway.http.downstream import AnswerWriter
 from gateway.protocols import WORKER_PATHS
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.event_stream import (
@@ -75,7 +75,7 @@ class Forwarder:
         self.retries = RetryBudget()
         self.quarantine = Quarantine()
 
-    async def forward(self, context: RequestContext, writer: ResponseWriter) -> None:
+    async def forward(self, context: RequestContext, writer: AnswerWriter) -> None:
         """Relay the response of the first worker that takes the request; raise a `GatewayError`."""
         assert context.inspected is not None, "the request has not been inspected"
         # A number too large for a float reads as infinite, and JSON has no literal for that.
@@ -90,7 +90,7 @@ class Forwarder:
             self.retries.active -= 1
 
     def _keep_alive(
-        self, context: RequestContext, writer: ResponseWriter
+        self, context: RequestContext, writer: AnswerWriter
     ) -> contextlib.AbstractContextManager[object]:
         """Return a context that keeps a stream alive, and no other response."""
         if not context.profile.stream:
@@ -106,7 +106,7 @@ class Forwarder:
         return KeepAlive(writer, _STREAM_HEADERS, self._settings.keepalive_s, comment)
 
     async def _try_workers(
-        self, context: RequestContext, body: bytes, writer: ResponseWriter
+        self, context: RequestContext, body: bytes, writer: AnswerWriter
     ) -> None:
         """Try one worker after another, each once, as long as none can have begun the request."""
         tried: frozenset[str] = frozenset()
@@ -182,7 +182,7 @@ class Forwarder:
         return again
 
     async def _attempt(
-        self, lease: Lease, body: bytes, writer: ResponseWriter, context: RequestContext
+        self, lease: Lease, body: bytes, writer: AnswerWriter, context: RequestContext
     ) -> None:
         """Send the request to one worker and relay its response."""
         assert context.inspected is not None
@@ -246,7 +246,7 @@ class Forwarder:
         return await send(url, body, headers, context.begin)
 
     async def _relay_whole(
-        self, response: upstream.UpstreamConnection, writer: ResponseWriter, context: RequestContext
+        self, response: upstream.UpstreamConnection, writer: AnswerWriter, context: RequestContext
     ) -> None:
         """Relay a response that is one JSON object; raise a `WorkerError`."""
         response.set_read_timeout(self._settings.idle_timeout_s)  # the rest is on its way
@@ -271,10 +271,12 @@ class Forwarder:
             encoded = context.wire_format.encode(context.routing_request, answer, body)
         except AnswerMalformed as error:
             raise errors.WorkerFailed from error
+        if context.exchange is not None:
+            encoded = await context.exchange.finish()
         await writer.whole(200, [*_JSON_HEADERS, *context.route_headers()], encoded)
 
     async def _relay_stream(
-        self, response: upstream.UpstreamConnection, writer: ResponseWriter, context: RequestContext
+        self, response: upstream.UpstreamConnection, writer: AnswerWriter, context: RequestContext
     ) -> None:
         """Relay events as they come; raise a `WorkerError` unless the stream is complete."""
         assert context.routing_request is not None
@@ -302,6 +304,8 @@ class Forwarder:
             context.drafts = state.drafts
             context.relayed = state.begun
         if state.complete:
+            if context.exchange is not None:
+                last += await context.exchange.finish()
             writer.end(last)
             return
         if last:
@@ -317,7 +321,7 @@ class StreamRelay:
     """Relays one stream of events from a worker to a client."""
 
     response: upstream.UpstreamConnection
-    writer: ResponseWriter
+    writer: AnswerWriter
     context: RequestContext
     scanner: StreamScanner
     idle_timeout_s: float

@@ -14,9 +14,9 @@ from gateway import errors
 from gateway.assembly import Gateway
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.http.downstream import (
+    AnswerWriter,
     CancelScope,
     ClientDisconnected,
-    ResponseWriter,
     header,
     read_body,
     response_writer,
@@ -27,6 +27,7 @@ from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
+from gateway.proxy.responses import ResponseExchange
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller, Headers, Inspected
 from policies.document import PolicyDocument
@@ -59,30 +60,40 @@ class ProxyHandler:
         self._contexts: dict[CancelScope, RequestContext] = {}
         """Of the running requests, the oldest first."""
 
-    async def __call__(self, scope: Scope, receive: Receive, wire_format: WireFormat) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        wire_format: WireFormat,
+        exchange: ResponseExchange | None = None,
+    ) -> None:
         """Respond to one request, however it ends, and account for it once."""
         gateway = self._gateway
-        writer = response_writer(scope)
+        client = response_writer(scope)
+        writer: AnswerWriter = client
         if headers := wire_format.response_headers(writer.request_id):
-            writer.add_headers(headers)
+            client.add_headers(headers)
         context = RequestContext(
             request_id=writer.request_id,
             wire_format=wire_format,
             policy=gateway.policy_store.current,
             began_s=gateway.clock(),
+            exchange=exchange,
             resends_503=bool(header(scope, _RESEND)),
             trace=gateway.traces.begin(scope) if gateway.traces is not None else None,
         )
         self.load.begin()
         try:
-            with CancelScope(writer) as cancel_scope:
+            with CancelScope(client) as cancel_scope:
                 gateway.active_requests.add(cancel_scope)
                 self._contexts[cancel_scope] = context
                 try:
                     body = await self._read_body(scope, receive, context, cancel_scope)
-                    self._inspect(scope, body, context)
+                    await self._inspect(scope, body, context)
                     with self._reserved_tokens(context) as context.reservation:
                         writer.rate_limit_headers = self._limit_headers(context)
+                        if exchange is not None and exchange.request.background:
+                            writer = await exchange.detach(client, cancel_scope)
                         await self.forwarder.forward(context, writer)
                 finally:
                     gateway.active_requests.remove(cancel_scope)
@@ -100,6 +111,8 @@ class ProxyHandler:
             log.exception("request.broken request=%s", context.request_id)
             await self._fail(context, writer, errors.GatewayError(), [])
         finally:
+            if exchange is not None:
+                await exchange.end()
             self.load.end(context.body_bytes)
             context.finish(gateway.clock())
             gateway.accounting.account(context)
@@ -155,9 +168,11 @@ class ProxyHandler:
         last.cancel(errors.Overloaded())
         return True
 
-    def _inspect(self, scope: Scope, body: bytes, context: RequestContext) -> None:
+    async def _inspect(self, scope: Scope, body: bytes, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
         gateway, policy = self._gateway, context.policy
+        if context.exchange is not None:
+            await context.exchange.open(body, context.api_key.caller.key)
         context.caller = read_caller(scope, policy, context.api_key)
         context.inspected = context.wire_format.inspect(body, policy, gateway.fleet.view())
         context.api_key.check_model(context.inspected)
@@ -202,7 +217,7 @@ class ProxyHandler:
     async def _fail(
         self,
         context: RequestContext,
-        writer: ResponseWriter,
+        writer: AnswerWriter,
         error: errors.GatewayError,
         headers: Headers,
     ) -> None:

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from gateway.app import create_app
 from gateway.config.settings import Settings
-from gateway.protocols import WIRE_FORMATS
+from gateway.protocols import PROXY_PATHS
 from tests.support.gateway_routes import ADMIN_PAGE, BOTH_PORTS, PUBLIC, route_paths
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
@@ -64,7 +64,7 @@ JOINING = (
 
 def all_routes(state_dir: Path) -> set[tuple[str, str]]:
     app = asyncio.run(create_app(make_settings(state_dir)))
-    return route_paths(app) | {("POST", path) for path in WIRE_FORMATS}
+    return route_paths(app) | {("POST", path) for path in PROXY_PATHS}
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(
     assert expected_routes > PUBLIC
     with RunningGateway(settings) as gateway:
         gateway.send_heartbeat(worker)
-        routes_by_url = {gateway.url: route_paths(app) | {("POST", path) for path in WIRE_FORMATS}}
+        routes_by_url = {gateway.url: route_paths(app) | {("POST", path) for path in PROXY_PATHS}}
         if app.admin_app is not None:
             routes_by_url[gateway.admin_url] = route_paths(app.admin_app)
         assert set().union(*routes_by_url.values()) == expected_routes
@@ -178,7 +178,7 @@ def test_an_admin_port_serves_all_admin_routes_and_the_data_port_none(
     assert app.admin_app is not None
     data_routes, admin_routes = route_paths(app), route_paths(app.admin_app)
     assert data_routes & admin_routes == BOTH_PORTS
-    assert data_routes | admin_routes | {("POST", path) for path in WIRE_FORMATS} == all_routes(
+    assert data_routes | admin_routes | {("POST", path) for path in PROXY_PATHS} == all_routes(
         tmp_path
     )
     assert len(admin_routes) == len(ADMIN_PLANE) + len(ADMIN_PAGE) + 1

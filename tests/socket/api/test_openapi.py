@@ -26,7 +26,7 @@ from schemathesis.checks import (
 from schemathesis.core.result import Ok
 
 from gateway.app import create_app
-from gateway.protocols import WIRE_FORMATS
+from gateway.protocols import PROXY_PATHS
 from policies.request.compatibility import IGNORED, NEUTRAL
 from policies.request.fields import FieldError
 from policies.request.parser import HONOURED_FIELDS, read_profile
@@ -78,7 +78,7 @@ def test_each_port_documents_the_routes_that_it_serves(
     app = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
     assert app.admin_app is not None
     (_, data), (_, admin) = documents(gateway_with_keys)
-    relayed = {("POST", path) for path in WIRE_FORMATS}
+    relayed = {("POST", path) for path in PROXY_PATHS}
     data_routes = {
         (method, path.replace(":path", "")) for method, path in route_paths(app)
     } | relayed

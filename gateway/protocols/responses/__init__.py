@@ -1,0 +1,194 @@
+"""OpenAI's Responses: a request becomes a chat, and the answer of the chat a response.
+
+A wire format of its own for each request: its events are numbered, repeat the request, and an error
+in the stream ends the response that has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gateway import errors
+from gateway.protocols.base import object_in
+from gateway.protocols.openai import CHAT, encode_json, parse
+from gateway.protocols.responses.request import (
+    FIELDS,
+    Chat,
+    Item,
+    Json,
+    ResponsesRequest,
+    check_metadata,
+    read_items,
+    read_request,
+    to_chat,
+)
+from gateway.protocols.responses.response import (
+    ResponseBuilder,
+    ResponseEncoder,
+    choice_of,
+    encode_event,
+)
+from gateway.protocols.responses.sealing import Sealer
+from gateway.routing.select import RoutingRequest
+from gateway.routing.view import FleetView
+from gateway.types import Header, Headers, Inspected, LimitState
+from policies.document import PolicyDocument
+from policies.request.fields import FieldError
+from policies.request.profile import Endpoint
+
+__all__ = [
+    "PATH",
+    "SCHEMA",
+    "Item",
+    "Json",
+    "ResponseBuilder",
+    "ResponsesFormat",
+    "ResponsesRequest",
+    "Sealer",
+    "check_metadata",
+    "encode_event",
+    "read_items",
+]
+
+PATH = "/v1/responses"
+_REASONING = b"reasoning"
+
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["model", "input"],
+    "additionalProperties": False,
+    "properties": {
+        **{name: {} for name in sorted(FIELDS)},
+        "model": {"type": "string", "minLength": 1},
+        "input": {"type": ["string", "array"]},
+        "instructions": {"type": ["string", "null"]},
+        "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
+        "previous_response_id": {"type": ["string", "null"]},
+        "store": {"type": ["boolean", "null"]},
+        "stream": {"type": ["boolean", "null"]},
+        "tools": {"type": ["array", "null"]},
+    },
+}
+"""The JSON Schema of a body; `read_request` and `to_chat` check what it leaves open."""
+
+
+class ResponsesFormat:
+    """One request of `POST /v1/responses`, which any worker serves that serves chats.
+
+    The last event of its stream is `final_event`, which comes once the response is kept.
+    `response_id` begins with `resp_`; `now_s` returns seconds since 1970.
+    """
+
+    path = PATH
+    endpoint = Endpoint.CHAT
+
+    def __init__(self, response_id: str, sealer: Sealer, now_s: Callable[[], float]) -> None:
+        self.response_id = response_id
+        self.request: ResponsesRequest | None = None
+        self._builder: ResponseBuilder | None = None
+        self.history: Sequence[Item] = ()
+        """The items of earlier responses, which stand before the input."""
+        self._sealer = sealer
+        self._now_s = now_s
+        self._chat: Chat | None = None
+
+    def read(self, raw: bytes) -> ResponsesRequest:
+        """Read a body; raise a `RequestRefused`."""
+        try:
+            self.request = read_request(parse(raw))
+        except FieldError as error:
+            raise errors.FieldInvalid(error.message, param=error.param) from None
+        return self.request
+
+    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+        """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
+        request = self.request or self.read(raw)
+        try:
+            self._chat = chat = to_chat(request, self._unseal, self.history)
+        except FieldError as error:
+            raise errors.FieldInvalid(error.message, param=error.param) from None
+        if request.background:
+            chat.body["stream"] = True  # so that its events can be followed
+        try:
+            inspected = CHAT.inspect_body(chat.body, policy, fleet)
+        except errors.FieldInvalid as error:
+            param = error.param and chat.param(error.param)
+            raise errors.FieldInvalid(error.message, param=param) from None
+        profile = inspected.profile._replace(ignored=request.ignored)
+        self._builder = ResponseBuilder(
+            request,
+            self.response_id,
+            profile.model,
+            profile.sampling,
+            seal=self._seal,
+            now_s=self._now_s,
+        )
+        return inspected._replace(profile=profile)
+
+    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:  # noqa: ARG002
+        """Return the response of a whole answer."""
+        builder = self.builder
+        message = object_in(choice_of(answer), "message")
+        for _ in (*builder.read(answer, message), *builder.close()):
+            pass  # nobody follows its events
+        return self.body()
+
+    def encoder(
+        self,
+        request: RoutingRequest,  # noqa: ARG002
+        late_headers: Sequence[Header] = (),  # noqa: ARG002 - a comment has them
+    ) -> ResponseEncoder:
+        """Return the encoder of a stream."""
+        return ResponseEncoder(self.builder)
+
+    def begin_events(self) -> bytes:
+        """Return the first events of a response that waits in the background."""
+        return b"".join(map(encode_event, self.builder.begin(queued=True)))
+
+    def final_event(self) -> bytes:
+        """Return the last event of a complete stream."""
+        return encode_event(self.builder.final())
+
+    def body(self) -> bytes:
+        """Return the response as it is now."""
+        return encode_json(self.builder.response)
+
+    def response_headers(self, request_id: str) -> Headers:  # noqa: ARG002
+        """Return no headers beside those of every response."""
+        return []
+
+    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
+        """Return what remains of a client's limits, in OpenAI's headers."""
+        return CHAT.limit_headers(states, unix_s)
+
+    def keep_alive(self, comment: bytes) -> bytes:
+        """Return the comment alone."""
+        return comment
+
+    def error_body(self, error: errors.GatewayError) -> bytes:
+        """Return the body of an error response."""
+        return errors.to_body(self._named(error))
+
+    def error_event(self, error: errors.GatewayError) -> bytes:
+        """Return the last events of a stream that an error ends."""
+        return b"".join(map(encode_event, self.builder.fail(self._named(error))))
+
+    @property
+    def builder(self) -> ResponseBuilder:
+        """Return the response of a request that has been inspected."""
+        assert self._builder is not None, "the request has not been inspected"
+        return self._builder
+
+    def _named(self, error: errors.GatewayError) -> errors.GatewayError:
+        """Return an error that names fields as the client knows them."""
+        if self._chat is not None and error.param is not None:
+            error.param = self._chat.param(error.param)
+        return error
+
+    def _seal(self, reasoning: str) -> str:
+        return self._sealer.seal(reasoning.encode(), _REASONING)
+
+    def _unseal(self, sealed: str) -> str | None:
+        text = self._sealer.unseal(sealed, _REASONING)
+        return None if text is None else text.decode()

@@ -1,0 +1,497 @@
+"""A Responses request: read from its body, and translated into a chat.
+
+https://platform.openai.com/docs/api-reference/responses. What a field changes for OpenAI's own
+service alone, such as `service_tier`, is accepted and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gateway.protocols.responses.tools import (
+    ToolSet,
+    custom_arguments,
+    flat_name,
+    kind_of,
+    read_tools,
+)
+from policies.request.fields import FieldError, Fields
+from policies.request.profile import REASONING_EFFORTS
+
+Json = dict[str, Any]
+Item = Mapping[str, Any]
+
+_SAME_FIELDS = ("model", "temperature", "top_p", "stream")
+_IGNORED_FIELDS = frozenset(
+    "user safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "service_tier client_metadata stream_options context_management image access_programs "
+    "max_tool_calls".split()
+)
+"""They choose among OpenAI's services, or limit tools that run on its servers."""
+_REFUSED_FIELDS = frozenset(("prompt", "moderation"))
+FIELDS = _IGNORED_FIELDS.union(
+    _SAME_FIELDS,
+    _REFUSED_FIELDS,
+    "background conversation include input instructions max_output_tokens metadata "
+    "parallel_tool_calls previous_response_id reasoning store text tool_choice tools "
+    "top_logprobs truncation".split(),
+)
+"""The fields of a body."""
+ENCRYPTED = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = frozenset(
+    "file_search_call.results web_search_call.results web_search_call.action.sources "
+    "message.input_image.image_url computer_call_output.output.image_url "
+    "code_interpreter_call.outputs".split()
+) | {ENCRYPTED, _LOGPROBS}
+_FOREIGN_ITEMS = frozenset(
+    "web_search_call file_search_call image_generation_call code_interpreter_call "
+    "mcp_list_tools mcp_approval_request mcp_approval_response tool_search_call "
+    "tool_search_output".split()
+)
+"""Items of tools that ran on OpenAI's servers: what came of them stands in the messages too."""
+_SUMMARIES = ("auto", "concise", "detailed")
+_VERBOSITIES = ("low", "medium", "high")
+_FORMATS = ("text", "json_object", "json_schema")
+_TRUNCATIONS = ("auto", "disabled")
+_METADATA_LIMIT, _METADATA_NAME_CHARS, _METADATA_CHARS = 16, 64, 512
+_ID_CHARS = 128
+_ITEMS_LIMIT = 10_000
+_BETWEEN_TEXTS = "\n\n"
+_CHAT_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "messages": "input",
+}
+
+
+class ResponsesRequest(NamedTuple):
+    """What a body asks."""
+
+    body: Mapping[str, Any]
+    items: tuple[Item, ...]
+    """Its input."""
+    tools: ToolSet
+    previous_id: str
+    conversation_id: str
+    store: bool
+    background: bool
+    encrypted: bool
+    """Reasoning comes with its sealed form, for clients that keep the conversation themselves."""
+    summarised: bool
+    """Reasoning comes as its summary, as the request asks for one."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Return the fields and tools that change no answer."""
+        named = tuple(name for name, value in self.body.items() if _is_ignored(name, value))
+        verbose = ("text.verbosity",) if (self.body.get("text") or {}).get("verbosity") else ()
+        return named + verbose + self.tools.left_out
+
+
+class Chat(NamedTuple):
+    """A request for `/v1/chat/completions`."""
+
+    body: Json
+    places: tuple[str, ...]
+    """The place in the Responses request of each message."""
+
+    def param(self, name: str) -> str:
+        """Return the field of the Responses request behind a field of the chat."""
+        head, bracket, rest = name.partition("[")
+        if bracket and head == "messages":
+            index, _, rest = rest.partition("]")
+            if index.isdigit() and int(index) < len(self.places):
+                return self.places[int(index)] + rest
+        for chat_name, own_name in _CHAT_NAMES.items():
+            if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
+                return own_name
+        return name
+
+
+def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
+    """Read a parsed body; raise `FieldError`."""
+    for name, value in body.items():
+        if name not in FIELDS:
+            raise FieldError(name[:100], f"Unknown parameter: '{name[:100]}'.")
+        if name in _REFUSED_FIELDS and value is not None:
+            raise FieldError(name, f"This gateway does not support '{name}'.")
+    fields = Fields(body)
+    for name in ("instructions", "user", "safety_identifier", "prompt_cache_key", "service_tier"):
+        if not isinstance(body.get(name), str | None):
+            raise FieldError(name, f"'{name}' must be a string.")
+    fields.integer("max_output_tokens", None, low=1)
+    fields.integer("max_tool_calls", None, low=1)
+    fields.integer("top_logprobs", None, low=0, high=20)
+    fields.choice("parallel_tool_calls")
+    _one_of(body.get("truncation"), "truncation", _TRUNCATIONS)
+    check_metadata(body.get("metadata"))
+    reasoning, text = _object(body, "reasoning"), _object(body, "text")
+    _one_of(reasoning.get("effort"), "reasoning.effort", REASONING_EFFORTS)
+    _one_of(reasoning.get("summary"), "reasoning.summary", _SUMMARIES)
+    _one_of(text.get("verbosity"), "text.verbosity", _VERBOSITIES)
+    previous_id, conversation_id = _previous_of(body)
+    include = _include_of(body)
+    store = fields.choice("store") is not False
+    background = fields.flag("background")
+    if background and not store:
+        raise FieldError("background", "'background' needs 'store': true.")
+    return ResponsesRequest(
+        body=body,
+        items=tuple(read_items(body.get("input"), "input")),
+        tools=read_tools(body),
+        previous_id=previous_id,
+        conversation_id=conversation_id,
+        store=store,
+        background=background,
+        encrypted=ENCRYPTED in include,
+        summarised=reasoning.get("summary") is not None,
+    )
+
+
+def read_items(given: Any, where: str) -> Iterator[Item]:
+    """Yield the items of an input, each with its type; raise `FieldError`."""
+    if isinstance(given, str):
+        yield {"type": "message", "role": "user", "content": given}
+        return
+    if not isinstance(given, list) or len(given) > _ITEMS_LIMIT:
+        raise FieldError(
+            where, f"'{where}' must be a string or a list of at most {_ITEMS_LIMIT} items."
+        )
+    for index, item in enumerate(given):
+        if isinstance(item, Mapping) and item.get("type") is None and "role" in item:
+            yield {"type": "message", **{k: v for k, v in item.items() if k != "type"}}
+        else:
+            kind_of(item, f"{where}[{index}]")
+            yield item
+
+
+def to_chat(
+    request: ResponsesRequest,
+    unseal: Callable[[str], str | None],
+    history: Sequence[Item] = (),
+) -> Chat:
+    """Translate a request after its history into a chat; raise `FieldError`.
+
+    `unseal` returns reasoning that this gateway has sealed, and None for anything else.
+    """
+    body = request.body
+    messages = _Messages(unseal)
+    if body.get("instructions"):
+        messages.add({"role": "system", "content": body["instructions"]}, "instructions")
+    earlier = "previous_response_id" if request.previous_id else "conversation"
+    messages.read((earlier, item) for item in history)
+    messages.read((f"input[{index}]", item) for index, item in enumerate(request.items))
+    if not messages.messages:
+        raise FieldError("input", "'input' must contain at least one message.")
+    chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
+    chat["messages"] = messages.messages
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
+    if body.get("truncation") == "auto":
+        chat["truncate_prompt_tokens"] = -1
+    chat |= _tools_of(request) | _text_of(_object(body, "text")) | _logprobs_of(body)
+    if effort := _object(body, "reasoning").get("effort"):
+        chat["reasoning_effort"] = effort
+    return Chat(chat, tuple(messages.places))
+
+
+@dataclass(slots=True)
+class _Reply:
+    """A message of the assistant, which several items make up."""
+
+    place: str
+    reasoning: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
+
+    def message(self) -> Json:
+        message: Json = {"role": "assistant", "content": "".join(self.texts) or None}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+class _Messages:
+    """Collects the messages of a chat from items."""
+
+    def __init__(self, unseal: Callable[[str], str | None]) -> None:
+        self.messages: list[Json] = []
+        self.places: list[str] = []
+        self._unseal = unseal
+        self._reply: _Reply | None = None
+        self._pictures: list[Json] = []
+        self._pictures_place = ""
+
+    def add(self, message: Json, place: str) -> None:
+        """Add a message."""
+        self.messages.append(message)
+        self.places.append(place)
+
+    def read(self, items: Iterable[tuple[str, Item]]) -> None:
+        """Add the messages of items, each with its place."""
+        for place, item in items:
+            self._read(item, place)
+        self._end_reply()
+        self._end_pictures()
+
+    def _read(self, item: Item, at: str) -> None:
+        kind = item["type"]
+        if kind not in ("function_call_output", "custom_tool_call_output"):
+            self._end_pictures()
+        match kind:
+            case "message":
+                self._read_message(item, at)
+            case "reasoning":
+                self._read_reasoning(item, at)
+            case "function_call":
+                self._read_call(item, _text(item, "arguments", at), at)
+            case "custom_tool_call":
+                self._read_call(item, custom_arguments(_text(item, "input", at)), at)
+            case "function_call_output" | "custom_tool_call_output":
+                self._end_reply()
+                self._read_output(item, at)
+            case "item_reference":
+                raise FieldError(f"{at}.id", "No stored item has this id.")
+            case _ if kind in _FOREIGN_ITEMS:
+                pass
+            case _:
+                raise _unsupported(kind, at)
+
+    def _read_message(self, item: Item, at: str) -> None:
+        role = item.get("role")
+        if role == "assistant":
+            reply = self._open_reply(at, fresh=bool(self._reply and self._reply.texts))
+            reply.texts += _texts_of(item.get("content"), f"{at}.content")
+            return
+        if role not in ("user", "system", "developer"):
+            raise FieldError(
+                f"{at}.role", f"'{at}.role' must be user, assistant, system or developer."
+            )
+        self._end_reply()
+        # A system message in the middle stays at its place: moved to the front, it would change
+        # the beginning of the prompt, which is read already.
+        leading = all(one["role"] == "system" for one in self.messages)
+        system = role != "user" and leading
+        content = _content_of(item.get("content"), f"{at}.content")
+        self.add({"role": "system" if system else "user", "content": content}, at)
+
+    def _read_reasoning(self, item: Item, at: str) -> None:
+        sealed = item.get("encrypted_content")
+        if sealed is not None:
+            # Another model's reasoning is none of this one's.
+            text = self._unseal(_text(item, "encrypted_content", at)) or ""
+        else:
+            parts = item.get("content") or []
+            text = "".join(_texts_of(parts, f"{at}.content", ("reasoning_text", "text")))
+        if text:
+            reply = self._open_reply(
+                at, fresh=bool(self._reply and (self._reply.texts or self._reply.calls))
+            )
+            reply.reasoning.append(text)
+
+    def _read_call(self, item: Item, arguments: str, at: str) -> None:
+        namespace = item.get("namespace")
+        if not isinstance(namespace, str | None):
+            raise FieldError(f"{at}.namespace", f"'{at}.namespace' must be a string.")
+        function = {"name": flat_name(_text(item, "name", at), namespace), "arguments": arguments}
+        call = {"id": _text(item, "call_id", at), "type": "function", "function": function}
+        self._open_reply(at, fresh=False).calls.append(call)
+
+    def _read_output(self, item: Item, at: str) -> None:
+        output = item.get("output")
+        parts = _parts_of(output, f"{at}.output")
+        text = _BETWEEN_TEXTS.join(part["text"] for part in parts if part["type"] == "text")
+        # Templates take pictures from users alone.
+        self._pictures += [part for part in parts if part["type"] != "text"]
+        self._pictures_place = f"{at}.output"
+        call_id = _text(item, "call_id", at)
+        self.add({"role": "tool", "tool_call_id": call_id, "content": text}, at)
+
+    def _open_reply(self, at: str, *, fresh: bool) -> _Reply:
+        if fresh:
+            self._end_reply()
+        if self._reply is None:
+            self._reply = _Reply(at)
+        return self._reply
+
+    def _end_reply(self) -> None:
+        reply, self._reply = self._reply, None
+        if reply is not None and (reply.texts or reply.calls):
+            self.add(reply.message(), reply.place)
+
+    def _end_pictures(self) -> None:
+        if self._pictures:
+            self.add({"role": "user", "content": self._pictures}, self._pictures_place)
+            self._pictures = []
+
+
+def _content_of(content: Any, where: str) -> str | list[Json]:
+    parts = _parts_of(content, where)
+    if all(part["type"] == "text" for part in parts):
+        return _BETWEEN_TEXTS.join(part["text"] for part in parts)
+    return parts
+
+
+def _parts_of(content: Any, where: str) -> list[Json]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise FieldError(where, f"'{where}' must be a string or a list of parts.")
+    return [_part_of(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def _part_of(part: Any, at: str) -> Json:
+    match kind_of(part, at):
+        case "input_text" | "output_text" | "text":
+            return {"type": "text", "text": _text(part, "text", at)}
+        case "refusal":
+            return {"type": "text", "text": _text(part, "refusal", at)}
+        case "input_image" if isinstance(part.get("image_url"), str):
+            return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        case "input_image":
+            raise FieldError(f"{at}.image_url", f"'{at}.image_url' must be a 'data:' URL.")
+        case kind:
+            raise _unsupported(kind, at)
+
+
+def _texts_of(
+    content: Any, where: str, kinds: Sequence[str] = ("output_text", "input_text", "text")
+) -> list[str]:
+    """Return the texts of parts that are text alone."""
+    if isinstance(content, str):
+        return [content] if content else []
+    if not isinstance(content, list):
+        raise FieldError(where, f"'{where}' must be a string or a list of parts.")
+    texts = []
+    for index, part in enumerate(content):
+        at = f"{where}[{index}]"
+        kind = kind_of(part, at)
+        if kind == "refusal":
+            texts.append(_text(part, "refusal", at))
+        elif kind in kinds:
+            texts.append(_text(part, "text", at))
+        else:
+            raise _unsupported(kind, at)
+    return [text for text in texts if text]
+
+
+def _text(item: Mapping[str, Any], name: str, at: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise FieldError(f"{at}.{name}", f"'{at}.{name}' must be a string.")
+    return value
+
+
+def _unsupported(kind: str, at: str) -> FieldError:
+    return FieldError(f"{at}.type", f"This gateway does not support '{kind[:100]}' ('{at}.type').")
+
+
+def _tools_of(request: ResponsesRequest) -> Json:
+    tools = request.tools
+    if not tools.functions:
+        return {}
+    chosen: Json = {"tools": list(tools.functions)}
+    if tools.choice is not None:
+        chosen["tool_choice"] = tools.choice
+    if request.body.get("parallel_tool_calls") is not None:
+        chosen["parallel_tool_calls"] = request.body["parallel_tool_calls"]
+    return chosen
+
+
+def _text_of(text: Mapping[str, Any]) -> Json:
+    form = text.get("format")
+    if form is None:
+        return {}
+    kind = _one_of(kind_of(form, "text.format"), "text.format.type", _FORMATS)
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if not isinstance(form.get("schema"), Mapping):
+        raise FieldError("text.format.schema", "'text.format.schema' must be a JSON Schema.")
+    schema = {"name": form.get("name") or "answer", "schema": form["schema"]}
+    schema |= {name: form[name] for name in ("strict", "description") if form.get(name) is not None}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _logprobs_of(body: Mapping[str, Any]) -> Json:
+    top = body.get("top_logprobs")
+    if top is None and _LOGPROBS not in (body.get("include") or ()):
+        return {}
+    return {"logprobs": True, "top_logprobs": top or 0}
+
+
+def _include_of(body: Mapping[str, Any]) -> Sequence[str]:
+    include = body.get("include")
+    if include is None:
+        return ()
+    if not isinstance(include, list):
+        raise FieldError("include", "'include' must be a list.")
+    for index, name in enumerate(include):
+        if not isinstance(name, str) or name not in _INCLUDABLE:
+            raise FieldError(
+                f"include[{index}]", f"'include[{index}]' must be one of {sorted(_INCLUDABLE)}."
+            )
+    return include
+
+
+def _previous_of(body: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the ids of the response and of the conversation that the request goes on from."""
+    previous, conversation = body.get("previous_response_id"), body.get("conversation")
+    place = "conversation"
+    if isinstance(conversation, Mapping):
+        conversation, place = conversation.get("id", 0), "conversation.id"
+    for value, name in ((previous, "previous_response_id"), (conversation, place)):
+        if value is not None and not (isinstance(value, str) and len(value) <= _ID_CHARS):
+            raise FieldError(name, f"'{name}' must be a string of at most {_ID_CHARS} characters.")
+    if previous and conversation:
+        raise FieldError(
+            "previous_response_id", "'previous_response_id' and 'conversation' exclude each other."
+        )
+    return previous or "", conversation or ""
+
+
+def check_metadata(metadata: Any) -> dict[str, str]:
+    """Return the metadata of a body; raise `FieldError`."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping) or len(metadata) > _METADATA_LIMIT:
+        raise FieldError(
+            "metadata", f"'metadata' must be an object of at most {_METADATA_LIMIT} strings."
+        )
+    for name, value in metadata.items():
+        fits = len(name) <= _METADATA_NAME_CHARS and isinstance(value, str)
+        if not fits or len(value) > _METADATA_CHARS:
+            raise FieldError(
+                f"metadata.{name[:_METADATA_NAME_CHARS]}",
+                f"'metadata' holds strings of at most {_METADATA_CHARS} characters, under names of "
+                f"at most {_METADATA_NAME_CHARS}.",
+            )
+    return dict(metadata)
+
+
+def _one_of(value: Any, name: str, values: Sequence[str]) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or value not in values:
+        raise FieldError(name, f"'{name}' must be one of {tuple(values)}.")
+    return value
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise FieldError(name, f"'{name}' must be an object.")
+    return value
+
+
+def _is_ignored(name: str, value: Any) -> bool:
+    return name in _IGNORED_FIELDS and value is not None

@@ -1,0 +1,247 @@
+"""The tools of a Responses request as functions of a chat, and the calls of a chat as items again.
+
+A custom tool, whose input is plain text, becomes a function with one string argument. A namespace
+becomes a prefix of its functions' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json, to_json
+
+from policies.request.fields import FieldError
+
+Json = dict[str, Any]
+
+HOSTED_TOOLS = frozenset(
+    "web_search web_search_preview web_search_2025_08_26 web_search_preview_2025_03_11 file_search "
+    "code_interpreter image_generation mcp computer computer_use computer_use_preview local_shell "
+    "shell apply_patch tool_search programmatic_tool_calling".split()
+)
+"""Tools that run on OpenAI's servers, or whose calls only OpenAI's models write."""
+INPUT = "input"
+"""The argument that holds the text for a custom tool."""
+_JOINT = "__"
+_TOOLS_LIMIT = 128
+_NAME_CHARS = 128
+_GRAMMAR_CHARS = 64 * 1024
+
+
+class Origin(NamedTuple):
+    """A tool as its client knows it."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Return the type of the items that call it."""
+        return "custom_tool_call" if self.custom else "function_call"
+
+
+class ToolSet(NamedTuple):
+    """The tools of a request, and the choice among them."""
+
+    declared: tuple[Mapping[str, Any], ...] = ()
+    """As the client declares them, without those that are left out."""
+    functions: tuple[Json, ...] = ()
+    """As a chat declares them."""
+    origins: Mapping[str, Origin] = {}
+    """By the names of the functions."""
+    left_out: tuple[str, ...] = ()
+    """The place and the type of each tool that is left out."""
+    choice: Any = None
+    """The `tool_choice` of the chat."""
+
+    def origin(self, function: str) -> Origin:
+        """Return the tool behind a function; one that is not declared is a function."""
+        return self.origins.get(function) or Origin(function)
+
+
+def read_tools(body: Mapping[str, Any]) -> ToolSet:
+    """Read the tools of a body and the choice among them; raise `FieldError`."""
+    tools = body.get("tools")
+    if tools is None:
+        tools = []
+    if not isinstance(tools, list):
+        raise FieldError("tools", "'tools' must be a list.")
+    declared: list[Mapping[str, Any]] = []
+    functions: list[Json] = []
+    origins: dict[str, Origin] = {}
+    left_out: list[str] = []
+    for index, tool in enumerate(tools):
+        at = f"tools[{index}]"
+        if kind_of(tool, at) in HOSTED_TOOLS:
+            left_out.append(f"{at}:{tool['type']}")
+            continue
+        declared.append(tool)
+        for inner_at, inner, namespace in _members(tool, at):
+            function, origin = _function_of(inner, namespace, inner_at)
+            name = function["function"]["name"]
+            if name in origins:
+                raise FieldError(f"{inner_at}.name", f"Two tools are called '{name[:100]}'.")
+            functions.append(function)
+            origins[name] = origin
+    if len(functions) > _TOOLS_LIMIT:
+        raise FieldError("tools", f"'tools' may contain at most {_TOOLS_LIMIT} functions.")
+    found = ToolSet(tuple(declared), tuple(functions), origins, tuple(left_out))
+    return _chosen(found, body.get("tool_choice"))
+
+
+def kind_of(value: Any, at: str) -> str:
+    """Return the type of an object; raise `FieldError`."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(kind, str):
+        raise FieldError(f"{at}.type", f"'{at}' must be an object with a 'type'.")
+    return kind
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name of the function for a tool of a namespace."""
+    if not namespace:
+        return name
+    return namespace + ("" if namespace.endswith(_JOINT) else _JOINT) + name
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments of the function that stands for a custom tool."""
+    return to_json({INPUT: text}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text that a model means by the arguments of a custom tool's function.
+
+    Where no schema forces the model, it may write another name, or the bare text.
+    """
+    try:
+        given = from_json(arguments)
+    except ValueError:
+        return arguments
+    if isinstance(given, str):
+        return given
+    if isinstance(given, dict):
+        if isinstance(given.get(INPUT), str):
+            return str(given[INPUT])
+        texts = [value for value in given.values() if isinstance(value, str)]
+        if len(given) == len(texts) == 1:
+            return texts[0]
+    return arguments
+
+
+def _members(tool: Mapping[str, Any], at: str) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield each tool of a namespace with its place and namespace; any other tool as it is."""
+    if tool["type"] != "namespace":
+        yield at, tool, ""
+        return
+    name = _name(tool, at)
+    inner = tool.get("tools")
+    if not isinstance(inner, list):
+        raise FieldError(f"{at}.tools", f"'{at}.tools' must be a list.")
+    for index, member in enumerate(inner):
+        place = f"{at}.tools[{index}]"
+        kind_of(member, place)
+        yield place, member, name
+
+
+def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json, Origin]:
+    kind, name = tool["type"], _name(tool, at)
+    description = tool.get("description")
+    if not isinstance(description, str | None):
+        raise FieldError(f"{at}.description", f"'{at}.description' must be a string.")
+    function: Json = {"name": flat_name(name, namespace)}
+    if kind == "function":
+        parameters = tool.get("parameters")
+        if not isinstance(parameters, Mapping | None):
+            raise FieldError(f"{at}.parameters", f"'{at}.parameters' must be a JSON Schema.")
+        function["parameters"] = parameters or {"type": "object", "properties": {}}
+    elif kind == "custom":
+        text, hint = _custom_input_schema(tool, at)
+        description = "\n\n".join(part for part in (description, hint) if part) or None
+        function["parameters"] = {
+            "type": "object",
+            "properties": {INPUT: text},
+            "required": [INPUT],
+            "additionalProperties": False,
+        }
+    else:
+        raise FieldError(
+            f"{at}.type", f"'{at}.type' is '{kind[:100]}'; it must be function or custom."
+        )
+    if description:
+        function["description"] = description
+    return {"type": "function", "function": function}, Origin(name, namespace, kind == "custom")
+
+
+def _custom_input_schema(tool: Mapping[str, Any], at: str) -> tuple[Json, str]:
+    """Return the schema of a custom tool's text, and what to tell the model about its form."""
+    form = tool.get("format")
+    at = f"{at}.format"
+    if form is None or kind_of(form, at) == "text":
+        return {"type": "string"}, ""
+    if form["type"] != "grammar":
+        raise FieldError(f"{at}.type", f"'{at}.type' must be text or grammar.")
+    definition, syntax = form.get("definition"), form.get("syntax")
+    if not isinstance(definition, str) or not 0 < len(definition) <= _GRAMMAR_CHARS:
+        raise FieldError(
+            f"{at}.definition",
+            f"'{at}.definition' must be a string of at most {_GRAMMAR_CHARS} characters.",
+        )
+    if syntax == "regex":
+        hint = f"'{INPUT}' must match this regular expression: {definition}"
+        return {"type": "string", "pattern": f"^(?:{definition})$"}, hint
+    if syntax == "lark":
+        return {"type": "string"}, f"'{INPUT}' must match this Lark grammar:\n{definition}"
+    raise FieldError(f"{at}.syntax", f"'{at}.syntax' must be lark or regex.")
+
+
+def _name(tool: Mapping[str, Any], at: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS:
+        raise FieldError(
+            f"{at}.name", f"'{at}.name' must be a string of 1 to {_NAME_CHARS} characters."
+        )
+    return name
+
+
+def _chosen(tools: ToolSet, choice: Any) -> ToolSet:
+    """Return the tools with the choice among them, and only those that it allows."""
+    match choice:
+        case None:
+            return tools
+        case "auto" | "none":
+            return tools._replace(choice=choice)
+        case "required" if tools.functions:
+            return tools._replace(choice=choice)
+        case {"type": "function" | "custom"}:
+            name = _reference(tools, choice, "tool_choice")
+            return tools._replace(choice={"type": "function", "function": {"name": name}})
+        case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [*allowed]}:
+            # A hosted tool among them is left out as everywhere.
+            names = {
+                _reference(tools, one, f"tool_choice.tools[{index}]")
+                for index, one in enumerate(allowed)
+                if kind_of(one, f"tool_choice.tools[{index}]") not in HOSTED_TOOLS
+            }
+            kept = tuple(one for one in tools.functions if one["function"]["name"] in names)
+            mode = choice["mode"] if kept else None
+            return tools._replace(functions=kept, choice=mode)
+        case "required":
+            raise FieldError("tool_choice", "'tool_choice' must choose one of 'tools'.")
+        case {"type": str() as kind} if kind in HOSTED_TOOLS:
+            raise FieldError("tool_choice.type", f"This gateway does not run '{kind}'.")
+    raise FieldError(
+        "tool_choice",
+        "'tool_choice' must be auto, none, required, or an object of the type function, custom or "
+        "allowed_tools.",
+    )
+
+
+def _reference(tools: ToolSet, reference: Mapping[str, Any], at: str) -> str:
+    """Return the function that a reference to a tool names; raise `FieldError`."""
+    name = flat_name(_name(reference, at), reference.get("namespace"))
+    if name not in tools.origins:
+        raise FieldError(f"{at}.name", f"'{at}.name' must be the name of one of 'tools'.")
+    return name

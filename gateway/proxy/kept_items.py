@@ -1,0 +1,217 @@
+"""Responses and conversations that are kept for their clients, and the items in them.
+
+A kept response has its input, its output and the ids of those before it, so that a long
+conversation is read in two steps. Each belongs to the API key that made it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from gateway import errors
+from gateway.protocols.responses import Item, Json, ResponsesRequest
+from gateway.storage.expiring import ExpiringRecords
+
+_RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
+_CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{48}")
+# An item names the response that it belongs to, its place there, and whether it was input.
+_ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})([0-9a-f]{4})(i?)")
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "function_call_output": "fco",
+    "custom_tool_call_output": "cto",
+}
+_ENDED = ("completed", "incomplete")
+_ANCESTORS_LIMIT = 1000
+_ITEMS_LIMIT = 10_000
+_WRITES = 5
+"""Attempts to add to a conversation to which others add at the same time."""
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that nobody can guess."""
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+class KeptItems:
+    """The kept responses and conversations. `now_s` returns seconds since 1970."""
+
+    def __init__(self, records: ExpiringRecords, now_s: Callable[[], float]) -> None:
+        self._records = records
+        self._now_s = now_s
+
+    async def open(self, owner: str, request: ResponsesRequest) -> tuple[Sequence[Item], Json]:
+        """Return the items before those of a request, and the record of what it goes on from.
+
+        Raise a `RequestRefused` if there is none.
+        """
+        if request.conversation_id:
+            name = request.conversation_id
+            found = await self._read(owner, [name] if _CONVERSATION_ID.fullmatch(name) else [])
+            if not found or found[0] is None:
+                raise errors.PreviousUnknown("Conversation", name, param="conversation")
+            return found[0]["items"], found[0]
+        if request.previous_id:
+            previous = await self._response(owner, request.previous_id)
+            chain = [*await self._read(owner, previous["ancestors"] if previous else []), previous]
+            if previous is None or None in chain or previous["response"]["status"] not in _ENDED:
+                raise errors.PreviousUnknown(
+                    "Previous response", request.previous_id, param="previous_response_id"
+                )
+            items = [item for one in chain if one for item in (*one["input"], *one["output"])]
+            return items, previous
+        return (), {}
+
+    async def resolve(self, owner: str, items: Sequence[Item]) -> tuple[Item, ...]:
+        """Return items with each reference replaced by what it names, if that is kept."""
+        if not any(item["type"] == "item_reference" for item in items):
+            return tuple(items)
+        stems = {
+            match[1]
+            for item in items
+            if item["type"] == "item_reference" and (match := _match(item.get("id")))
+        }
+        names = [f"resp_{stem}" for stem in sorted(stems)]
+        records = dict(zip(names, await self._read(owner, names), strict=True))
+        return tuple(_resolved(item, records) for item in items)
+
+    async def keep_response(
+        self, owner: str, response: Json, given: Sequence[Item], output: Sequence[Item], after: Json
+    ) -> bool:
+        """Keep a response; return whether it is kept.
+
+        `output` has the reasoning in its sealed form; `after` is the record that it goes on from.
+        """
+        ancestors: list[str] = []
+        if response["previous_response_id"]:
+            ancestors = [*after["ancestors"], response["previous_response_id"]]
+            if len(ancestors) > _ANCESTORS_LIMIT:
+                return False
+        stem = response["id"].removeprefix("resp_")
+        named = [
+            {"id": f"{_prefix(item)}_{stem}{index:04x}i", **_without_id(item)}
+            for index, item in enumerate(given)
+        ]
+        record = {"response": response, "input": named, "output": output, "ancestors": ancestors}
+        kept = await self._records.put(owner, response["id"], to_json(record))
+        if kept and response["conversation"]:
+            kept = await self.add_items(owner, response["conversation"]["id"], [*named, *output])
+        return kept
+
+    async def response(self, owner: str, name: str) -> Json:
+        """Return the record of a response; raise `ResponseUnknown`."""
+        record = await self._response(owner, name)
+        if record is None:
+            raise errors.ResponseUnknown("Response", name)
+        return record
+
+    async def delete_response(self, owner: str, name: str) -> None:
+        """Delete a response; raise `ResponseUnknown`."""
+        if not (_RESPONSE_ID.fullmatch(name) and await self._records.delete(owner, name)):
+            raise errors.ResponseUnknown("Response", name)
+
+    async def create_conversation(
+        self, owner: str, items: Sequence[Item], metadata: Mapping[str, str]
+    ) -> Json:
+        """Create a conversation with these items."""
+        conversation: Json = {
+            "id": new_id("conv"),
+            "created_at": int(self._now_s()),
+            "metadata": metadata,
+            "items": [*map(_named, items)],
+        }
+        if not await self._records.put(owner, conversation["id"], to_json(conversation)):
+            raise errors.FieldInvalid("The conversation is too large.", param="items")
+        return conversation
+
+    async def conversation(self, owner: str, name: str) -> Json:
+        """Return a conversation; raise `ResponseUnknown`."""
+        found = await self._read(owner, [name] if _CONVERSATION_ID.fullmatch(name) else [])
+        if not found or found[0] is None:
+            raise errors.ResponseUnknown("Conversation", name)
+        return found[0]
+
+    async def delete_conversation(self, owner: str, name: str) -> None:
+        """Delete a conversation; raise `ResponseUnknown`."""
+        if not (_CONVERSATION_ID.fullmatch(name) and await self._records.delete(owner, name)):
+            raise errors.ResponseUnknown("Conversation", name)
+
+    async def change(self, owner: str, name: str, change: Callable[[Json], Any]) -> Json:
+        """Change a conversation; raise `ResponseUnknown`, or what `change` raises."""
+        for _ in range(_WRITES):
+            before = (await self._records.get(owner, [name]))[0]
+            if before is None or not _CONVERSATION_ID.fullmatch(name):
+                raise errors.ResponseUnknown("Conversation", name)
+            conversation: Json = from_json(before)
+            change(conversation)
+            if await self._records.put(owner, name, to_json(conversation), replaces=before):
+                return conversation
+        raise errors.FieldInvalid(
+            "The conversation is too large, or others change it at the same time.",
+            param="conversation",
+        )
+
+    async def add_items(self, owner: str, name: str, items: Sequence[Item]) -> bool:
+        """Add items to a conversation; return whether they are kept."""
+        try:
+            await self.change(owner, name, lambda one: _extend(one["items"], items))
+        except (errors.FieldInvalid, errors.ResponseUnknown):
+            return False
+        return True
+
+    async def _response(self, owner: str, name: str) -> Json | None:
+        return (await self._read(owner, [name]))[0] if _RESPONSE_ID.fullmatch(name) else None
+
+    async def _read(self, owner: str, names: Sequence[str]) -> list[Json | None]:
+        if not names:
+            return []
+        found = await self._records.get(owner, names)
+        return [None if data is None else from_json(data) for data in found]
+
+
+def named_items(items: Sequence[Item]) -> list[Item]:
+    """Return items with ids of their own."""
+    return [*map(_named, items)]
+
+
+def _named(item: Item) -> Item:
+    return {"id": new_id(_prefix(item)), **_without_id(item)}
+
+
+def _without_id(item: Item) -> Json:
+    return {name: value for name, value in item.items() if name != "id"}
+
+
+def _prefix(item: Item) -> str:
+    return _PREFIXES.get(item["type"], "item")
+
+
+def _extend(kept: list[Item], items: Sequence[Item]) -> None:
+    if len(kept) + len(items) > _ITEMS_LIMIT:
+        raise errors.FieldInvalid(
+            f"A conversation may have at most {_ITEMS_LIMIT} items.", param="items"
+        )
+    kept += items
+
+
+def _match(name: object) -> re.Match[str] | None:
+    return _ITEM_ID.fullmatch(name) if isinstance(name, str) else None
+
+
+def _resolved(item: Item, records: Mapping[str, Json | None]) -> Item:
+    """Return what a reference names; the reference if that is not kept."""
+    match = _match(item.get("id")) if item["type"] == "item_reference" else None
+    record = match and records.get(f"resp_{match[1]}")
+    if not match or not record:
+        return item
+    items = record["input" if match[3] else "output"]
+    index = int(match[2], 16)
+    return items[index] if index < len(items) and items[index]["id"] == match[0] else item

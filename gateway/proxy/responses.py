@@ -1,0 +1,298 @@
+"""`POST /v1/responses`: what a request goes on from, what is kept of it, and the background.
+
+A response in the background is a request like any other, which writes to an `EventLog` in place of
+its client's connection. Clients follow the log as often as they like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+from gateway import errors
+from gateway.assembly import Gateway
+from gateway.http.downstream import (
+    CancelScope,
+    ClientDisconnected,
+    ResponseWriter,
+)
+from gateway.protocols.responses import Json, ResponsesFormat, ResponsesRequest
+from gateway.proxy.kept_items import KeptItems, new_id
+from gateway.types import Header
+
+log = logging.getLogger(__name__)
+
+_LOG_LIMIT_BYTES = 32 * 1024 * 1024
+_LOGS_LIMIT_BYTES = 128 * 1024 * 1024
+_LOGS_LIMIT = 256
+_JSON_HEADERS = ((b"content-type", b"application/json"),)
+EVENT_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventLog:
+    """The events of a response in the background, which takes the place of a `ResponseWriter`."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.rate_limit_headers: Sequence[Header] = ()
+        self.started = False
+        self.opened_s = float("inf")
+        self.early = False
+        self.idle = False
+        self.on_check: Callable[[float], None] | None = None
+        self.writable = True
+        self.events: list[bytes] = []
+        """By their sequence numbers."""
+        self.size_bytes = 0
+        self.closed = False
+        self._cancel_scope: CancelScope | None = None
+        self._changed = asyncio.Event()
+
+    async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
+        """Yield the events after this number, those to come too, until the response ends."""
+        place = after + 1
+        while True:
+            changed = self._changed
+            if pending := self.events[place:]:
+                place += len(pending)
+                yield b"".join(pending)
+            elif self.closed:
+                return
+            else:
+                await changed.wait()
+
+    def close(self) -> None:
+        """End the log: no event comes any more."""
+        self.closed = True
+        self._tell()
+
+    # What a `ResponseWriter` does.
+
+    async def whole(
+        self,
+        status: int,
+        headers: Iterable[Header],
+        body: bytes,
+    ) -> None:
+        """Take a whole answer, which no client gets."""
+
+    async def open(
+        self,
+        headers: Iterable[Header],  # noqa: ARG002
+        on_write_paused: Callable[[bool], None],  # noqa: ARG002
+    ) -> None:
+        """Begin the stream."""
+        self.started = True
+
+    def open_early(self, headers: Iterable[Header], piece: bytes) -> None:
+        """Take a comment, which no follower needs."""
+
+    def send_head(self) -> None:
+        """Send nothing: a log has no head."""
+
+    def add_headers(self, headers: Iterable[Header]) -> None:
+        """Take headers, which no client gets."""
+
+    def write(self, piece: bytes) -> None:
+        """Append events; comments are left out."""
+        if not piece.startswith(b"event:") or self.size_bytes > _LOG_LIMIT_BYTES:
+            return
+        self.size_bytes += len(piece)
+        self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
+        self._tell()
+
+    def chunk_sender(self) -> None:
+        """Return nothing: an HTTP chunk is no event."""
+
+    def end(self, piece: bytes = b"") -> None:
+        """Append the last events."""
+        self.write(piece)
+
+    async def fail(
+        self,
+        error: errors.GatewayError,
+        headers: Iterable[Header] = (),  # noqa: ARG002
+        *,
+        error_body: Callable[[errors.GatewayError], bytes] = errors.to_body,  # noqa: ARG002
+        error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
+    ) -> None:
+        """Append the events of an error."""
+        self.write(error_event(error))
+
+    def attach(self, cancel_scope: CancelScope | None) -> None:
+        """Check the deadline of this scope, and cancel it on `cancel`."""
+        self._cancel_scope = cancel_scope
+
+    def cancel(self) -> None:
+        """Cancel the request."""
+        if self._cancel_scope is not None:
+            self._cancel_scope.cancel(ClientDisconnected())
+
+    def check(self, now_s: float) -> None:
+        """Cancel the request if its deadline has passed."""
+        if self._cancel_scope is not None:
+            self._cancel_scope.check(now_s)
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class ResponseExchange:
+    """One request for a response: what stands before it, and what is kept of it."""
+
+    def __init__(self, service: ResponsesService, wire_format: ResponsesFormat) -> None:
+        self.format = wire_format
+        self.owner = ""
+        self.log: EventLog | None = None
+        """Of a response in the background."""
+        self._service = service
+        self._after: Json = {}
+        self._viewer: asyncio.Task[None] | None = None
+        self._cancelled = False
+
+    @property
+    def request(self) -> ResponsesRequest:
+        """Return the request, which has been read."""
+        assert self.format.request is not None, "the request has not been read"
+        return self.format.request
+
+    @property
+    def response(self) -> Json:
+        """Return the response as it is now."""
+        return self.format.builder.response
+
+    async def open(self, raw: bytes, owner: str) -> None:
+        """Read a body and what it goes on from; raise a `RequestRefused`."""
+        self.owner = owner
+        request = self.format.read(raw)
+        kept = self._service.kept
+        self.format.history, self._after = await kept.open(owner, request)
+        self.format.request = request._replace(items=await kept.resolve(owner, request.items))
+
+    async def detach(self, writer: ResponseWriter, cancel_scope: CancelScope) -> EventLog:
+        """Answer a request for the background; return what the response is written to.
+
+        From here on the client's connection may end, and the response goes on.
+        """
+        builder = self.format.builder
+        self.log = event_log = EventLog(writer.request_id)
+        wants_stream = bool(self.request.body.get("stream"))
+        self._service.add(self)
+        writer.attach(None)
+        event_log.attach(cancel_scope)
+        builder.response["status"] = "queued"
+        queued = self.format.body()
+        await self._keep({**self.response, "status": "in_progress"})
+        event_log.write(self.format.begin_events())
+        if wants_stream:
+            viewing = _view(writer, event_log)
+            self._viewer = asyncio.create_task(viewing, name=f"view {builder.response['id']}")
+        else:
+            await writer.whole(200, _JSON_HEADERS, queued)
+        return event_log
+
+    async def finish(self) -> bytes:
+        """Keep the response that is complete now; return the last bytes for the client."""
+        if self.request.store:
+            self.response["store"] = await self._keep(self.response)
+        streams = self.request.background or bool(self.request.body.get("stream"))
+        return self.format.final_event() if streams else self.format.body()
+
+    async def cancel(self) -> None:
+        """Cancel a response in the background, and wait until it has ended."""
+        self._cancelled = True
+        if self.log is not None:
+            self.log.cancel()
+            async for _ in self.log.follow(len(self.log.events)):
+                pass
+
+    async def end(self) -> None:
+        """End a response in the background, however its request ended."""
+        if self.log is None:
+            return
+        builder = self.format.builder
+        try:
+            if self._cancelled and not builder.ended:
+                builder.cancel()
+            elif not builder.ended:
+                self.log.write(self.format.error_event(errors.Interrupted()))
+            if builder.response["status"] in ("failed", "cancelled"):
+                await self._keep(self.response)
+        finally:
+            self.log.attach(None)
+            self.log.close()
+            self._service.ended(self)
+        if self._viewer is not None:
+            await asyncio.wait((self._viewer,), timeout=self._service.view_timeout_s)
+            self._viewer.cancel()
+
+    async def _keep(self, response: Json) -> bool:
+        output = self.format.builder.kept_output()
+        try:
+            kept = await self._service.kept.keep_response(
+                self.owner, response, self.request.items, output, self._after
+            )
+        except errors.RecordsUnwritable:
+            kept = False
+        if not kept:
+            log.warning("response.not_kept response=%s", response["id"])
+        return kept
+
+
+class ResponsesService:
+    """Serves `POST /v1/responses`, and knows the responses that run in the background."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.kept = KeptItems(gateway.expiring_records, gateway.wall)
+        self.view_timeout_s = gateway.settings.idle_timeout_s
+        self._exchanges: OrderedDict[str, ResponseExchange] = OrderedDict()
+        """Those in the background by the id of the response, and the last ones that have ended."""
+
+    def exchange(self) -> ResponseExchange:
+        """Return the exchange of a new request."""
+        gateway = self._gateway
+        wire_format = ResponsesFormat(new_id("resp"), gateway.sealer, gateway.wall)
+        return ResponseExchange(self, wire_format)
+
+    def add(self, exchange: ResponseExchange) -> None:
+        """Add a response that runs in the background."""
+        self._exchanges[exchange.response["id"]] = exchange
+
+    def ended(self, exchange: ResponseExchange) -> None:
+        """Forget the oldest of those that have ended, beyond the limits."""
+        self._exchanges.move_to_end(exchange.response["id"])
+        over = [one for one in self._exchanges.values() if one.log and one.log.closed]
+        size = sum(one.log.size_bytes for one in over if one.log)
+        while over and (size > _LOGS_LIMIT_BYTES or len(over) > _LOGS_LIMIT):
+            first = over.pop(0)
+            size -= first.log.size_bytes if first.log else 0
+            del self._exchanges[first.response["id"]]
+
+    def background(self, owner: str, name: str) -> ResponseExchange | None:
+        """Return a response in the background of this gateway, if it belongs to the owner."""
+        exchange = self._exchanges.get(name)
+        return exchange if exchange is not None and exchange.owner == owner else None
+
+    async def check(self) -> None:
+        """Check the deadlines of the responses in the background."""
+        now_s = asyncio.get_running_loop().time()
+        for exchange in tuple(self._exchanges.values()):
+            if exchange.log is not None and not exchange.log.closed:
+                exchange.log.check(now_s)
+
+
+async def _view(writer: ResponseWriter, event_log: EventLog) -> None:
+    """Stream a log to the client that began it."""
+    await writer.open(EVENT_HEADERS, lambda _paused: None)
+    async for piece in event_log.follow():
+        await writer.drained()
+        writer.write(piece)
+    writer.end()

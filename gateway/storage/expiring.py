@@ -1,0 +1,103 @@
+"""Records that clients create and that expire: responses and conversations, each of one owner."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+TTL_S = 24 * 3600.0
+"""A record expires so long after its last use."""
+RECORD_LIMIT_BYTES = 16 * 1024 * 1024
+TOTAL_LIMIT_BYTES = 256 * 1024 * 1024
+"""Of all records; beyond it, those that were not used for the longest time go first."""
+
+
+class ExpiringRecords(Protocol):
+    """Records by owner and name. All raise `RecordsUnwritable` where they are on another machine.
+
+    Owners are ids of API keys; no owner sees that another one has a record.
+    """
+
+    async def get(self, owner: str, names: Sequence[str]) -> list[bytes | None]:
+        """Return the records of these names, and count them as used."""
+
+    async def put(
+        self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None
+    ) -> bool:
+        """Store a record, in place of this one only if there is one to replace.
+
+        Return whether it is stored: not if it is too large, or if another has come before.
+        """
+
+    async def delete(self, owner: str, name: str) -> bool:
+        """Delete a record; return whether there was one."""
+
+
+class _Record(NamedTuple):
+    data: bytes
+    expires_s: float
+
+
+class MemoryRecords:
+    """Records in the memory of this process. `clock` returns monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float], *, limit_bytes: int = TOTAL_LIMIT_BYTES) -> None:
+        self._clock = clock
+        self._limit_bytes = limit_bytes
+        self._records: dict[str, OrderedDict[str, _Record]] = {}
+        """By owner, those used longest ago first."""
+        self._bytes: defaultdict[str, int] = defaultdict(int)
+        """By owner."""
+
+    async def get(self, owner: str, names: Sequence[str]) -> list[bytes | None]:
+        """Return the records of these names, and count them as used."""
+        now_s = self._clock()
+        self._drop_expired(owner, now_s)
+        records = self._records.get(owner, OrderedDict())
+        found: list[bytes | None] = []
+        for name in names:
+            record = records.get(name)
+            if record is not None:
+                records[name] = record._replace(expires_s=now_s + TTL_S)
+                records.move_to_end(name)
+            found.append(record.data if record else None)
+        return found
+
+    async def put(
+        self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None
+    ) -> bool:
+        """Store a record; return whether it is stored."""
+        now_s = self._clock()
+        self._drop_expired(owner, now_s)
+        present = self._records.get(owner, OrderedDict()).get(name)
+        changed = replaces is not None and (present is None or present.data != replaces)
+        if changed or len(data) > min(RECORD_LIMIT_BYTES, self._limit_bytes):
+            return False
+        self._drop(owner, name)
+        self._records.setdefault(owner, OrderedDict())[name] = _Record(data, now_s + TTL_S)
+        self._bytes[owner] += len(data)
+        while sum(self._bytes.values()) > self._limit_bytes:
+            # The owner with the most gives way, so that none can push out all others.
+            largest = max(self._bytes, key=self._bytes.__getitem__)
+            self._drop(largest, next(iter(self._records[largest])))
+        return True
+
+    async def delete(self, owner: str, name: str) -> bool:
+        """Delete a record; return whether there was one."""
+        self._drop_expired(owner, self._clock())
+        return self._drop(owner, name)
+
+    def _drop_expired(self, owner: str, now_s: float) -> None:
+        records = self._records.get(owner, OrderedDict())
+        while records and (oldest := next(iter(records.items())))[1].expires_s <= now_s:
+            self._drop(owner, oldest[0])
+
+    def _drop(self, owner: str, name: str) -> bool:
+        records = self._records.get(owner)
+        if records is None or (record := records.pop(name, None)) is None:
+            return False
+        self._bytes[owner] -= len(record.data)
+        if not records:
+            del self._records[owner], self._bytes[owner]
+        return True

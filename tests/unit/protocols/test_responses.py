@@ -1,0 +1,424 @@
+"""OpenAI's Responses as chats, and the answers of chats as responses, by OpenAI's own types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, WorkerLost
+from gateway.protocols.responses import ResponsesFormat, Sealer
+from gateway.routing.view import FleetView
+from policies.document import PolicyDocument
+from tests.support.images import data_url, png_header
+from tests.support.openai_types import read_event, read_response
+from tests.support.policies import single_pool_policy
+
+SEALER = Sealer(b"secret")
+STEM = "ab" * 24
+USAGE = {
+    "prompt_tokens": 10,
+    "completion_tokens": 3,
+    "total_tokens": 13,
+    "prompt_tokens_details": {"cached_tokens": 4},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'},
+}
+CODE = {
+    "type": "custom",
+    "name": "code",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"},
+}
+MAIL = {"type": "namespace", "name": "mail", "description": "Mail.", "tools": [LOOK, CODE]}
+REQUEST: Any = None
+PICTURE = data_url(png_header(8, 8))
+POLICY = PolicyDocument.model_validate(single_pool_policy())
+FLEET = FleetView.of((), frozenset())
+
+
+def wire(**fields: Any) -> ResponsesFormat:
+    """Return a request that has been inspected."""
+    exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
+    exchange.inspect(json.dumps({"model": "m", "input": "Hi", **fields}).encode(), POLICY, FLEET)
+    return exchange
+
+
+def chat(*items: Any, **fields: Any) -> dict[str, Any]:
+    """Return the chat for a request with these items."""
+    exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
+    raw = json.dumps({"model": "m", "input": list(items) or "Hi", **fields}).encode()
+    return dict(exchange.inspect(raw, POLICY, FLEET).body)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def whole(exchange: ResponsesFormat, message: dict[str, Any], reason: str = "stop") -> Any:
+    """Return the response to a whole answer, read by OpenAI's types."""
+    choice = {"index": 0, "message": message, "finish_reason": reason}
+    answer = {"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": USAGE}
+    return json.loads(exchange.encode(REQUEST, answer, b""))
+
+
+def chunk(delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": fields.pop("finish_reason", None)}
+    return {"id": "chatcmpl-1", "model": "m", "choices": [choice], **fields}
+
+
+def split(stream: bytes, *, valid: bool = True) -> list[dict[str, Any]]:
+    """Return the events of a stream, under their own names and numbered; `valid`: check types."""
+    found = []
+    for event in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        if valid:
+            read_event(found[-1])
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    return found
+
+
+def streamed(
+    exchange: ResponsesFormat, *frames: dict[str, Any], valid: bool = True
+) -> list[dict[str, Any]]:
+    encoder = exchange.encoder(REQUEST)
+    stream = b"".join(encoder.event(b"", frame) for frame in frames) + encoder.done()
+    return split(stream + exchange.final_event(), valid=valid)
+
+
+def call(index: int, **function: Any) -> dict[str, Any]:
+    named = {"id": f"call{index}"} if "name" in function else {}
+    return {"tool_calls": [{"index": index, "function": function, **named}]}
+
+
+def test_a_plain_request_is_a_chat() -> None:
+    sent = chat(instructions="Be brief.", temperature=0, max_output_tokens=5, truncation="auto")
+    assert sent["messages"] == [{"role": "system", "content": "Be brief."}, user("Hi")]
+    assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("m", 0, 5)
+    assert sent["truncate_prompt_tokens"] == -1
+
+
+def test_items_become_messages_of_a_chat_in_their_order() -> None:
+    picture = {"type": "input_image", "image_url": PICTURE, "detail": "auto"}
+    sealed = SEALER.seal(b"Hm.", b"reasoning")
+    messages = chat(
+        {"role": "developer", "content": "Be brief."},
+        user([{"type": "input_text", "text": "Look"}, {"type": "input_text", "text": "here"}]),
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": sealed},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {
+            "type": "custom_tool_call",
+            "call_id": "c2",
+            "name": "code",
+            "namespace": "mail",
+            "input": "7",
+        },
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "two"}, picture],
+        },
+        {"role": "developer", "content": "Now in French."},
+    )["messages"]
+    functions = [
+        {"name": "look", "arguments": "{}"},
+        {"name": "mail__code", "arguments": '{"input":"7"}'},
+    ]
+    image = {"type": "image_url", "image_url": {"url": PICTURE}}
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        user("Look\n\nhere"),
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"id": f"c{index}", "type": "function", "function": function}
+                for index, function in enumerate(functions, 1)
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        user([image]),
+        user("Now in French."),
+    ]
+
+
+def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
+    fields = {"tools": [LOOK, PATCH, MAIL, {"type": "web_search"}]}
+    sent = chat(**fields, parallel_tool_calls=False)
+    functions = {one["function"]["name"]: one["function"] for one in sent["tools"]}
+    assert list(functions) == ["look", "patch", "mail__look", "mail__code"]
+    assert 'start: "a"' in functions["patch"]["description"]
+    assert functions["mail__code"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[0-9]+)$"
+    assert sent["parallel_tool_calls"] is False
+    exchange = wire(**fields)
+    assert exchange.request is not None
+    assert exchange.request.ignored == ("tools[3]:web_search",)
+    assert len(read_response(whole(exchange, {"content": "Hi"})).tools) == 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ("required", "required"),
+        ({"type": "function", "name": "look"}, {"name": "look"}),
+        ({"type": "custom", "name": "patch"}, {"name": "patch"}),
+    ],
+)
+def test_the_choice_among_tools(choice: Any, sent: Any) -> None:
+    found = chat(tools=[LOOK, PATCH], tool_choice=choice)["tool_choice"]
+    assert found == sent or found["function"] == sent
+    response = whole(wire(tools=[LOOK, PATCH], tool_choice=choice), {"content": "Hi"})
+    read_response(response)
+    assert response["tool_choice"] == choice
+
+
+def test_allowed_tools_are_the_only_ones_of_the_chat() -> None:
+    allowed = [{"type": "function", "name": "look"}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+    sent = chat(tools=[LOOK, PATCH], tool_choice=choice)
+    assert [one["function"]["name"] for one in sent["tools"]] == ["look"]
+    assert sent["tool_choice"] == "required"
+
+
+def test_form_reasoning_and_logprobs() -> None:
+    schema = {"type": "json_schema", "name": "n", "strict": True, "schema": {"type": "null"}}
+    sent = chat(
+        text={"format": schema, "verbosity": "low"},
+        reasoning={"effort": "low", "summary": "auto"},
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+    )
+    assert sent["response_format"]["json_schema"] == {
+        "name": "n",
+        "strict": True,
+        "schema": {"type": "null"},
+    }
+    assert (sent["reasoning_effort"], sent["logprobs"], sent["top_logprobs"]) == ("low", True, 2)
+    assert chat(text={"format": {"type": "json_object"}})["response_format"] == {
+        "type": "json_object"
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"foo": 1}, "foo"),
+        ({"input": 7}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["x"]}, "input[0].type"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [user(7)]}, "input[0].content"),
+        ({"input": [user([{"type": "input_text"}])]}, "input[0].content[0].text"),
+        ({"input": [user([{"type": "input_file"}])]}, "input[0].content[0].type"),
+        (
+            {"input": [user([{"type": "input_image", "image_url": "https://x/y.png"}])]},
+            "input[0].content[0].image_url",
+        ),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+        ({"instructions": 7}, "instructions"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"temperature": 3}, "temperature"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"include": ["x"]}, "include[0]"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "x"}}, "reasoning.summary"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"verbosity": "x"}}, "text.verbosity"),
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "magic", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [LOOK, LOOK]}, "tools[1].name"),
+        ({"tools": [{**LOOK, "parameters": 7}]}, "tools[0].parameters"),
+        ({"tools": [{**CODE, "format": {"type": "grammar"}}]}, "tools[0].format.definition"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"truncation": "x"}, "truncation"),
+        ({"background": True, "store": False}, "background"),
+        ({"previous_response_id": "a", "conversation": "b"}, "previous_response_id"),
+        ({"conversation": {}}, "conversation.id"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+    ],
+)
+def test_an_invalid_field_is_named_as_the_client_knows_it(
+    fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(FieldInvalid) as invalid:
+        wire(**fields)
+    assert invalid.value.param == param
+
+
+def test_a_whole_answer_is_a_response() -> None:
+    arguments = '{"at": "a"}'
+    calls = [{"id": "c1", "function": {"name": "look", "arguments": arguments}}]
+    message = {"reasoning_content": "Hm.", "content": "I look.", "tool_calls": calls}
+    response = read_response(whole(wire(tools=[LOOK], metadata={"a": "b"}), message, "tool_calls"))
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    assert (response.id, response.status, response.output_text) == (
+        f"resp_{STEM}",
+        "completed",
+        "I look.",
+    )
+    assert response.usage is not None
+    assert response.usage.input_tokens_details.cached_tokens == 4
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "detail"), [("length", "max_output_tokens"), ("content_filter", "content_filter")]
+)
+def test_a_cut_answer_is_incomplete_and_so_is_its_last_item(reason: str, detail: str) -> None:
+    response = whole(wire(), {"content": "I lo"}, reason)
+    read_response(response)
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": detail},
+    )
+    assert response["output"][0]["status"] == "incomplete"
+    events = streamed(wire(), chunk({"content": "I lo"}), chunk({}, finish_reason=reason))
+    assert events[-1]["type"] == "response.incomplete"
+
+
+def test_the_events_of_a_stream_come_in_openais_order() -> None:
+    events = streamed(
+        wire(tools=[LOOK, PATCH], reasoning={"summary": "auto"}),
+        chunk({"role": "assistant", "content": ""}),
+        chunk({"reasoning_content": "Hm."}, usage={**USAGE, "completion_tokens": 1}),
+        chunk({"content": "I "}),
+        chunk({"content": "look."}),
+        chunk(call(0, name="look", arguments="")),
+        chunk(call(0, arguments='{"at": ')),
+        chunk(call(0, arguments='"a"}')),
+        chunk(call(1, name="patch", arguments='{"input": "a"}')),
+        chunk({}, finish_reason="tool_calls"),
+        {"id": "chatcmpl-1", "model": "m", "choices": [], "usage": USAGE},
+    )
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *("created", "in_progress"),
+        *("output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta"),
+        *("reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done"),
+        *("output_item.done", "completed"),
+    ]
+    output = events[-1]["response"]["output"]
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in done] == output
+    assert [event["output_index"] for event in done] == [0, 1, 2, 3]
+    assert output[0]["summary"] == [{"type": "summary_text", "text": "Hm."}]
+    assert (output[2]["arguments"], output[3]["input"]) == ('{"at": "a"}', "a")
+
+
+def test_an_error_ends_a_stream_as_a_failed_response() -> None:
+    exchange = wire()
+    begun = exchange.encoder(REQUEST).event(b"", chunk({"content": "I "}))
+    events = split(begun + exchange.error_event(WorkerLost()))
+    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+    assert events[-2]["code"] == "worker_lost"
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+    limited = split(wire().error_event(LimitReached("tokens_per_minute", 5, 1.0)))
+    assert [event["type"] for event in limited] == [
+        "response.created",
+        "response.in_progress",
+        "error",
+        "response.failed",
+    ]
+    assert limited[-1]["response"]["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_an_overflow_names_the_input() -> None:
+    overflow = RefusedByWorker(400, "Too long.", param="messages", code="context_length_exceeded")
+    error = json.loads(wire().error_body(overflow))["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+def test_sealed_reasoning_comes_back_to_the_model_only_if_it_is_ours() -> None:
+    response = whole(
+        wire(store=False, include=["reasoning.encrypted_content"]),
+        {"reasoning_content": "Hm.", "content": "Yes."},
+    )
+    reasoning, message = response["output"]
+    assert "Hm." not in reasoning["encrypted_content"]
+    del reasoning["content"]  # some clients send only what they were told to keep
+    assert chat(reasoning, message)["messages"][0]["reasoning_content"] == "Hm."
+    changed = {**reasoning, "encrypted_content": reasoning["encrypted_content"][:-4] + "AAA="}
+    assert "reasoning_content" not in chat(changed, message)["messages"][0]
+
+
+NAMES = st.sampled_from([("look", ""), ("look", "mail"), ("code", "mail"), ("patch", "")])
+TEXTS = st.text(max_size=20)
+CALLS = st.lists(st.tuples(NAMES, TEXTS), max_size=3)
+CUTS = st.lists(st.integers(min_value=0, max_value=20), max_size=3)
+
+
+def pieces(text: str, cuts: Sequence[int]) -> list[str]:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(places)]
+
+
+@settings(max_examples=60)
+@given(reasoning=TEXTS, text=TEXTS, calls=CALLS, cuts=CUTS, summarised=st.booleans())
+def test_an_answer_that_comes_back_is_the_message_that_it_was(
+    reasoning: str, text: str, calls: list[Any], cuts: list[int], summarised: bool
+) -> None:
+    """Nothing is lost on the way, whole or streamed in any pieces."""
+    functions = []
+    for (name, namespace), argument in calls:
+        key = "input" if name in ("code", "patch") else "at"
+        flat = f"{namespace}__{name}" if namespace else name
+        arguments = json.dumps({key: argument}, separators=(",", ":"), ensure_ascii=False)
+        functions.append({"name": flat, "arguments": arguments})
+    tool_calls = [
+        {"id": f"call{index}", "type": "function", "function": function}
+        for index, function in enumerate(functions)
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": text or None}
+    message |= {"reasoning_content": reasoning} if reasoning else {}
+    message |= {"tool_calls": tool_calls} if tool_calls else {}
+    fields: dict[str, Any] = {
+        "tools": [LOOK, PATCH, MAIL],
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"} if summarised else None,
+    }
+    response = whole(wire(**fields), message)
+    frames = [chunk({"reasoning_content": one}) for one in pieces(reasoning, cuts)]
+    frames += [chunk({"content": one}) for one in pieces(text, cuts)]
+    for index, function in enumerate(functions):
+        first, *rest = pieces(function["arguments"], cuts)
+        frames.append(chunk(call(index, name=function["name"], arguments=first)))
+        frames += [chunk(call(index, arguments=one)) for one in rest]
+    frames.append(chunk({}, finish_reason="stop", usage=USAGE))
+    events = streamed(wire(**fields), *frames, valid=False)
+    assert events[-1]["response"] == response
+
+    if text or calls:
+        assert chat(*response["output"], **fields)["messages"] == [message]
