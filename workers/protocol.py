@@ -37,6 +37,9 @@ TOKENIZE_PATH = "/tokenize"
 """The route of a worker, named as vLLM's, that counts the tokens of a chat's prompt."""
 SCOPE_HEADER = "x-paceline-prefix-scope"
 """Of a request: requests with the same value may share what a worker has read."""
+SOURCES_HEADER = "x-paceline-prefix-sources"
+"""Of a request: a list of `NodeSource` in JSON, the best first."""
+MAX_SOURCES = 3
 TOKENS_LIMIT_HEADER = "x-paceline-token-limit"
 """Of a request: the most tokens that its prompt and all its answers may have together."""
 TOKENS_HEADER = "x-paceline-tokens"
@@ -99,6 +102,14 @@ class Record(BaseModel):
     """A frozen record; unknown fields are ignored, because a newer worker may send more."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class NodeSource(Record):
+    """A worker that may have read what the prompt of a request begins with."""
+
+    url: BaseUrl
+    tokens: Count
+    """Tokens of the prompt that it is believed to have."""
 
 
 class Speculation(Record):
@@ -208,7 +219,10 @@ class PrefixCounts(Counters):
     cached_tokens: Count = 0
     """Prompt tokens read from the cache."""
     tokens_by_kind: CountsByReason = Field(default_factory=dict)
-    """These tokens by what they are: of a `system` prompt, of a `conversation`, or from `disk`."""
+    """These tokens by what they are: of a `system` prompt, of a `conversation`, from `disk`, or
+    `moved` from another worker."""
+    moves: CountsByReason = Field(default_factory=dict)
+    """Transfers from other workers: `moved`, or why they ended before (`absent`, `slower` ...)."""
     too_large: Count = 0
     """Prompts and answers that were not stored, since they exceed the cache or the free memory."""
 

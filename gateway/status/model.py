@@ -81,7 +81,11 @@ class LanePrefix(StatusModel):
     cached_tokens: NonNegativeInt
     """Prompt tokens that came from the cache."""
     tokens_by_kind: dict[str, NonNegativeInt]
-    """These tokens by what they are: of a `system` prompt, of a `conversation`, or from `disk`."""
+    """These tokens by what they are: of a `system` prompt, of a `conversation`, from `disk`, or
+    `moved` from another worker."""
+    moves: dict[str, NonNegativeInt]
+    """Transfers of earlier turns from other workers: `moved`, or why they ended before (`absent`,
+    `slower`, `busy`, `too_large`, `other_model`, `failed`)."""
     too_large: NonNegativeInt
     """Prompts and answers that a worker could not store, for lack of memory."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import SecretStr
 
+from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, TransferFailed
 from workers.engine.types import (
     Delta,
     Event,
@@ -122,6 +123,9 @@ class ScriptedEngine:
             self._open -= 1
             if not self._open:
                 self.all_closed.set()
+
+    def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
+        raise TransferFailed("absent")
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
         return tuple(LaneReport(name=name) for name in self.card.lanes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 
@@ -21,7 +22,9 @@ from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint
-from workers.engine.probes import probe_native_verify, probe_shared_rows
+from workers.engine.prefix_exchange import PrefixExchange
+from workers.engine.prefix_transfer import CacheLayout, PrefixOffer, PrefixQuery, TransferFailed
+from workers.engine.probes import probe_cache_layout, probe_native_verify, probe_shared_rows
 from workers.engine.row import EventSink, Row, SpeculationCounter
 from workers.engine.sampler import PromptLogprobs
 from workers.engine.scheduler import LaneScheduler
@@ -47,8 +50,11 @@ class Engine:
     memory: MemoryEstimate
     health: InitVar[HeadHealth | None]
     spec_prefill: InitVar[str | None]
+    cache_layout: CacheLayout | None
+    """None for a family whose caches cannot be stored."""
     card: types.ModelCard = field(init=False)
     thread: EngineThread[Engine] = field(init=False)
+    exchange: PrefixExchange | None = field(init=False, default=None)
 
     def __post_init__(self, health: HeadHealth | None, spec_prefill: str | None) -> None:
         parts = [self.checkpoint.target.model.parameters()]
@@ -93,6 +99,14 @@ class Engine:
         thread = EngineThread(load)
         engine = thread.start()
         engine.thread = thread
+        if engine.cache_layout is not None:
+            engine.exchange = PrefixExchange(
+                engine.prefix_cache,
+                thread,
+                engine.cache_layout,
+                fingerprint(settings.model),
+                recurrent=engine.checkpoint.target.is_recurrent,
+            )
         return engine
 
     @property
@@ -119,6 +133,14 @@ class Engine:
     def prefixes(self) -> tuple[str, ...]:
         """Return the keys of the cached prefixes, most recently used first."""
         return self.prefix_cache.keys
+
+    @asynccontextmanager
+    async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:
+        """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""
+        if self.exchange is None:
+            raise TransferFailed("absent")
+        async with self.exchange.open(query) as offer:
+            yield offer
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; running generations raise `EngineStopped`."""
@@ -152,6 +174,8 @@ class Engine:
         row.prefetched = await asyncio.to_thread(
             self.prefix_cache.prefetch, prompt.scope, prompt.identity
         )
+        if generation.prefix_sources and self.exchange is not None:
+            await self.exchange.fetch(row, lane, generation.prefix_sources)
         self.thread.submit(lane, row)
         try:
             while True:
@@ -330,4 +354,7 @@ def load_engine(
         memory=memory,
         health=health,
         spec_prefill=sparse_prefill.description,
+        cache_layout=probe_cache_layout(checkpoint.target, checkpoint.head)
+        if checkpoint.target.supports_prefix_cache
+        else None,
     )

@@ -95,6 +95,17 @@ class LaneCounters:
                 },
             )
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Return the recent speed of reading prompts; 0 while nothing is measured."""
+        with self._lock:
+            return self._prefill_speed.tokens_per_s
+
+    def record_move(self, result: str) -> None:
+        """Count a transfer from another worker by its result."""
+        with self._lock:
+            self._prefix += PrefixCounts(moves={result: 1})
+
     def record_too_large(self) -> None:
         """Count what the prefix cache cannot hold."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -163,15 +164,19 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
         prefill.last_hidden = match.snapshot.last_hidden if match.snapshot else None
         prefill.read_count = match.tokens
         if not row.answer:
-            known = in_memory.tokens if in_memory else 0
-            system = min(prompt.prefix.tokens if prompt.prefix else 0, known)
             row.cached_tokens = match.tokens
-            row.cached_kinds = {
-                "system": system,
-                "conversation": known - system,
-                "disk": match.tokens - known,
-            }
+            row.cached_kinds = _kinds(row, match.tokens, in_memory.tokens if in_memory else 0)
     prefill.boundaries = _boundaries(prefill, cuttable=not target.is_recurrent and not prefill.head)
+
+
+def _kinds(row: Row, tokens: int, in_memory: int) -> dict[str, int]:
+    """Return how many tokens of a match are of each kind, given those that were in memory."""
+    kinds = Counter({"disk": tokens - in_memory})
+    for kind, begin, end in row.loaded:
+        kinds[kind] += max(min(end, tokens) - begin, 0)
+    known = max(tokens - kinds.total(), 0)
+    system = min(row.prompt.prefix.tokens if row.prompt.prefix else 0, known)
+    return {**kinds, "system": system, "conversation": known - system}
 
 
 def _boundaries(prefill: Prefill, *, cuttable: bool) -> list[int]:

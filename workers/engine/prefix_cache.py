@@ -148,6 +148,19 @@ class Match:
                 recurrent.state = list(arrays)
 
 
+class PendingRun(NamedTuple):
+    """A run that MLX has computed, and that any thread may copy out of it."""
+
+    name: FileName
+    tokens: TokenArray
+    arrays: Mapping[str, mx.array]
+    bfloat16: frozenset[str]
+
+    def to_host(self) -> Prefetched:
+        """Copy the run out of MLX; safe from any thread."""
+        return self.name, _to_host(self.tokens, self.arrays, self.bfloat16)
+
+
 class PrefixCache:
     """Trees of prompts and answers in memory, evicted at `limit_bytes`.
 
@@ -173,6 +186,11 @@ class PrefixCache:
         """Whether something was too large to store, which is logged once."""
 
     @property
+    def limit_bytes(self) -> int:
+        """Return the most memory that it uses."""
+        return self._limit_bytes
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Return the keys in memory, most recently used first; safe from any thread."""
         return tuple(self._by_key)[::-1]
@@ -186,14 +204,53 @@ class PrefixCache:
         if self._files is None or scope is None:
             return []
         # The engine thread may change the tree meanwhile: then a file is read in vain.
-        known = sum(common for _, common in self._walk(scope, tokens))
-        runs = []
-        for name in self._files.find(scope, tokens, known):
-            host = self._files.load(name)
+        names = self.find_files(scope, tokens, self.known_tokens(scope, tokens))
+        return list(self.read_files(names))
+
+    def known_tokens(self, scope: str, tokens: TokenArray) -> int:
+        """Return for how many tokens memory has keys and values; safe from any thread."""
+        return sum(common for _, common in self._walk(scope, tokens))
+
+    def find_files(self, scope: str, tokens: TokenArray, known: int) -> list[FileName]:
+        """Return the files that continue the first `known` tokens; safe from any thread."""
+        return self._files.find(scope, tokens, known) if self._files is not None else []
+
+    def read_files(self, names: Sequence[FileName]) -> Iterator[Prefetched]:
+        """Yield runs from disk up to the first that is lost; safe from any thread, blocks."""
+        for name in names:
+            host = self._files.load(name) if self._files is not None else None
             if host is None:
-                break
-            runs.append((name, host))
-        return runs
+                return
+            yield name, host
+
+    def read_run(
+        self, scope: str, tokens: TokenArray, begin: int, end: int, size_bytes: int
+    ) -> PendingRun | None:
+        """Return a run that begins at `begin`, of about `size_bytes`, and ends at `end` or before.
+
+        It has a snapshot if a row can start at its end, and its end is `end` or that of a system
+        prompt. None: memory does not hold these tokens any more.
+        """
+        for node, common in self._walk(scope, tokens):
+            stop = min(node.begin + common, end)
+            if not node.begin <= begin < stop:
+                continue
+            token_bytes = _size_bytes((node.attention, node.head)) // len(node.tokens)
+            stop = min(stop, begin + max(size_bytes // max(token_bytes, 1), MIN_TOKENS))
+            wanted = stop == node.end and (stop == end or bool(node.keys))
+            first, last = begin - node.begin, stop - node.begin
+            pairs = (_pairs(at) - _pairs(node.begin) for at in (begin, stop))
+            part = Node(
+                tokens=node.tokens[first:last],
+                end=stop,
+                parent=None,
+                attention=_copies(node.attention, first, last),
+                head=_copies(node.head, *pairs),
+                snapshot=node.snapshot if wanted else None,
+            )
+            name = FileName(begin, stop, "", part.snapshot is not None)
+            return PendingRun(name, part.tokens, *_arrays(part))
+        return None
 
     def match(
         self, scope: str | None, tokens: TokenArray, *, with_head: bool, cuttable: bool
@@ -290,17 +347,20 @@ class PrefixCache:
         self.evict_to(limit_bytes)
         return end
 
-    def insert(self, scope: str, tokens: TokenArray, runs: Sequence[Prefetched]) -> None:
-        """Store runs from disk if `tokens` begin with them."""
+    def insert(self, scope: str, tokens: TokenArray, runs: Sequence[Prefetched]) -> bool:
+        """Store runs from disk or from another worker; return whether `tokens` begin with all."""
         for name, host in runs:
             try:
                 run, state = _from_host(name, host)
                 expected = tokens[name.begin : name.end]
-                if name.begin + len(run) == name.end and np.array_equal(run, expected):
-                    self._store(scope, tokens[: name.end], state, self._limit_bytes)
+                if name.begin + len(run) != name.end or not np.array_equal(run, expected):
+                    return False
+                if self._store(scope, tokens[: name.end], state, self._limit_bytes) is None:
+                    return False
             except Exception as error:  # noqa: BLE001  # the prompt is read again
-                logger.warning("prefix_cache.file_unusable error=%s", error)
-                return
+                logger.warning("prefix_cache.run_unusable error=%s", error)
+                return False
+        return True
 
     def evict_to(self, size_bytes: int) -> None:
         """Evict until the rest fits into `size_bytes`: what was least recently used goes first."""

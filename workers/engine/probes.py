@@ -9,6 +9,9 @@ drafting. (vLLM #36982 has the same idea: probe the capability, and have a fallb
 its caches to the attention, and lengths as an array of cursors (`kv_cache.py`). Some families cut
 the mask to the length of one row and raise, others take a row's position from the slots and compute
 nonsense. Their rows decode one by one, in the family's own caches.
+
+`probe_cache_layout`: which arrays does a node of the prefix cache have? Nodes of other workers must
+have the same.
 """
 
 from __future__ import annotations
@@ -17,15 +20,20 @@ import logging
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from workers.engine.batch import row_cache, states_of
-from workers.engine.model import LayerCache, Target
+from workers.engine.model import LayerCache, MtpHead, Target
+from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache, state_of
+from workers.engine.prefix_transfer import CacheLayout
 from workers.engine.step_graph import State, StepGraph
 
 logger = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = (12, 5)
 _VERIFIED_TOKENS = 4
+_NODE_BYTES = 1 << 62
+"""Room for any node."""
 _VERIFY_NOISE = 0.2
 """Relative to the effect of four more tokens on the next scores: far above the differences between
 kernels in bfloat16, far below the effect of a state that was not rolled back."""
@@ -87,6 +95,21 @@ def probe_shared_rows(target: Target) -> bool:
         return True
     logger.warning("model.batching_unsupported relative_difference=%.2f", share)
     return False
+
+
+def probe_cache_layout(target: Target, head: MtpHead | None) -> CacheLayout:
+    """Read some tokens, and return the arrays of their node in the prefix cache."""
+    tokens, positions = mx.zeros((1, MIN_TOKENS), dtype=mx.int32), mx.arange(MIN_TOKENS)[None]
+    caches, head_caches = target.new_caches(), head.new_caches() if head else []
+    output = target.forward(tokens, caches, positions)
+    if head is not None:
+        head.forward(tokens[:, 1:], output[:, :-1], head_caches, positions[:, :-1])
+    state = state_of(caches, head_caches, output[:, -1:] if head is not None else None)
+    prefix_cache, prompt = PrefixCache(_NODE_BYTES), np.zeros(MIN_TOKENS, np.int64)
+    prefix_cache.store("", prompt, state, room_bytes=_NODE_BYTES)
+    run = prefix_cache.read_run("", prompt, 0, MIN_TOKENS, _NODE_BYTES)
+    assert run is not None, "the cache has room for it"
+    return CacheLayout.of(run.to_host()[1])
 
 
 def _batch_caches(target: Target, prompts_tokens: Sequence[int]) -> list[LayerCache]:

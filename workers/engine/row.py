@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 from policies.request.profile import Bypass
 from workers.engine import types
@@ -84,6 +85,15 @@ class PendingTokens:
         return tuple(released)
 
 
+class LoadedRange(NamedTuple):
+    """Tokens of a prompt that the prefix cache has got from elsewhere for this row."""
+
+    kind: str
+    """As the lane counts them."""
+    begin: int
+    end: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
     """A generation in a lane: its request, its answer so far, and the sink of its events."""
@@ -128,7 +138,9 @@ class Row:
     expected_tokens: int = 0
     """Prompt tokens in the prefix cache when the row was queued, or later."""
     prefetched: Sequence[Prefetched] = ()
-    """Beginning of the prompt, read from disk; empty again once the prefill has started."""
+    """Beginning of the prompt, read from disk; empty again once it is in memory."""
+    loaded: list[LoadedRange] = field(default_factory=list)
+    """What of the prompt has come into memory for this row, before its prefill has started."""
     position_offset: int = 0
     """Difference from token number to text position: pictures take fewer positions than tokens."""
     _last_delta_s: float = -inf

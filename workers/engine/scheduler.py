@@ -137,6 +137,11 @@ class LaneScheduler:
         """Return how many tokens of a queued row a prefill will soon add to the prefix cache."""
         return max((prefill.tokens_for(row) for prefill in self.prefills), default=0)
 
+    def cached_tokens(self, row: Row) -> int:
+        """Return how many tokens of a row are in the prefix cache; safe from any thread."""
+        match = find_prefix(row, self._target, self._head.usable, self._prefix_cache)
+        return match.tokens if match else 0
+
     def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
         """Return why a generation must not speculate in this lane; safe from any thread."""
         if not self.has_head:
@@ -366,8 +371,7 @@ class LaneScheduler:
 
     def _estimate(self, row: Row) -> None:
         """Count the tokens of a queued row that are in the prefix cache."""
-        match = find_prefix(row, self._target, self._head.usable, self._prefix_cache)
-        row.expected_tokens = match.tokens if match else 0
+        row.expected_tokens = self.cached_tokens(row)
 
     def _apply(self, outcome: Outcome) -> None:
         """Finish and fail the rows that ended; requeue the others first in the queue."""

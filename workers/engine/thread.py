@@ -22,6 +22,7 @@ from workers.engine.types import EngineStopped
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
 _STOPPED = "The engine has stopped."
 
 
@@ -58,6 +59,27 @@ class EngineThread(Generic[T]):
             if not self._accepting:
                 raise EngineStopped(_STOPPED)
             self._commands.put(lambda: lane.add(row))
+
+    def call(self, work: Callable[[], R]) -> Future[R]:
+        """Run `work` on the thread between two steps; raise `EngineStopped` if it has ended.
+
+        A future that is cancelled before is not run.
+        """
+        future: Future[R] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001  # the caller raises it
+                future.set_exception(error)
+
+        with self._submit_lock:
+            if not self._accepting:
+                raise EngineStopped(_STOPPED)
+            self._commands.put(run)
+        return future
 
     def stop(self, timeout_s: float) -> None:
         """End the thread after its current step; running rows fail with `EngineStopped`."""

@@ -19,22 +19,31 @@ from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 from workers.engine.types import EngineError
 from workers.protocol import TOKENIZE_PATH, mtp_block
+from workers.server import prefix_nodes
 from workers.server.errors import NotAuthorised, RequestError, UnknownModel, render
 from workers.server.metrics import exposition
 from workers.server.ports import Json
+from workers.server.prefix_nodes import PrefixPeers
 from workers.server.request import read_request, request_id_of
 from workers.server.response import CompletionResponse
 from workers.server.runtime import Worker
 
-_PUBLIC_PATHS = frozenset({"/livez"})
+_OPEN_PATHS = frozenset({"/livez", prefix_nodes.PATH})
+"""Public, or with a check of their own."""
 
 router = APIRouter()
 
 
-def create_app(worker: Worker, token: SecretStr | None) -> FastAPI:
-    """Return the application; without a token, every route is public."""
+def create_app(
+    worker: Worker, token: SecretStr | None, peers: PrefixPeers | None = None
+) -> FastAPI:
+    """Return the application; without a token, every route is public.
+
+    `peers` are the workers with the same token; without them, no node of the prefix cache travels.
+    """
     app = FastAPI(title="Paceline worker", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.worker = worker
+    app.state.peers = peers
     app.include_router(router)
     for error in (RequestError, EngineError, FieldError, HTTPException, Exception):
         app.add_exception_handler(error, render)
@@ -44,7 +53,7 @@ def create_app(worker: Worker, token: SecretStr | None) -> FastAPI:
 
 
 class TokenMiddleware:
-    """ASGI middleware that rejects requests without the token, except to public paths."""
+    """ASGI middleware that rejects requests without the token, except to open paths."""
 
     def __init__(self, app: ASGIApp, token: SecretStr) -> None:
         self._app = app
@@ -52,7 +61,7 @@ class TokenMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond with 401, or call the application."""
-        if scope["type"] == "http" and scope["path"] not in _PUBLIC_PATHS:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             # Of digests: they have one length, and are ASCII whatever bytes the header holds.
             if not hmac.compare_digest(_digest(given), self._expected):
@@ -99,10 +108,27 @@ async def count_prompt_tokens(request: Request, worker: ServedWorker) -> dict[st
 
 async def _complete(request: Request, worker: Worker, endpoint: Endpoint) -> Response:
     request.state.request_id = request_id_of(request)
+    peers: PrefixPeers | None = request.app.state.peers
+    sources = peers.sources(request.headers) if peers is not None else ()
     completion = await read_request(
-        request, worker.engine, worker.pictures, endpoint, int(worker.clock())
+        request,
+        worker.engine,
+        worker.pictures,
+        endpoint,
+        int(worker.clock()),
+        prefix_sources=sources,
     )
     return CompletionResponse(worker, completion)
+
+
+@router.post(prefix_nodes.PATH)
+async def send_prefix_nodes(request: Request, worker: ServedWorker) -> Response:
+    """Send nodes of the prefix cache to another worker with the same join token."""
+    peers: PrefixPeers | None = request.app.state.peers
+    if peers is None:
+        raise NotAuthorised
+    nonce, query = await prefix_nodes.read_question(request, peers.key)
+    return prefix_nodes.NodesResponse(worker, peers.key, nonce, query)
 
 
 @router.get("/v1/models")

@@ -8,6 +8,7 @@ RequestError                any request without a completion, with its status an
 |   +-- ClientLeft          499, only logged: the client has disconnected
 |       +-- ClientStalled   499, only logged: the client stopped reading a stream
 +-- NotAuthorised           401
++-- PrefixRefused           404, 409 or 503, tells another worker why it gets no nodes
 +-- WorkerDraining          503 with Retry-After
 
 `as_request_error` translates errors of the engine (`workers.engine.types`) and of the parser
@@ -103,6 +104,17 @@ class WorkerDraining(RequestError, status=503, code="worker_draining"):
 
     message = "This worker is shutting down."
     retry_after_s = 1
+
+
+class PrefixRefused(RequestError, status=404, kind="invalid_request_error"):
+    """The worker has no nodes for another worker; `code` says why."""
+
+    message = "This worker has no nodes of its prefix cache for the question."
+    _statuses: Mapping[str, int] = MappingProxyType({"other_model": 409, "busy": 503})
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(code=reason)
+        self.status = self._statuses.get(reason, self.status)
 
 
 class _EngineStopped(WorkerDraining, code="engine_stopped"):

@@ -43,7 +43,12 @@ _MEMORY_GAUGES = {
 _COUNTERS_BY_REASON = {
     "prefix.tokens_by_kind": (
         "prefix_tokens_by_kind",
-        "Prompt tokens read from the prefix cache: of system prompts, conversations, or from disk.",
+        "Prompt tokens read from the prefix cache: of system prompts, conversations, from disk, or "
+        "moved from another worker.",
+    ),
+    "prefix.moves": (
+        "prefix_moves",
+        "Transfers of earlier turns from other workers, by result.",
     ),
     "bypass_counts": ("bypasses", "Requests without speculative decoding, by reason."),
     "spec_prefill.full_prefills": (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery
 from workers.engine.types import Event, Generation, ModelCard, Prompt
 from workers.protocol import LaneReport
 
@@ -77,6 +79,9 @@ class ServingEngine(Protocol):
 
     def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Run one generation; closing the iterator removes its row."""
+
+    def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
+        """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return one consistent snapshot of all lanes; thread-safe."""

@@ -21,6 +21,7 @@ from policies.request.content import (
 )
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
+from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt
 from workers.protocol import (
@@ -77,6 +78,8 @@ async def read_request(
     pictures: PictureMemory,
     endpoint: Endpoint,
     created_s: int,
+    *,
+    prefix_sources: tuple[PrefixSource, ...] = (),
 ) -> CompletionRequest:
     """Read and check a request completely, before any of its generations starts.
 
@@ -129,6 +132,7 @@ async def read_request(
             sparse=False if scores_prompt else profile.spec_prefill,
             keep_share=profile.spec_prefill_keep,
         ),
+        prefix_sources=prefix_sources,
         bypass=bypass,
     )
     return CompletionRequest(

@@ -30,9 +30,12 @@ class Traffic:
         self.draining = False
 
     @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Count a request in flight within the context; raise `WorkerDraining` while draining."""
-        if self.draining:
+    def admit(self, *, even_draining: bool = False) -> Iterator[None]:
+        """Count a request in flight within the context.
+
+        Raise `WorkerDraining` while draining, unless `even_draining`.
+        """
+        if self.draining and not even_draining:
             raise WorkerDraining
         self._in_flight += 1
         self._idle.clear()

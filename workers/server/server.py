@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -14,6 +15,7 @@ from workers.config_file import InvalidSettings
 from workers.http import Server, raise_open_file_limit
 from workers.lifecycle import Shutdown, first_of
 from workers.server.app import create_app
+from workers.server.prefix_nodes import PrefixPeers
 from workers.server.runtime import Worker
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,9 @@ async def serve(
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise cannot_listen(host, port, error) from error
-    async with Server(create_app(worker, token)).on(listener):
+    async with contextlib.AsyncExitStack() as stack:
+        peers = await stack.enter_async_context(PrefixPeers(token)) if token else None
+        await stack.enter_async_context(Server(create_app(worker, token, peers)).on(listener))
         worker.changed.set()
         on_ready()
         while worker.engine.alive and not shutdown.requested.is_set():

@@ -1,0 +1,516 @@
+"""A conversation goes on at another worker: its nodes travel, checked, or the worker reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import SecretStr
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tests.support.images import encode_image
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
+from workers.demo import CHECKPOINT
+from workers.engine import prefix_exchange
+from workers.engine.engine import Engine
+from workers.engine.prefix_cache_files import FileName, HostPrefix, Prefetched
+from workers.engine.prefix_transfer import (
+    MAX_TRANSFERS,
+    PrefixOffer,
+    PrefixQuery,
+    TransferFailed,
+    TransferPace,
+)
+from workers.engine.types import EngineSettings
+from workers.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
+from workers.server.app import create_app
+from workers.server.prefix_nodes import PATH, PrefixPeers
+
+TOKEN = "join-token"
+STORY = "The red fox sees the old tree and the blue boat finds the warm stone. " * 12
+FURTHER = "And then the old tree tells the red fox about the river and the sea. " * 3
+PICTURE = encode_image(Image.new("RGB", (64, 64), (220, 30, 30)))
+
+
+@pytest.fixture(scope="module")
+def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Run a second engine, which has a folder for its prefix cache."""
+    settings = EngineSettings(
+        model=CHECKPOINT,
+        served_name="demo",
+        prefix_cache_dir=tmp_path_factory.mktemp("prefix-cache"),
+        prefix_cache_secret=b"secret",
+    )
+    running = Engine.start(settings)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no transfer take longer than reading on a busy machine."""
+    monkeypatch.setattr(prefix_exchange, "_reading_s", lambda *_: 60.0)
+
+
+@asynccontextmanager
+async def serving(engine: Any) -> AsyncIterator[str]:
+    """Serve an engine as a worker with the join token; yield its URL."""
+    token = SecretStr(TOKEN)
+    async with (
+        PrefixPeers(token) as peers,
+        serve_app(create_app(make_worker(engine), token, peers)) as url,
+    ):
+        yield url
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+
+
+async def ask(
+    url: str,
+    messages: Sequence[dict[str, Any]],
+    *,
+    scope: str,
+    lane: str = "text-mtp",
+    sources: Sequence[tuple[str, int]] = (),
+    **fields: Any,
+) -> Reply:
+    headers = {
+        "authorization": f"Bearer {TOKEN}",
+        "x-paceline-lane": lane,
+        SCOPE_HEADER: scope,
+    }
+    if sources:
+        named = [{"url": source, "tokens": tokens} for source, tokens in sources]
+        headers[SOURCES_HEADER] = json.dumps(named)
+    body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 8, **fields}
+    async with httpx.AsyncClient(timeout=120) as client:
+        response = await client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    usage = response.json()["usage"]
+    return Reply(
+        text=response.json()["choices"][0]["message"]["content"],
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        tokens=usage["total_tokens"],
+    )
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def counts(engine: Engine) -> PrefixCounts:
+    return sum((lane.prefix for lane in engine.lane_reports()), PrefixCounts())
+
+
+def on_thread(engine: Engine, work: Callable[[], Any]) -> None:
+    engine.thread.call(work).result(60)
+
+
+@pytest.mark.parametrize(
+    ("lane", "where"),
+    [("vlm", "memory"), ("text-mtp", "memory"), ("text-mtp", "disk"), ("vlm", "memory and disk")],
+)
+async def test_the_next_turn_at_another_worker_reads_its_new_tokens_only(
+    engine: Engine, holder: Engine, lane: str, where: str
+) -> None:
+    scope = f"{lane} {where}"
+    async with serving(holder) as source, serving(engine) as url:
+        messages = [user(STORY)]
+        first = await ask(source, messages, scope=scope, lane=lane)
+        if where != "memory":
+            on_thread(holder, lambda: holder.prefix_cache.evict_to(0))
+            holder.prefix_cache._writer.submit(lambda: None).result(60)
+        messages += [assistant(first.text), user(FURTHER)]
+        held = first.tokens
+        if where == "memory and disk":
+            second = await ask(source, messages, scope=scope, lane=lane)
+            held = second.tokens
+            messages += [assistant(second.text), user("Go on.")]
+        before = counts(engine)
+        moved = await ask(url, messages, scope=scope, lane=lane, sources=[(source, held)])
+        after = counts(engine)
+        cold = await ask(url, messages, scope=f"cold {scope}", lane=lane)
+    assert moved.text == cold.text
+    assert cold.cached_tokens == 0
+    assert held - 2 <= moved.cached_tokens < moved.prompt_tokens
+    kinds = after.tokens_by_kind["moved"] - before.tokens_by_kind.get("moved", 0)
+    assert kinds == moved.cached_tokens
+    assert after.moves["moved"] - before.moves.get("moved", 0) == 1
+
+
+async def test_a_worker_takes_what_its_own_nodes_lack(engine: Engine, holder: Engine) -> None:
+    messages = [user(STORY)]
+    async with serving(holder) as source, serving(engine) as url:
+        own = await ask(url, messages, scope="own")
+        for _ in range(2):
+            first = await ask(source, messages, scope="own")
+            messages += [assistant(first.text), user(2 * FURTHER)]
+        before = counts(engine).tokens_by_kind
+        moved = await ask(url, messages, scope="own", sources=[(source, first.tokens)])
+        after = counts(engine).tokens_by_kind
+    assert moved.cached_tokens >= first.tokens - 2
+    kinds = {kind: after[kind] - before.get(kind, 0) for kind in ("conversation", "moved")}
+    assert own.tokens - 2 <= kinds["conversation"] <= own.tokens
+    assert sum(kinds.values()) == moved.cached_tokens
+
+
+async def test_pictures_travel_with_their_conversation(engine: Engine, holder: Engine) -> None:
+    picture = {"type": "image_url", "image_url": {"url": PICTURE}}
+    messages = [user([picture, {"type": "text", "text": STORY}])]
+    async with serving(holder) as source, serving(engine) as url:
+        first = await ask(source, messages, scope="pictures", lane="vlm")
+        messages += [assistant(first.text), user("Go on.")]
+        sources = [(source, first.tokens)]
+        moved = await ask(url, messages, scope="pictures", lane="vlm", sources=sources)
+        cold = await ask(url, messages, scope="no pictures", lane="vlm")
+    assert moved.text == cold.text
+    assert moved.cached_tokens >= first.tokens - 2
+
+
+async def test_no_node_leaves_its_isolation_scope(engine: Engine, holder: Engine) -> None:
+    messages = [user(STORY)]
+    async with serving(holder) as source, serving(engine) as url:
+        first = await ask(source, messages, scope="red")
+        messages += [assistant(first.text), user("Go on.")]
+        before = counts(engine).moves.get("absent", 0)
+        other = await ask(url, messages, scope="blue", sources=[(source, first.tokens)])
+    assert other.cached_tokens == 0
+    assert counts(engine).moves["absent"] == before + 1
+
+
+async def test_the_choices_of_a_request_share_one_transfer(engine: Engine, holder: Engine) -> None:
+    messages = [user(STORY)]
+    async with serving(holder) as source, serving(engine) as url:
+        first = await ask(source, messages, scope="choices")
+        messages += [assistant(first.text), user("Go on.")]
+        before = counts(engine).moves
+        reply = await ask(url, messages, scope="choices", sources=[(source, first.tokens)], n=3)
+        after = counts(engine).moves
+    assert after == before | {"moved": before.get("moved", 0) + 1}
+    assert reply.cached_tokens >= first.tokens - 2
+
+
+async def test_the_second_source_serves_where_the_first_is_away(
+    engine: Engine, holder: Engine
+) -> None:
+    messages = [user(STORY)]
+    async with serving(holder) as source, serving(engine) as url:
+        first = await ask(source, messages, scope="away")
+        messages += [assistant(first.text), user("Go on.")]
+        sources = [("http://127.0.0.1:1", first.tokens), (source, first.tokens)]
+        moved = await ask(url, messages, scope="away", sources=sources)
+    assert moved.cached_tokens >= first.tokens - 2
+
+
+@dataclass(slots=True)
+class Liar:
+    """The engine of a holder that changes what it gives."""
+
+    engine: Engine
+    change: Callable[[Prefetched], Prefetched | None]
+    repeats: bool = False
+
+    @asynccontextmanager
+    async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:
+        async with self.engine.open(replace(query, scope="liar")) as offer:
+            yield PrefixOffer(offer.tokens, self._runs(offer))
+
+    async def _runs(self, offer: PrefixOffer) -> AsyncIterator[Prefetched]:
+        async for run in offer.runs:
+            while (changed := self.change(run)) is not None:
+                yield changed
+                if not self.repeats:
+                    break
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def with_array(run: Prefetched, name: str, change: Callable[[Any], Any]) -> Prefetched:
+    arrays = {**run[1].arrays, name: change(run[1].arrays[name])}
+    return run[0], HostPrefix(arrays=arrays, bfloat16=run[1].bfloat16)
+
+
+def without_snapshot(node: HostPrefix) -> HostPrefix:
+    kept = {
+        name: node.arrays[name] for name in node.arrays if name[0] in "aht" and name != "hidden"
+    }
+    return HostPrefix(arrays=kept, bfloat16=node.bfloat16 & kept.keys())
+
+
+LIES: dict[str, Callable[[Prefetched], Prefetched | None]] = {
+    "other tokens": lambda run: with_array(run, "tokens", lambda tokens: tokens + 1),
+    "another type": lambda run: with_array(
+        run, "attention.0.0", lambda keys: keys.astype(np.float16)
+    ),
+    "another width": lambda run: with_array(run, "attention.0.1", lambda keys: keys[..., 1:]),
+    "fewer slots": lambda run: with_array(run, "attention.0.0", lambda keys: keys[:, :, 1:]),
+    "no array": lambda run: (
+        run[0],
+        HostPrefix(arrays={"tokens": run[1].arrays["tokens"]}, bfloat16=frozenset()),
+    ),
+    "a gap": lambda run: (run[0]._replace(begin=run[0].begin + 1), run[1]),
+    "an end far away": lambda run: (run[0]._replace(end=1 << 40), run[1]),
+    "a snapshot that its head denies": lambda run: (run[0]._replace(resumable=False), run[1]),
+    "no snapshot": lambda run: (run[0]._replace(resumable=False), without_snapshot(run[1])),
+    "nothing": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_holder_that_lies_costs_its_nodes_and_nothing_else(
+    engine: Engine, holder: Engine, lie: str
+) -> None:
+    await _survives(engine, Liar(holder, LIES[lie]), lie)
+
+
+async def test_a_holder_that_makes_no_progress_is_left(engine: Engine, holder: Engine) -> None:
+    def empty(run: Prefetched) -> Prefetched:
+        name = run[0]
+        return FileName(name.begin, name.begin, "", False), run[1]
+
+    await _survives(engine, Liar(holder, empty, repeats=True), "endless")
+
+
+@dataclass(slots=True)
+class Wire:
+    """An ASGI application whose answers with nodes are damaged on their way."""
+
+    app: Any
+    damage: str
+    question: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH:
+            await self.app(scope, receive, send)
+            return
+        self.question.set()
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self.closed.set()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        bodies = 0
+
+        async def damaged(message: Any) -> None:
+            nonlocal bodies
+            if message["type"] == "http.response.body" and message["body"]:
+                bodies += 1
+                if bodies > 1:
+                    await self._damage(message, send)
+                    return
+            await send(message)
+
+        await self.app(scope, receive, damaged)
+
+    async def _damage(self, message: Any, send: Send) -> None:
+        body = message["body"]
+        match self.damage:
+            case "one bit":
+                body = body[:-1] + bytes([body[-1] ^ 1])
+            case "cut short":
+                body = body[: len(body) // 2]
+            case "endless line":
+                while True:
+                    await send({**message, "body": b"x" * 65536, "more_body": True})
+                    await asyncio.sleep(0)  # the end of the connection cancels this
+            case "stall":
+                await asyncio.Event().wait()
+        await send({**message, "body": body})
+
+
+@asynccontextmanager
+async def damaging(holder: Engine, damage: str) -> AsyncIterator[tuple[str, Wire]]:
+    token = SecretStr(TOKEN)
+    async with PrefixPeers(token) as peers:
+        wire = Wire(create_app(make_worker(holder), token, peers), damage)
+        async with serve_app(wire) as url:
+            yield url, wire
+
+
+@pytest.mark.parametrize("damage", ["one bit", "cut short", "endless line"])
+async def test_a_damaged_answer_is_found_out(engine: Engine, holder: Engine, damage: str) -> None:
+    async with damaging(holder, damage) as (source, _):
+        await _compare(engine, source, damage, damage, "failed")
+
+
+async def test_a_stalled_transfer_ends_when_reading_would_have_ended(
+    engine: Engine, holder: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_exchange, "_reading_s", lambda *_: 0.2)
+    async with damaging(holder, "stall") as (source, wire):
+        await _compare(engine, source, "stall", "stall", "slower")
+        await wire.closed.wait()
+
+
+async def test_a_client_that_leaves_ends_the_transfer(engine: Engine, holder: Engine) -> None:
+    async with damaging(holder, "stall") as (source, wire), serving(engine) as url:
+        messages = [user(STORY)]
+        first = await ask(source, messages, scope="leave")
+        messages += [assistant(first.text), user("Go on.")]
+        asking = asyncio.create_task(
+            ask(url, messages, scope="leave", sources=[(source, first.tokens)])
+        )
+        await wire.question.wait()
+        asking.cancel()
+        await asyncio.wait((asking,))
+        await wire.closed.wait()
+
+
+async def test_a_source_that_is_no_worker_is_left(engine: Engine) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        pieces = (b"<html>" for _ in range(3))
+        await StreamingResponse(aiter_of(pieces))(scope, receive, send)
+
+    async def aiter_of(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    async with serve_app(answer) as source, serving(engine) as url:
+        before = counts(engine).moves.get("failed", 0)
+        reply = await ask(url, [user(STORY)], scope="html", sources=[(source, 500)])
+    assert reply.cached_tokens == 0
+    assert counts(engine).moves["failed"] == before + 1
+
+
+async def _survives(engine: Engine, liar: Any, scope: str) -> None:
+    async with serving(liar) as source:
+        await _compare(engine, source, "liar", scope, "failed")
+
+
+async def _compare(engine: Engine, source: str, source_scope: str, scope: str, reason: str) -> None:
+    """Let a conversation go on without the nodes of its source, for this reason."""
+    messages = [user(STORY)]
+    async with serving(engine) as url:
+        first = await ask(source, messages, scope=source_scope)
+        messages += [assistant(first.text), user("Go on.")]
+        before = counts(engine).moves.get(reason, 0)
+        reply = await ask(url, messages, scope=scope, sources=[(source, first.tokens)])
+        assert counts(engine).moves[reason] == before + 1
+        cold = await ask(url, messages, scope=f"cold {source_scope}")
+    assert reply.text == cold.text
+    assert reply.cached_tokens == 0
+
+
+async def test_an_engine_of_another_model_gives_nothing(engine: Engine) -> None:
+    assert engine.exchange is not None
+    query = PrefixQuery(
+        model="other",
+        scope="",
+        tokens=np.zeros(64, np.int64),
+        known=0,
+        with_head=False,
+        run_bytes=1 << 20,
+    )
+    with pytest.raises(TransferFailed, match="other_model"):
+        async with engine.open(query):
+            pass
+
+
+async def test_a_worker_gives_to_few_at_a_time(engine: Engine, holder: Engine) -> None:
+    assert holder.exchange is not None
+    messages = [user(STORY)]
+    async with serving(holder) as source, serving(engine) as url:
+        first = await ask(source, messages, scope="busy")
+        messages += [assistant(first.text), user("Go on.")]
+        holder.exchange._given += MAX_TRANSFERS
+        try:
+            reply = await ask(url, messages, scope="busy", sources=[(source, first.tokens)])
+        finally:
+            holder.exchange._given -= MAX_TRANSFERS
+        assert reply.cached_tokens == 0
+        assert counts(engine).moves["busy"] == 1
+
+
+async def test_a_source_that_was_slower_than_reading_is_not_asked(
+    engine: Engine, holder: Engine
+) -> None:
+    assert engine.exchange is not None
+    messages = [user(STORY)]
+    async with damaging(holder, "") as (source, wire), serving(engine) as url:
+        first = await ask(source, messages, scope="slow")
+        messages += [assistant(first.text), user("Go on.")]
+        pace = engine.exchange._pace
+        pace.record(source, 1, 1000.0, engine.exchange._clock())
+        reply = await ask(url, messages, scope="slow", sources=[(source, first.tokens)])
+    assert reply.cached_tokens == 0
+    assert not wire.question.is_set()
+
+
+def test_a_pace_is_of_the_last_transfers_and_grows_old() -> None:
+    pace = TransferPace()
+    assert pace.estimate_s("a", 100, 0.0) is None
+    for _ in range(20):
+        pace.record("a", 100, 1.0, 10.0)
+    assert pace.estimate_s("a", 200, 11.0) == pytest.approx(2.0)
+    for _ in range(20):
+        pace.record("a", 100, 4.0, 20.0)
+    assert pace.estimate_s("a", 100, 21.0) == pytest.approx(4.0, rel=0.01)
+    assert pace.estimate_s("b", 100, 21.0) is None
+    assert pace.estimate_s("a", 100, 1000.0) is None
+    for number in range(100):
+        pace.record(f"c{number}", 1, 1.0, 30.0)
+    assert pace.estimate_s("a", 100, 31.0) is None
+
+
+@pytest.mark.parametrize(
+    "sources", ["[", "{}", '[{"url": "ftp://x", "tokens": 1}]', '[{"url": "http://x"}]']
+)
+async def test_a_header_that_lists_no_workers_is_refused(engine: Engine, sources: str) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}", SOURCES_HEADER: sources}
+    body = {"model": "demo", "messages": [user("Hello")]}
+    async with serving(engine) as url, httpx.AsyncClient() as client:
+        response = await client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, SOURCES_HEADER)
+
+
+async def test_a_question_needs_a_code_of_its_body() -> None:
+    async with serving(ScriptedEngine()) as url, httpx.AsyncClient() as client:
+        peers = PrefixPeers(SecretStr(TOKEN))
+        right = peers.key.credentials("0" * 32, b"{}")
+        other = PrefixPeers(SecretStr("other")).key.credentials("0" * 32, b"{}")
+        for authorization, body, status in (
+            (right, b"{}", 400),
+            (right, b"[]", 401),
+            (other, b"{}", 401),
+            (f"Bearer {TOKEN}", b"{}", 401),
+        ):
+            response = await client.post(
+                url + PATH, content=body, headers={"authorization": authorization}
+            )
+            assert response.status_code == status, authorization
+        assert TOKEN not in right
+
+
+async def test_a_worker_without_a_token_asks_and_answers_nobody(engine: Engine) -> None:
+    async with serve_app(create_app(make_worker(engine), None)) as url:
+        source = [(url, 1000)]
+        before = counts(engine).moves
+        assert (await ask(url, [user("Hello")], scope="none", sources=source)).text
+        assert counts(engine).moves == before
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(url + PATH, content=b"{}")).status_code == 401
