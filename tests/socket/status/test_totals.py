@@ -52,6 +52,7 @@ def test_prefix_counts_of_a_lane_are_summed_over_boots(
 ) -> None:
     kinds = {"system": 200, "disk": 400}
     prefix = {"hits": 3, "misses": 1, "cached_tokens": 600, "tokens_by_kind": kinds, "too_large": 1}
+    prefix["moves"] = {"moved": 1, "slower": 2}
     lane = lane_report("text-mtp", prefix=prefix)
     for boot in ("one", "two"):
         worker.boot_id = boot
@@ -66,6 +67,7 @@ def test_prefix_counts_of_a_lane_are_summed_over_boots(
         "cached_tokens": 1200,
         "too_large": 2,
         "tokens_by_kind": {"system": 400, "disk": 800},
+        "moves": {"moved": 2, "slower": 4},
     }
 
 
