@@ -89,7 +89,7 @@ def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) -> Exp
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())
-    decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix_key), rng)
+    decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix), rng)
     if decision.forbidden:
         raise PoolsNotAllowed
     return _explanation(inspected, routed.attributes, decision, _unavailable(gateway, fleet))
