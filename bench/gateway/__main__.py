@@ -24,7 +24,7 @@ from rich.console import Console
 from bench.gateway import backend
 from bench.gateway import tables as gateway_tables
 from bench.gateway.contenders import OURS, PEERS, Running, running, running_backend
-from bench.gateway.load import MESSAGES, Question, WrongAnswer, send_requests, send_staggered
+from bench.gateway.load import Question, WrongAnswer, send_requests, send_staggered
 from bench.harness.process_cost import cpu_s
 from bench.harness.samples import Samples
 from bench.harness.venvs import PeerUnavailable
@@ -35,7 +35,6 @@ _PEER_NAMES: Final = ",".join(peer.name for peer in PEERS)
 _CONCURRENCY: Final = 16
 _UNSTREAMED: Final = Question(stream=False)
 _STREAM: Final = Question(stream=True)
-_OUR_FORMATS: Final = {"messages": Question(stream=True, wire=MESSAGES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +80,7 @@ async def measure_all(
 
 async def _measure(gateway: Running, plan: Plan, samples: Samples) -> None:
     try:
-        questions = {"unstreamed": _UNSTREAMED, "stream": _STREAM}
-        if gateway.name == OURS.name:
-            questions |= _OUR_FORMATS
-        for name, question in questions.items():
+        for name, question in (("unstreamed", _UNSTREAMED), ("stream", _STREAM)):
             await send_requests(
                 gateway.port,
                 question,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 from bench.gateway import backend
 from bench.gateway.contenders import KEY
@@ -22,23 +21,6 @@ class WrongAnswer(Exception):
     """A gateway returned another answer than the worker sent."""
 
 
-class Wire(NamedTuple):
-    """A format of requests and streams."""
-
-    path: str
-    word: bytes
-    """Begins each word of a stream."""
-    end: bytes
-    """Is in the last event of a complete stream."""
-    fields: Mapping[str, object] = MappingProxyType({})
-
-
-CHAT: Final = Wire("/v1/chat/completions", b'"word ', b"[DONE]")
-MESSAGES: Final = Wire(
-    "/v1/messages", b'"text":"word ', b'"message_stop"', MappingProxyType({"max_tokens": 100})
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """A request, and the check of its answer."""
@@ -47,7 +29,6 @@ class Question:
     mark: str = ""
     """A mark of the worker, by which it paces its answer."""
     key: str = KEY
-    wire: Wire = CHAT
 
     def request(self) -> bytes:
         """Return the bytes of the request."""
@@ -58,11 +39,10 @@ class Question:
                 "temperature": 0,
                 "stream": self.stream,
                 "messages": [{"role": "user", "content": content}],
-                **self.wire.fields,
             }
         ).encode()
         head = (
-            f"POST {self.wire.path} HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
             f"content-type: application/json\r\nauthorization: Bearer {self.key}\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
@@ -130,7 +110,7 @@ class Connection(asyncio.Protocol):
 def _is_complete(answer: bytes, question: Question) -> bool:
     """Return whether an answer has all words, in any framing."""
     if question.stream:
-        return answer.count(question.wire.word) == backend.WORDS and question.wire.end in answer
+        return answer.count(b'"word ') == backend.WORDS and b"[DONE]" in answer
     return b"word word word" in answer
 
 

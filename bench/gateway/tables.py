@@ -18,13 +18,12 @@ _CPU: Final = {
 }
 # The targets of our gateway, in CPU seconds.
 _BOUNDS_S: Final = {"unstreamed_cpu_s": 240e-6, "stream_cpu_s": 400e-6, "event_cpu_s": 35e-6}
-_FORMATS: Final = {"/v1/chat/completions": "stream_cpu_s", "/v1/messages": "messages_cpu_s"}
 _ROUTERS: Final = ("vllm-router", "smg")
 
 
 def grids(samples: Mapping[str, Samples]) -> list[Grid]:
     """Return the tables of metrics, ratios and targets."""
-    return [_figures(samples), _ratios(samples), _formats(samples[OURS.name]), _targets(samples)]
+    return [_figures(samples), _ratios(samples), _targets(samples)]
 
 
 def failures(samples: Mapping[str, Samples]) -> list[str]:
@@ -69,19 +68,6 @@ def _ratios(samples: Mapping[str, Samples]) -> Grid:
     return Grid(title="Cost relative to paceline", columns=("", *names), rows=tuple(rows))
 
 
-def _formats(ours: Samples) -> Grid:
-    chat = ours.median("stream_cpu_s")
-    rows = [
-        (path, _cell(value := ours.median(name), 1e6, ".0f"), _cell(_over(value, chat), 1, ".2f"))
-        for path, name in _FORMATS.items()
-    ]
-    return Grid(
-        title="A stream of 64 words through paceline, by format",
-        columns=("", "CPU, us", "relative to a chat's"),
-        rows=tuple(rows),
-    )
-
-
 def _targets(samples: Mapping[str, Samples]) -> Grid:
     ours = samples[OURS.name]
     results = [
@@ -89,9 +75,6 @@ def _targets(samples: Mapping[str, Samples]) -> Grid:
         for name, bound_s in _BOUNDS_S.items()
         if (value := ours.median(name)) is not None
     ]
-    messages = _over(ours.median("messages_cpu_s"), ours.median("stream_cpu_s"))
-    if messages is not None:
-        results.append(_at_most("CPU a stream of /v1/messages, over a chat's", messages, 3))
     for share, bound_s in ((0.5, 1e-3), (0.99, 5e-3)):
         if (added_s := _added_s(samples, OURS.name, share)) is not None:
             results.append(

@@ -1,0 +1,125 @@
+"""The cases of one client, as its program defines and runs them.
+
+A program runs in the environment of its client, where nothing of the project is installed: this
+module needs the standard library alone. The program passes its cases to `case`, calls `main`, and
+prints a line of JSON for each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+URL = os.environ.get("BENCH_URL", "")
+MODEL = os.environ.get("BENCH_MODEL", "")
+CHECKPOINT = os.environ.get("BENCH_CHECKPOINT", "")
+"""The model's folder, for clients that want its tokenizer."""
+API = f"{URL}/v1"
+COUNT = "Count from 1 to 20."
+PERSON = "Tell me about a person."
+WEATHER = "What is the weather in Paris?"
+OVERFLOW = "word " * 40_000
+"""More tokens than the context of the demo model holds."""
+AT_ONCE = 8
+
+
+class Failed(Exception):
+    """The client did not get what it asked for."""
+
+
+class Mode(NamedTuple):
+    """One way to run a case."""
+
+    temperature: float
+    stream: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{'sampled' if self.temperature else 'greedy'} {'stream' if self.stream else 'whole'}"
+        )
+
+
+WHOLE = (Mode(0, stream=False), Mode(1, stream=False))
+STREAMED = (Mode(0, stream=True), Mode(1, stream=True))
+BOTH = (*WHOLE, *STREAMED)
+ONCE = WHOLE[:1]
+
+Run = Callable[[Mode], str]
+_cases: list[tuple[str, tuple[Mode, ...], Run]] = []
+
+
+def case(name: str, modes: tuple[Mode, ...] = BOTH) -> Callable[[Run], Run]:
+    """Add a case: a function that returns a short result, or raises.
+
+    It runs in each of the modes, and then eight times at once in these modes, unless it has a
+    single one.
+    """
+
+    def add(run: Run) -> Run:
+        _cases.append((name, modes, run))
+        return run
+
+    return add
+
+
+def main() -> None:
+    """Run all cases and print their results."""
+    for name, modes, run in _cases:
+        outcomes = [(str(mode), *_attempt(run, mode)) for mode in modes]
+        if len(modes) > 1:
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                at_once = [modes[index % len(modes)] for index in range(AT_ONCE)]
+                results = [*pool.map(partial(_attempt, run), at_once)]
+            bad = [result for works, result in results if not works]
+            outcomes.append((f"{AT_ONCE} at once", not bad, (bad or [results[0][1]])[0]))
+        failures = [f"{label}: {result}" for label, works, result in outcomes if not works]
+        line = {
+            "case": name,
+            "runs": [label for label, works, _ in outcomes if works],
+            "works": not failures,
+            "result": "; ".join(failures) or outcomes[0][2],
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def check(condition: object, message: object) -> None:
+    """Raise `Failed` unless the condition holds."""
+    if not condition:
+        raise Failed(str(message)[:300])
+
+
+def command(*words: str | Path, stdin: str = "", expected_codes: tuple[int, ...] = (0,)) -> str:
+    """Run a command of the client's environment and return its output; raise `Failed`."""
+    process = subprocess.run(
+        [str(word) for word in words], input=stdin, capture_output=True, text=True, check=False
+    )
+    if process.returncode not in expected_codes:
+        printed = (process.stdout + process.stderr).splitlines()
+        lines = [line for raw in printed if (line := raw.strip(" │╭╰─╮╯"))]
+        raise Failed(f"ended with {process.returncode}: {' / '.join(lines[-5:])[:400]}")
+    return process.stdout or process.stderr
+
+
+def get(path: str) -> str:
+    """Return what the gateway answers to a GET."""
+    with urllib.request.urlopen(URL + path, timeout=30) as response:
+        return str(response.read().decode())
+
+
+def _attempt(run: Run, mode: Mode) -> tuple[bool, str]:
+    try:
+        return True, run(mode)
+    except Exception as error:  # noqa: BLE001  # whatever the client raises is the result
+        traceback.print_exc()
+        text = " ".join(str(error).split())[:300]
+        return False, text if isinstance(error, Failed) else f"{type(error).__name__}: {text}"

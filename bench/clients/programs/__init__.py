@@ -1,0 +1,1 @@
+"""One program per client; it runs in the client's own environment, with its pinned packages."""

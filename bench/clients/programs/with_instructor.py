@@ -1,0 +1,46 @@
+# /// script
+# dependencies = ["instructor==1.17.0"]
+# ///
+"""The `instructor` package: pydantic models from every mode of it that asks for a form."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from bench.clients.cases import API, MODEL, PERSON, Mode, case, main
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+    mood: Literal["merry", "sad"]
+
+
+def extract(kind: Any, mode: Mode) -> str:
+    client = instructor.from_openai(OpenAI(base_url=API, api_key="none"), mode=kind)
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "response_model": Person,
+        "messages": [{"role": "user", "content": PERSON}],
+        "temperature": mode.temperature,
+        "max_retries": 0,
+    }
+    if not mode.stream:
+        return repr(client.chat.completions.create(**request))
+    *_, last = client.chat.completions.create_partial(**request)
+    return repr(Person.model_validate(last.model_dump()))
+
+
+for _name in ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "FUNCTIONS"):
+    if hasattr(instructor.Mode, _name):
+        case(f"Mode.{_name}")(partial(extract, getattr(instructor.Mode, _name)))
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+# /// script
+# dependencies = ["langchain-openai==1.7.3"]
+# ///
+"""The `langchain-openai` package."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+from bench.clients.cases import (
+    API,
+    MODEL,
+    ONCE,
+    OVERFLOW,
+    PERSON,
+    WEATHER,
+    WHOLE,
+    Mode,
+    case,
+    check,
+    main,
+)
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+    mood: Literal["merry", "sad"]
+
+
+@tool
+def get_weather(city: str) -> str:
+    """Get the weather of a city."""
+    return f"weather in {city}: sunny"
+
+
+def chat(mode: Mode) -> Any:
+    fields: Any = {"base_url": API, "api_key": "none", "model": MODEL, "max_tokens": 300}
+    return ChatOpenAI(temperature=mode.temperature, max_retries=0, **fields)
+
+
+def join(runnable: Any, question: Any, mode: Mode) -> Any:
+    """Return the answer, or the sum of the chunks of its stream."""
+    if not mode.stream:
+        return runnable.invoke(question)
+    first, *others = runnable.stream(question)
+    for chunk in others:
+        first = first + chunk
+    return first
+
+
+def extract(method: str, mode: Mode) -> str:
+    runnable = chat(mode).with_structured_output(Person, method=method)
+    if mode.stream:
+        *_, person = runnable.stream(PERSON)
+    else:
+        person = runnable.invoke(PERSON)
+    check(isinstance(person, Person), person)
+    return repr(person)
+
+
+case("with_structured_output: json_schema")(partial(extract, "json_schema"))
+case("with_structured_output: function_calling")(partial(extract, "function_calling"))
+
+
+@case("with_structured_output: json_mode")
+def json_mode(mode: Mode) -> str:
+    runnable = chat(mode).with_structured_output(None, method="json_mode")
+    value = [*runnable.stream(PERSON)][-1] if mode.stream else runnable.invoke(PERSON)
+    check(isinstance(value, dict), value)
+    return "an object"
+
+
+@case("bind_tools, called and answered")
+def tools(mode: Mode) -> str:
+    runnable = chat(mode).bind_tools([get_weather])
+    message = join(runnable, WEATHER, mode)
+    if not message.tool_calls and mode.temperature:
+        return "text"
+    call = message.tool_calls[0]
+    result = get_weather.invoke(call)
+    answer = join(runnable, [("user", WEATHER), message, result], mode)
+    return f"{call['args']} -> {answer.content}"
+
+
+@case("bind_tools: tool_choice any")
+def forced(mode: Mode) -> str:
+    message = join(chat(mode).bind_tools([get_weather], tool_choice="any"), PERSON, mode)
+    check(message.tool_calls, message)
+    return str(message.tool_calls[0]["name"])
+
+
+@case("OpenAI, the class of completions", WHOLE)
+def completions(mode: Mode) -> str:
+    fields: Any = {"base_url": API, "api_key": "none", "model": MODEL, "max_tokens": 20}
+    texts = OpenAI(temperature=mode.temperature, **fields).batch(["One, two,", "Three, four,"])
+    check(len(texts) == 2, texts)
+    return "two texts"
+
+
+@case("a conversation that is too long", ONCE)
+def overflow(mode: Mode) -> str:
+    try:
+        chat(mode).invoke(OVERFLOW)
+    except ContextOverflowError as error:
+        return type(error).__name__
+    raise AssertionError("no error")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+# /// script
+# dependencies = ["lm-eval[api]==0.4.13"]
+# ///
+"""The evaluation harness `lm-eval`, on local tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench.clients.cases import API, CHECKPOINT, MODEL, ONCE, Mode, case, check, command, main
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+"""
+CHOICE = """
+output_type: multiple_choice
+doc_to_choice: ["6", "7", "8", "9"]
+metric_list: [{metric: acc}]
+"""
+GENERATE = """
+output_type: generate_until
+generation_kwargs: {until: ["\\n"], max_gen_toks: 16, temperature: 0}
+metric_list: [{metric: exact_match}]
+"""
+tasks = Path("tasks")
+tasks.mkdir()
+data = tasks.absolute() / "questions.jsonl"
+rows = [
+    {"question": f"What is {first} plus {second}?", "answer": str(first + second)}
+    for first in (3, 4)
+    for second in (3, 4)
+]
+data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+for kind, more in (("choice", CHOICE), ("generate", GENERATE)):
+    (tasks / f"{kind}.yaml").write_text(TASK.format(name=f"local_{kind}", data=data) + more)
+
+
+def evaluate(model: str, path: str, task: str, metric: str, *options: str) -> str:
+    arguments = {"model": MODEL, "base_url": f"{API}{path}", "num_concurrent": 4, "max_retries": 1}
+    arguments |= {"tokenizer": CHECKPOINT, "tokenizer_backend": "huggingface"}
+    output = Path(f"{model}-{task}")
+    command(
+        *("lm_eval", "--model", model, "--tasks", task, "--include_path", str(tasks.absolute())),
+        *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
+        *("--output_path", str(output), *options),
+    )
+    (record,) = output.rglob("results*.json")
+    results = json.loads(record.read_text())["results"][task]
+    check(f"{metric},none" in results, results)
+    return f"{metric} {results[f'{metric},none']}"
+
+
+@case("local-completions, multiple choice: token ids, echo, logprobs", ONCE)
+def choice(mode: Mode) -> str:
+    return evaluate("local-completions", "/completions", "local_choice", "acc")
+
+
+@case("local-completions, generate: lists of token ids", ONCE)
+def generate(mode: Mode) -> str:
+    return evaluate("local-completions", "/completions", "local_generate", "exact_match")
+
+
+@case("local-chat-completions, generate", ONCE)
+def chat(mode: Mode) -> str:
+    path, model = "/chat/completions", "local-chat-completions"
+    return evaluate(model, path, "local_generate", "exact_match", "--apply_chat_template")
+
+
+if __name__ == "__main__":
+    main()

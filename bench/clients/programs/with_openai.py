@@ -1,0 +1,206 @@
+# /// script
+# dependencies = ["openai==3.54.0"]
+# ///
+"""The `openai` package."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import openai
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from bench.clients.cases import (
+    API,
+    COUNT,
+    MODEL,
+    ONCE,
+    OVERFLOW,
+    PERSON,
+    WEATHER,
+    WHOLE,
+    Mode,
+    case,
+    check,
+    main,
+)
+
+client: Any = OpenAI(base_url=API, api_key="none")
+chat: Any = client.chat.completions
+
+
+class Person(BaseModel):
+    """A schema with bounds."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+    mood: Literal["merry", "sad"]
+
+
+class GetWeather(BaseModel):
+    """Get the weather of a city."""
+
+    city: str = Field(max_length=20)
+
+
+class Now(BaseModel):
+    """Get the time."""
+
+
+TOOL = {**openai.pydantic_function_tool(GetWeather, name="get_weather")}
+TOOLS = [TOOL, openai.pydantic_function_tool(Now, name="now")]
+
+
+def fields(question: str, mode: Mode, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"model": MODEL, "messages": messages, "temperature": mode.temperature, **more}
+
+
+def finish(mode: Mode, request: dict[str, Any]) -> Any:
+    """Return the choice of a whole answer, or of the final one of the package's stream."""
+    if not mode.stream:
+        return chat.parse(**request).choices[0]
+    with chat.stream(**request) as stream:
+        return stream.get_final_completion().choices[0]
+
+
+@case("chat, with the counts of its drafts")
+def text(mode: Mode) -> str:
+    request = fields(COUNT, mode, max_tokens=200)
+    if not mode.stream:
+        answer = chat.create(**request)
+        content, metrics = answer.choices[0].message.content, answer.model_extra.get("metrics")
+    else:
+        content, metrics = "", None
+        options = {"include_usage": True}
+        for chunk in chat.create(**request, stream=True, stream_options=options):
+            content += "".join(choice.delta.content or "" for choice in chunk.choices)
+            metrics = (chunk.model_extra or {}).get("metrics") or metrics
+    check(content, "empty")
+    if mode.temperature:
+        return "text"
+    check("1, 2, 3" in content, content)
+    counts = metrics["speculative_decoding"]
+    return f"{counts['draft_acceptance_rate']:.0%} of drafts accepted"
+
+
+@case("parse: a pydantic model as the form of the answer")
+def parse(mode: Mode) -> str:
+    return repr(finish(mode, fields(PERSON, mode, response_format=Person)).message.parsed)
+
+
+@case("response_format: json_object")
+def json_object(mode: Mode) -> str:
+    request = fields(PERSON, mode, response_format={"type": "json_object"}, max_tokens=400)
+    choice = finish(mode, request)
+    if choice.finish_reason == "length":
+        return "cut by length"
+    return f"an object of {len(json.loads(choice.message.content))} members"
+
+
+@case("tool_choice: required, strict tools")
+def required(mode: Mode) -> str:
+    calls = finish(
+        mode, fields(PERSON, mode, tools=TOOLS, tool_choice="required")
+    ).message.tool_calls
+    check(calls, "no call")
+    return " ".join(repr(call.function.parsed_arguments) for call in calls[:2])
+
+
+@case("tool_choice: a named tool")
+def named(mode: Mode) -> str:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    call = finish(mode, fields(COUNT, mode, tools=TOOLS, tool_choice=choice)).message.tool_calls[0]
+    check(isinstance(call.function.parsed_arguments, GetWeather), call)
+    return str(call.function.parsed_arguments)
+
+
+@case("tools, called and answered")
+def tools(mode: Mode) -> str:
+    request = fields(WEATHER, mode, tools=[TOOL])
+    message = finish(mode, request).message
+    if not message.tool_calls and mode.temperature:
+        return "text"
+    call = message.tool_calls[0]
+    check(isinstance(call.function.parsed_arguments, GetWeather), call)
+    request["messages"] += [
+        {
+            "role": "assistant",
+            "content": message.content,
+            "tool_calls": [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": call.id, "content": "weather: sunny"},
+    ]
+    return f"{call.function.arguments} -> {finish(mode, request).message.content}"
+
+
+@case("legacy functions, called and answered")
+def functions(mode: Mode) -> str:
+    function = {"name": "get_weather", "parameters": GetWeather.model_json_schema()}
+    request = fields(WEATHER, mode, functions=[function], function_call={"name": "get_weather"})
+    if mode.stream:
+        name, arguments, reason = "", "", ""
+        for chunk in chat.create(**request, stream=True):
+            call = chunk.choices[0].delta.function_call
+            name += (call and call.name) or ""
+            arguments += (call and call.arguments) or ""
+            reason = chunk.choices[0].finish_reason or reason
+    else:
+        choice = chat.create(**request).choices[0]
+        call, reason = choice.message.function_call, choice.finish_reason
+        name, arguments = call.name, call.arguments
+    check((name, reason) in (("get_weather", "stop"), ("get_weather", "function_call")), reason)
+    called = {"name": name, "arguments": arguments}
+    request["messages"] += [
+        {"role": "assistant", "content": None, "function_call": called},
+        {"role": "function", "name": name, "content": "weather: sunny"},
+    ]
+    request["function_call"] = "none"
+    check(chat.create(**request).choices[0].message.content is not None, "no answer")
+    return arguments
+
+
+@case("fields of other models: reasoning_effort, verbosity, modalities, prediction, store", WHOLE)
+def hints(mode: Mode) -> str:
+    raw = chat.with_raw_response.create(
+        **fields(COUNT, mode, max_tokens=5),
+        reasoning_effort="low",
+        verbosity="low",
+        modalities=["text"],
+        prediction={"type": "content", "content": "1, 2"},
+        store=True,
+        metadata={"a": "b"},
+        service_tier="auto",
+    )
+    return f"x-paceline-ignored: {raw.headers['x-paceline-ignored']}"
+
+
+@case("completions: two prompts, echo and logprobs", ONCE)
+def completions(mode: Mode) -> str:
+    answer = client.completions.create(
+        model=MODEL, prompt=["One", "Two"], echo=True, logprobs=1, max_tokens=0, temperature=0
+    )
+    check([one.text for one in answer.choices] == ["One", "Two"], answer)
+    return f"{sum(len(one.logprobs.tokens) for one in answer.choices)} scored tokens"
+
+
+@case("a conversation that is too long", ONCE)
+def overflow(mode: Mode) -> str:
+    try:
+        chat.create(**fields(OVERFLOW, mode))
+    except openai.BadRequestError as error:
+        check(error.code == "context_length_exceeded", error)
+        return f"BadRequestError, {error.code}"
+    raise AssertionError("no error")
+
+
+if __name__ == "__main__":
+    main()

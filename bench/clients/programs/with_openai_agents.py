@@ -1,0 +1,99 @@
+# /// script
+# dependencies = ["openai-agents==0.24.0"]
+# ///
+"""The `openai-agents` package, on chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
+
+from bench.clients.cases import API, MODEL, PERSON, WEATHER, Mode, case, check, main
+
+set_tracing_disabled(disabled=True)
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+    mood: Literal["merry", "sad"]
+
+
+def run(mode: Mode, question: str, settings: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Run an agent to its end and return its output."""
+
+    async def ask() -> Any:
+        async with AsyncOpenAI(base_url=API, api_key="none") as client:
+            agent: Any = Agent(
+                name="Assistant",
+                model=OpenAIChatCompletionsModel(MODEL, client),
+                model_settings=ModelSettings(
+                    temperature=mode.temperature, max_tokens=300, **(settings or {})
+                ),
+                **fields,
+            )
+            if not mode.stream:
+                return (await Runner.run(agent, question)).final_output
+            result = Runner.run_streamed(agent, question)
+            async for _ in result.stream_events():
+                pass
+            return result.final_output
+
+    return asyncio.run(ask())
+
+
+@case("output_type: a pydantic model")
+def structured(mode: Mode) -> str:
+    person = run(mode, PERSON, output_type=Person)
+    check(isinstance(person, Person), person)
+    return repr(person)
+
+
+@case("a tool, called and answered")
+def tools(mode: Mode) -> str:
+    cities: list[str] = []
+
+    @function_tool
+    def get_weather(city: str) -> str:
+        """Get the weather of a city."""
+        cities.append(city)
+        return "weather: sunny"
+
+    text = run(mode, WEATHER, tools=[get_weather])
+    check(cities or mode.temperature, text)
+    return f"{cities} -> {text}"
+
+
+@case("tool_choice: required, its result is the output")
+def required(mode: Mode) -> str:
+    @function_tool
+    def store(city: Literal["Paris", "Rome"]) -> str:
+        """Store a city."""
+        return city
+
+    city = run(
+        mode,
+        PERSON,
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        tools=[store],
+        tool_use_behavior="stop_on_first_tool",
+    )
+    check(city in ("Paris", "Rome"), city)
+    return str(city)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The command `promtool` of Prometheus, as it is installed here."""
+
+from __future__ import annotations
+
+import shutil
+
+from bench.clients.cases import ONCE, Failed, Mode, case, check, command, get, main
+
+
+@case("check metrics", ONCE)
+def metrics(mode: Mode) -> str:
+    if shutil.which("promtool") is None:
+        raise Failed("is not installed (Debian: prometheus)")
+    # It exits with 3 for style warnings.
+    warnings = command(
+        "promtool", "check", "metrics", stdin=get("/metrics"), expected_codes=(0, 3)
+    ).splitlines()
+    unexpected = [line for line in warnings if not (line.startswith("vllm:") and "':'" in line)]
+    check(not unexpected, "; ".join(unexpected))
+    return f"only warns about the ':' in the {len(warnings)} names of vLLM"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+# /// script
+# dependencies = ["pydantic-ai-slim[openai]==2.38.0"]
+# ///
+"""The `pydantic-ai` package: its three ways to a pydantic model, and its loop of tools."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput, PromptedOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from bench.clients.cases import API, MODEL, PERSON, WEATHER, Mode, case, check, main
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+    mood: Literal["merry", "sad"]
+
+
+def agent(mode: Mode, output: Any) -> Agent[None, Any]:
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=API, api_key="none"))
+    settings: Any = {"temperature": mode.temperature, "max_tokens": 300}
+    return Agent(model, output_type=output, model_settings=settings, retries=0)
+
+
+async def ask(one: Agent[None, Any], question: str, mode: Mode) -> Any:
+    if not mode.stream:
+        return (await one.run(question)).output
+    async with one.run_stream(question) as stream:
+        return await stream.get_output()
+
+
+def extract(output: Any, mode: Mode) -> str:
+    person = asyncio.run(ask(agent(mode, output), PERSON, mode))
+    check(isinstance(person, Person), person)
+    return repr(person)
+
+
+case("output_type: by a tool")(partial(extract, Person))
+case("output_type: NativeOutput")(partial(extract, NativeOutput(Person)))
+case("output_type: PromptedOutput")(partial(extract, PromptedOutput(Person)))
+
+
+@case("a tool, called and answered")
+def tools(mode: Mode) -> str:
+    one, cities = agent(mode, str), []
+
+    @one.tool_plain
+    def get_weather(city: str) -> str:
+        """Get the weather of a city."""
+        cities.append(city)
+        return "weather: sunny"
+
+    text = asyncio.run(ask(one, WEATHER, mode))
+    check(cities or mode.temperature, text)
+    return f"{cities} -> {text}"
+
+
+if __name__ == "__main__":
+    main()
