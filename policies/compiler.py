@@ -17,7 +17,7 @@ from operator import attrgetter, xor
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from policies.request.profile import RequestProfile, Sampling
+from policies.request.profile import RequestProfile
 from policies.routes import Range, Route, When
 from policies.sections import ModelPolicy
 
@@ -84,7 +84,8 @@ class CompiledPolicy(NamedTuple):
     matchers: tuple[Matcher, ...]
     aliases: Mapping[str, str]
     """Alias -> model."""
-    sampling: Mapping[str, Sampling]
+    sampling: Mapping[str, Mapping[str, Any]]
+    """Model -> the sampling fields that the policy sets."""
     headers: tuple[str, ...]
     """The names of the request headers that conditions use."""
 
@@ -101,7 +102,7 @@ def compile_document(routes: Sequence[Route], models: Mapping[str, ModelPolicy])
             if any(want is not None for want in wanted)
         ),
         aliases={alias: name for name, model in models.items() for alias in model.aliases},
-        sampling={name: Sampling(**dict(model.sampling)) for name, model in models.items()},
+        sampling={name: model.sampling.given() for name, model in models.items()},
         headers=tuple(headers),
     )
 

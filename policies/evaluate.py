@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import NamedTuple
 
 from policies.compiler import ANONYMOUS, CallerAttributes, MatchInput
@@ -37,9 +38,16 @@ def resolve_model(policy: PolicyDocument, name: str, served: Set[str]) -> str:
     return target
 
 
-def sampling_defaults(policy: PolicyDocument, model: str) -> Sampling:
-    """Return the values for sampling fields that a request to this model omits."""
-    return policy.compiled.sampling.get(model, OPENAI_DEFAULTS)
+def sampling_defaults(
+    policy: PolicyDocument, model: str, reported: Mapping[str, Sampling] = MappingProxyType({})
+) -> Sampling:
+    """Return the values for sampling fields that a request to this model omits.
+
+    The policy decides, else what the workers report of the model, else OpenAI's defaults.
+    """
+    defaults = reported.get(model, OPENAI_DEFAULTS)
+    given = policy.compiled.sampling.get(model)
+    return defaults._replace(**given) if given else defaults
 
 
 def match_route(

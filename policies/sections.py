@@ -173,16 +173,26 @@ class MetricsRules(Section):
 
 
 class SamplingPolicy(Section):
-    """Default values for sampling fields that a request omits."""
+    """Default values for sampling fields that a request omits.
 
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    """0 always takes the likeliest token, as speculation requires."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    A field that is not given has the value of the model's `generation_config.json`, else OpenAI's.
+    """
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """0 always takes the likeliest token, as speculation requires; OpenAI's value is 1."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
     """Only the likeliest tokens whose probabilities add up to this share; 1 is all."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int | None = Field(default=None, ge=0)
     """Only this number of the likeliest tokens; 0 is all."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     """Only tokens with at least this share of the highest probability; 0 is all."""
+
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    """Tokens of the prompt and the answer count this much less; 1 changes nothing."""
+
+    def given(self) -> dict[str, float]:
+        """Return the values that the policy sets, by field."""
+        return {name: value for name, value in self if value is not None}
 
 
 class ModelPolicy(Section):

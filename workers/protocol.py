@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from policies.base import Label, Name
+from policies.request.profile import Sampling
 
 PROTOCOL = 1
 """Number of this protocol. It grows by one with each change that an older side misunderstands."""
@@ -29,11 +30,6 @@ NO_PREFIX = "-"
 """Sent for the key of a prefix that the worker must not cache, since others could find it."""
 MAX_PREFIX_NAME_CHARS = 128
 """The longest key of a prefix that a gateway may send."""
-KEYS_HEADER = "x-paceline-prefix-keys"
-"""Of a request: the keys at the ends of its last messages, longest first, then that of its system
-prompt, with commas between them; `NO_PREFIX` in place of a system prompt that is too short."""
-MAX_PREFIX_KEYS = 5
-"""Keys that a gateway sends with a request."""
 MAX_REPORT_BYTES = 256 * 1024
 """The largest body of a heartbeat, and of a worker's response with its report."""
 MAX_COUNT = 2**53
@@ -49,6 +45,9 @@ TOKENS_LIMIT_HEADER = "x-paceline-token-limit"
 """Of a request: the most tokens that its prompt and all its answers may have together."""
 TOKENS_HEADER = "x-paceline-tokens"
 """Of the refusal of a request above that limit: the tokens that it may need."""
+CHECKS = "/v1/check"
+"""Begins the paths at which a worker checks a request without generating: it responds with
+`prompt_tokens`, or as it would refuse the request."""
 MAX_DRAFT_TOKENS = 64
 MAX_LANES = 16
 MAX_LABELS = 64
@@ -351,6 +350,20 @@ class StartProgress(Record):
         return f"{self.description} ({self.elapsed_s:.0f} s)"
 
 
+class SamplingDefaults(Record):
+    """Sampling values that the makers of a model recommend; None for those that they do not."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+
+    def sampling(self) -> Sampling:
+        """Return the values for requests that have none, with OpenAI's for all others."""
+        return Sampling(**self.model_dump(exclude_none=True))
+
+
 class WorkerReport(Record):
     """One consistent snapshot of a worker; every number, name and list is bounded."""
 
@@ -367,6 +380,8 @@ class WorkerReport(Record):
     context_tokens: Count
     default_max_tokens: Count = 0
     """The longest answer to a request without `max_tokens`; 0 if unknown."""
+    sampling: SamplingDefaults = Field(default_factory=SamplingDefaults)
+    """Of the model's `generation_config.json`."""
     ready: bool = True
     draining: bool = False
     start: StartProgress | None = None
@@ -380,8 +395,6 @@ class WorkerReport(Record):
     """Keys of cached prefixes, the most recently used first."""
     prefix_count: Count = 0
     """Number of cached prefixes; if `prefixes` lists fewer, a missing one may still be cached."""
-    evicted_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=MAX_REPORTED_PREFIXES)
-    """Keys of the last prefixes that were evicted and are not on disk, the last one first."""
     lanes: Annotated[
         tuple[LaneReport, ...], Field(max_length=MAX_LANES), AfterValidator(_check_unique)
     ]

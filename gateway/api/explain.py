@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from http import HTTPStatus
 from random import Random
 from typing import Any, NotRequired
 
 from fastapi import APIRouter
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.types import Scope
 from typing_extensions import TypedDict
@@ -22,12 +25,27 @@ from gateway.proxy.billing import count_request
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import routing_request
 from gateway.proxy.load_shedding import Load
-from gateway.routing.select import Decision, decide
+from gateway.routing.select import Candidate, Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
 from policies.compiler import CallerAttributes
 from policies.request.profile import Endpoint
+from workers.protocol import NO_PREFIX
+
+_REFUSALS = (
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+)
+
+
+class Refusal(TypedDict):
+    """An error of the request."""
+
+    message: str
+    param: str | None
+    code: str | None
 
 
 class Explanation(TypedDict):
@@ -40,6 +58,11 @@ class Explanation(TypedDict):
     route: str | None
     servable: bool
     candidates: list[dict[str, Any]]
+    checked: bool
+    """Whether a worker has checked the body; one that is not Paceline's does not."""
+    prompt_tokens: NotRequired[int]
+    refusal: NotRequired[Refusal]
+    """The error with which the worker would refuse the body; then it is not servable."""
     unavailable: dict[str, str]
     """The workers that receive no requests now, each with its state."""
     spill_after_s: NotRequired[float]
@@ -74,12 +97,12 @@ def explanations(load: Load) -> APIRouter:
                 timeout_s=settings.body_timeout_s,
                 hold=hold,
             )
-            return _explain(request.scope, gateway, api_key, raw)
+            return await _explain(request.scope, gateway, api_key, raw)
 
     return router
 
 
-def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) -> Explanation:
+async def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) -> Explanation:
     wire_format = COMPLETIONS if "prompt" in parse(raw) else CHAT
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
     caller = read_caller(scope, policy, api_key)
@@ -89,10 +112,48 @@ def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) -> Exp
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())
-    decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix), rng)
+    decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix_key), rng)
     if decision.forbidden:
         raise PoolsNotAllowed
-    return _explanation(inspected, routed.attributes, decision, _unavailable(gateway, fleet))
+    explanation = _explanation(inspected, routed.attributes, decision, _unavailable(gateway, fleet))
+    if decision.candidates:
+        await _check(gateway, decision.candidates[0], wire_format.path, inspected.body, explanation)
+    return explanation
+
+
+async def _check(
+    gateway: Gateway,
+    candidate: Candidate,
+    path: str,
+    body: Mapping[str, Any],
+    explanation: Explanation,
+) -> None:
+    """Let the worker check the request: it may refuse what the gateway cannot judge."""
+    workers = {worker.report.worker_id: worker for worker in gateway.fleet.workers()}
+    worker = workers.get(candidate.worker_id)
+    if worker is None or not worker.backend.sends_reports:
+        return
+    headers = worker.backend.headers(candidate.lane, "", NO_PREFIX, None)
+    response = await gateway.control.check(
+        worker.report, path, to_json(body, inf_nan_mode="null"), headers
+    )
+    status, answer = response or (0, None)
+    if not isinstance(answer, dict):
+        return
+    if status == HTTPStatus.OK and isinstance(answer.get("prompt_tokens"), int):
+        explanation["checked"] = True
+        explanation["prompt_tokens"] = answer["prompt_tokens"]
+    elif status in _REFUSALS and isinstance(error := answer.get("error"), dict):
+        message, param, code = (
+            value if isinstance(value := error.get(name), str) else None
+            for name in ("message", "param", "code")
+        )
+        explanation["checked"], explanation["servable"] = True, False
+        explanation["refusal"] = {
+            "message": message or "The worker refuses the request.",
+            "param": param,
+            "code": code,
+        }
 
 
 def _unavailable(gateway: Gateway, fleet: FleetView) -> dict[str, str]:
@@ -122,6 +183,7 @@ def _explanation(
             one._asdict() | {"score_s": round(one.score_s, 4), "prefill_s": round(one.prefill_s, 4)}
             for one in decision.candidates
         ],
+        "checked": False,
         "unavailable": unavailable,
     }
     if decision.spill_after_s is not None:

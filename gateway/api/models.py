@@ -13,21 +13,37 @@ from gateway.api.openapi import FOR_CLIENTS, failures
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ApiKey
 from gateway.errors import ModelUnknown
-from policies.evaluate import ANY_MODEL, resolve_model
+from policies.evaluate import ANY_MODEL, resolve_model, sampling_defaults
 
 router = data_router("/v1/models")
 _ANTHROPIC = "anthropic-version"
 """The header of clients that read Anthropic's shapes."""
 
 
+class ModelSampling(TypedDict):
+    """The default sampling values of a model."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class ServedModel(TypedDict):
-    """A model in OpenAI's shape; `root` is the model behind an alias."""
+    """A model in OpenAI's shape; `root` is the model behind an alias.
+
+    `max_model_len` is vLLM's name of the context length. `sampling` has the values of requests that
+    name none: the policy's, else those of the model's `generation_config.json`, else OpenAI's.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    max_model_len: int | None
+    sampling: ModelSampling
 
 
 class ServedModels(TypedDict):
@@ -52,7 +68,7 @@ async def show_all(
                 "last_id": next(reversed(roots), None),
             }
         )
-    return {"object": "list", "data": [_model(name, root) for name, root in roots.items()]}
+    return {"object": "list", "data": [_model(gateway, name, root) for name, root in roots.items()]}
 
 
 @router.get(
@@ -67,7 +83,7 @@ async def show(
         raise ModelUnknown(name)
     if _ANTHROPIC in request.headers:
         return JSONResponse(_anthropic_model(name))
-    return _model(name, root)
+    return _model(gateway, name, root)
 
 
 def _roots(gateway: Gateway, api_key: ApiKey) -> dict[str, str]:
@@ -90,5 +106,23 @@ def _anthropic_model(name: str) -> dict[str, str]:
     }
 
 
-def _model(name: str, root: str) -> ServedModel:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "root": root}
+def _model(gateway: Gateway, name: str, root: str) -> ServedModel:
+    reports = [one.report for one in gateway.fleet.workers() if root in one.models]
+    contexts = [report.context_tokens for report in reports if report.context_tokens]
+    fleet = gateway.fleet.view()
+    sampling = sampling_defaults(gateway.policy_store.current, root, fleet.sampling)
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "paceline",
+        "root": root,
+        "max_model_len": min(contexts, default=None),
+        "sampling": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+        },
+    }

@@ -48,6 +48,8 @@ def _sentences(explanation: Mapping[str, Any]) -> list[str]:
     lines = ["No worker can take this request now."]
     if first is not None:
         lines = [f"{_place(first)}, because {_reason(first['reason'], explanation)}."]
+    if refusal := explanation.get("refusal"):
+        lines.append(f"The worker would refuse this request: {refusal['message']}")
     if rest:
         lines.append(f"Next: {', '.join(map(_place, rest))}.")
     if unavailable := explanation["unavailable"]:

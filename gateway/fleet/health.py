@@ -8,6 +8,7 @@ import functools
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import httpx
 from pydantic_core import from_json
@@ -20,7 +21,7 @@ from gateway.http.upstream import certificate_authorities
 from gateway.periodic import Job, SharedRuns
 from gateway.storage.counters import CounterStore
 from workers.http import system_error
-from workers.protocol import MAX_REPORT_BYTES, WorkerReport
+from workers.protocol import CHECKS, MAX_REPORT_BYTES, WorkerReport
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ PROBE_TIMEOUT_S = 1.5
 CALL_BACK_TIMEOUT_S = 3.0
 """Shorter than a worker waits for the response to its heartbeat."""
 REPORT_TIMEOUT_S = 0.5
+CHECK_TIMEOUT_S = 20.0
+"""A worker renders the prompt, decodes its pictures and compiles its schema (10 s at most)."""
 MAX_ATTEMPTS = 2
 _MAX_CALL_BACKS = 64
 _RETRY_DELAY_S = 0.05
@@ -128,6 +131,23 @@ class ReportClient:
             except _NoReport as failure:
                 return str(failure)
         return "" if report.boot_id == worker.boot_id else _OTHER_PROCESS
+
+    async def check(
+        self, worker: WorkerReport, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[int, Any] | None:
+        """Return the status and the body of a worker's check of a request; None without one."""
+        url = worker.url + CHECKS + path.removeprefix("/v1")
+        try:
+            async with (
+                asyncio.timeout(CHECK_TIMEOUT_S),
+                self.client.stream(
+                    "POST", url, content=body, headers=headers, timeout=CHECK_TIMEOUT_S
+                ) as response,
+            ):
+                return response.status_code, from_json(await _read(response))
+        except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
+            log.warning("check.failed worker=%s error=%.300r", worker.worker_id, error)
+            return None
 
     async def _refresh_all(self) -> None:
         """Update the reports of all live workers; one that times out keeps its last report."""
@@ -253,10 +273,14 @@ async def _get_with_retry(
 async def _get(
     client: httpx.AsyncClient, url: str, headers: Mapping[str, str] | None
 ) -> tuple[int, bytes]:
-    body = bytearray()
     async with client.stream("GET", url, headers=headers) as response:
-        async for piece in response.aiter_raw():
-            body += piece
-            if len(body) > MAX_REPORT_BYTES:
-                break  # as JSON, what has come is incomplete
-    return response.status_code, bytes(body[:MAX_REPORT_BYTES])
+        return response.status_code, await _read(response)
+
+
+async def _read(response: httpx.Response) -> bytes:
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > MAX_REPORT_BYTES:
+            break  # as JSON, what has come is incomplete
+    return bytes(body[:MAX_REPORT_BYTES])

@@ -13,6 +13,7 @@ from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_r
 from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView, WorkerView
 from gateway.storage.counters import MAX_WORKERS
+from policies.request.profile import Sampling
 from policies.sections import Pool
 from workers.protocol import LaneReport, WorkerReport
 
@@ -51,6 +52,8 @@ class WorkerRegistry:
         self._jitter = jitter
         self._static_models = self._known_models = known_models
         self._seen_models: dict[str, None] = {}
+        self._sampling: dict[str, Sampling] = {}
+        """The defaults of each model, as the last of its workers to start reports them."""
         """Models of workers that send heartbeats, also of those that are gone."""
         self._logged_full = False
         self.on_capacity: Callable[[], None] = lambda: None
@@ -252,7 +255,12 @@ class WorkerRegistry:
             rest = [one for one in fleet.workers if one.worker_id not in without]
             return FleetView.of(tuple(rest), self._known_models, now_s)
         return FleetView(
-            fleet.workers, self._known_models, fleet.lane_costs, fleet.positions, now_s
+            fleet.workers,
+            self._known_models,
+            fleet.lane_costs,
+            fleet.positions,
+            now_s,
+            sampling=self._sampling,
         )
 
     def is_available(self, worker: WorkerState) -> bool:
@@ -333,6 +341,9 @@ class WorkerRegistry:
             )
             self._workers[report.worker_id] = worker
             self._views.invalidate()
+            self._sampling.pop(report.model, None)
+        if backend.sends_reports and report.ready and report.model not in self._sampling:
+            self._sampling[report.model] = report.sampling.sampling()
         worker.confirmed |= report.ready
         absence = self._absences.get(report.worker_id)
         if absence is not None and (report.ready or absence[0] != "restarting"):
@@ -341,6 +352,7 @@ class WorkerRegistry:
             self._seen_models |= dict.fromkeys(worker.models)
             for model in tuple(self._seen_models)[:-MAX_KNOWN_MODELS]:
                 del self._seen_models[model]
+                self._sampling.pop(model, None)
             self._known_models = self._static_models | self._seen_models.keys()
         self.on_capacity()
         return worker

@@ -10,6 +10,7 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.protocols.base import WORKER_PATHS
+from gateway.protocols.legacy_functions import as_function_call, has_functions, with_tools
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Header, Headers, Inspected, LimitState
@@ -53,12 +54,18 @@ class OpenAIFormat:
         requested = body.get("model")
         served = fleet.served_models
         model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
+        legacy = self.endpoint is Endpoint.CHAT and has_functions(body)
         try:
-            profile = read_profile(body, self.endpoint, sampling_defaults(policy, model))
+            if self.endpoint is Endpoint.CHAT:
+                body = with_tools(body)
+            defaults = sampling_defaults(policy, model, fleet.sampling)
+            profile = read_profile(body, self.endpoint, defaults)
             profile = apply_limits(profile, policy.limits, policy.media)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         asked_model = profile.model
+        if legacy:
+            profile = profile._replace(legacy_functions=True)
         if model != asked_model:
             profile = profile._replace(model=model)
         known = profile.model in fleet.known_models or profile.model in policy.models
@@ -69,10 +76,12 @@ class OpenAIFormat:
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
         """Return the body as it came, without metrics that the client is not to get."""
-        if "metrics" not in answer or _includes_metrics(request, usage=True):
-            return body
-        del answer["metrics"]
-        return encode_json(answer)
+        changed = "metrics" in answer and not _includes_metrics(request, usage=True)
+        if changed:
+            del answer["metrics"]
+        if request.profile.legacy_functions:
+            changed |= as_function_call(answer.get("choices"), "message")
+        return encode_json(answer) if changed else body
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
@@ -83,6 +92,7 @@ class OpenAIFormat:
             include_usage=include_usage,
             include_metrics=_includes_metrics(request, usage=include_usage),
             running_usage=request.profile.running_usage,
+            legacy_functions=request.profile.legacy_functions,
             late_headers=late_headers,
         )
 
@@ -129,11 +139,13 @@ class OpenAIStreamEncoder:
         include_usage: bool,
         include_metrics: bool,
         running_usage: bool = False,
+        legacy_functions: bool = False,
         late_headers: Sequence[Header] = (),
     ) -> None:
         self._include_usage = include_usage
         self._include_metrics = include_metrics
         self._running_usage = running_usage
+        self._legacy_functions = legacy_functions
         self._late_headers = {name.decode(): value.decode() for name, value in late_headers}
 
     def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
@@ -147,7 +159,8 @@ class OpenAIStreamEncoder:
         drop_metrics = has_metrics and not self._include_metrics
         drop_usage = has_usage and not trailing and not self._running_usage
         last = bool(self._late_headers) and (trailing or _finishes(frame))
-        if not (drop_metrics or drop_usage or last):
+        calls = self._legacy_functions and as_function_call(frame.get("choices"), "delta")
+        if not (drop_metrics or drop_usage or last or calls):
             return event
         if last:
             frame["headers"] = self._late_headers
@@ -226,6 +239,8 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
     }
+    if sampling.repetition_penalty != 1.0:
+        sent["repetition_penalty"] = sampling.repetition_penalty
     if profile.max_tokens is not None and "max_completion_tokens" not in sent:
         sent["max_tokens"] = profile.max_tokens
     if profile.endpoint is Endpoint.CHAT:

@@ -118,7 +118,9 @@ def _read_sampling(fields: Fields, defaults: Sampling) -> Sampling:
         seed=fields.integer("seed", None, low=-(2**63), high=2**63 - 1),
         presence_penalty=fields.number("presence_penalty", 0.0, low=-2, high=2),
         frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2, high=2),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, low=0, high=10, positive=True),
+        repetition_penalty=fields.number(
+            "repetition_penalty", defaults.repetition_penalty, low=0, high=10, positive=True
+        ),
         logit_bias=_read_logit_bias(fields.get("logit_bias")),
     )
 

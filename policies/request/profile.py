@@ -105,6 +105,8 @@ class RequestProfile(NamedTuple):
     top_logprobs: int | None = None
     """The number of alternatives; None without log-probabilities."""
     tools: bool = False
+    legacy_functions: bool = False
+    """Whether a call of the answer is a `function_call`, as `functions` ask for it."""
     structured_output: bool = False
     thinking_budget: int | None = None
     """The most tokens of reasoning."""

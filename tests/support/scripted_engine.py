@@ -105,6 +105,9 @@ class ScriptedEngine:
     all_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _open: int = 0
 
+    async def check(self, generation: Generation) -> int:
+        return len(generation.prompt.tokens or generation.prompt.text)
+
     async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         self.generations.append(generation)
         self._open += 1
@@ -140,9 +143,6 @@ class ScriptedEngine:
         return 0
 
     def prefixes(self) -> tuple[str, ...]:
-        return ()
-
-    def evicted_prefixes(self) -> tuple[str, ...]:
         return ()
 
     def stop(self) -> None:

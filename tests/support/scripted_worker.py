@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.http_server import Headers, Request, ServerConnection
-from workers.protocol import LaneReport, Speculation, WorkerReport
+from workers.protocol import CHECKS, LaneReport, Speculation, WorkerReport
 
 JOIN_TOKEN = "join-token-of-the-tests"
 FAULT_PATH = "/_fault"
@@ -127,6 +127,8 @@ class ScriptedWorker:
             status = {"report": report.model_dump(mode="json"), "answering": self.in_flight}
             body = self.status_body or json.dumps(status).encode()
             await _send_response(connection, 200, body)
+        elif request.path.startswith(CHECKS):
+            await _send_response(connection, 200, b'{"prompt_tokens": 7}')
         else:
             await self._generate(connection, request)
 

@@ -79,6 +79,7 @@ class Engine:
             draft_tokens_requested=self.settings.draft_tokens,
             draft_tokens_effective=max(report.effective_draft_tokens for report in reports),
             default_max_tokens=self.checkpoint.default_max_tokens,
+            sampling=self.checkpoint.sampling,
             spec_prefill=spec_prefill,
         )
 
@@ -134,10 +135,6 @@ class Engine:
         """Return the keys of the cached prefixes, most recently used first."""
         return self.prefix_cache.keys
 
-    def evicted_prefixes(self) -> tuple[str, ...]:
-        """Return the keys of the last evicted prefixes that are not on disk, the last one first."""
-        return self.prefix_cache.evicted_keys
-
     @asynccontextmanager
     async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:
         """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""
@@ -152,19 +149,35 @@ class Engine:
         self.grammars.close()
         self.prefix_cache.close()
 
+    async def check(self, generation: types.Generation) -> int:
+        """Return the tokens of the prompt; raise an `EngineError` if it can never be answered."""
+        prompt = await self._prepare(generation)
+        self._make_row(generation, self._lane(generation), prompt, lambda _: None)
+        if generation.constraint is not None:
+            await self.grammars.matcher(generation.constraint, generation.call_marks)
+        return len(prompt.tokens)
+
+    def _lane(self, generation: types.Generation) -> LaneScheduler:
+        lane = next((lane for lane in self.lanes if lane.name is generation.lane), None)
+        if lane is None:
+            raise types.InvalidGeneration("model", f"This worker has no {generation.lane} lane.")
+        return lane
+
+    async def _prepare(self, generation: types.Generation) -> PreparedPrompt:
+        prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
+        if generation.prompt_limit is None:
+            return prompt
+        return self._cut(prompt, generation.prompt_limit)
+
     async def generate(self, generation: types.Generation) -> AsyncGenerator[types.Event, None]:
         """Yield the events of one generation; raise an `EngineError` if it cannot continue.
 
         Closing the generator, or cancelling its task, drops the row within one step.
         """
-        lane = next((lane for lane in self.lanes if lane.name is generation.lane), None)
-        if lane is None:
-            raise types.InvalidGeneration("model", f"This worker has no {generation.lane} lane.")
+        lane = self._lane(generation)
         if lane.waiting_rows >= self.settings.queue_limit:
             raise types.EngineBusy(retry_after_s=lane.retry_after_s)
-        prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
-        if generation.prompt_limit is not None:
-            prompt = self._cut(prompt, generation.prompt_limit)
+        prompt = await self._prepare(generation)
         events: asyncio.Queue[types.Event | types.EngineError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -248,7 +261,8 @@ class Engine:
             raise types.InvalidGeneration(
                 "messages",
                 f"This model's maximum context length is {context} tokens. However, your messages "
-                f"resulted in {count} tokens. Please reduce the length of the messages.",
+                f"resulted in {count} tokens. Please reduce the length of the messages. "
+                "(context_length_exceeded)",
                 code="context_length_exceeded",
             )
         if count >= longest:

@@ -150,7 +150,6 @@ class GrammarCompiler:
             grammar = _grammar(constraint, calls)
             compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
         except (ValueError, RecursionError) as error:
-            logger.info("grammar.rejected", exc_info=error)
             raise _invalid(constraint, _explain(constraint, str(error))) from error
         if not compiled.is_error():
             compiled.compute_bitmask()  # the most expensive mask: here it delays nobody's answer

@@ -8,7 +8,8 @@ here and nowhere else; `tests/model/test_mlx_vlm_contract.py` fails when that ch
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,9 +29,13 @@ from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLang
 from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.utils import load
+from pydantic import ValidationError
 
 from workers.engine.kv_cache import RecurrentCache, RowCache
 from workers.engine.model_folder import check_folder, forbid_code
+from workers.protocol import SamplingDefaults
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["ArraysCache", "KVCache"]  # other modules import these classes from here
 
@@ -58,6 +63,8 @@ class Checkpoint:
     context_tokens: int
     default_max_tokens: int | None
     """The checkpoint's limit for answers whose request names none."""
+    sampling: SamplingDefaults
+    """The checkpoint's values for requests that have none."""
     family: str
 
 
@@ -249,6 +256,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             "max_position_embeddings", text_config.get("max_position_embeddings") or 4096
         ),
         default_max_tokens=_count("max_new_tokens", limit) if limit is not None else None,
+        sampling=_sampling(generation),
         family=str(config.get("model_type", "unknown")),
     )
 
@@ -258,6 +266,19 @@ def _count(name: str, value: object) -> int:
     if type(value) is not int or not 0 < value <= _MAX_TOKENS:
         raise ValueError(f"{name} is {value!r}, which is no number of tokens")
     return value
+
+
+def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """Return the sampling values of a generation config, without those that cannot be one."""
+    values = SamplingDefaults()
+    for name in SamplingDefaults.model_fields:
+        try:
+            values = SamplingDefaults.model_validate(
+                {**values.model_dump(), name: generation.get(name)}, strict=True
+            )
+        except ValidationError:
+            logger.warning("model.sampling_ignored field=%s", name)
+    return values
 
 
 def _cast_for_device(model: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from policies.request.constraint import Constraint
 from policies.request.profile import Bypass, Sampling
 from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
-from workers.protocol import Speculation, StartStage
+from workers.protocol import SamplingDefaults, Speculation, StartStage
 
 if TYPE_CHECKING:
     from workers.engine.prefix_transfer import PrefixSource
@@ -52,8 +52,6 @@ class Prompt:
     """Beginning that all prompts with the same system messages and tools share."""
     prefix_key: str | None = None
     """The gateway's key of the shared prefix; None lets the worker compute one."""
-    turn_key: str = ""
-    """The gateway's key of the prompt up to the end of its last message."""
     turn_end: int = 0
     """Length of `text` up to the end of the last message; 0 if unknown."""
     continues: bool = False
@@ -322,5 +320,6 @@ class ModelCard:
     draft_tokens_effective: int
     default_max_tokens: int | None = None
     """The checkpoint's limit of an answer; None: the context window alone limits it."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     spec_prefill: str | None = None
     """Phrase on how long prompts are read; None if no draft model is configured."""

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 from workers.engine.types import EngineError
-from workers.protocol import TOKENIZE_PATH, mtp_block
+from workers.protocol import CHECKS, TOKENIZE_PATH, mtp_block
 from workers.server import prefix_nodes
 from workers.server.errors import NotAuthorised, RequestError, UnknownModel, render
 from workers.server.metrics import exposition
@@ -86,13 +86,13 @@ ServedWorker = Annotated[Worker, Depends(_worker)]
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request, worker: ServedWorker) -> Response:
     """Generate a chat completion."""
-    return await _complete(request, worker, Endpoint.CHAT)
+    return await _response(request, worker, Endpoint.CHAT)
 
 
 @router.post("/v1/completions")
 async def create_completion(request: Request, worker: ServedWorker) -> Response:
     """Generate a text completion."""
-    return await _complete(request, worker, Endpoint.COMPLETIONS)
+    return await _response(request, worker, Endpoint.COMPLETIONS)
 
 
 @router.post(TOKENIZE_PATH)
@@ -106,7 +106,19 @@ async def count_prompt_tokens(request: Request, worker: ServedWorker) -> dict[st
     return {"count": tokens, "max_model_len": engine.card.context_tokens}
 
 
-async def _complete(request: Request, worker: Worker, endpoint: Endpoint) -> Response:
+@router.post(f"{CHECKS}/chat/completions")
+async def check_chat_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
+    """Check a request for a chat completion."""
+    return await (await _response(request, worker, Endpoint.CHAT)).check()
+
+
+@router.post(f"{CHECKS}/completions")
+async def check_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
+    """Check a request for a text completion."""
+    return await (await _response(request, worker, Endpoint.COMPLETIONS)).check()
+
+
+async def _response(request: Request, worker: Worker, endpoint: Endpoint) -> CompletionResponse:
     request.state.request_id = request_id_of(request)
     peers: PrefixPeers | None = request.app.state.peers
     sources = peers.sources(request.headers) if peers is not None else ()

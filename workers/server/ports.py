@@ -83,6 +83,9 @@ class ServingEngine(Protocol):
     def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
         """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""
 
+    async def check(self, generation: Generation) -> int:
+        """Return the tokens of the prompt; raise the `EngineError` that `generate` would raise."""
+
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return one consistent snapshot of all lanes; thread-safe."""
 
@@ -97,9 +100,6 @@ class ServingEngine(Protocol):
 
     def prefixes(self) -> tuple[str, ...]:
         """Return the keys of cached prefixes, the most recently used first."""
-
-    def evicted_prefixes(self) -> tuple[str, ...]:
-        """Return the keys of the last evicted prefixes that are not on disk, the last one first."""
 
     def stop(self) -> None:
         """Stop the engine thread; running generations raise `EngineStopped`."""

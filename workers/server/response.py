@@ -77,6 +77,15 @@ class CompletionResponse(Response):
                 # No error response: the server closes the connection.
                 log.info("response.%s request_id=%s", gone.code, self._request.request_id)
 
+    async def check(self) -> dict[str, int]:
+        """Return the tokens of the prompts; raise as if the request were to be answered."""
+        generations = self._request.generations[:: self._request.profile.choices]
+        try:
+            tokens = [await self._worker.engine.check(one) for one in generations]
+        except types.InvalidGeneration as error:
+            raise self._name_param(error) from error
+        return {"prompt_tokens": sum(tokens)}
+
     async def _complete(self) -> Json:
         async with aclosing(events_of(self._worker.engine, self._request.generations)) as events:
             async for index, event in events:

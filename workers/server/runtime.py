@@ -139,6 +139,7 @@ class Worker:
             labels=self.labels,
             context_tokens=card.context_tokens,
             default_max_tokens=card.default_max_tokens or card.context_tokens,
+            sampling=card.sampling,
             ready=self.ready,
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),
@@ -146,6 +147,5 @@ class Worker:
             prefix_cache_bytes=self.engine.prefix_cache_bytes(),
             prefixes=prefixes[:MAX_REPORTED_PREFIXES],
             prefix_count=len(prefixes),
-            evicted_prefixes=self.engine.evicted_prefixes()[:MAX_REPORTED_PREFIXES],
             lanes=self.engine.lane_reports(),
         )

@@ -143,6 +143,22 @@ def test_models_lists_served_models_and_their_aliases(
     assert gateway_with_worker.client.get("/v1/models/other").status_code == 404
 
 
+def test_a_models_own_sampling_values_apply_where_neither_policy_nor_request_has_any(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    """They are part of the report, of `/v1/models` and of what the worker gets."""
+    worker.model = "qwen"
+    own = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    gateway.send_heartbeat(worker, sampling=own)
+    assert gateway.chat(model="qwen", top_k=5).status_code == 200
+    body = worker.requests[0].body
+    sent = {"temperature": 0.6, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.1}
+    assert sent.items() <= body.items()
+    shown = gateway.client.get("/v1/models/qwen").json()
+    assert shown["sampling"] == {**sent, "top_k": 20}
+    assert shown["max_model_len"] == 4096
+
+
 def test_default_is_an_alias_of_the_only_model(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from policies.document import default_policy, read_policy
 from policies.evaluate import match_route, resolve_model, sampling_defaults
-from policies.request.profile import Bypass, RequestProfile
+from policies.request.profile import Bypass, RequestProfile, Sampling
 from tests.support.request_profiles import GREEDY, SAMPLED
 
 POLICY = default_policy()
@@ -43,6 +43,13 @@ def test_sampling_defaults_are_those_of_the_model_or_of_openai() -> None:
     policy = policy_of([{"name": "all", "to": ["vlm"]}], m={"sampling": {"temperature": 0}})
     assert sampling_defaults(policy, "m").temperature == 0
     assert sampling_defaults(policy, "other").temperature == 1.0
+
+
+def test_a_policy_overrides_what_workers_report_field_by_field() -> None:
+    policy = policy_of([{"name": "all", "to": ["vlm"]}], m={"sampling": {"temperature": 0}})
+    reported = {"m": Sampling(temperature=0.6, top_k=20), "other": Sampling(top_p=0.9)}
+    assert sampling_defaults(policy, "m", reported) == Sampling(temperature=0, top_k=20)
+    assert sampling_defaults(policy, "other", reported) == Sampling(top_p=0.9)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""OpenAI's functions of 2023, which tools replaced: `functions`, `function_call`, role `function`.
+
+Workers know tools alone. A body with functions becomes one with tools, and the call of the answer
+becomes a `function_call` again. Such an answer has one call at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from policies.request.fields import FieldError
+
+_FIELDS = ("functions", "function_call")
+
+
+def has_functions(body: Mapping[str, Any]) -> bool:
+    """Return whether the answer to a body may call a function."""
+    return bool(body.get("functions"))
+
+
+def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body with tools in place of functions; raise `FieldError` for invalid ones."""
+    modern = dict(body)
+    if has_functions(body):
+        functions, choice = body["functions"], body.get("function_call")
+        if body.get("tools") is not None or body.get("tool_choice") is not None:
+            raise FieldError("functions", "'functions' and 'tools' exclude each other.")
+        if not isinstance(functions, list):
+            raise FieldError("functions", "'functions' must be a list.")
+        for index, function in enumerate(functions):
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise FieldError(f"functions[{index}]", "Each function must have a name.")
+        for name in _FIELDS:
+            modern.pop(name, None)
+        modern["tools"] = [{"type": "function", "function": function} for function in functions]
+        modern["parallel_tool_calls"] = False
+        if choice is not None:
+            modern["tool_choice"] = _tool_choice(choice)
+    if isinstance(messages := body.get("messages"), list):
+        modern["messages"] = _messages(messages)
+    return modern
+
+
+def _tool_choice(choice: Any) -> Any:
+    if choice in ("auto", "none"):
+        return choice
+    if isinstance(choice, Mapping) and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    raise FieldError("function_call", "'function_call' must be auto, none or name a function.")
+
+
+def _messages(messages: Sequence[Any]) -> list[Any]:
+    """Return the messages with calls of tools and their results; others are the parser's."""
+    modern: list[Any] = []
+    calls: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            modern.append(message)
+            continue
+        changed = dict(message)
+        call = changed.pop("function_call", None)
+        if isinstance(call, Mapping) and not message.get("tool_calls"):
+            name = str(call.get("name"))
+            calls[name] = f"function{index}"
+            changed["tool_calls"] = [{"id": calls[name], "type": "function", "function": call}]
+        if message.get("role") == "function":
+            name = str(message.get("name"))
+            changed |= {"role": "tool", "tool_call_id": calls.get(name, f"function{index}")}
+        modern.append(changed)
+    return modern
+
+
+def as_function_call(choices: Any, part: str) -> bool:
+    """Replace the tool calls of choices by a function call; return whether there were any.
+
+    `part` is what holds them in a choice: `message`, or the `delta` of a stream.
+    """
+    changed = False
+    for choice in choices if isinstance(choices, list) else ():
+        message = choice.get(part) if isinstance(choice, dict) else None
+        if isinstance(message, dict) and (calls := message.pop("tool_calls", None)):
+            changed = True
+            message["function_call"] = calls[0].get("function")
+        if isinstance(choice, dict) and choice.get("finish_reason") == "tool_calls":
+            changed = True
+            choice["finish_reason"] = "function_call"
+    return changed
