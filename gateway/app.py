@@ -26,6 +26,7 @@ from gateway.api import (
     pages,
     policy,
     recent_errors,
+    responses,
     status,
     usage,
     workers,
@@ -113,6 +114,9 @@ class GatewayApp(PortApp):
             *(models.router, recent_errors.own, workers.heartbeats),
             explain.explanations(self.proxy.load),
             messages.token_counts(self.proxy.load, counter),
+            responses.input_tokens(self.responses, self.proxy.load, counter),
+            responses.kept_responses(self.responses, self.proxy.load),
+            responses.conversations(self.responses),
         ]
         # Workers join on the main port.
         admin_routers = [workers.router, policy.router, keys.router, usage.router]

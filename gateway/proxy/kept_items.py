@@ -84,7 +84,12 @@ class KeptItems:
         return tuple(_resolved(item, records) for item in items)
 
     async def keep_response(
-        self, owner: str, response: Json, given: Sequence[Item], output: Sequence[Item], after: Json
+        self,
+        owner: str,
+        response: Json,
+        request: ResponsesRequest,
+        output: Sequence[Item],
+        after: Json,
     ) -> bool:
         """Keep a response; return whether it is kept.
 
@@ -98,11 +103,17 @@ class KeptItems:
         stem = response["id"].removeprefix("resp_")
         named = [
             {"id": f"{_prefix(item)}_{stem}{index:04x}i", **_without_id(item)}
-            for index, item in enumerate(given)
+            for index, item in enumerate(request.items)
         ]
-        record = {"response": response, "input": named, "output": output, "ancestors": ancestors}
+        record = {
+            "response": {**response, "output": []},
+            "input": named,
+            "output": output,
+            "ancestors": ancestors,
+            "encrypted": request.encrypted,
+        }
         kept = await self._records.put(owner, response["id"], to_json(record))
-        if kept and response["conversation"]:
+        if kept and response["conversation"] and response["status"] in _ENDED:
             kept = await self.add_items(owner, response["conversation"]["id"], [*named, *output])
         return kept
 

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _LOG_LIMIT_BYTES = 32 * 1024 * 1024
 _LOGS_LIMIT_BYTES = 128 * 1024 * 1024
 _LOGS_LIMIT = 256
+_KEEPALIVE = b": keepalive\n\n"
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
 EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,8 +39,9 @@ EVENT_HEADERS = (
 class EventLog:
     """The events of a response in the background, which takes the place of a `ResponseWriter`."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, keepalive_s: float) -> None:
         self.request_id = request_id
+        self._keepalive_s = keepalive_s
         self.rate_limit_headers: Sequence[Header] = ()
         self.started = False
         self.opened_s = float("inf")
@@ -55,7 +57,10 @@ class EventLog:
         self._changed = asyncio.Event()
 
     async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
-        """Yield the events after this number, those to come too, until the response ends."""
+        """Yield the events after this number, those to come too, until the response ends.
+
+        Yield a comment where none comes for a while.
+        """
         place = after + 1
         while True:
             changed = self._changed
@@ -65,7 +70,11 @@ class EventLog:
             elif self.closed:
                 return
             else:
-                await changed.wait()
+                try:
+                    async with asyncio.timeout(self._keepalive_s):
+                        await changed.wait()
+                except TimeoutError:
+                    yield _KEEPALIVE
 
     def close(self) -> None:
         """End the log: no event comes any more."""
@@ -182,7 +191,7 @@ class ResponseExchange:
         From here on the client's connection may end, and the response goes on.
         """
         builder = self.format.builder
-        self.log = event_log = EventLog(writer.request_id)
+        self.log = event_log = EventLog(writer.request_id, self._service.keepalive_s)
         wants_stream = bool(self.request.body.get("stream"))
         self._service.add(self)
         writer.attach(None)
@@ -237,7 +246,7 @@ class ResponseExchange:
         output = self.format.builder.kept_output()
         try:
             kept = await self._service.kept.keep_response(
-                self.owner, response, self.request.items, output, self._after
+                self.owner, response, self.request, output, self._after
             )
         except errors.RecordsUnwritable:
             kept = False
@@ -253,6 +262,7 @@ class ResponsesService:
         self._gateway = gateway
         self.kept = KeptItems(gateway.expiring_records, gateway.wall)
         self.view_timeout_s = gateway.settings.idle_timeout_s
+        self.keepalive_s = gateway.settings.keepalive_s
         self._exchanges: OrderedDict[str, ResponseExchange] = OrderedDict()
         """Those in the background by the id of the response, and the last ones that have ended."""
 
@@ -268,13 +278,18 @@ class ResponsesService:
 
     def ended(self, exchange: ResponseExchange) -> None:
         """Forget the oldest of those that have ended, beyond the limits."""
-        self._exchanges.move_to_end(exchange.response["id"])
+        if exchange.response["id"] in self._exchanges:
+            self._exchanges.move_to_end(exchange.response["id"])
         over = [one for one in self._exchanges.values() if one.log and one.log.closed]
         size = sum(one.log.size_bytes for one in over if one.log)
         while over and (size > _LOGS_LIMIT_BYTES or len(over) > _LOGS_LIMIT):
             first = over.pop(0)
             size -= first.log.size_bytes if first.log else 0
             del self._exchanges[first.response["id"]]
+
+    def forget(self, exchange: ResponseExchange) -> None:
+        """Forget a response that is deleted."""
+        self._exchanges.pop(exchange.response["id"], None)
 
     def background(self, owner: str, name: str) -> ResponseExchange | None:
         """Return a response in the background of this gateway, if it belongs to the owner."""

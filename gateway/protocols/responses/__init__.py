@@ -12,12 +12,14 @@ from typing import Any
 from gateway import errors
 from gateway.protocols.base import object_in
 from gateway.protocols.openai import CHAT, encode_json, parse
+from gateway.protocols.responses.items import shown_item
 from gateway.protocols.responses.request import (
     FIELDS,
     Chat,
     Item,
     Json,
     ResponsesRequest,
+    check_items,
     check_metadata,
     read_items,
     read_request,
@@ -47,8 +49,8 @@ __all__ = [
     "ResponsesRequest",
     "Sealer",
     "check_metadata",
-    "encode_event",
     "read_items",
+    "shown_item",
 ]
 
 PATH = "/v1/responses"
@@ -92,6 +94,14 @@ class ResponsesFormat:
         self._sealer = sealer
         self._now_s = now_s
         self._chat: Chat | None = None
+
+    @staticmethod
+    def check_items(items: Sequence[Item], where: str) -> None:
+        """Check items that are to be kept; raise a `RequestRefused`."""
+        try:
+            check_items(items, where)
+        except FieldError as error:
+            raise errors.FieldInvalid(error.message, param=error.param) from None
 
     def read(self, raw: bytes) -> ResponsesRequest:
         """Read a body; raise a `RequestRefused`."""

@@ -199,6 +199,13 @@ def to_chat(
     return Chat(chat, tuple(messages.places))
 
 
+def check_items(items: Sequence[Item], where: str) -> None:
+    """Check that items can stand in a chat; raise `FieldError`."""
+    _Messages(lambda _sealed: None).read(
+        (f"{where}[{index}]", item) for index, item in enumerate(items)
+    )
+
+
 @dataclass(slots=True)
 class _Reply:
     """A message of the assistant, which several items make up."""

@@ -26,6 +26,21 @@ DATA_PLANE = (
     ("POST", "/v1/completions", 400),
     ("POST", "/v1/messages", 400),
     ("POST", "/v1/messages/count_tokens", 400),
+    ("POST", "/v1/responses", 400),
+    ("POST", "/v1/responses/input_tokens", 400),
+    ("POST", "/v1/responses/compact", 400),
+    ("GET", "/v1/responses/{response_id}", 404),
+    ("DELETE", "/v1/responses/{response_id}", 404),
+    ("POST", "/v1/responses/{response_id}/cancel", 404),
+    ("GET", "/v1/responses/{response_id}/input_items", 404),
+    ("POST", "/v1/conversations", 200),
+    ("GET", "/v1/conversations/{conversation_id}", 404),
+    ("POST", "/v1/conversations/{conversation_id}", 404),
+    ("DELETE", "/v1/conversations/{conversation_id}", 404),
+    ("GET", "/v1/conversations/{conversation_id}/items", 404),
+    ("POST", "/v1/conversations/{conversation_id}/items", 400),
+    ("GET", "/v1/conversations/{conversation_id}/items/{item_id}", 404),
+    ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}", 404),
     ("POST", "/v1/route/explain", 200),
     ("GET", "/v1/models", 200),
     ("GET", "/v1/models/demo", 200),
@@ -133,6 +148,9 @@ def expected_status(method: str, path: str, port_routes: set[tuple[str, str]]) -
     """Return the status of a request without a key."""
     if (method, path) in port_routes:
         return 200 if (method, path) in PUBLIC else 401
+    # Its last part could be an id.
+    if (method, f"{path.rpartition('/')[0]}/{{response_id}}") in port_routes:
+        return 401
     return 405 if path in {path for _, path in port_routes} else 404
 
 

@@ -43,7 +43,7 @@ CHECKS = [
 EXAMPLES = 12
 """Requests of each kind, valid and invalid, to each route."""
 INVALIDATABLE = {"parameters", "requestBody", "security"}
-ROUTES_WITHOUT_BODY = ("/cordon", "/drain")
+ROUTES_WITHOUT_BODY = ("/cordon", "/drain", "/cancel", "/compact")
 KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": JOIN_TOKEN}
 
 

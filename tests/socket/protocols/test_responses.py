@@ -6,16 +6,18 @@ import json
 from typing import Any
 
 import httpx
+from openai.types.conversations import Conversation, ConversationItemList
+from openai.types.responses import InputTokenCountResponse, ResponseItemList
 
-from tests.support.openai_types import read_event, read_response
-from tests.support.running_gateway import RunningGateway
+from tests.support.openai_types import read_event, read_response, read_strictly
+from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "demo", "input": "Hi"}
 
 
-def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+def events_of(response: httpx.Response, first: int = 0) -> list[dict[str, Any]]:
     """Return the events of a stream, each valid, under its own name, and numbered."""
     found = []
     for event in response.read().decode().removesuffix("\n\n").split("\n\n"):
@@ -23,7 +25,8 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
         read_event(found[-1])
-    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    numbers = [one["sequence_number"] for one in found]
+    assert numbers == list(range(first, first + len(found)))
     return found
 
 
@@ -62,3 +65,154 @@ def test_errors_have_openais_shape_and_name_the_field(gateway_with_worker: Runni
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     hosted = client.post(PATH, json={**BODY, "tools": [{"type": "web_search"}]})
     assert hosted.headers["x-paceline-ignored"] == "tools[0]:web_search"
+
+
+def texts_of(worker: ScriptedWorker) -> list[str]:
+    """Return the texts of the last chat."""
+    return [message["content"] for message in worker.requests[-1].body["messages"]]
+
+
+def test_a_response_goes_on_from_an_earlier_one_until_that_is_deleted(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    client = gateway_with_worker.client
+    first = client.post(PATH, json={**BODY, "instructions": "Be brief."}).json()
+    then = {"model": "demo", "input": "And?", "previous_response_id": first["id"]}
+    second = client.post(PATH, json=then).json()
+    assert texts_of(worker) == ["Hi", "one two three", "And?"]
+    third = client.post(PATH, json={**then, "previous_response_id": second["id"]}).json()
+    assert texts_of(worker) == ["Hi", "one two three", "And?", "one two three", "And?"]
+
+    shown = read_response(client.get(f"{PATH}/{second['id']}").json())
+    assert (shown.id, shown.output_text) == (second["id"], "one two three")
+    items = client.get(f"{PATH}/{second['id']}/input_items").json()
+    assert [one.content[0].text for one in read_strictly(ResponseItemList, items).data] == ["And?"]
+    assert client.delete(f"{PATH}/{first['id']}").json()["deleted"] is True
+    assert client.get(f"{PATH}/{first['id']}").status_code == 404
+    gone = client.post(PATH, json={**then, "previous_response_id": third["id"]})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (400, "previous_response_not_found")
+
+
+def test_a_reference_stands_for_the_item_that_is_kept(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    client = gateway_with_worker.client
+    first = client.post(PATH, json=BODY).json()
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    body = {"model": "demo", "input": [{"role": "user", "content": "Hi"}, reference]}
+    assert client.post(PATH, json=body).status_code == 200
+    assert texts_of(worker) == ["Hi", "one two three"]
+    unknown = client.post(PATH, json={"model": "demo", "input": [{**reference, "id": "msg_1"}]})
+    assert unknown.json()["error"]["param"] == "input[0].id"
+
+
+def test_a_response_that_is_not_to_be_stored_is_not_kept(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    client = gateway_with_worker.client
+    response = client.post(PATH, json={**BODY, "store": False}).json()
+    assert response["store"] is False
+    assert client.get(f"{PATH}/{response['id']}").status_code == 404
+    refused = client.post(f"{PATH}/{response['id']}/cancel")
+    assert refused.json()["error"]["code"] == "response_not_found"
+
+
+def test_a_conversation_keeps_its_items_in_their_order(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    client, path = gateway_with_worker.client, "/v1/conversations"
+    first = {"role": "user", "content": "My name is Ann."}
+    made = client.post(path, json={"items": [first], "metadata": {"a": "b"}}).json()
+    assert read_strictly(Conversation, made).metadata == {"a": "b"}
+    name = made["id"]
+    answer = client.post(PATH, json={**BODY, "conversation": name}).json()
+    assert read_response(answer).conversation is not None
+    assert texts_of(worker) == ["My name is Ann.\n\nHi"]
+    client.post(f"{path}/{name}/items", json={"items": [{"role": "user", "content": "Bye."}]})
+    items = client.get(f"{path}/{name}/items", params={"order": "asc", "limit": 3}).json()
+    listed = read_strictly(ConversationItemList, items)
+    assert [one.content[0].text for one in listed.data] == [
+        "My name is Ann.",
+        "Hi",
+        "one two three",
+    ]
+    assert listed.has_more
+    rest = client.get(
+        f"{path}/{name}/items", params={"order": "asc", "after": listed.last_id}
+    ).json()
+    assert [one["content"][0]["text"] for one in rest["data"]] == ["Bye."]
+    one = client.get(f"{path}/{name}/items/{listed.first_id}").json()
+    assert one == items["data"][0]
+    assert client.delete(f"{path}/{name}/items/{listed.first_id}").json()["id"] == name
+    client.post(PATH, json={**BODY, "conversation": {"id": name}})
+    assert texts_of(worker) == ["Hi", "one two three", "Bye.\n\nHi"]
+    updated = client.post(f"{path}/{name}", json={"metadata": {"c": "d"}}).json()
+    assert updated == client.get(f"{path}/{name}").json()
+    assert client.delete(f"{path}/{name}").json()["object"] == "conversation.deleted"
+    gone = client.post(PATH, json={**BODY, "conversation": name})
+    assert (gone.status_code, gone.json()["error"]["param"]) == (400, "conversation")
+
+
+def test_a_background_response_is_polled_and_followed_again(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    client = gateway_with_worker.client
+    worker.script.hang_after = 2
+    queued = read_response(client.post(PATH, json={**BODY, "background": True}).json())
+    assert (queued.status, queued.background) == ("queued", True)
+    url = f"{PATH}/{queued.id}"
+    wait_until(lambda: bool(client.get(url).json()["output"]))
+    assert read_response(client.get(url).json()).status == "in_progress"
+    worker.resume.set()
+    wait_until(lambda: client.get(url).json()["status"] == "completed")
+    assert read_response(client.get(url).json()).output_text == "one two three"
+
+    with client.stream("GET", url, params={"stream": True}) as stream:
+        events = events_of(stream)
+    assert [one["type"] for one in events[:3]] == [
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+    ]
+    assert events[-1]["type"] == "response.completed"
+    with client.stream("GET", url, params={"stream": True, "starting_after": 4}) as stream:
+        assert events_of(stream, first=5) == events[5:]
+
+
+def test_a_background_stream_goes_on_without_its_client(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    client = gateway_with_worker.client
+    worker.script.hang_after = 2
+    body = {**BODY, "background": True, "stream": True}
+    with client.stream("POST", PATH, json=body) as stream:
+        line = next(line for line in stream.iter_lines() if line.startswith("data: "))
+        name = json.loads(line.removeprefix("data: "))["response"]["id"]
+    worker.resume.set()
+    wait_until(lambda: client.get(f"{PATH}/{name}").json()["status"] == "completed")
+
+
+def test_a_background_response_is_cancelled_at_its_worker(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    client = gateway_with_worker.client
+    worker.script.hang_after = 2
+    name = client.post(PATH, json={**BODY, "background": True}).json()["id"]
+    assert worker.request_received.wait(10)
+    cancelled = read_response(client.post(f"{PATH}/{name}/cancel").json())
+    assert cancelled.status == "cancelled"
+    assert worker.client_disconnected.wait(10)
+    assert client.get(f"{PATH}/{name}").json()["status"] == "cancelled"
+    whole = client.post(PATH, json=BODY).json()["id"]
+    refused = client.post(f"{PATH}/{whole}/cancel")
+    assert refused.status_code == 400
+
+
+def test_input_tokens_and_routes_that_are_refused_by_name(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    client = gateway_with_worker.client
+    counted = client.post(f"{PATH}/input_tokens", json=BODY)
+    assert read_strictly(InputTokenCountResponse, counted.json()).input_tokens > 0
+    compact = client.post(f"{PATH}/compact", json=BODY)
+    assert (compact.status_code, compact.json()["error"]["code"]) == (400, "endpoint_not_served")

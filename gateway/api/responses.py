@@ -1,0 +1,351 @@
+"""Responses and conversations that the gateway keeps, and the tokens of a request for one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Query
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
+
+from gateway import errors
+from gateway.api.auth import CurrentGateway, CurrentKey, data_router
+from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
+from gateway.http.downstream import read_small_body
+from gateway.protocols.openai import encode_json, parse
+from gateway.protocols.responses import (
+    Item,
+    Json,
+    ResponsesFormat,
+    check_metadata,
+    read_items,
+    shown_item,
+)
+from gateway.proxy.billing import count_request
+from gateway.proxy.kept_items import named_items
+from gateway.proxy.load_shedding import Load
+from gateway.proxy.responses import EventLog, ResponsesService
+from gateway.proxy.token_count import TokenCounter
+from policies.evaluate import ANY_MODEL
+from policies.request.fields import FieldError
+
+ESTIMATE_HEADER = "x-paceline-estimate"
+_KEPT = (*FOR_CLIENTS, errors.ResponseUnknown, errors.FieldInvalid, errors.RecordsUnwritable)
+_CHANGED = (*_KEPT, *WITH_BODY)
+_ENCRYPTED = "reasoning.encrypted_content"
+_NEW_ITEMS_LIMIT = 20
+"""As at OpenAI."""
+
+Include = Annotated[list[str], Query(max_length=16)]
+Fields = Annotated[dict[str, Any], Body()]
+
+
+class PageRequest(BaseModel):
+    """Which part of a list a client asks for."""
+
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str = ""
+    """The id of the item before the page."""
+    include: list[str] = Field(default_factory=list, max_length=16)
+
+
+class Deleted(TypedDict):
+    """What was deleted."""
+
+    id: str
+    object: str
+    deleted: bool
+
+
+class InputTokens(TypedDict):
+    """The tokens of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ItemList(TypedDict):
+    """A page of items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+def input_tokens(service: ResponsesService, load: Load, counter: TokenCounter) -> APIRouter:
+    """Return the routes that take the body of a request and answer no chat."""
+    router = data_router("/v1/responses")
+
+    @router.post("/compact", responses=failures(*FOR_CLIENTS, errors.EndpointUnserved))
+    async def compact() -> None:
+        """Refuse to compact a conversation: only OpenAI's models read what that returns."""
+        raise errors.EndpointUnserved(
+            "This gateway does not serve /v1/responses/compact. Ask the model for a summary, or "
+            "set 'truncation' to 'auto'."
+        )
+
+    @router.post(
+        "/input_tokens",
+        responses=failures(*_CHANGED, errors.ModelUnknown, errors.LimitReached, errors.Overloaded),
+        openapi_extra=takes(ref("responses")),
+    )
+    async def count_tokens(
+        request: Request, response: Response, gateway: CurrentGateway, api_key: CurrentKey
+    ) -> InputTokens:
+        """Count the tokens of a request's prompt; a header says if the number is an estimate."""
+        settings = gateway.settings
+        with load.counted() as hold:
+            if api_key.rate_limiter is not None:
+                count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
+            raw = await read_small_body(
+                request.scope,
+                request.receive,
+                limit_bytes=settings.body_limit_bytes,
+                timeout_s=settings.body_timeout_s,
+                hold=hold,
+            )
+            body = {"model": ANY_MODEL, "input": []} | {
+                name: value for name, value in parse(raw).items() if name != "personality"
+            }
+            exchange = service.exchange()
+            await exchange.open(encode_json(body), api_key.caller.key)
+            inspected = exchange.format.inspect(
+                b"", gateway.policy_store.current, gateway.fleet.view()
+            )
+            api_key.check_model(inspected)
+            count = await counter.count(inspected)
+            if count.estimated:
+                response.headers[ESTIMATE_HEADER] = "true"
+            return {"object": "response.input_tokens", "input_tokens": count.tokens}
+
+    return router
+
+
+def kept_responses(service: ResponsesService, load: Load) -> APIRouter:
+    """Return the routes of kept responses."""
+    router = data_router("/v1/responses")
+    kept = service.kept
+
+    @router.get("/{response_id}", responses=failures(*_KEPT), response_model=dict[str, Any])
+    async def show(
+        response_id: str,
+        api_key: CurrentKey,
+        include: Include = [],  # noqa: B006 - FastAPI copies it
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=-1)] = -1,
+    ) -> Json | Response:
+        """Show a kept response, or stream the events of one in the background again."""
+        owner = api_key.caller.key
+        running = service.background(owner, response_id)
+        if stream:
+            if running is None or running.log is None:
+                await kept.response(owner, response_id)
+                raise errors.FieldInvalid(
+                    "Only a response in the background of this gateway can be streamed again.",
+                    param="stream",
+                )
+            events = _follow(running.log, starting_after, load)
+            return StreamingResponse(events, media_type="text/event-stream")
+        if running is not None and running.log is not None and not running.log.closed:
+            return running.response
+        return _shown_response(await kept.response(owner, response_id), include)
+
+    @router.delete("/{response_id}", responses=failures(*_KEPT))
+    async def delete(response_id: str, api_key: CurrentKey) -> Deleted:
+        """Delete a kept response; one that still runs in the background is cancelled."""
+        owner = api_key.caller.key
+        if (running := service.background(owner, response_id)) is not None:
+            await running.cancel()
+            service.forget(running)
+        await kept.delete_response(owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.post("/{response_id}/cancel", responses=failures(*_KEPT), response_model=dict[str, Any])
+    async def cancel(response_id: str, api_key: CurrentKey) -> Json:
+        """Cancel a response in the background."""
+        owner = api_key.caller.key
+        if (running := service.background(owner, response_id)) is not None:
+            await running.cancel()
+        record = await kept.response(owner, response_id)
+        if not record["response"]["background"]:
+            raise errors.FieldInvalid(
+                "Only a response in the background can be cancelled.", param="response_id"
+            )
+        if running is None and record["response"]["status"] in ("queued", "in_progress"):
+            raise errors.FieldInvalid(
+                "The response runs at another gateway, which alone can cancel it.",
+                param="response_id",
+            )
+        return _shown_response(record, ())
+
+    @router.get("/{response_id}/input_items", responses=failures(*_KEPT))
+    async def input_items(
+        response_id: str, api_key: CurrentKey, page: Annotated[PageRequest, Query()]
+    ) -> ItemList:
+        """List the items of a response's input."""
+        record = await kept.response(api_key.caller.key, response_id)
+        return _page(record["input"], page)
+
+    return router
+
+
+def conversations(service: ResponsesService) -> APIRouter:
+    """Return the routes of conversations and their items."""
+    router = data_router("/v1/conversations")
+    kept = service.kept
+
+    @router.post("", responses=failures(*_CHANGED), response_model=dict[str, Any])
+    async def create(api_key: CurrentKey, fields: Fields = {}) -> Json:  # noqa: B006
+        """Create a conversation, with items or without."""
+        _check_names(fields, "items", "metadata")
+        items = _new_items(fields.get("items") or [])
+        metadata = _metadata(fields)
+        return _shown(await kept.create_conversation(api_key.caller.key, items, metadata))
+
+    @router.get("/{conversation_id}", responses=failures(*_KEPT), response_model=dict[str, Any])
+    async def show(conversation_id: str, api_key: CurrentKey) -> Json:
+        """Show a conversation."""
+        return _shown(await kept.conversation(api_key.caller.key, conversation_id))
+
+    @router.post("/{conversation_id}", responses=failures(*_CHANGED), response_model=dict[str, Any])
+    async def update(conversation_id: str, api_key: CurrentKey, fields: Fields) -> Json:
+        """Replace the metadata of a conversation."""
+        _check_names(fields, "metadata")
+        metadata = _metadata(fields)
+
+        def replace(conversation: Json) -> None:
+            conversation["metadata"] = metadata
+
+        return _shown(await kept.change(api_key.caller.key, conversation_id, replace))
+
+    @router.delete("/{conversation_id}", responses=failures(*_KEPT))
+    async def delete(conversation_id: str, api_key: CurrentKey) -> Deleted:
+        """Delete a conversation; the responses in it stay."""
+        await kept.delete_conversation(api_key.caller.key, conversation_id)
+        return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+    @router.get("/{conversation_id}/items", responses=failures(*_KEPT))
+    async def list_items(
+        conversation_id: str, api_key: CurrentKey, page: Annotated[PageRequest, Query()]
+    ) -> ItemList:
+        """List the items of a conversation."""
+        conversation = await kept.conversation(api_key.caller.key, conversation_id)
+        return _page(conversation["items"], page)
+
+    @router.post("/{conversation_id}/items", responses=failures(*_CHANGED))
+    async def add_items(
+        conversation_id: str,
+        api_key: CurrentKey,
+        fields: Fields,
+        include: Include = [],  # noqa: B006
+    ) -> ItemList:
+        """Add items to a conversation."""
+        _check_names(fields, "items")
+        items = named_items(_new_items(fields.get("items")))
+        await kept.change(
+            api_key.caller.key, conversation_id, lambda one: one["items"].extend(items)
+        )
+        return _page(items, PageRequest(limit=100, order="asc", include=include))
+
+    @router.get(
+        "/{conversation_id}/items/{item_id}",
+        responses=failures(*_KEPT),
+        response_model=dict[str, Any],
+    )
+    async def show_item(
+        conversation_id: str,
+        item_id: str,
+        api_key: CurrentKey,
+        include: Include = [],  # noqa: B006
+    ) -> Json:
+        """Show an item of a conversation."""
+        conversation = await kept.conversation(api_key.caller.key, conversation_id)
+        found = conversation["items"][_place(conversation["items"], item_id)]
+        return shown_item(found, encrypted=_ENCRYPTED in include)
+
+    @router.delete(
+        "/{conversation_id}/items/{item_id}",
+        responses=failures(*_KEPT),
+        response_model=dict[str, Any],
+    )
+    async def delete_item(conversation_id: str, item_id: str, api_key: CurrentKey) -> Json:
+        """Delete an item of a conversation."""
+
+        def drop(conversation: Json) -> None:
+            del conversation["items"][_place(conversation["items"], item_id)]
+
+        return _shown(await kept.change(api_key.caller.key, conversation_id, drop))
+
+    return router
+
+
+async def _follow(log: EventLog, after: int, load: Load) -> AsyncIterator[bytes]:
+    with load.counted():
+        async for piece in log.follow(after):
+            yield piece
+
+
+def _shown_response(record: Json, include: Sequence[str]) -> Json:
+    encrypted = record["encrypted"] or _ENCRYPTED in include
+    output = [shown_item(item, encrypted=encrypted) for item in record["output"]]
+    return {**record["response"], "output": output}
+
+
+def _shown(conversation: Json) -> Json:
+    fields = {name: conversation[name] for name in ("id", "created_at", "metadata")}
+    return {"object": "conversation", **fields}
+
+
+def _page(items: Sequence[Item], asked: PageRequest) -> ItemList:
+    ordered = list(items) if asked.order == "asc" else list(reversed(items))
+    if asked.after:
+        ordered = ordered[_place(ordered, asked.after) + 1 :]
+    encrypted = _ENCRYPTED in asked.include
+    page = [shown_item(item, encrypted=encrypted) for item in ordered[: asked.limit]]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(ordered) > asked.limit,
+    }
+
+
+def _place(items: Sequence[Item], item_id: str) -> int:
+    for index, item in enumerate(items):
+        if item["id"] == item_id:
+            return index
+    raise errors.ResponseUnknown("Item", item_id)
+
+
+def _new_items(given: Any) -> list[Item]:
+    """Read the items of a body, which a request could have as its input too."""
+    if not isinstance(given, list) or len(given) > _NEW_ITEMS_LIMIT:
+        raise errors.FieldInvalid(
+            f"'items' must be a list of at most {_NEW_ITEMS_LIMIT}.", param="items"
+        )
+    try:
+        items = list(read_items(given, "items"))
+    except FieldError as error:
+        raise errors.FieldInvalid(error.message, param=error.param) from None
+    ResponsesFormat.check_items(items, "items")
+    return items
+
+
+def _metadata(fields: Json) -> dict[str, str]:
+    try:
+        return check_metadata(fields.get("metadata"))
+    except FieldError as error:
+        raise errors.FieldInvalid(error.message, param=error.param) from None
+
+
+def _check_names(fields: Json, *known: str) -> None:
+    for name in fields:
+        if name not in known:
+            raise errors.FieldInvalid(f"Unknown parameter: '{name[:100]}'.", param=name[:100])

@@ -1,0 +1,44 @@
+"""Items as the lists of OpenAI show them, whatever short form the client sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Json = dict[str, Any]
+_OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
+
+
+def shown_item(item: Mapping[str, Any], *, encrypted: bool) -> Json:
+    """Return an item with all that its type requires; `encrypted`: also the sealed reasoning."""
+    shown: Json = dict(item)
+    kind = shown["type"]
+    if kind == "message":
+        shown["status"] = shown.get("status") or "completed"
+        shown["content"] = _shown_parts(shown["content"], by_user=shown["role"] != "assistant")
+    elif kind in _OUTPUTS:
+        shown["status"] = shown.get("status") or "completed"
+        if isinstance(shown["output"], list):
+            shown["output"] = _shown_parts(shown["output"], by_user=True)
+    elif kind == "function_call":
+        shown["status"] = shown.get("status") or "completed"
+    elif kind == "reasoning":
+        shown["summary"] = shown.get("summary") or []
+        if not encrypted:
+            shown.pop("encrypted_content", None)
+    return shown
+
+
+def _shown_parts(content: Any, *, by_user: bool) -> list[Json]:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [_shown_part(part, by_user=by_user) for part in parts]
+
+
+def _shown_part(part: Mapping[str, Any], *, by_user: bool) -> Json:
+    if part["type"] in ("text", "input_text", "output_text"):
+        if by_user:
+            return {"type": "input_text", "text": part["text"]}
+        return {"annotations": [], "logprobs": [], **part, "type": "output_text"}
+    if part["type"] == "input_image":
+        return {"file_id": None, "detail": "auto", **part}
+    return dict(part)
