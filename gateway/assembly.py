@@ -38,7 +38,8 @@ from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.periodic import Job, WeekClock, periodic_tasks
 from gateway.protocols.responses import Sealer
-from gateway.routing.prefix_affinity import PrefixHasher, PrefixIndex
+from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.routing.prefix_keys import PrefixHasher
 from gateway.routing.replay import RecentRequests
 from gateway.storage.counters import CounterStore, MemoryCounters
 from gateway.storage.expiring import ExpiringRecords, MemoryRecords
@@ -91,7 +92,7 @@ class Gateway:
         self.prefix_index = PrefixIndex(clock)
         # Gateways that share the token give one system prompt one name.
         secret = join_token.encode() or secrets.token_bytes(32)
-        self.prefix_names, self.sealer = PrefixHasher(secret), Sealer(secret)
+        self.prefix_hasher, self.sealer = PrefixHasher(secret), Sealer(secret)
         self.expiring_records: ExpiringRecords = MemoryRecords(clock)
         self.scheduler = Scheduler(self.fleet, self.prefix_index, clock, rng)
         self.usage_store = UsageStore(records, wall, life=secrets.token_hex(4))

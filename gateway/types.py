@@ -54,6 +54,8 @@ class Usage(NamedTuple):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_known: bool = True
+    """Whether the worker counts cached tokens; servers of other kinds may not."""
 
 
 class Drafts(NamedTuple):

@@ -30,6 +30,11 @@ NO_PREFIX = "-"
 """Sent for the key of a prefix that the worker must not cache, since others could find it."""
 MAX_PREFIX_NAME_CHARS = 128
 """The longest key of a prefix that a gateway may send."""
+KEYS_HEADER = "x-paceline-prefix-keys"
+"""Of a request: the keys at the ends of its last messages, longest first, then that of its system
+prompt, with commas between them; `NO_PREFIX` in place of a system prompt that is too short."""
+MAX_PREFIX_KEYS = 5
+"""Keys that a gateway sends with a request."""
 MAX_REPORT_BYTES = 256 * 1024
 """The largest body of a heartbeat, and of a worker's response with its report."""
 MAX_COUNT = 2**53
@@ -395,6 +400,8 @@ class WorkerReport(Record):
     """Keys of cached prefixes, the most recently used first."""
     prefix_count: Count = 0
     """Number of cached prefixes; if `prefixes` lists fewer, a missing one may still be cached."""
+    evicted_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=MAX_REPORTED_PREFIXES)
+    """Keys of the last prefixes that were evicted and are not on disk, the last one first."""
     lanes: Annotated[
         tuple[LaneReport, ...], Field(max_length=MAX_LANES), AfterValidator(_check_unique)
     ]

@@ -1,6 +1,6 @@
 """Cost of a routing decision by the number of workers: `python -m bench.fleet.cost`.
 
-Measured are the steps of one request: the view of the fleet, the holders of its system prompt, the
+Measured are the steps of one request: the view of the fleet, the holders of its conversation, the
 decision, and a slot acquired and released. Each decision follows a change of the fleet, as under
 load. Times are CPU times of this process, the minimum of several runs.
 """
@@ -19,7 +19,8 @@ from rich.console import Console
 from bench.harness.tables import Grid
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import WorkerRegistry
-from gateway.routing.prefix_affinity import MAX_PREFIXES, PrefixIndex
+from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.routing.prefix_keys import PrefixEnd, PrefixKeys
 from gateway.routing.select import RoutingRequest, decide
 from policies.document import default_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
@@ -29,13 +30,15 @@ RESULTS: Final = Path(__file__).parents[1] / "results" / "fleet_cost.md"
 _INTRODUCTION: Final = """\
 # Cost of a routing decision
 
-`python -m bench.fleet.cost`: the view of the fleet, the holders of the system prompt, and the
+`python -m bench.fleet.cost`: the view of the fleet, the holders of the conversation, and the
 decision; then the same after a change of the fleet, with a slot acquired and released, as under
 load. CPU time of one process, minimum and median of all runs.
 """
 TARGET_US: Final = 60.0
 _WORKERS: Final = (1, 2, 4, 8, 16, 64)
 _DECISIONS: Final = 400
+_PROMPTS: Final = 10_000
+_TURNS: Final = 10
 _RUNS: Final = 25
 _MODEL: Final = "demo"
 _SAMPLED: Final = RequestProfile(endpoint=Endpoint.CHAT, model=_MODEL, text_chars=8000)
@@ -75,18 +78,27 @@ def _reports(workers: int) -> Iterator[WorkerReport]:
         )
 
 
+def _prompt(number: int) -> PrefixKeys:
+    """Return the keys of a conversation with a system prompt."""
+    messages = 2 * _TURNS
+    ends = [
+        PrefixEnd(f"{number:04}{at:04}".encode(), 1000 * at, at) for at in range(messages, 0, -1)
+    ]
+    return PrefixKeys(tuple(ends), has_system=True, unscoped=b"")
+
+
 def measure(workers: int, profile: RequestProfile) -> Cost:
-    """Measure decisions over a fleet, each with a system prompt that three workers hold."""
+    """Measure decisions over a fleet, each of a conversation that three workers hold."""
     rng, policy, reports = Random(2), default_policy(), tuple(_reports(workers))
     fleet = WorkerRegistry(time.monotonic, rng.random)
     prefixes = PrefixIndex(time.monotonic)
-    for number in range(MAX_PREFIXES):
+    prompts = tuple(_prompt(number) for number in range(_PROMPTS))
+    for number, prompt in enumerate(prompts):
         for copy in range(min(3, workers)):
             boot = f"mac-{(number + copy) % workers}", "1"
-            prefixes.record_dispatch(str(number), boot, policy.prefix)
+            prefixes.record_dispatch(prompt, boot, policy.prefix)
     requests = [
-        RoutingRequest(policy, profile, prefix_key=str(rng.randrange(MAX_PREFIXES)))
-        for _ in range(_DECISIONS)
+        RoutingRequest(policy, profile, prefix=rng.choice(prompts)) for _ in range(_DECISIONS)
     ]
 
     def send_heartbeats() -> None:
@@ -94,11 +106,11 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
             fleet.heartbeat(report)
 
     send_heartbeats()
-    views = [prefixes.annotate(fleet.view(), request.prefix_key) for request in requests]
+    views = [prefixes.annotate(fleet.view(), request.prefix) for request in requests]
 
     def annotate_views() -> None:
         for request in requests:
-            prefixes.annotate(fleet.view(), request.prefix_key)
+            prefixes.annotate(fleet.view(), request.prefix)
 
     def decide_all() -> None:
         for request, view in zip(requests, views, strict=True):
@@ -106,7 +118,7 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
 
     def dispatch_all() -> None:
         for request in requests:
-            view = prefixes.annotate(fleet.view(), request.prefix_key)
+            view = prefixes.annotate(fleet.view(), request.prefix)
             for candidate in decide(request, view, rng, first_only=True).candidates:
                 if (lease := fleet.acquire(candidate)) is not None:
                     fleet.release(lease, AttemptResult.SUCCEEDED)
@@ -143,7 +155,7 @@ def main() -> None:
             if workers == _WORKERS[-1]:
                 reached_us = max(reached_us, cost.decision_us)
     grid = Grid(
-        title=f"CPU microseconds of a decision, with {MAX_PREFIXES:,} system prompts",
+        title=f"CPU microseconds of a decision, with {_PROMPTS:,} conversations of {_TURNS} turns",
         columns=(
             "workers, request",
             "decision, minimum",

@@ -14,7 +14,8 @@ from bench.fleet.world import Mac, SimulatedRequest
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.routing.prefix_affinity import ExpectedReuse, PrefixIndex
+from gateway.routing.prefix_keys import PrefixEnd, PrefixKeys
 from gateway.routing.select import RoutingRequest, decide
 from gateway.types import Usage
 from policies.document import default_policy
@@ -165,6 +166,7 @@ class Ours:
         self._fleets = [WorkerRegistry(lambda: self._now_s, rng.random) for _ in range(gateways)]
         self._prefixes = [PrefixIndex(lambda: self._now_s) for _ in range(gateways)]
         self._leases: dict[int, Lease] = {}
+        self._expected: dict[int, ExpectedReuse] = {}
         self._heartbeats_s: dict[tuple[str, int], float] = {}
         """The time of the last heartbeat of each boot of a Mac."""
         self._exchanged_s = 0.0
@@ -175,9 +177,9 @@ class Ours:
         fleet = self._fleets[request.number % len(self._fleets)]
         prefixes = self._prefixes[request.number % len(self._fleets)]
         profile = _profile(request)
-        routing_request = RoutingRequest(self._policy, profile, prefix_key=str(request.prefix))
+        routing_request = RoutingRequest(self._policy, profile, prefix=_prefix_keys(request))
         for first_only in (True, False):
-            view = prefixes.annotate(fleet.view(), routing_request.prefix_key)
+            view = prefixes.annotate(fleet.view(), routing_request.prefix)
             decision = decide(routing_request, view, self._rng, first_only=first_only)
             for candidate in decision.candidates:
                 if (lease := fleet.acquire(candidate)) is not None:
@@ -191,7 +193,8 @@ class Ours:
         self._now_s = now_s
         boot = self._leases[request.number].boot
         prefixes = self._prefixes[request.number % len(self._fleets)]
-        prefixes.record_dispatch(str(request.prefix), boot, self._policy.prefix)
+        expected = prefixes.record_dispatch(_prefix_keys(request), boot, self._policy.prefix)
+        self._expected[request.number] = expected
 
     def record_end(self, request: SimulatedRequest, mac: Mac, cached_tokens: int | None) -> None:
         self._now_s = max(self._now_s, mac.now_s)
@@ -200,9 +203,10 @@ class Ours:
         prefixes = self._prefixes[request.number % len(self._fleets)]
         failed = cached_tokens is None
         fleet.release(lease, AttemptResult.FAILED if failed else AttemptResult.SUCCEEDED)
-        usage = None if failed else Usage(1, 1, cached_tokens or 0)
-        expected = lease.candidate.prefix_cached
-        prefixes.record_usage(str(request.prefix), lease.boot, usage, expected=expected)
+        tokens = request.prefix_tokens + request.unique_tokens
+        usage = None if failed else Usage(tokens, 1, cached_tokens or 0)
+        expected = self._expected.pop(request.number)
+        prefixes.record_usage(_prefix_keys(request), lease.boot, usage, expected)
 
     def _synchronise(self, macs: Sequence[Mac]) -> None:
         """Receive the heartbeats that are due, and the claims of other gateways."""
@@ -234,6 +238,12 @@ def _profile(request: SimulatedRequest) -> RequestProfile:
     return RequestProfile(endpoint=Endpoint.CHAT, model=_MODEL, text_chars=chars)
 
 
+def _prefix_keys(request: SimulatedRequest) -> PrefixKeys:
+    key = _hash(f"prompt {request.prefix}").to_bytes(8)
+    end = PrefixEnd(key, _CHARS_PER_TOKEN * request.prefix_tokens, 1)
+    return PrefixKeys((end,), has_system=True, unscoped=key)
+
+
 def _worker_report(mac: Mac) -> WorkerReport:
     """Return the report of a Mac."""
     lane = LaneReport(
@@ -248,7 +258,10 @@ def _worker_report(mac: Mac) -> WorkerReport:
     return WorkerReport(
         worker_id=mac.name, boot_id=str(mac.boot), url=f"http://{mac.name}", model=_MODEL,
         context_tokens=8192, lanes=(lane,), prefix_count=len(mac.cached),
-        prefixes=tuple(map(str, islice(reversed(mac.cached), MAX_REPORTED_PREFIXES))),
+        prefixes=tuple(
+            f"{_hash(f'prompt {prefix}'):016x}"
+            for prefix in islice(reversed(mac.cached), MAX_REPORTED_PREFIXES)
+        ),
     )  # fmt: skip
 
 

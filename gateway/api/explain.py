@@ -25,6 +25,7 @@ from gateway.proxy.billing import count_request
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import routing_request
 from gateway.proxy.load_shedding import Load
+from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.select import Candidate, Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
@@ -112,7 +113,7 @@ async def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) 
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())
-    decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix_key), rng)
+    decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix), rng)
     if decision.forbidden:
         raise PoolsNotAllowed
     explanation = _explanation(inspected, routed.attributes, decision, _unavailable(gateway, fleet))
@@ -133,7 +134,7 @@ async def _check(
     worker = workers.get(candidate.worker_id)
     if worker is None or not worker.backend.sends_reports:
         return
-    headers = worker.backend.headers(candidate.lane, "", NO_PREFIX, None)
+    headers = worker.backend.headers(candidate.lane, NO_KEYS, NO_PREFIX, None)
     response = await gateway.control.check(
         worker.report, path, to_json(body, inf_nan_mode="null"), headers
     )

@@ -1,4 +1,4 @@
-"""Claims that a worker caches a system prompt, exchanged between gateways by a Redis stream.
+"""Claims that workers have cached prompts, exchanged between gateways by a Redis stream.
 
 A lost claim costs one prompt that is read again.
 """
@@ -11,12 +11,12 @@ from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_stream import SharedStream
 from gateway.routing.prefix_affinity import (
     MAX_PENDING_CLAIMS,
-    MAX_PREFIXES,
     PrefixClaim,
     PrefixIndex,
 )
 
-_MAX_ENTRIES = 2 * MAX_PREFIXES
+_MAX_ENTRIES = 200_000
+"""One for each turn; 20 turns of ten thousand conversations."""
 
 
 class SharedPrefixClaims:
@@ -40,7 +40,8 @@ class SharedPrefixClaims:
 def _parse(text: str) -> PrefixClaim | None:
     """Parse a claim; return None for one of another version of Paceline."""
     try:
-        name, worker_id, boot_id, for_s = json.loads(text)
-        return PrefixClaim(str(name), str(worker_id), str(boot_id), float(for_s))
+        ends, worker_id, boot_id, ttl_s = json.loads(text)
+        keys = tuple([(str(key), int(tokens)) for key, tokens in ends])
+        return PrefixClaim(keys, str(worker_id), str(boot_id), float(ttl_s))
     except (TypeError, ValueError):
         return None

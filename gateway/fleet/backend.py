@@ -10,7 +10,8 @@ from pydantic_core import to_json
 
 from gateway.config.static_workers import StaticWorker
 from gateway.protocols.openai import for_openai
-from workers.protocol import NO_PREFIX, SCOPE_HEADER, TOKENS_LIMIT_HEADER, WorkerReport
+from gateway.routing.prefix_keys import PrefixKeys
+from workers.protocol import KEYS_HEADER, NO_PREFIX, SCOPE_HEADER, TOKENS_LIMIT_HEADER, WorkerReport
 
 
 class Backend(ABC):
@@ -34,7 +35,7 @@ class Backend(ABC):
     def headers(
         self,
         lane: str,  # noqa: ARG002
-        prefix_key: str,  # noqa: ARG002
+        prefix: PrefixKeys,  # noqa: ARG002
         scope: str,  # noqa: ARG002
         token_limit: int | None,  # noqa: ARG002
     ) -> Mapping[str, str]:
@@ -58,13 +59,13 @@ class PacelineBackend(Backend):
         return (report.model,)
 
     def headers(
-        self, lane: str, prefix_key: str, scope: str, token_limit: int | None
+        self, lane: str, prefix: PrefixKeys, scope: str, token_limit: int | None
     ) -> Mapping[str, str]:
         """Return the token, the lane, what isolates the prompt, and the limit of tokens."""
         headers = {
             **self.authorization,
             "x-paceline-lane": lane,
-            "x-paceline-prefix-key": prefix_key or NO_PREFIX,
+            KEYS_HEADER: _keys_text(prefix),
             SCOPE_HEADER: scope,
         }
         return (
@@ -94,3 +95,11 @@ class OpenAIBackend(Backend):
     def body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:  # noqa: ARG002
         """Return the body without the fields that only Paceline's workers read."""
         return to_json(for_openai(fields), inf_nan_mode="null")
+
+
+def _keys_text(prefix: PrefixKeys) -> str:
+    """Return the keys of a prompt as a header: that of the system prompt is always last."""
+    if not prefix.ends:
+        return NO_PREFIX
+    keys = [end.key.hex() for end in prefix.claimed]
+    return ",".join(keys if prefix.has_system else [*keys, NO_PREFIX])

@@ -116,7 +116,7 @@ class Scheduler:
         self, request: RoutingRequest, tried: frozenset[str], *, first_only: bool = False
     ) -> Decision:
         """Decide by the present fleet without the workers tried before."""
-        fleet = self._prefixes.annotate(self._fleet.view(without=tried), request.prefix_key)
+        fleet = self._prefixes.annotate(self._fleet.view(without=tried), request.prefix)
         return decide(request, fleet, self._rng, first_only=first_only)
 
     def _first_free(self, request: RoutingRequest, decision: Decision) -> Lease | None:

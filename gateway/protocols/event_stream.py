@@ -207,10 +207,12 @@ def read_usage(answer: Mapping[str, Any]) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return Usage(
         prompt_tokens=_count(usage.get("prompt_tokens")),
         completion_tokens=_count(usage.get("completion_tokens")),
-        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else 0,
+        cached_tokens=_count(cached),
+        cached_known=cached is not None,
     )
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from gateway.auth.api_keys import ANONYMOUS, ApiKey
 from gateway.errors import GatewayError, RequestRefused, Unavailable
 from gateway.proxy.billing import TokenReservation, cost_of
+from gateway.routing.prefix_affinity import NOTHING_EXPECTED, ExpectedReuse
+from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.select import Decision, RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Outcome, Spent
@@ -49,6 +51,8 @@ class RequestContext(RequestRecord):
     """The tokens reserved for the request, if its key has limits."""
     read_slowly: bool = False
     """The worker waited for the client, so it may have reported more than the gateway has read."""
+    expected_reuse: ExpectedReuse = NOTHING_EXPECTED
+    """What the worker of the last attempt had cached, as far as was known."""
     dispatched_at_s: float | None = None
     begun: bool = False
     """A worker has the request and may have begun it."""
@@ -69,19 +73,19 @@ class RequestContext(RequestRecord):
         return self.reservation.token_limit if self.reservation else None
 
     @property
-    def prefix_key(self) -> str:
-        """Return the name of the system prompt; empty if there is none."""
-        return self.routing_request.prefix_key if self.routing_request else ""
+    def prefix_keys(self) -> PrefixKeys:
+        """Return the keys of the prompt."""
+        return self.routing_request.prefix if self.routing_request else NO_KEYS
 
     @property
     def cache_result(self) -> str:
-        """Return the cache result of the system prompt: hit, miss or none.
+        """Return whether the worker had a beginning of the prompt cached: hit, miss or none.
 
         Before the worker has reported usage, this is the expected result.
         """
-        if not self.prefix_key:
+        if not self.prefix_keys.ends:
             return NO_PREFIX
-        if self.usage is not UNUSED:
+        if self.usage is not UNUSED and self.usage.cached_known:
             return "hit" if self.usage.cached_tokens else "miss"
         return "hit" if self.candidate and self.candidate.prefix_cached else "miss"
 

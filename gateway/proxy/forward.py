@@ -67,7 +67,7 @@ class Forwarder:
         self._settings = settings = gateway.settings
         self._scheduler = gateway.scheduler
         self._prefix_index = gateway.prefix_index
-        self._prefix_names = gateway.prefix_names
+        self._prefix_hasher = gateway.prefix_hasher
         self._clock = gateway.clock
         self.connections = upstream.ConnectionPool(
             settings.connect_timeout_s, settings.answer_timeout_s
@@ -147,21 +147,21 @@ class Forwarder:
             request, context.caller, tried, on_decision=context.record_decision
         )
         context.candidate = lease.candidate
-        if request.prefix_key:
-            self._prefix_index.record_dispatch(
-                request.prefix_key, lease.boot, context.policy.prefix
+        if request.prefix.ends:
+            context.expected_reuse = self._prefix_index.record_dispatch(
+                request.prefix, lease.boot, context.policy.prefix
             )
         if context.dispatched_at_s is None:
             context.waited_s = lease.waited_s
         return lease
 
     def _record_prefix_usage(self, context: RequestContext, lease: Lease) -> None:
-        """Record after an attempt whether the worker has the system prompt in its cache."""
-        if context.prefix_key:
+        """Record after an attempt whether the worker had the earlier turns in its cache."""
+        prefix = context.prefix_keys
+        if prefix.ends:
             usage = None if context.usage is UNUSED else context.usage
-            expected = lease.candidate.prefix_cached
-            self._prefix_index.record_usage(
-                context.prefix_key, lease.boot, usage, expected=expected
+            context.missed_reuse = self._prefix_index.record_usage(
+                prefix, lease.boot, usage, context.expected_reuse
             )
 
     def _retries(self, error: errors.GatewayError, lease: Lease, context: RequestContext) -> bool:
@@ -188,7 +188,7 @@ class Forwarder:
         assert context.inspected is not None
         backend, fields = lease.state.backend, context.inspected.body
         if backend.takes_cache_salt:
-            salt = self._prefix_names.cache_salt(context.caller, context.policy.prefix)
+            salt = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix)
             fields = {**fields, "cache_salt": salt} if salt else fields
         body = backend.body(body, fields)
         try:
@@ -232,9 +232,9 @@ class Forwarder:
             headers |= context.trace.attempt(context.profile, candidate)
         url = lease.state.report.url + WORKER_PATHS[context.profile.endpoint]
         send = self.connections.send
-        scope = self._prefix_names.cache_salt(context.caller, context.policy.prefix) or "all"
-        lane, key = candidate.lane, context.prefix_key
-        headers |= backend.headers(lane, key, scope, context.token_limit)
+        scope = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix) or "all"
+        lane, keys = candidate.lane, context.prefix_keys
+        headers |= backend.headers(lane, keys, scope, context.token_limit)
         response = await send(url, body, headers, context.begin, fresh=fresh)
         refused = response.status != 200 and response.tokens
         if reservation is None or context.token_limit is None or not refused:
@@ -242,7 +242,7 @@ class Forwarder:
         tokens = response.tokens
         response.release()
         reservation.resize(tokens)
-        headers |= backend.headers(lane, key, scope, context.token_limit)
+        headers |= backend.headers(lane, keys, scope, context.token_limit)
         return await send(url, body, headers, context.begin)
 
     async def _relay_whole(

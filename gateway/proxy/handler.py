@@ -45,8 +45,8 @@ def routing_request(
     attributes = read_attributes(
         scope, caller, policy.compiled.headers, gateway.week_clock.minute()
     )
-    prefix_key = gateway.prefix_names.prefix_key(inspected, caller, policy.prefix)
-    return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix_key)
+    prefix = gateway.prefix_hasher.prefix_keys(inspected, caller, policy.prefix)
+    return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
 
 
 class ProxyHandler:

@@ -1,137 +1,209 @@
-"""Prefix affinity: keys of system prompts, and which workers have them cached.
+"""Prefix affinity: which workers have cached the beginnings of which prompts.
 
-A worker caches the system prompts that it has computed and answers the next request with one much
-sooner. What is cached where is a claim: made when a request is sent, confirmed or dropped by the
-`cached_tokens` of its response and by the worker's reports, and void after the worker's boot.
+A worker caches what it has read and answers the next turn of a conversation, or the next request
+with the same system prompt, much sooner. What is cached where is a claim: made when a request is
+sent, confirmed or dropped by the `cached_tokens` of its response and by the worker's reports, and
+void after the worker's boot.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from struct import Struct
 from typing import NamedTuple
 
-from pydantic_core import to_json
-
-from gateway.routing.view import FleetView
-from gateway.types import Caller, Inspected, Usage, WorkerBoot
+from gateway.routing.prefix_keys import KEY_BYTES, MAX_PROMPT_ENDS, PrefixEnd, PrefixKeys
+from gateway.routing.view import CachedPrefix, FleetView
+from gateway.types import Usage, WorkerBoot
 from policies.sections import PrefixPolicy
 from workers.protocol import WorkerReport
 
-MAX_PREFIXES = 10_000
+MAX_ENDS = 1_000_000
+"""Claimed ends of prompts: four turns and the system prompt of 200,000 conversations."""
 MAX_PENDING_CLAIMS = 2_000
-# The prefill of a shorter prompt takes hardly longer than a cache lookup.
-_MIN_PREFIX_BYTES = 256
 _MAX_REPORTED_BOOTS = 256
+# After so many boots all claims are forgotten once, so that a boot has a number of two bytes.
+_MAX_BOOTS = 4096
 _NO_KEYS: frozenset[str] = frozenset()
-_SYSTEM_FIELDS = ("tools", "chat_template_kwargs", "reasoning_effort")
-
-
-class PrefixHasher:
-    """Derives keys of system prompts by a keyed digest that reveals nothing of the text."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._digest = blake2b(key=blake2b(secret, person=b"paceline-prefix").digest(),
-                              digest_size=16)  # fmt: skip
-
-    def prefix_key(self, inspected: Inspected, caller: Caller, rules: PrefixPolicy) -> str:
-        """Return the key of the prefix that requests may share; empty if it is too short."""
-        body = inspected.body
-        messages = body.get("messages")
-        if not messages:
-            return ""
-        first = messages[0]
-        system = first.get("content") if first["role"] == "system" else None
-        shared = [body.get(field) for field in _SYSTEM_FIELDS]
-        if system is None and shared[0] is None:
-            return ""
-        scope = rules.scope(caller.key, caller.team)
-        prefix = to_json([scope, inspected.profile.model, *shared, system], inf_nan_mode="null")
-        if len(prefix) < _MIN_PREFIX_BYTES:
-            return ""
-        return self._hex(prefix)
-
-    def cache_salt(self, caller: Caller, rules: PrefixPolicy) -> str:
-        """Return the salt of a client's isolation scope; empty if all clients share prompts."""
-        scope = rules.scope(caller.key, caller.team)
-        return self._hex(f"cache_salt {scope}".encode()) if scope else ""
-
-    def _hex(self, text: bytes) -> str:
-        digest = self._digest.copy()
-        digest.update(text)
-        return digest.hexdigest()
+_BYTES_PER_TOKEN = 4
+_NEGLIGIBLE_TOKENS = 256
+_EVICTED = 2**32 - 1
+"""In place of tokens: the worker has had this end and has it no more."""
+_MAX_SCOPES = 10_000
+# Messages whose number a reason names.
+_NAMED_MESSAGES = 32
+# Between the end of a prompt and that of its next turn are its answer and a new message.
+_ENDS_PER_TURN = 2
+OTHER_MAC = "other Mac"
+EVICTED = "evicted"
+ISOLATED = "isolated"
 
 
 class PrefixClaim(NamedTuple):
     """A claim as gateways exchange it; a `ttl_s` of 0 withdraws it."""
 
-    prefix_key: str
+    ends: tuple[tuple[str, int], ...]
+    """Keys, longest last, and the tokens that the worker has up to there; 0 if unknown."""
     worker_id: str
     boot_id: str
     ttl_s: float
 
 
+class ExpectedReuse(NamedTuple):
+    """What the index expected of a request when it was sent."""
+
+    tokens: int = 0
+    """Tokens that the chosen worker had cached, as it counted them; 0 if unknown."""
+    kept: int = 0
+    """Number of claimed ends, the shortest ones, that the worker already had."""
+    missed: str = ""
+    """Why it had not all earlier turns; empty if it had, or if no worker is known to have them."""
+
+
+NOTHING_EXPECTED = ExpectedReuse()
+
+
+class _Claims:
+    """Claims by the key of an end: at most `MAX_ENDS`, of which the last used ones stay.
+
+    One value of bytes for each end, and many small maps: a map of a million entries would stop the
+    event loop for 50 ms whenever it grows.
+    """
+
+    _SHARDS = 256
+    _EVICTED_AT_ONCE = 32
+    _CLAIM = Struct("<HId")
+    """Number of the boot, tokens up to the end, and the time at which the claim ends."""
+
+    def __init__(self) -> None:
+        self._shards: tuple[dict[bytes, bytes], ...] = tuple({} for _ in range(self._SHARDS))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    def clear(self) -> None:
+        for shard in self._shards:
+            shard.clear()
+
+    def get(self, key: bytes) -> Iterable[tuple[int, int, float]]:
+        """Return the claims of an end, those made last at the end."""
+        packed = self._shards[key[0]].get(key)
+        return () if packed is None else self._CLAIM.iter_unpack(packed)
+
+    def set(self, key: bytes, claims: Iterable[tuple[int, int, float]]) -> None:
+        shard = self._shards[key[0]]
+        shard.pop(key, None)  # a key that is set again is the last used one
+        packed = b"".join([self._CLAIM.pack(*claim) for claim in claims])
+        if not packed:
+            return
+        shard[key] = packed
+        if len(shard) > MAX_ENDS // self._SHARDS:
+            for oldest in list(islice(shard, self._EVICTED_AT_ONCE)):
+                del shard[oldest]
+
+
 class PrefixIndex:
-    """Claims of workers to system prompts. `clock` returns monotonic seconds."""
+    """Claims of workers to beginnings of prompts. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._claims: OrderedDict[str, dict[WorkerBoot, float]] = OrderedDict()
-        """Time at which each claim ends, by prefix key; the last one used is last."""
-        self._tokens: dict[str, int] = {}
-        """Cached tokens of a prompt, as the last worker counted them."""
+        self._claims = _Claims()
+        self._boots: dict[WorkerBoot, int] = {}
+        self._boots_by_number: list[WorkerBoot] = []
+        self._scopes: dict[bytes, bytes] = {}
+        """Key of each system prompt in the isolation scope that used it last."""
         self._rules = PrefixPolicy()
         """Rules of the policy of the last request."""
-        self._reported: OrderedDict[WorkerBoot, frozenset[str]] = OrderedDict()
-        """Prefix keys in the last report of each boot."""
+        self._reported: OrderedDict[WorkerBoot, tuple[frozenset[str], frozenset[str]]] = (
+            OrderedDict()
+        )
+        """Cached and evicted keys in the last report of each boot."""
         self._pending: dict[tuple[str, str, str], PrefixClaim] = {}
         self.mispredicted = 0
-        """Claims that a response without cached tokens has shown to be wrong."""
+        """Responses with far fewer cached tokens than expected."""
 
     def __len__(self) -> int:
-        """Return the number of system prompts with claims."""
+        """Return the number of ends with claims."""
         return len(self._claims)
 
-    def annotate(self, fleet: FleetView, key: str) -> FleetView:
-        """Return a snapshot with the boots that have a system prompt cached."""
-        claims = self._claims.get(key)
-        if not claims:
-            return fleet
-        now_s = self._clock()
-        boots = frozenset([boot for boot, until_s in claims.items() if until_s > now_s])
-        return fleet.with_prefix(boots, self._tokens.get(key, 0))
+    def annotate(self, fleet: FleetView, prefix: PrefixKeys) -> FleetView:
+        """Return a snapshot with what the boots have cached of a prompt."""
+        cached = self.cached(prefix) if prefix.ends else None
+        return fleet.with_cached(cached) if cached else fleet
 
-    def record_dispatch(self, key: str, boot: WorkerBoot, rules: PrefixPolicy) -> None:
-        """Claim a system prompt for the worker that is about to compute it."""
+    def cached(self, prefix: PrefixKeys) -> dict[WorkerBoot, CachedPrefix]:
+        """Return the longest beginning of a prompt that each boot has cached."""
+        now_s, boots = self._clock(), self._boots_by_number
+        found: dict[WorkerBoot, CachedPrefix] = {}
+        for end in prefix.ends:
+            for number, tokens, until_s in self._claims.get(end.key):
+                if until_s <= now_s or tokens == _EVICTED or (boot := boots[number]) in found:
+                    continue
+                estimate = end.size_bytes // _BYTES_PER_TOKEN
+                found[boot] = CachedPrefix(
+                    tokens or estimate, end, prefix.is_system(end), bool(tokens)
+                )
+        return found
+
+    def best_holder(
+        self, prefix: PrefixKeys, *, besides: WorkerBoot
+    ) -> tuple[WorkerBoot, CachedPrefix] | None:
+        """Return who has a longer beginning of a prompt than one boot, which could fetch it there.
+
+        Of several such boots, the one with the longest.
+        """
+        cached = self.cached(prefix)
+        own = cached.pop(besides, None)
+        best = max(cached.items(), key=lambda item: item[1].end.size_bytes, default=None)
+        if best is None or (own and own.end.size_bytes >= best[1].end.size_bytes):
+            return None
+        return best
+
+    def record_dispatch(
+        self, prefix: PrefixKeys, boot: WorkerBoot, rules: PrefixPolicy
+    ) -> ExpectedReuse:
+        """Claim a prompt for the worker that is about to read it; return what it has already."""
         self._rules = rules
+        ends = prefix.claimed
         if not rules.max_workers:
-            self._claims.pop(key, None)
-            self._tokens.pop(key, None)
-            return
-        self._claim(key, boot, rules.ttl_s)
-        claims = self._claims[key]
-        while len(claims) > rules.max_workers:
-            del claims[next(iter(claims))]
-        self._publish(PrefixClaim(key, *boot, rules.ttl_s))
+            for end in ends:
+                self._claims.set(end.key, ())
+            return NOTHING_EXPECTED
+        number = self._number(boot)
+        expected = self._expect(prefix, boot)
+        until_s = self._clock() + rules.ttl_s
+        claimed = [
+            (end.key.hex(), self._claim(end.key, number, 0, until_s)) for end in reversed(ends)
+        ]
+        self._publish(PrefixClaim(tuple(claimed), *boot, rules.ttl_s))
+        return expected
 
     def record_usage(
-        self, key: str, boot: WorkerBoot, usage: Usage | None, *, expected: bool
-    ) -> None:
-        """Confirm or drop a claim by the usage of a response, None without one.
+        self, prefix: PrefixKeys, boot: WorkerBoot, usage: Usage | None, expected: ExpectedReuse
+    ) -> str:
+        """Confirm or drop the claims of a request by the usage of its response, None without one.
 
-        `expected`: the request was sent to this worker for its cache.
+        Returns why the worker read earlier turns again; empty if it did not, or had none.
         """
-        if usage is None:
-            wrong = not expected  # the worker may not have computed it
-        else:
-            wrong = expected and not usage.cached_tokens
-            self.mispredicted += wrong
-            if usage.cached_tokens and key in self._claims:
-                self._tokens[key] = usage.cached_tokens
-        if wrong:
-            self._drop(key, boot)
-            self._publish(PrefixClaim(key, *boot, 0.0))
+        ends = prefix.claimed
+        if usage is None:  # the worker may not have read the prompt
+            self._withdraw(ends[: len(ends) - expected.kept], boot)
+            return ""
+        if not usage.cached_known:
+            return expected.missed
+        cached = usage.cached_tokens
+        if expected.kept and (not cached or _is_far_less(cached, expected.tokens)):
+            # It keeps less than it reads, so it will not keep this prompt either.
+            self.mispredicted += 1
+            kept_bytes = cached * _BYTES_PER_TOKEN
+            self._withdraw([end for end in prefix.ends if end.size_bytes > kept_bytes], boot)
+            return EVICTED
+        self._learn(ends[0], boot, usage.prompt_tokens)
+        if cached and expected.kept:
+            self._learn(ends[len(ends) - expected.kept], boot, cached)
+        return expected.missed
 
     def record_report(self, report: WorkerReport) -> None:
         """Add and drop claims by what a worker has cached and evicted since its last report.
@@ -139,15 +211,18 @@ class PrefixIndex:
         All gateways receive each report, so these claims are not exchanged.
         """
         boot = (report.worker_id, report.boot_id)
-        before, now = self._reported.get(boot, _NO_KEYS), frozenset(report.prefixes)
-        if now == before or not self._rules.max_workers:
+        before, evicted_before = self._reported.get(boot, (_NO_KEYS, _NO_KEYS))
+        now, evicted = frozenset(report.prefixes), frozenset(report.evicted_prefixes)
+        if (now, evicted) == (before, evicted_before) or not self._rules.max_workers:
             return
+        number, until_s = self._number(boot), self._clock() + self._rules.ttl_s
         for key in now - before:
-            self._claim(key, boot, self._rules.ttl_s)
-        if report.prefix_count == len(now):
-            for key in before - now:
-                self._drop(key, boot)
-        self._reported[boot] = now
+            if (raw := _parse_key(key)) is not None:
+                self._claim(raw, number, 0, until_s)
+        for key in evicted - evicted_before - now:
+            if (raw := _parse_key(key)) is not None:
+                self._learn_tokens(raw, number, _EVICTED)
+        self._reported[boot] = now, evicted
         self._reported.move_to_end(boot)
         if len(self._reported) > _MAX_REPORTED_BOOTS:
             self._reported.popitem(last=False)
@@ -159,32 +234,135 @@ class PrefixIndex:
 
     def merge(self, claim: PrefixClaim, age_s: float) -> None:
         """Apply a claim that another gateway made `age_s` ago."""
-        boot = (claim.worker_id, claim.boot_id)
-        if claim.ttl_s > age_s:
-            self._claim(claim.prefix_key, boot, claim.ttl_s - age_s)
-        elif not claim.ttl_s:
-            self._drop(claim.prefix_key, boot)
+        if 0 < claim.ttl_s <= age_s:
+            return
+        number = self._number((claim.worker_id, claim.boot_id))
+        until_s = self._clock() + claim.ttl_s - age_s
+        for key, tokens in claim.ends[:MAX_PROMPT_ENDS]:
+            if (raw := _parse_key(key)) is None:
+                continue
+            if claim.ttl_s:
+                self._claim(raw, number, min(max(tokens, 0), _EVICTED - 1), until_s)
+            else:
+                self._drop(raw, number)
+
+    def _expect(self, prefix: PrefixKeys, boot: WorkerBoot) -> ExpectedReuse:
+        """Return what a worker has of a prompt, and why it has not more."""
+        cached = self.cached(prefix)
+        own = cached.get(boot)
+        best = max(cached.values(), key=lambda found: found.end.size_bytes, default=None)
+        own_bytes = own.end.size_bytes if own else 0
+        missed = ""
+        if self._is_isolated(prefix) and best is None:
+            missed = ISOLATED
+        elif best is not None and best.end.size_bytes > own_bytes:
+            missed = OTHER_MAC
+        elif self._has_evicted(prefix, own_bytes):
+            missed = EVICTED
+        elif own is not None and not own.is_system:
+            missed = _change(prefix, own.end)
+        kept = sum(end.size_bytes <= own_bytes for end in prefix.claimed)
+        return ExpectedReuse(own.tokens if own and own.measured else 0, kept, missed)
+
+    def _has_evicted(self, prefix: PrefixKeys, beyond_bytes: int) -> bool:
+        """Return whether a worker has reported the eviction of a longer end than this."""
+        now_s = self._clock()
+        return any(
+            tokens == _EVICTED and until_s > now_s
+            for end in prefix.claimed
+            if end.size_bytes > beyond_bytes
+            for _, tokens, until_s in self._claims.get(end.key)
+        )
+
+    def _is_isolated(self, prefix: PrefixKeys) -> bool:
+        """Return whether another isolation scope was the last to use this system prompt."""
+        if not prefix.has_system:
+            return False
+        key = prefix.ends[-1].key
+        before = self._scopes.pop(prefix.unscoped, key)
+        self._scopes[prefix.unscoped] = key
+        if len(self._scopes) > _MAX_SCOPES:
+            for oldest in list(islice(self._scopes, _MAX_SCOPES // 100)):
+                del self._scopes[oldest]
+        return before != key
+
+    def _number(self, boot: WorkerBoot) -> int:
+        number = self._boots.get(boot)
+        if number is None:
+            if len(self._boots) == _MAX_BOOTS:
+                self._claims.clear()
+                self._boots.clear()
+                self._boots_by_number.clear()
+            number = self._boots[boot] = len(self._boots)
+            self._boots_by_number.append(boot)
+        return number
 
     def _publish(self, claim: PrefixClaim) -> None:
-        key = claim[:3]
+        key = (claim.ends[-1][0], claim.worker_id, claim.boot_id)
         self._pending.pop(key, None)
         self._pending[key] = claim
         if len(self._pending) > MAX_PENDING_CLAIMS:  # no exchange takes place
             del self._pending[next(iter(self._pending))]
 
-    def _claim(self, key: str, boot: WorkerBoot, for_s: float) -> None:
-        claims = self._claims.setdefault(key, {})
-        self._claims.move_to_end(key)
-        claims.pop(boot, None)
-        claims[boot] = self._clock() + for_s
-        if len(self._claims) > MAX_PREFIXES:
-            self._tokens.pop(self._claims.popitem(last=False)[0], None)
+    def _claim(self, key: bytes, number: int, tokens: int, until_s: float) -> int:
+        """Claim one end, and return the tokens up to there; 0 if unknown."""
+        now_s, others = self._clock(), []
+        for other, known, other_until_s in self._claims.get(key):
+            if other != number and other_until_s > now_s:
+                others.append((other, known, other_until_s))
+            elif other == number and not tokens and known != _EVICTED:
+                tokens = known
+        others.append((number, tokens, until_s))
+        self._claims.set(key, others[-self._rules.max_workers :])
+        return tokens
 
-    def _drop(self, key: str, boot: WorkerBoot) -> None:
-        claims = self._claims.get(key)
-        if claims is None:
-            return
-        claims.pop(boot, None)
-        if not claims:
-            del self._claims[key]
-            self._tokens.pop(key, None)
+    def _withdraw(self, ends: Sequence[PrefixEnd], boot: WorkerBoot) -> None:
+        """Drop claims, here and at other gateways."""
+        number = self._number(boot)
+        dropped = [end.key.hex() for end in reversed(ends) if self._drop(end.key, number)]
+        if dropped:
+            self._publish(PrefixClaim(tuple([(key, 0) for key in dropped]), *boot, 0.0))
+
+    def _drop(self, key: bytes, number: int) -> bool:
+        """Drop a claim; return whether there was one."""
+        claims = tuple(self._claims.get(key))
+        left = [claim for claim in claims if claim[0] != number]
+        if len(left) == len(claims):
+            return False
+        self._claims.set(key, left)
+        return True
+
+    def _learn(self, end: PrefixEnd, boot: WorkerBoot, tokens: int) -> None:
+        self._learn_tokens(end.key, self._number(boot), min(tokens, _EVICTED - 1))
+
+    def _learn_tokens(self, key: bytes, number: int, tokens: int) -> None:
+        """Set the tokens of a claim, if there is one."""
+        claims = tuple(self._claims.get(key))
+        if any(claim[0] == number for claim in claims):
+            learnt = [(one, tokens if one == number else old, s) for one, old, s in claims]
+            self._claims.set(key, learnt)
+
+
+def _is_far_less(cached: int, expected: int) -> bool:
+    """Return whether a worker had so much less cached that it must have evicted the rest."""
+    return 2 * cached < expected and expected - cached > _NEGLIGIBLE_TOKENS
+
+
+def _change(prefix: PrefixKeys, known: PrefixEnd) -> str:
+    """Return where a conversation differs from the turns that are known; empty if it goes on."""
+    turns = prefix.ends[:-1] if prefix.has_system else prefix.ends
+    if known in turns[: _ENDS_PER_TURN + 1] or not known.messages:
+        return ""
+    changed = known.messages + 1
+    if changed > _NAMED_MESSAGES:
+        return f"changed after message {_NAMED_MESSAGES}"
+    return f"changed at message {changed}"
+
+
+def _parse_key(text: str) -> bytes | None:
+    """Parse a key; None for one of another version of Paceline."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES else None

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView
 from gateway.types import NOWHERE
@@ -34,6 +35,8 @@ class RecentRequests:
     def add(self, request: RoutingRequest) -> None:
         """Add a request in place of the oldest one."""
         profile = request.profile
+        if request.prefix.ends:  # what is cached changes the worker and not the pool
+            request = request._replace(prefix=NO_KEYS)
         if profile.stop or profile.sampling.logit_bias:
             request = _without_lists(request)
         self._requests.append(request)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import log1p
 from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.routing.view import FleetView, LaneCost, LaneView
+from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
+from gateway.routing.view import CachedPrefix, CachedPrefixes, FleetView, LaneCost, LaneView
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import match_route
@@ -25,9 +26,10 @@ BY_POLICY = "policy"
 SPILLED = "spilled"
 """The preferred pool stayed full for longer than the route lets a request wait for it alone."""
 
-# A cached system prompt lowers a worker's cost only while the worker has a free slot and its load
-# (1 is a full lane) is at most this much above the best other worker's: a prompt that all requests
-# share would overload one machine. `bench.fleet.sim` measures which value is good.
+# A cached system prompt lowers a worker's cost only while its load (1 is a full lane) is at most
+# this much above the best other worker's: a prompt that all requests share would overload one
+# machine. A conversation has one next turn, so its cost alone decides how long it waits for its
+# worker. `bench.fleet.sim` measures which value is good.
 _MAX_LOAD_LEAD = 0.625
 
 # This share of requests goes to a worker without an answer for so long, if there is one: only
@@ -36,8 +38,6 @@ _EXPLORED_SHARE = 0.01
 _UNPROVEN_AFTER_S = 30.0
 _CHARS_PER_TOKEN = 4
 _TOKENS_PER_IMAGE = 300
-# Length of a system prompt that neither the request nor a worker reveals.
-_DEFAULT_PREFIX_TOKENS = 2000
 # Scale of the random term by which idle workers are chosen by weight: below any measured cost.
 _TIE_BREAK_S = 1e-9
 
@@ -50,8 +50,8 @@ class RoutingRequest(NamedTuple):
     attributes: CallerAttributes = ANONYMOUS
     allowed_pools: frozenset[str] | None = None
     """Pools that the API key may use; None: all."""
-    prefix_key: str = ""
-    """Key of the system prompt; empty without one that is worth caching."""
+    prefix: PrefixKeys = NO_KEYS
+    """Keys of the beginnings that workers may have cached."""
 
 
 class Candidate(NamedTuple):
@@ -65,13 +65,15 @@ class Candidate(NamedTuple):
     spill: bool = False
     """Used only after the request has waited for the preferred pool as long as the route says."""
     prefix_cached: bool = False
-    """The worker has the system prompt of the request cached."""
+    """The worker has the system prompt or an earlier turn of the request cached."""
     score_s: float = 0.0
     """Cost of the request there, in seconds, by weight: the least is first."""
     prefill_s: float = 0.0
     """Part of it: the prefill of the tokens that the worker has not cached."""
     explored: bool = False
     """First because it has not answered for a while, not because it costs least."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the worker is expected to have cached."""
 
 
 class Decision(NamedTuple):
@@ -95,15 +97,14 @@ class _Ranking:
     order: Sequence[int]
     """Best first; the best alone where that is enough."""
     scores_s: Sequence[float]
-    saved_s: Mapping[int, float]
-    """Prefill time saved by the lanes whose worker has the system prompt cached."""
+    cached: Mapping[int, tuple[CachedPrefix, float]]
+    """What the workers of lanes have cached of the prompt, and the prefill time that it saves."""
     prompt_tokens: float = 0.0
     explored: int | None = None
     """Lane that is first for another reason than its cost."""
 
 
-_ONLY_LANE = _Ranking(order=(0,), scores_s=(0.0,), saved_s={})
-_ONLY_LANE_CACHED = _Ranking(order=(0,), scores_s=(0.0,), saved_s={0: 0.0})
+_ONLY_LANE = _Ranking(order=(0,), scores_s=(0.0,), cached={})
 
 
 def decide(
@@ -206,21 +207,25 @@ def _rank(
 ) -> _Ranking:
     """Rank the lanes of a pool by their cost for this request."""
     if first_only and len(costs) == 1:
-        return _ONLY_LANE_CACHED if _is_cached(costs[0], fleet) else _ONLY_LANE
-    tokens, prefix_tokens = _prompt_tokens(profile, fleet)
+        ref = costs[0].ref
+        found = fleet.cached.get((ref.worker_id, ref.boot_id)) if fleet.cached else None
+        return _ONLY_LANE if found is None else _Ranking((0,), (0.0,), {0: (found, 0.0)})
+    tokens = _prompt_tokens(profile, fleet)
     scores_s = _scores_s(costs, pool, tokens, fleet.now_s, rng)
     first = scores_s.index(min(scores_s))
-    saved_s: Mapping[int, float] = {}
-    if fleet.prefix_boots:
-        saved_s = _saved_s(costs, positions, costs[first].ref.lane.load, prefix_tokens, fleet)
-        for index, seconds in saved_s.items():
-            scores_s[index] -= seconds
+    cached: Mapping[int, tuple[CachedPrefix, float]] = {}
+    if fleet.cached:
+        cached = _cached(costs, positions, costs[first].ref.lane.load, fleet.cached)
+        for index, (_, saved_s) in cached.items():
+            scores_s[index] -= saved_s
             if scores_s[index] < scores_s[first]:
                 first = index
     least_s = scores_s[first]
     if scores_s.count(least_s) > 1:
         first = rng.choice([at for at, score_s in enumerate(scores_s) if score_s == least_s])
     explored = None
+    # A conversation would be read again elsewhere, which takes far longer than other requests.
+    explore = explore and not (first in cached and not cached[first][0].is_system)
     if explore and len(costs) > 1 and rng.random() < _EXPLORED_SHARE:
         explored = _unproven(costs, fleet.now_s, rng)
         first = first if explored is None else explored
@@ -228,18 +233,17 @@ def _rank(
         order = [first]
     else:
         order = _order(first, scores_s, rng)
-    return _Ranking(order, scores_s, saved_s, tokens, explored)
+    return _Ranking(order, scores_s, cached, tokens, explored)
 
 
-def _prompt_tokens(profile: RequestProfile, fleet: FleetView) -> tuple[float, float]:
-    """Return the estimated tokens of a prompt, and those of the prefix that workers have cached."""
+def _prompt_tokens(profile: RequestProfile, fleet: FleetView) -> float:
+    """Return the estimated tokens of a prompt, at least those that a worker has cached."""
     tokens = profile.text_chars / _CHARS_PER_TOKEN
     if profile.media:
         tokens += profile.media_count * _TOKENS_PER_IMAGE
-    if not fleet.prefix_boots:
-        return tokens, 0.0
-    prefix_tokens = fleet.prefix_tokens or tokens or _DEFAULT_PREFIX_TOKENS
-    return max(tokens, prefix_tokens), prefix_tokens
+    if not fleet.cached:
+        return tokens
+    return max([tokens, *[found.tokens for found in fleet.cached.values()]])
 
 
 def _scores_s(
@@ -267,35 +271,33 @@ def _weighted_s(cost: LaneCost, weight: float, tokens: float, now_s: float, rng:
     return (cost.load_cost_s + wait_s + tie_break_s) / weight + tokens * cost.prefill_token_s
 
 
-def _saved_s(
+def _cached(
     costs: Sequence[LaneCost],
     positions: Mapping[str, int] | None,
     best_load: float,
-    prefix_tokens: float,
-    fleet: FleetView,
-) -> dict[int, float]:
-    """Return the prefill time that each worker with the system prompt cached would save.
+    by_boot: CachedPrefixes,
+) -> dict[int, tuple[CachedPrefix, float]]:
+    """Return what workers have cached of the prompt, and the prefill time that each would save.
 
-    A worker that is full or much busier than the best saves nothing: waiting there is no gain.
+    A worker that is full saves nothing, since waiting there is no gain; neither does one that has
+    the system prompt alone and is much busier than the best.
     """
-    worker_ids = [worker_id for worker_id, _ in fleet.prefix_boots]
+    worker_ids = [worker_id for worker_id, _ in by_boot]
     if positions is None:
         indexes = [at for at, cost in enumerate(costs) if cost.ref.worker_id in worker_ids]
     else:
         indexes = [positions[worker_id] for worker_id in worker_ids if worker_id in positions]
-    saved_s = {}
+    cached = {}
     for index in indexes:
         cost = costs[index]
-        if _is_cached(cost, fleet):
-            lane = cost.ref.lane
-            worthwhile = lane.in_flight < lane.slots and lane.load <= best_load + _MAX_LOAD_LEAD
-            saved_s[index] = prefix_tokens * cost.prefill_token_s if worthwhile else 0.0
-    return saved_s
-
-
-def _is_cached(cost: LaneCost, fleet: FleetView) -> bool:
-    """Return whether the worker has the system prompt cached, in its present boot."""
-    return (cost.ref.worker_id, cost.ref.boot_id) in fleet.prefix_boots
+        found = by_boot.get((cost.ref.worker_id, cost.ref.boot_id))
+        if found is None:
+            continue
+        lane = cost.ref.lane
+        near = not found.is_system or lane.load <= best_load + _MAX_LOAD_LEAD
+        worthwhile = near and lane.in_flight < lane.slots
+        cached[index] = found, found.tokens * cost.prefill_token_s if worthwhile else 0.0
+    return cached
 
 
 def _unproven(costs: Sequence[LaneCost], now_s: float, rng: Random) -> int | None:
@@ -333,13 +335,14 @@ def _candidates(
         lane, worker_id = cost.ref.lane, cost.ref.worker_id
         capable = _is_capable(lane)
         reason = SPILLED if spill and capable else _reason(lane, bypass)
-        prefix_cached = index in ranking.saved_s
+        found, saved_s = ranking.cached.get(index, (None, 0.0))
         score_s = ranking.scores_s[index]
-        prefill_s = ranking.prompt_tokens * cost.prefill_token_s - ranking.saved_s.get(index, 0.0)
+        prefill_s = ranking.prompt_tokens * cost.prefill_token_s - saved_s
+        cached_tokens = found.tokens if found else 0
         # By position: keywords would triple the time of this.
         candidate = Candidate(
-            pool, lane.name, worker_id, reason, lane.load, capable and spill, prefix_cached,
-            score_s, prefill_s, index == ranking.explored,
+            pool, lane.name, worker_id, reason, lane.load, capable and spill, found is not None,
+            score_s, prefill_s, index == ranking.explored, cached_tokens,
         )  # fmt: skip
         (candidates if capable else incapable).append(candidate)
     return candidates, incapable

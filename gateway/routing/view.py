@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 from gateway.routing.cost import FULL_LANE_FACTOR, UNMEASURED, Throughput, load_cost_s
+from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
 from policies.request.profile import Sampling
 from workers.protocol import LaneReport
@@ -134,6 +135,21 @@ class WorkerView:
         return WorkerView(self.worker_id, self.models, tuple(costs))
 
 
+class CachedPrefix(NamedTuple):
+    """The longest beginning of a request's prompt that a worker has cached, as far as is known."""
+
+    tokens: int
+    """Tokens that the worker need not read."""
+    end: PrefixEnd
+    is_system: bool
+    """Whether it is the system prompt alone, which other conversations share."""
+    measured: bool = True
+    """Whether the worker has counted the tokens; else they are an estimate."""
+
+
+CachedPrefixes = Mapping[WorkerBoot, CachedPrefix]
+
+
 @dataclass(slots=True)
 class FleetView:
     """Snapshot of the fleet for decisions. Construct it with `of`."""
@@ -146,10 +162,8 @@ class FleetView:
     positions: LanePositions
     now_s: float = 0.0
     """Time of the snapshot, on the clock of `LaneCost`."""
-    prefix_boots: frozenset[WorkerBoot] = frozenset()
-    """Boots that have the request's system prompt cached."""
-    prefix_tokens: int = 0
-    """Cached tokens of that prompt as a worker counted them; 0 if none has."""
+    cached: CachedPrefixes | None = None
+    """What boots have cached of the request's prompt; None for nothing."""
     sampling: Mapping[str, Sampling] = field(default_factory=dict)
     """Model -> what its workers report as its defaults."""
 
@@ -170,16 +184,15 @@ class FleetView:
         }
         return cls(workers, known_models, costs, positions, now_s)
 
-    def with_prefix(self, boots: frozenset[WorkerBoot], tokens: int) -> FleetView:
-        """Return the same fleet with the boots that have a request's system prompt cached."""
+    def with_cached(self, cached: CachedPrefixes) -> FleetView:
+        """Return the same fleet with what boots have cached of a request's prompt."""
         return FleetView(
             self.workers,
             self.known_models,
             self.lane_costs,
             self.positions,
             self.now_s,
-            boots,
-            tokens,
+            cached,
             self.sampling,
         )
 

@@ -49,4 +49,6 @@ class RequestRecord:
     spent: Spent = NOTHING
     """Zero without a key."""
     prefix: str = NO_PREFIX
-    """The cache result of the system prompt: hit, miss or none."""
+    """Whether the worker had a beginning of the prompt cached: hit, miss or none."""
+    missed_reuse: str = ""
+    """Why the worker read earlier turns again; empty if it did not."""

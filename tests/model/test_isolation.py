@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 import pytest
 
-from gateway.routing.prefix_affinity import PrefixHasher
+from gateway.routing.prefix_keys import PrefixHasher
 from gateway.types import Caller, Inspected
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.sections import PrefixPolicy
@@ -125,11 +125,14 @@ class Worker:
 
     def _add(self, question: Question) -> RowEvents:
         system: dict[str, Any] = {"role": "system", "content": question.system}
-        profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
+        profile = RequestProfile(
+            endpoint=Endpoint.CHAT, model="demo", text_chars=len(question.system)
+        )
         rules = PrefixPolicy(isolation=question.isolation)
-        key = HASHER.prefix_key(
+        keys = HASHER.prefix_keys(
             Inspected("demo", profile, {"messages": [system]}), question.caller, rules
         )
+        key = keys.ends[-1].key.hex() if keys.has_system else ""
         with_picture = question.kind == "picture"
         content: Any = [{"type": "image"}, {"type": "text", "text": question.user}]
         messages = [system, {"role": "user", "content": content if with_picture else question.user}]

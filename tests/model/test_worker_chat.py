@@ -253,22 +253,22 @@ async def test_concurrent_requests_get_their_own_answers(
     assert await asyncio.gather(*map(send, questions)) == single
 
 
-async def test_c8_a_system_prompt_without_a_key_of_the_gateway_is_not_cached(
+async def test_c8_a_system_prompt_is_cached_within_its_isolation_scope_alone(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     system: Any = {"role": "system", "content": "The code word of the red team is cormorant. " * 5}
 
-    async def cached_tokens(key: str) -> int:
+    async def cached_tokens(scope: str) -> int:
         answer = await openai_client.chat.completions.create(
             model=model,
             messages=[system, *QUESTION],
             max_tokens=1,
-            extra_headers={"x-paceline-prefix-key": key},
+            extra_headers={"x-paceline-prefix-scope": scope},
         )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
-    assert [await cached_tokens(key) > 0 for key in ("red", "red", "-", "-", "blue")] == [
+    assert [await cached_tokens(scope) > 0 for scope in ("red", "red", "-", "-", "blue")] == [
         *(False, True, False, False, False)
     ]

@@ -145,6 +145,9 @@ class ScriptedEngine:
     def prefixes(self) -> tuple[str, ...]:
         return ()
 
+    def evicted_prefixes(self) -> tuple[str, ...]:
+        return ()
+
     def stop(self) -> None:
         self.alive = False
 

@@ -135,6 +135,10 @@ class Engine:
         """Return the keys of the cached prefixes, most recently used first."""
         return self.prefix_cache.keys
 
+    def evicted_prefixes(self) -> tuple[str, ...]:
+        """Return the keys of the last evicted prefixes that are not on disk, the last one first."""
+        return self.prefix_cache.evicted_keys
+
     @asynccontextmanager
     async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:
         """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""

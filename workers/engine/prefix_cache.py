@@ -16,6 +16,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ SNAPSHOT_INTERVAL_TOKENS = 2048
 """Where memory is short, earlier snapshots are thinned to this distance."""
 
 
+_KNOWN_EVICTIONS = 64
+_KEYS_PER_NODE = 64
+"""Prompts whose keys differ may have the same tokens."""
 _PENDING_BYTES = 256 << 20
 """Evicted nodes beyond it are not written to disk."""
 _FLUSH_S = 5.0
@@ -95,6 +99,8 @@ class Node:
     snapshot: Snapshot | None = None
     keys: set[str] = field(default_factory=set)
     """Keys of the system prompts that end here."""
+    turns: dict[str, int] = field(default_factory=dict)
+    """Keys of conversations, and the number of tokens up to the ends that they name."""
     used: int = 0
     """Time of the last use, in uses of the cache."""
 
@@ -182,6 +188,7 @@ class PrefixCache:
         """Guards what waits to be written."""
         self.size_bytes = 0
         """Memory in use."""
+        self._evicted: deque[str] = deque(maxlen=_KNOWN_EVICTIONS)
         self._warned = False
         """Whether something was too large to store, which is logged once."""
 
@@ -194,6 +201,11 @@ class PrefixCache:
     def keys(self) -> tuple[str, ...]:
         """Return the keys in memory, most recently used first; safe from any thread."""
         return tuple(self._by_key)[::-1]
+
+    @property
+    def evicted_keys(self) -> tuple[str, ...]:
+        """Return the keys whose tokens were evicted and are not on disk, the last one first."""
+        return tuple(self._evicted)[::-1]
 
     def __contains__(self, key: str) -> bool:
         """Return whether memory holds this key."""
@@ -310,10 +322,27 @@ class PrefixCache:
     def name(self, nodes: Sequence[Node], tokens: int, key: str) -> None:
         """Give the key of a system prompt to the one of these nodes that ends it."""
         for node in nodes:
-            if node.end == tokens:
+            if node.end == tokens and len(node.keys) < _KEYS_PER_NODE:
                 node.keys.add(key)
-                self._by_key.pop(key, None)
-                self._by_key[key] = node
+                self._index(key, node)
+
+    def name_turn(self, scope: str | None, tokens: TokenArray, key: str) -> None:
+        """Give the key of a conversation to the node that holds the last of these tokens."""
+        if scope is None or not key:
+            return
+        path = list(self._walk(scope, tokens))
+        if not path or sum(common for _, common in path) < len(tokens):
+            return
+        node, _ = path[-1]
+        if key in node.turns or len(node.turns) < _KEYS_PER_NODE:
+            node.turns[key] = len(tokens)
+            self._index(key, node)
+
+    def _index(self, key: str, node: Node) -> None:
+        self._by_key.pop(key, None)
+        self._by_key[key] = node
+        if key in self._evicted:
+            self._evicted.remove(key)
 
     def _store(
         self, scope: str, tokens: TokenArray, state: RowState, room_bytes: int
@@ -451,6 +480,12 @@ class PrefixCache:
             head=_copies(node.head, 0, head_length),
             used=node.used,
         )
+        for key, end in list(node.turns.items()):
+            if end <= middle:
+                del node.turns[key]
+                upper.turns[key] = end
+                if self._by_key.get(key) is node:
+                    self._by_key[key] = upper
         node.parent.children[int(node.tokens[0])] = upper
         node.parent = upper
         node.tokens = node.tokens[length:]
@@ -506,9 +541,11 @@ class PrefixCache:
             self._write(scope, node)
             del node.parent.children[int(node.tokens[0])]
             self.size_bytes -= node.size_bytes
-            for key in node.keys:
+            for key in (*node.keys, *node.turns):
                 if self._by_key.get(key) is node:
                     del self._by_key[key]
+                    if self._files is None:
+                        self._evicted.append(key)
             node = node.parent
             if node.snapshot is not None:
                 return

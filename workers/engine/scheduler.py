@@ -350,6 +350,10 @@ class LaneScheduler:
         """Store what the caches hold of a row whose answer has ended."""
         if not row.skipped_tokens:
             self._store(row, row.context_tokens, state)
+            prompt = row.prompt
+            if row.cacheable and prompt.turn_tokens:
+                turn = prompt.identity[: prompt.turn_tokens]
+                self._prefix_cache.name_turn(prompt.scope, turn, prompt.turn_key)
 
     def _store(self, row: Row, tokens: int, state: Callable[[], RowState], key: str = "") -> None:
         if not row.cacheable:

@@ -85,6 +85,8 @@ class PreparedPrompt:
     """Prompts of the same scope share what the prefix cache holds; None: it holds nothing."""
     turn_tokens: int = 0
     """Length up to the end of the last message; 0 if unknown."""
+    turn_key: str = ""
+    """Key of the prompt up to there; empty without one."""
     continues: bool = False
     """Whether the next prompt of the chat begins with this one and its answer."""
     identity: npt.NDArray[np.int64] = field(
@@ -257,6 +259,7 @@ class PromptRenderer:
                 prefix=self._prefix(prompt, tokens),
                 scope=prompt.scope,
                 turn_tokens=self._turn_tokens(prompt, tokens),
+                turn_key=prompt.turn_key,
                 continues=prompt.continues,
             )
         if not self.has_vision:
@@ -288,6 +291,7 @@ class PromptRenderer:
             prefix=self._prefix(prompt, tokens),
             scope=None if identity is None else prompt.scope,
             turn_tokens=self._turn_tokens(prompt, tokens),
+            turn_key=prompt.turn_key,
             continues=prompt.continues,
             identity=np.array(tokens, np.int64) if identity is None else identity,
         )

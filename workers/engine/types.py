@@ -52,6 +52,8 @@ class Prompt:
     """Beginning that all prompts with the same system messages and tools share."""
     prefix_key: str | None = None
     """The gateway's key of the shared prefix; None lets the worker compute one."""
+    turn_key: str = ""
+    """The gateway's key of the prompt up to the end of its last message."""
     turn_end: int = 0
     """Length of `text` up to the end of the last message; 0 if unknown."""
     continues: bool = False

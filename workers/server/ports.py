@@ -101,5 +101,8 @@ class ServingEngine(Protocol):
     def prefixes(self) -> tuple[str, ...]:
         """Return the keys of cached prefixes, the most recently used first."""
 
+    def evicted_prefixes(self) -> tuple[str, ...]:
+        """Return the keys of the last evicted prefixes that are not on disk, the last one first."""
+
     def stop(self) -> None:
         """Stop the engine thread; running generations raise `EngineStopped`."""

@@ -25,7 +25,9 @@ from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt
 from workers.protocol import (
+    KEYS_HEADER,
     MAX_COUNT,
+    MAX_PREFIX_KEYS,
     MAX_PREFIX_NAME_CHARS,
     NO_PREFIX,
     REQUEST_ID,
@@ -38,7 +40,6 @@ from workers.server.ports import Json, ServingEngine
 from workers.server.tool_calls import ToolFormat
 
 LANE_HEADER = "x-paceline-lane"
-PREFIX_HEADER = "x-paceline-prefix-key"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _PARSE_INLINE_BYTES = 64 * 1024
 """JSON of this size parses in under a millisecond; a larger body is parsed in a thread."""
@@ -96,11 +97,11 @@ async def read_request(
     if tools and parser is not None and not forced:
         tool_format = ToolFormat(parser, tools)
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
-    scope = _prefix_scope(request.headers)
+    scope = _prefix_scope(request.headers.get(SCOPE_HEADER))
     scores_prompt = profile.echo and profile.top_logprobs is not None
     if endpoint is Endpoint.CHAT:
-        prefix_key = _prefix_key(request.headers, PREFIX_HEADER)
-        prompts = [await _chat_prompt(body, tools, engine, pictures, prefix_key)]
+        keys = _prefix_keys(request.headers.get(KEYS_HEADER))
+        prompts = [await _chat_prompt(body, tools, engine, pictures, keys)]
     else:
         prompts = await _completion_prompts(body, engine)
         scope = None if scores_prompt else scope  # a prompt from the cache has no scores
@@ -190,28 +191,34 @@ def _choose_lane(
     return lane, bypass
 
 
-def _prefix_scope(headers: Mapping[str, str]) -> str | None:
-    """Return the isolation scope; requests that come from no gateway are of one scope.
-
-    A gateway that names no scope isolates by the key of the system prompt.
-    """
-    scope = _prefix_key(headers, SCOPE_HEADER)
-    if scope is None:
-        scope = _prefix_key(headers, PREFIX_HEADER) or ""
+def _prefix_scope(given: str | None) -> str | None:
+    """Return the isolation scope; requests that come from no gateway are of one scope."""
+    scope = "" if given is None else _check_name(given, SCOPE_HEADER)
     return None if scope == NO_PREFIX else scope
 
 
-def _prefix_key(headers: Mapping[str, str], header: str) -> str | None:
-    """Check the key: gateways would reject every report that contains an invalid one."""
-    given = headers.get(header)
+def _prefix_keys(given: str | None) -> tuple[str, ...]:
+    """Return the keys of a prompt, longest first; empty without a gateway."""
     if given is None:
-        return None
-    if not given.isprintable() or not 1 <= len(given) <= MAX_PREFIX_NAME_CHARS:
+        return ()
+    keys = given.split(",", MAX_PREFIX_KEYS)
+    if len(keys) > MAX_PREFIX_KEYS:
         raise BadRequest(
-            f"The header '{header}' must have 1 to {MAX_PREFIX_NAME_CHARS} printable characters.",
+            f"The header '{KEYS_HEADER}' may have at most {MAX_PREFIX_KEYS} keys.",
+            param=KEYS_HEADER,
+        )
+    return tuple(_check_name(key, KEYS_HEADER) for key in keys)
+
+
+def _check_name(name: str, header: str) -> str:
+    """Check a key: gateways would reject every report that contains an invalid one."""
+    if not name.isprintable() or not 1 <= len(name) <= MAX_PREFIX_NAME_CHARS:
+        raise BadRequest(
+            f"A name in the header '{header}' must have 1 to {MAX_PREFIX_NAME_CHARS} printable "
+            "characters.",
             param=header,
         )
-    return given
+    return name
 
 
 def _token_limit(given: str | None) -> int | None:
@@ -230,9 +237,10 @@ async def _chat_prompt(
     tools: list[Mapping[str, Json]] | None,
     engine: ServingEngine,
     memory: PictureMemory,
-    prefix_key: str | None,
+    keys: Sequence[str],
 ) -> Prompt:
     messages, sources = _read_messages(body["messages"])
+    prefix_key = keys[-1] if keys else None
     if sources and not engine.card.vision:
         raise BadRequest(
             "This model does not support images.", param=sources[0][0], code="unsupported_value"
@@ -255,6 +263,7 @@ async def _chat_prompt(
             pictures=pictures,
             prefix_text=prefix_text,
             prefix_key=prefix_key,
+            turn_key=keys[0] if len(keys) > 1 else "",
         )
 
     return await asyncio.to_thread(render)

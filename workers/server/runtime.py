@@ -147,5 +147,6 @@ class Worker:
             prefix_cache_bytes=self.engine.prefix_cache_bytes(),
             prefixes=prefixes[:MAX_REPORTED_PREFIXES],
             prefix_count=len(prefixes),
+            evicted_prefixes=self.engine.evicted_prefixes()[:MAX_REPORTED_PREFIXES],
             lanes=self.engine.lane_reports(),
         )

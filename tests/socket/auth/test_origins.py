@@ -102,7 +102,7 @@ def test_no_client_header_reaches_a_worker(
         "forwarded": "for=10.0.0.1",
         "x-api-key": "canary-api",
         "x-paceline-lane": "canary-lane",
-        "x-paceline-prefix-key": "canary-prefix",
+        "x-paceline-prefix-keys": "canary-prefix",
         "x-paceline-prefix-scope": "canary-scope",
         "user-agent": "canary-agent",
         "x-request-id": "canary id\twith spaces",
@@ -118,7 +118,7 @@ def test_no_client_header_reaches_a_worker(
     assert received.headers["x-request-id"] == response.headers["x-request-id"]
     assert set(received.headers) <= {
         *("host", "accept", "authorization", "content-type", "content-length", "x-request-id"),
-        *("x-paceline-lane", "x-paceline-prefix-key", "x-paceline-prefix-scope"),
+        *("x-paceline-lane", "x-paceline-prefix-keys", "x-paceline-prefix-scope"),
     }
 
 

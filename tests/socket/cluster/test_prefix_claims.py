@@ -13,10 +13,21 @@ import pytest
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
-from gateway.routing.prefix_affinity import MAX_PENDING_CLAIMS, PrefixIndex
+from gateway.routing.prefix_affinity import (
+    MAX_PENDING_CLAIMS,
+    NOTHING_EXPECTED,
+    PrefixIndex,
+)
 from gateway.types import Usage
 from policies.sections import PrefixPolicy
-from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, prefix_holders
+from tests.support.prefix_claims import (
+    LAPTOP,
+    RULES,
+    STUDIO,
+    key_of,
+    prefix_holders,
+    system_prompt,
+)
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 
 
@@ -48,11 +59,12 @@ async def test_gateways_exchange_claims_and_their_removal(
     two_indexes: tuple[PeerGateway, PeerGateway],
 ) -> None:
     first, second = two_indexes
-    first.prefixes.record_dispatch("p", STUDIO, RULES)
+    first.prefixes.record_dispatch(system_prompt("p"), STUDIO, RULES)
     await first.sync()
     await second.sync()
     assert second.workers() == {STUDIO}
-    second.prefixes.record_usage("p", STUDIO, Usage(100, 5, 0), expected=True)
+    expected = second.prefixes.record_dispatch(system_prompt(), STUDIO, RULES)
+    second.prefixes.record_usage(system_prompt(), STUDIO, Usage(100, 5, 0), expected)
     await second.sync()
     await first.sync()
     assert first.workers() == set()
@@ -62,7 +74,7 @@ async def test_a_claim_expires_at_another_gateway_after_its_ttl(
     two_indexes: tuple[PeerGateway, PeerGateway],
 ) -> None:
     first, second = two_indexes
-    first.prefixes.record_dispatch("p", STUDIO, PrefixPolicy(ttl_s=60))
+    first.prefixes.record_dispatch(system_prompt("p"), STUDIO, PrefixPolicy(ttl_s=60))
     await first.sync()
     await second.sync()
     second.now_s += 61
@@ -72,9 +84,9 @@ async def test_a_claim_expires_at_another_gateway_after_its_ttl(
 async def test_a_started_gateway_loads_earlier_claims(redis: RedisServer) -> None:
     early = PeerGateway(redis.url)
     for number in range(50):
-        early.prefixes.record_dispatch(str(number), STUDIO, RULES)
+        early.prefixes.record_dispatch(system_prompt(str(number)), STUDIO, RULES)
         await early.sync()
-    early.prefixes.record_dispatch("0", LAPTOP, RULES)
+    early.prefixes.record_dispatch(system_prompt("0"), LAPTOP, RULES)
     await early.sync()
     late = PeerGateway(redis.url)
     await late.sync()
@@ -88,12 +100,12 @@ async def test_a_gateway_ignores_its_own_claims_from_redis(
     two_indexes: tuple[PeerGateway, PeerGateway],
 ) -> None:
     first, _ = two_indexes
-    first.prefixes.record_dispatch("p", STUDIO, RULES)
+    first.prefixes.record_dispatch(system_prompt("p"), STUDIO, RULES)
     await first.sync()
-    first.prefixes.record_usage("p", STUDIO, None, expected=False)
+    first.prefixes.record_usage(system_prompt(), STUDIO, None, NOTHING_EXPECTED)
     syncing = asyncio.create_task(first.sync())
     await asyncio.sleep(0)  # the exchange is running
-    first.prefixes.record_dispatch("p", STUDIO, RULES)
+    first.prefixes.record_dispatch(system_prompt("p"), STUDIO, RULES)
     await syncing
     assert first.workers() == {STUDIO}, "a returning claim is older than the gateway's own"
 
@@ -102,12 +114,12 @@ async def test_a_gateway_reads_all_claims_after_a_reconnect(
     two_indexes: tuple[PeerGateway, PeerGateway], redis: RedisServer
 ) -> None:
     first, second = two_indexes
-    first.prefixes.record_dispatch("p", STUDIO, RULES)
+    first.prefixes.record_dispatch(system_prompt("p"), STUDIO, RULES)
     for gateway in (first, second, second):
         await gateway.sync()
     # Another Redis behind the connection has an entry that is older than the last one read.
     stream = "paceline:{prefixes}:claims"
-    claim = json.dumps(["q", *LAPTOP, 900])
+    claim = json.dumps([[[key_of("q").hex(), 300]], *LAPTOP, 900])
     redis.client.delete(stream)
     redis.client.xadd(
         stream, {"gateway": "other", "claim": claim}, id=f"{int(time.time() * 1000) - 5000}-0"
@@ -125,8 +137,8 @@ async def test_a_claim_ages_while_it_is_stored_in_redis(
     two_indexes: tuple[PeerGateway, PeerGateway],
 ) -> None:
     first, late = two_indexes
-    first.prefixes.record_dispatch("p", STUDIO, PrefixPolicy(ttl_s=0.1))
-    first.prefixes.record_dispatch("q", STUDIO, RULES)
+    first.prefixes.record_dispatch(system_prompt("p"), STUDIO, PrefixPolicy(ttl_s=0.1))
+    first.prefixes.record_dispatch(system_prompt("q"), STUDIO, RULES)
     await first.sync()
     await asyncio.sleep(0.2)
     await late.sync()
@@ -139,7 +151,7 @@ async def test_claims_of_an_outage_are_written_after_it(
     first, second = PeerGateway(private_redis.url), PeerGateway(private_redis.url)
     await first.sync()
     private_redis.kill()
-    first.prefixes.record_dispatch("p", STUDIO, RULES)
+    first.prefixes.record_dispatch(system_prompt("p"), STUDIO, RULES)
     for _ in range(2):
         with pytest.raises(RecordsUnwritable):
             await first.sync()
@@ -158,7 +170,7 @@ async def test_an_invalid_entry_is_skipped(
     first, second = two_indexes
     redis.client.xadd("paceline:{prefixes}:claims", {"gateway": "x", "claim": "[1]"})
     redis.client.xadd("paceline:{prefixes}:claims", {"words": "none"})
-    first.prefixes.record_dispatch("p", STUDIO, RULES)
+    first.prefixes.record_dispatch(system_prompt("p"), STUDIO, RULES)
     await first.sync()
     await second.sync()
     assert second.workers() == {STUDIO}
@@ -167,8 +179,8 @@ async def test_an_invalid_entry_is_skipped(
 def test_pending_claims_are_bounded() -> None:
     prefixes = PrefixIndex(lambda: 1_000_000.0)
     for number in range(MAX_PENDING_CLAIMS + 10):
-        prefixes.record_dispatch(str(number), STUDIO, RULES)
+        prefixes.record_dispatch(system_prompt(str(number)), STUDIO, RULES)
     pending = prefixes.take_pending()
     assert len(pending) == MAX_PENDING_CLAIMS
-    assert pending[-1].prefix_key == str(MAX_PENDING_CLAIMS + 9)
+    assert pending[-1].ends == ((key_of(str(MAX_PENDING_CLAIMS + 9)).hex(), 0),)
     assert not prefixes.take_pending()

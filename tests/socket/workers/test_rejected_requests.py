@@ -75,16 +75,27 @@ async def test_an_unsupported_field_returns_400_and_is_named(
     assert engine.generations == []
 
 
-@pytest.mark.parametrize(("chars", "status"), [(0, 400), (1, 200), (128, 200), (129, 400)])
-async def test_a_prefix_key_too_long_for_a_report_returns_400_and_names_its_header(
-    client: httpx.AsyncClient, engine: ScriptedEngine, chars: int, status: int
+@pytest.mark.parametrize(
+    ("keys", "status"),
+    [
+        ("", 400),
+        ("k", 200),
+        ("k" * 128, 200),
+        ("k" * 129, 400),
+        ("a,b,c,d,-", 200),
+        ("a,,-", 400),
+        ("a,b,c,d,e,-", 400),
+    ],
+)
+async def test_a_prefix_key_that_fits_no_report_returns_400_and_names_its_header(
+    client: httpx.AsyncClient, engine: ScriptedEngine, keys: str, status: int
 ) -> None:
-    """Reports contain the key, and gateways would reject each report."""
-    headers = {"x-paceline-prefix-key": "k" * chars}
+    """Reports contain the keys, and gateways would reject each report."""
+    headers = {"x-paceline-prefix-keys": keys}
     response = await client.post(CHAT, json=CHAT_BODY, headers=headers)
     assert response.status_code == status
     if status == 400:
-        assert "'x-paceline-prefix-key'" in response.json()["error"]["message"]
+        assert "'x-paceline-prefix-keys'" in response.json()["error"]["message"]
         assert engine.generations == []
 
 

@@ -10,13 +10,16 @@ from gateway.auth.api_keys import ApiKey
 from gateway.errors import GatewayError, NoWorker, PageRefused, RequestRefused, WorkerLost
 from gateway.protocols import CHAT
 from gateway.proxy.context import RequestContext
+from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.select import Candidate, Decision, RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
 from policies.document import default_policy
 from policies.request.profile import Endpoint, RequestProfile
+from tests.support.prefix_claims import system_prompt
 
 NOW_S = 1_000_000.0
+PROMPT = system_prompt()
 PROFILE = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, max_tokens=6)
 CANDIDATE = Candidate("vlm", "vlm", "mac", "policy", 0.0)
 CALLER = Caller(client="k", key="k")
@@ -28,10 +31,10 @@ def new_context(**fields: Any) -> RequestContext:
     return RequestContext(**{**values, "began_s": NOW_S, **fields})
 
 
-def routed_context(prefix_key: str = "", **fields: Any) -> RequestContext:
+def routed_context(prefix: PrefixKeys = NO_KEYS, **fields: Any) -> RequestContext:
     """Return the context of a request that waited a second and that a worker has begun."""
     inspected = Inspected("alias", PROFILE, {})
-    request = RoutingRequest(default_policy(), PROFILE, prefix_key=prefix_key)
+    request = RoutingRequest(default_policy(), PROFILE, prefix=prefix)
     values = {
         "inspected": inspected,
         "routing_request": request,
@@ -116,10 +119,18 @@ def test_a_request_without_a_worker_spends_nothing() -> None:
     ("fields", "expected"),
     [
         ({}, "none"),
-        ({"prefix_key": "p"}, "miss"),
-        ({"prefix_key": "p", "candidate": CANDIDATE._replace(prefix_cached=True)}, "hit"),
-        ({"prefix_key": "p", "usage": Usage(5, 2, 1)}, "hit"),
-        ({"prefix_key": "p", "usage": Usage(5, 2, 0)}, "miss"),
+        ({"prefix": PROMPT}, "miss"),
+        ({"prefix": PROMPT, "candidate": CANDIDATE._replace(prefix_cached=True)}, "hit"),
+        ({"prefix": PROMPT, "usage": Usage(5, 2, 1)}, "hit"),
+        ({"prefix": PROMPT, "usage": Usage(5, 2, 0)}, "miss"),
+        (
+            {
+                "prefix": PROMPT,
+                "candidate": CANDIDATE._replace(prefix_cached=True),
+                "usage": Usage(5, 2, cached_known=False),
+            },
+            "hit",
+        ),
     ],
 )
 def test_the_cache_result_is_the_expected_one_until_the_worker_reports_it(

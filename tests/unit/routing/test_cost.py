@@ -20,6 +20,7 @@ from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.document import default_policy, read_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from tests.support.fake_clock import FakeClock
+from tests.support.prefix_claims import cached_at
 from tests.support.scripted_worker import lane_report
 from workers.protocol import WorkerReport
 
@@ -61,17 +62,16 @@ def worker(
     return view.at_time(NOW_S + prefill_left_s, answered_at_s)
 
 
-def fleet_of(*workers: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetView:
-    return replace(
-        FleetView.of(workers, frozenset(("demo",))),
-        now_s=NOW_S,
-        prefix_boots=frozenset((name, "1") for name in holders),
-        prefix_tokens=shared_tokens,
-    )
+def fleet_of(
+    *workers: WorkerView, holders: str = "", tokens: int = 2000, is_system: bool = True
+) -> FleetView:
+    """Return a fleet; `holders` have so many tokens of the prompt cached."""
+    cached = cached_at(*((name, "1") for name in holders), tokens=tokens, is_system=is_system)
+    return replace(FleetView.of(workers, frozenset(("demo",))), now_s=NOW_S, cached=cached)
 
 
 def worker_order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
-    request = RoutingRequest(POLICY, profile, prefix_key="p")
+    request = RoutingRequest(POLICY, profile)
     candidates = decide(request, fleet, Random(seed)).candidates
     best, *_ = decide(request, fleet, Random(seed), first_only=True).candidates
     assert best.worker_id == candidates[0].worker_id, "a decision for the first is the same"
@@ -184,13 +184,13 @@ def test_a_cached_prefix_saves_the_time_of_its_prefill_and_no_more() -> None:
     slow: Measured = {"prefill_tokens_per_s": 500.0, "slots": 8}
     for profile, shared_tokens, first in ((LONG, 3900, "a"), (SHORT, 90, "b")):
         fleet = fleet_of(worker("a", 2, **slow), worker("b", **slow), holders="a",
-                     shared_tokens=shared_tokens)  # fmt: skip
+                     tokens=shared_tokens)  # fmt: skip
         assert worker_order(profile, fleet)[0] == first
 
 
 @pytest.mark.parametrize("first_only", [False, True])
 def test_a_single_candidate_reports_whether_it_has_the_prompt_cached(first_only: bool) -> None:
-    request = RoutingRequest(POLICY, SHORT, prefix_key="p")
+    request = RoutingRequest(POLICY, SHORT)
     for holders, cached in (("a", True), ("b", False)):
         fleet = fleet_of(worker("a"), holders=holders)
         (candidate,) = decide(request, fleet, Random(0), first_only=first_only).candidates
@@ -198,15 +198,54 @@ def test_a_single_candidate_reports_whether_it_has_the_prompt_cached(first_only:
 
 
 def test_a_holder_loses_its_advantage_when_it_is_far_busier_than_the_best() -> None:
-    """A cached prefix, however long, is worth waiting for at most five eighths of a lane."""
+    """A system prompt, however long, is worth waiting for at most five eighths of a lane."""
     huge = LONG._replace(text_chars=4_000_000)
     firsts = [
-        worker_order(huge, fleet_of(worker("a", busy, slots=8), worker("b", slots=8), holders="a"))[
-            0
-        ]
+        worker_order(
+            huge,
+            fleet_of(worker("a", busy, slots=8), worker("b", slots=8), holders="a",
+                     tokens=1_000_000),
+        )[0]
         for busy in range(9)
-    ]
+    ]  # fmt: skip
     assert firsts == ["a"] * 6 + ["b"] * 3
+
+
+def test_a_conversation_waits_for_its_worker_as_long_as_reading_it_elsewhere_takes() -> None:
+    """At 1,000 tokens per second, 1,700 tokens take as long as five rows of 0.3 seconds each."""
+    for tokens, turns in ((500, 2), (1700, 6), (40_000, 8)):
+        found = [
+            worker_order(
+                LONG,
+                fleet_of(worker("a", busy, slots=8), worker("b", slots=8), holders="a",
+                         tokens=tokens, is_system=False),
+            )[0]
+            for busy in range(9)
+        ]  # fmt: skip
+        assert found.index("b") == turns, "a full worker saves nothing"
+
+
+def test_the_holder_of_more_turns_is_first_and_each_saves_its_own_tokens() -> None:
+    workers = [worker(name, prefill_tokens_per_s=1000.0) for name in "abc"]
+    fleet = replace(
+        fleet_of(*workers),
+        cached={
+            **cached_at(("a", "1"), tokens=500),
+            **cached_at(("b", "1"), tokens=3500, is_system=False),
+        },
+    )
+    candidates = decide(RoutingRequest(POLICY, LONG), fleet, Random(0)).candidates
+    assert [one.worker_id for one in candidates] == ["b", "a", "c"]
+    assert [one.cached_tokens for one in candidates] == [3500, 500, 0]
+    assert [round(one.prefill_s, 6) for one in candidates] == [0.5, 3.5, 4.0]
+
+
+def test_no_request_explores_while_a_worker_has_its_conversation() -> None:
+    for is_system, explored in ((True, True), (False, False)):
+        stale = fleet_of(worker("a"), worker("b", answered_at_s=NOW_S - 60), holders="a",
+                         is_system=is_system)  # fmt: skip
+        firsts = {worker_order(LONG, stale, seed)[0] for seed in range(600)}
+        assert firsts == ({"a", "b"} if explored else {"a"})
 
 
 def test_a_frequent_prompt_spreads_to_more_workers_and_a_rare_one_stays() -> None:
@@ -214,7 +253,7 @@ def test_a_frequent_prompt_spreads_to_more_workers_and_a_rare_one_stays() -> Non
         busy, holders = Counter[str](), {"a"}
         for number in range(requests):
             workers = [worker(name, busy[name], slots=8) for name in "abcd"]
-            fleet = fleet_of(*workers, holders="".join(sorted(holders)), shared_tokens=3900)
+            fleet = fleet_of(*workers, holders="".join(sorted(holders)), tokens=3900)
             first = worker_order(LONG, fleet, seed=number)[0]
             busy[first] += 1
             holders.add(first)
@@ -274,7 +313,7 @@ def test_candidates_are_sorted_by_their_score_in_seconds(
         ),
         holders="".join(map(str, holders)),
     )  # fmt: skip
-    request = RoutingRequest(POLICY, LONG._replace(text_chars=chars), prefix_key="p")
+    request = RoutingRequest(POLICY, LONG._replace(text_chars=chars))
     candidates = decide(request, fleet, Random(seed)).candidates
     assert [candidate.score_s for candidate in candidates] == sorted(
         candidate.score_s for candidate in candidates

@@ -1,0 +1,176 @@
+"""Keys of prompts: digests at the end of the system prompt and of the messages after it.
+
+A conversation repeats its beginning in every request, so two prompts with the same key begin alike
+up to there. The digests roll on from message to message: one pass over the text computes them all.
+They are keyed by a secret of the fleet and reveal nothing of the text to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from pydantic_core import to_json
+
+from gateway.types import Caller, Inspected
+from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS
+from policies.sections import PrefixPolicy
+
+KEY_BYTES = 8
+"""A collision costs time and no answer, because workers compare tokens."""
+MAX_PROMPT_ENDS = 65
+"""Ends that a request is looked up by: those of its last messages, and of its system prompt."""
+CLAIMED_ENDS = 4
+"""Ends of messages that workers and the index get: later turns begin with one of them."""
+# The prefill of a shorter prompt takes hardly longer than a cache lookup.
+_MIN_PREFIX_BYTES = 256
+# With the JSON around it, a text of fewer characters stays below this, unless few are ASCII.
+_MIN_TEXT_CHARS = 96
+_SALT_BYTES = 16
+_TEXT_BLOCK_CHARS = 4096
+"""A text to complete has no messages; its keys are this far apart."""
+_MEDIA_BYTES = 1200
+"""Of a picture of 300 tokens."""
+_SHARED_FIELDS = ("tools", "chat_template_kwargs", "reasoning_effort")
+
+
+class PrefixEnd(NamedTuple):
+    """One place at which another prompt may stop to be the same."""
+
+    key: bytes
+    size_bytes: int
+    """Size of the prompt up to here, in bytes of JSON; a picture counts as its tokens do."""
+    messages: int
+    """Number of messages up to here."""
+
+
+class PrefixKeys(NamedTuple):
+    """The keys of one prompt."""
+
+    ends: tuple[PrefixEnd, ...] = ()
+    """Longest first; that of the system prompt is last."""
+    has_system: bool = False
+    """Whether the last end is that of a system prompt."""
+    unscoped: bytes = b""
+    """Digest of the system prompt without the isolation scope; empty without one."""
+
+    @property
+    def claimed(self) -> tuple[PrefixEnd, ...]:
+        """Return the last ends of messages and that of the system prompt, longest first."""
+        if len(self.ends) <= CLAIMED_ENDS:
+            return self.ends
+        system = self.ends[-1:] if self.has_system else ()
+        turns = self.ends[: len(self.ends) - len(system)]
+        return (*turns[:CLAIMED_ENDS], *system)
+
+    def is_system(self, end: PrefixEnd) -> bool:
+        """Return whether an end of this prompt is that of its system prompt."""
+        return self.has_system and end is self.ends[-1]
+
+
+NO_KEYS = PrefixKeys()
+"""Of a prompt that is too short to be worth a lookup."""
+
+
+class PrefixHasher:
+    """Derives the keys of prompts. All gateways of a fleet have the same secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        key = blake2b(secret, person=b"paceline-prefix").digest()
+        self._digest = blake2b(key=key, digest_size=KEY_BYTES)
+        self._salt = blake2b(key=key, digest_size=_SALT_BYTES)
+
+    def prefix_keys(self, inspected: Inspected, caller: Caller, rules: PrefixPolicy) -> PrefixKeys:
+        """Return the keys of the beginnings that a request may share with others."""
+        profile, body = inspected.profile, inspected.body
+        if profile.text_chars < _MIN_TEXT_CHARS and not profile.media:
+            return NO_KEYS
+        scope = rules.scope(caller.key, caller.team)
+        messages = body.get("messages")
+        if messages:
+            return self._chat_keys(scope, profile.model, body, messages)
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            return self._text_keys(scope, profile.model, prompt)
+        return NO_KEYS
+
+    def cache_salt(self, caller: Caller, rules: PrefixPolicy) -> str:
+        """Return the salt of a client's isolation scope; empty if all clients share prompts."""
+        scope = rules.scope(caller.key, caller.team)
+        if not scope:
+            return ""
+        digest = self._salt.copy()
+        digest.update(f"cache_salt {scope}".encode())
+        return digest.hexdigest()
+
+    def _chat_keys(
+        self, scope: str, model: str, body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+    ) -> PrefixKeys:
+        system = messages[0].get("content") if messages[0]["role"] == "system" else None
+        shared = [body.get(field) for field in _SHARED_FIELDS]
+        has_system = system is not None or shared[0] is not None
+        head = to_json([model, *shared, system], inf_nan_mode="null")
+        digest = self._digest.copy()
+        digest.update(head)
+        unscoped = digest.digest()
+        digest = self._digest.copy()
+        digest.update(to_json([scope, unscoped.hex()]))
+        size_bytes, begin = len(head), int(system is not None)
+        found: list[PrefixEnd] = []
+        if has_system and size_bytes >= _MIN_PREFIX_BYTES:
+            found.append(PrefixEnd(digest.digest(), size_bytes, begin))
+        else:
+            has_system = False
+        last = len(messages) - 1
+        for index in range(begin, last + 1):
+            message = messages[index]
+            text, media_bytes = _canonical(message)
+            digest.update(text)
+            size_bytes += len(text) - media_bytes
+            # The results of several tools come together, so nothing ends between them.
+            ends = index == last or "assistant" in (message["role"], messages[index + 1]["role"])
+            if ends and size_bytes >= _MIN_PREFIX_BYTES:
+                found.append(PrefixEnd(digest.digest(), size_bytes, index + 1))
+        return _keys(found, unscoped if has_system else b"")
+
+    def _text_keys(self, scope: str, model: str, prompt: str) -> PrefixKeys:
+        digest = self._digest.copy()
+        digest.update(to_json([scope, model]))
+        size_bytes, found = 0, []
+        for text in _blocks(prompt):
+            digest.update(text)
+            size_bytes += len(text)
+            if size_bytes >= _MIN_PREFIX_BYTES:
+                found.append(PrefixEnd(digest.digest(), size_bytes, 0))
+        return _keys(found, b"")
+
+
+def _keys(found: list[PrefixEnd], unscoped: bytes) -> PrefixKeys:
+    """Return the keys of these ends, the shortest of which comes first."""
+    if not found:
+        return NO_KEYS
+    system = found[:1] if unscoped else []
+    turns = found[len(system) :][-(MAX_PROMPT_ENDS - 1) :]
+    return PrefixKeys((*reversed(turns), *system), bool(unscoped), unscoped)
+
+
+def _canonical(message: Mapping[str, Any]) -> tuple[bytes, int]:
+    """Return what a worker renders of a message, and by how much its media are larger than tokens.
+
+    Pictures count by the bytes that were sent.
+    """
+    role, content = message["role"], message.get("content")
+    if len(message) == 2 and isinstance(content, str):
+        return to_json((role, content)), 0
+    texts = [message.get(name) or None for name in MESSAGE_TEXTS]
+    text = to_json((role, content, *texts, message.get("tool_calls")), inf_nan_mode="null")
+    if not isinstance(content, list):
+        return text, 0
+    media = [part for part in content if part.get("type") in MEDIA_KINDS]
+    return text, len(to_json(media)) - len(media) * _MEDIA_BYTES if media else 0
+
+
+def _blocks(text: str) -> Iterator[bytes]:
+    for begin in range(0, len(text), _TEXT_BLOCK_CHARS):
+        yield text[begin : begin + _TEXT_BLOCK_CHARS].encode()

@@ -1,0 +1,184 @@
+"""Keys of prompts: what changes them, where they end, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.protocols.openai import normalise
+from gateway.routing.prefix_keys import MAX_PROMPT_ENDS, NO_KEYS, PrefixHasher, PrefixKeys
+from gateway.types import Caller, Inspected
+from policies.request.profile import Endpoint, RequestProfile
+from tests.support.images import data_url
+from tests.support.prefix_claims import RULES
+
+LONG = "You are the clerk of a small harbour and answer in one sentence. " * 8
+HASHER = PrefixHasher(b"secret")
+LAB = Caller(key="1", team="lab")
+
+
+def keys(
+    *messages: Mapping[str, Any], hasher: PrefixHasher = HASHER, caller: Caller = LAB, **fields: Any
+) -> PrefixKeys:
+    """Return the keys of a chat."""
+    chars = sum(len(repr(message)) for message in messages) + len(repr(fields.get("tools", "")))
+    profile = RequestProfile(
+        endpoint=Endpoint.CHAT, model=fields.pop("model", "demo"), text_chars=chars
+    )
+    body = {"messages": normalise(messages), **fields}
+    return hasher.prefix_keys(Inspected("demo", profile, body), caller, RULES)
+
+
+def system(text: str = LONG) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "1", "content": text}
+
+
+CHAT = (system(), user("Who are you?"), assistant("The clerk."), user("Where?"))
+
+
+def test_a_key_is_that_of_the_same_beginning_and_of_no_other() -> None:
+    """S50 (CVE-2025-25183, CVE-2025-46722): the hash is keyed, so that clients cannot compute it,
+    and covers whole texts, so that two texts do not collide."""
+    found = keys(*CHAT)
+    assert [end.messages for end in found.ends] == [4, 3, 2, 1]
+    assert found.has_system
+    assert all(len(end.key) == 8 for end in found.ends)
+    assert found.ends[0].size_bytes > found.ends[1].size_bytes > len(LONG)
+    assert keys(*CHAT, temperature=0) == keys(*CHAT, caller=Caller(key="2", team="lab")) == found
+    others = [
+        keys(*CHAT, model="large"),
+        keys(*CHAT, tools=[{"type": "function"}]),
+        keys(*CHAT, chat_template_kwargs={"enable_thinking": False}),
+        keys(*CHAT, reasoning_effort="low"),
+        keys(system(LONG + "!"), *CHAT[1:]),
+        keys(*CHAT, caller=Caller(key="1", team="shop")),
+        keys(*CHAT, caller=Caller(key="1")),
+        keys(*CHAT, hasher=PrefixHasher(b"other")),
+    ]
+    all_keys = [end.key for one in (found, *others) for end in one.ends]
+    assert len(set(all_keys)) == len(all_keys) == 4 * 9
+
+
+def test_only_the_isolation_scope_tells_two_equal_system_prompts_apart() -> None:
+    lab, shop = keys(*CHAT), keys(*CHAT, caller=Caller(key="1", team="shop"))
+    assert lab.unscoped == shop.unscoped
+    assert lab.unscoped != keys(system(LONG + "!"), *CHAT[1:]).unscoped
+
+
+@pytest.mark.parametrize("changed", range(1, 4))
+def test_a_changed_message_changes_the_keys_from_there_on(changed: int) -> None:
+    edited = [*CHAT]
+    edited[changed] = {**CHAT[changed], "content": "Something else."}
+    before = {end.messages: end.key for end in keys(*CHAT).ends}
+    after = {end.messages: end.key for end in keys(*edited).ends}
+    assert [before[n] == after[n] for n in range(1, 5)] == [n <= changed for n in range(1, 5)]
+
+
+def test_the_next_turn_has_the_keys_of_the_last_one() -> None:
+    first, second = keys(*CHAT), keys(*CHAT, assistant("Here."), user("Why?"))
+    assert second.ends[2:] == first.ends
+    assert {end.key for end in second.ends[:2]}.isdisjoint(end.key for end in first.ends)
+
+
+def test_the_results_of_several_tools_end_together() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    found = keys(
+        *CHAT[:2], assistant(None, tool_calls=[call] * 3), tool("a"), tool("b"), tool("c"),
+        assistant("Done."),
+    )  # fmt: skip
+    assert [end.messages for end in found.ends] == [7, 6, 3, 2, 1]
+
+
+def test_fields_that_no_template_reads_change_no_key() -> None:
+    plain = keys(*CHAT)
+    noted = keys(*CHAT[:2], assistant("The clerk.", annotations=[], audio=None), user("Where?"))
+    assert noted.ends[-2:] == plain.ends[-2:]
+    quiet = keys(*CHAT[:2], assistant("The clerk.", refusal=None, audio=None), user("Where?"))
+    assert [end.key for end in quiet.ends] == [end.key for end in noted.ends]
+    thought = keys(*CHAT[:2], assistant("The clerk.", reasoning_content="Hm."), user("Where?"))
+    assert thought.ends[0].key not in {noted.ends[0].key, plain.ends[0].key}
+
+
+def test_pictures_count_by_their_content_and_as_few_tokens() -> None:
+    def picture(color: str) -> dict[str, Any]:
+        url = data_url(color.encode() * 9000)
+        return user([{"type": "text", "text": "What?"},
+                     {"type": "image_url", "image_url": {"url": url}}])  # fmt: skip
+
+    red, same, blue = (keys(system(), picture(color)) for color in ("red", "red", "blue"))
+    assert red == same
+    assert red.ends[0].key != blue.ends[0].key
+    assert red.ends[-1] == blue.ends[-1]
+    assert 1200 <= red.ends[0].size_bytes - red.ends[1].size_bytes < 1500
+
+
+def test_a_short_prompt_has_no_keys() -> None:
+    assert keys(system("Be brief."), user("Who are you?")) is NO_KEYS
+    assert keys(user(LONG), assistant("Hm."), user("So?")).has_system is False
+    short = keys(system("Be brief."), user(LONG))
+    assert [end.messages for end in short.ends] == [2], "the system prompt is too short"
+    assert not short.has_system
+    tools = [{"type": "function", "function": {"name": "look_up", "description": LONG}}]
+    with_tools = keys(user("Hello"), tools=tools)
+    assert with_tools.has_system
+    assert [end.messages for end in with_tools.ends] == [1, 0]
+
+
+def test_a_long_conversation_is_looked_up_by_its_last_ends_and_sent_with_four() -> None:
+    turns = [user(f"Question {n}") if n % 2 else assistant(f"Answer {n}") for n in range(1, 200)]
+    found = keys(system(), *turns)
+    assert len(found.ends) == MAX_PROMPT_ENDS
+    assert found.ends[-1] == keys(*CHAT).ends[-1]
+    assert found.claimed == (*found.ends[:4], found.ends[-1])
+    assert keys(*turns).claimed == keys(*turns).ends[:4]
+    assert keys(*CHAT).claimed == keys(*CHAT).ends
+
+
+def completion_keys(prompt: Any) -> PrefixKeys:
+    profile = RequestProfile(endpoint=Endpoint.COMPLETIONS, model="demo", text_chars=1000)
+    return HASHER.prefix_keys(Inspected("demo", profile, {"prompt": prompt}), LAB, RULES)
+
+
+def test_texts_to_complete_share_the_blocks_that_they_begin_with() -> None:
+    text = LONG * 40
+    first, second = completion_keys(text + "One?"), completion_keys(text + "Two?")
+    assert first.ends[0].key != second.ends[0].key
+    assert first.ends[1:] == second.ends[1:]
+    assert len(first.ends) == len(text) // 4096 + 1
+    assert not first.has_system
+    assert completion_keys([text, text]) is NO_KEYS
+    assert completion_keys([1, 2, 3]) is NO_KEYS
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(("user", "assistant")), st.text(max_size=9)), max_size=9),
+    st.lists(st.tuples(st.sampled_from(("user", "assistant")), st.text(max_size=9)), max_size=9),
+)
+def test_two_chats_have_the_same_key_only_where_they_are_the_same(
+    one: list[tuple[str, str]], other: list[tuple[str, str]]
+) -> None:
+    chats = []
+    for chat in (one, other):
+        messages = normalise([system(), *({"role": r, "content": t} for r, t in chat)])
+        ends = {end.messages: end.key for end in keys(*messages).ends}
+        chats.append((messages, ends))
+    (first, first_ends), (second, second_ends) = chats
+    for length in first_ends.keys() & second_ends.keys():
+        same = first[:length] == second[:length]
+        assert (first_ends[length] == second_ends[length]) == same
