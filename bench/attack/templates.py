@@ -46,7 +46,7 @@ from workers.server.ports import ServingEngine
 from workers.server.request import read_request
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "templates.md"
-_SOURCE: Final = "llama-cpp-python==0.3.36"
+SOURCE: Final = "llama-cpp-python==0.3.36"
 _MODEL: Final = "model"
 _BODIES: Final = 5000
 _TEMPLATE: Final = "chat template"
@@ -94,9 +94,9 @@ class Tally:
 def fetch(folder: Path) -> dict[str, str]:
     """Return the templates by name; download their archive unless the folder has it."""
     if not list(folder.glob("*.tar.gz")):
-        name = _SOURCE.partition("==")[0]
+        name = SOURCE.partition("==")[0]
         pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-        subprocess.run((*pip, "--no-binary", name, "--dest", str(folder), _SOURCE), check=True)
+        subprocess.run((*pip, "--no-binary", name, "--dest", str(folder), SOURCE), check=True)
     (path,) = folder.glob("*.tar.gz")
     texts = {}
     with tarfile.open(path) as archive:
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for failure in failures[:20]:
         console.print(failure, markup=False)
     if not options.quick:
-        page = f"{tables.provenance()}. Seed {options.seed}, templates of {_SOURCE}."
+        page = f"{tables.provenance()}. Seed {options.seed}, templates of {SOURCE}."
         tables.write_page(RESULTS, "Chat templates", page, *grids)
     sys.exit(1 if failures else 0)
 

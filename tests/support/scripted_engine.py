@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, TransferFailed
+from workers.engine.tool_formats import FORMATS, ToolFormat
 from workers.engine.types import (
     Delta,
     Event,
@@ -49,7 +50,7 @@ CARD = ModelCard(
 class StubPrompts:
     """A chat template that only joins its arguments."""
 
-    tool_parser_name: str | None = "qwen3_coder"
+    tool_format: ToolFormat | None = FORMATS["qwen3_coder"]
 
     def template_variables(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
         return {**given, "reasoning_effort": effort}

@@ -15,13 +15,12 @@ Control tokens are left out of an answer, except those that mark tool calls for 
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import groupby, takewhile
@@ -30,7 +29,6 @@ from typing import Any
 import jinja2
 import numpy as np
 import numpy.typing as npt
-from mlx_vlm.tools import SPECS, load_tool_module
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -42,6 +40,7 @@ from workers.engine.reasoning import (
     effort_variables,
     template_variables,
 )
+from workers.engine.tool_formats import ToolFormat, detect_tool_format, write_calls
 from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
 
 logger = logging.getLogger(__name__)
@@ -59,6 +58,8 @@ MIN_PREFIX_TOKENS = 32
 # A code point that Unicode reserves as a non-character, so that no text contains it.
 _SEPARATOR = "\ufdd0"
 
+_TOOLS_FIELD = re.compile(r"message(?:\.tools|\[['\"]tools['\"]\])")
+"""Phi-4's template reads the tools from the system message."""
 _MISTRAL_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -117,11 +118,10 @@ class PromptRenderer:
         """Return whether the checkpoint has a picture processor."""
         return getattr(self._processor, "image_processor", None) is not None
 
-    @property
-    def tool_parser_name(self) -> str | None:
-        """Return the name of mlx-vlm's parser for this template's tool calls, if it has one."""
-        matching = [spec for spec in SPECS if spec.matches(self._template)]
-        return str(max(matching, key=lambda spec: spec.priority).name) if matching else None
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of this template's tool calls; None if it shows none."""
+        return detect_tool_format(self._template)
 
     @property
     def _template(self) -> str:
@@ -159,19 +159,14 @@ class PromptRenderer:
             )
         # Thinking takes seconds, so a request has to enable it.
         arguments = {"enable_thinking": False, **(template_kwargs or {})}
-        plain = [_for_template(message) for message in messages]
-        if tools and "tools" in template_variables(self._template):
-            arguments["tools"] = self._control.split([_tool_for_template(tool) for tool in tools])
-        elif tools:
-            plain = _describe_tools(tools, plain)
-        if self.tool_parser_name == "mistral":
-            plain = [_with_short_ids(message) for message in plain]
+        plain = self._control.split([_for_template(message) for message in messages])
+        if tools:
+            plain = self._with_tools(tools, plain, arguments)
+        if any(message["role"] == "tool" or message.get("tool_calls") for message in plain):
+            plain = self._call_style.apply(plain, self.tool_format)
         try:
             rendered = self._templated.apply_chat_template(
-                self._control.split(plain),
-                tokenize=False,
-                add_generation_prompt=True,
-                **arguments,
+                plain, tokenize=False, add_generation_prompt=True, **arguments
             )
         except RecursionError as error:
             raise InvalidGeneration(
@@ -185,6 +180,95 @@ class PromptRenderer:
                 "messages", f"The model's chat template rejects these messages{reason}"
             ) from error
         return str(rendered)
+
+    def _with_tools(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        """Give the tools to the template: to its variable, to its field, or in a message."""
+        known = self._control.split([_tool_for_template(tool) for tool in tools])
+        if "tools" in template_variables(self._template):
+            arguments["tools"] = known
+            return messages
+        listed = [tool["function"] for tool in self._control.split(tools)]
+        if _TOOLS_FIELD.search(self._template):
+            return _with_system(messages, "", tools=json.dumps(listed, ensure_ascii=False))
+        lines = [json.dumps(function, ensure_ascii=False) for function in listed]
+        text = "\n".join(["You can use these functions:", *lines])
+        if self._call_example:
+            text += f"\nTo use them, write:\n{self._call_example}"
+        if self._takes_system:
+            return _with_system(messages, text)
+        first = messages[0]
+        return [{**first, "content": _with_text(text, "\n\n", first["content"])}, *messages[1:]]
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template takes system messages."""
+        chat = [{"role": role, "content": _RESULT} for role in ("system", "user")]
+        return self._try_render(chat).count(_RESULT) == len(chat)
+
+    @cached_property
+    def _call_style(self) -> CallStyle:
+        """How the template takes calls and results: the first way in which it renders both."""
+        rendered = {
+            style: self._render_call(style)
+            for style in (CallStyle(), CallStyle(json_arguments=True))
+        }
+        shown = [
+            style
+            for style, text in rendered.items()
+            if _CALLED in text and _ARGUMENT in text and f'\\"{_ARGUMENT}' not in text
+        ]
+        # Python writes a mapping in these quotes where a template expects JSON text.
+        as_json = (style for style in shown if f"'{_ARGUMENT}'" not in rendered[style])
+        style = next(as_json, shown[0] if shown else CallStyle(in_text=True))
+        texts = [rendered[style]] if shown else rendered.values()
+        return replace(
+            style,
+            results_in_text=not any(_RESULT in text for text in texts),
+            short_ids=self.tool_format is not None and self.tool_format.short_ids,
+        )
+
+    @cached_property
+    def _call_example(self) -> str:
+        """A call as the model writes it, for a template that describes no tools; or nothing."""
+        known = self.tool_format
+        if known is None or not known.end:
+            return ""
+        rendered = self._render_call(self._call_style)
+        begin, end = rendered.rfind(known.begin), rendered.rfind(known.end)
+        return rendered[begin : end + len(known.end)] if 0 <= begin < end else ""
+
+    def _render_call(self, style: CallStyle) -> str:
+        """Return the rendering of a chat with a call and its result; empty if it is rejected."""
+        call = {"name": _CALLED, "arguments": {_ARGUMENT: "Delta"}}
+        # Some templates render nothing without tools.
+        tool = _tool_for_template({"type": "function", "function": {"name": "Foxtrot"}})
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "Alpha"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": "abcdefgh1", "name": _CALLED, "content": _RESULT},
+        ]
+        return self._try_render(style.apply(chat, self.tool_format), tools=[tool])
+
+    def _try_render(self, chat: list[dict[str, Any]], **arguments: Any) -> str:
+        """Return a rendering; empty if the template rejects it."""
+        try:
+            return str(
+                self._templated.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=True, **arguments
+                )
+            )
+        except Exception as error:
+            logger.debug("template.probe_rejected", exc_info=error)
+            return ""
 
     def shared_prefix(
         self,
@@ -405,18 +489,12 @@ class PromptRenderer:
 
     @cached_property
     def _call_tokens(self) -> dict[int, str]:
-        """Return the special tokens that mlx-vlm's parser of tool calls looks for, by id.
-
-        A parser declares the tokens that open and close a call. Tokens within a call, such as
-        `[ARGS]`, occur only in its expressions, so its source is searched.
-        """
-        if self.tool_parser_name is None:
-            return {}
-        source = inspect.getsource(load_tool_module(self.tool_parser_name))
+        """Return the special tokens of the format of tool calls, by id."""
+        known = self.tool_format
         return {
             index: token.content
             for index, token in self._tokenizer.added_tokens_decoder.items()
-            if token.special and (token.content in source or re.escape(token.content) in source)
+            if known is not None and token.special and known.has_mark(token.content)
         }
 
     def raw(self, token: int) -> bytes:
@@ -466,21 +544,82 @@ def _tool_for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": parameters}}
 
 
-def _describe_tools(
-    tools: Sequence[Mapping[str, Any]], messages: Sequence[dict[str, Any]]
+def _with_system(
+    messages: Sequence[dict[str, Any]], text: str, **fields: Any
 ) -> list[dict[str, Any]]:
-    """Describe tools in the system message, for a template that renders none."""
-    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = f"You can use these functions:\n{functions}"
+    """Add text, and fields for the template, to the system message; add one if there is none."""
     leading = messages[0] if messages and messages[0]["role"] == "system" else None
     if leading is None:
-        return [{"role": "system", "content": text}, *messages]
-    content = leading["content"]
-    if isinstance(content, str):
-        content = f"{content}\n\n{text}"
-    else:
-        content = [*content, {"type": "text", "text": text}]
-    return [{**leading, "content": content}, *messages[1:]]
+        return [{"role": "system", "content": text, **fields}, *messages]
+    content = _with_text(leading["content"], "\n\n", text)
+    return [{**leading, "content": content, **fields}, *messages[1:]]
+
+
+def _with_text(content: Any, separator: str, text: str) -> Any:
+    """Return the content of a message with more text."""
+    if not isinstance(content, str):
+        return [*content, {"type": "text", "text": text}]
+    return f"{content}{separator}{text}" if content and text else content or text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStyle:
+    """How a chat template takes the calls of earlier answers and their results."""
+
+    json_arguments: bool = False
+    """Whether arguments are JSON text; else they are a mapping."""
+    in_text: bool = False
+    """Whether calls are a part of the content, because the template renders none."""
+    results_in_text: bool = False
+    """Whether results are messages of the user, because the template renders none."""
+    short_ids: bool = False
+    """Whether ids have nine letters and digits."""
+
+    def apply(
+        self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
+    ) -> list[dict[str, Any]]:
+        """Return the messages as the template takes them."""
+        styled: list[dict[str, Any]] = []
+        joins = False
+        """Whether the last message is a result, to which a message of the user is added."""
+        for message in messages:
+            one = dict(message)
+            is_result = one["role"] == "tool" and self.results_in_text
+            if is_result:
+                name = one.get("name", "the function")
+                one = {"role": "user", "content": f"Result of {name}: {one['content']}"}
+            elif calls := one.get("tool_calls"):
+                one = self._with_calls(one, calls, tool_format)
+            if joins and one["role"] == "user" and isinstance(one["content"], str):
+                one["content"] = f"{styled.pop()['content']}\n{one['content']}"
+            styled.append(one)
+            joins = is_result
+        return [_with_short_ids(message) for message in styled] if self.short_ids else styled
+
+    def _with_calls(
+        self, message: dict[str, Any], calls: list[dict[str, Any]], tool_format: ToolFormat | None
+    ) -> dict[str, Any]:
+        if self.in_text:
+            text = write_calls([call["function"] for call in calls], tool_format)
+            content = _with_text(message["content"], "\n", text)
+            return {**message, "content": content, "tool_calls": []}
+        if self.json_arguments:
+            functions = [
+                {**call["function"], "arguments": _as_json(call["function"]["arguments"])}
+                for call in calls
+            ]
+            calls = [
+                {**call, "function": function}
+                for call, function in zip(calls, functions, strict=True)
+            ]
+        return {**message, "tool_calls": calls}
+
+
+_CALLED, _ARGUMENT, _RESULT = "Bravo", "Charlie", "Echo"
+
+
+def _as_json(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from workers.engine.types import (
     Usage,
 )
 from workers.server.ports import Json
-from workers.server.tool_calls import ArgumentsText, ForcedCallReader, ToolCall, ToolCallSplitter
+from workers.server.tool_calls import ArgumentsText, ToolCall, ToolCallSplitter
 
 _LOWEST_LOGPROB = -9999.0
 """JSON has no minus infinity; vLLM writes this number instead."""
@@ -82,7 +82,7 @@ class ChatChoice(_Choice):
         self,
         index: int,
         *,
-        splitter: ToolCallSplitter | ForcedCallReader | None,
+        splitter: ToolCallSplitter | None,
         logprobs: bool,
         token_sources: bool,
         include_reasoning: bool = True,

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery
+from workers.engine.tool_formats import ToolFormat
 from workers.engine.types import Event, Generation, ModelCard, Prompt
 from workers.protocol import LaneReport
 
@@ -18,8 +19,8 @@ class Prompts(Protocol):
     """The chat template of the model; thread-safe and free of MLX."""
 
     @property
-    def tool_parser_name(self) -> str | None:
-        """mlx-vlm's name of the model's format of tool calls; None without one."""
+    def tool_format(self) -> ToolFormat | None:
+        """The model's format of tool calls; None without one."""
 
     def template_variables(self, given: Mapping[str, Json], effort: str | None) -> dict[str, Json]:
         """Return the variables by which the template knows a reasoning effort, and those given."""

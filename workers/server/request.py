@@ -23,6 +23,7 @@ from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.spec_prefill import SpecPrefillOptions
+from workers.engine.tool_formats import ToolFormat
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt
 from workers.protocol import (
     KEYS_HEADER,
@@ -37,7 +38,7 @@ from workers.protocol import (
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.pictures import PictureMemory
 from workers.server.ports import Json, ServingEngine
-from workers.server.tool_calls import ToolFormat
+from workers.server.tool_calls import FORCED_CALLS
 
 LANE_HEADER = "x-paceline-lane"
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -58,8 +59,8 @@ class CompletionRequest:
     generations: tuple[Generation, ...]
     """One for each choice, prompt by prompt."""
     tool_format: ToolFormat | None = None
-    forced_calls: bool = False
-    """Whether the answer is a list of calls in JSON, whatever the model's own format."""
+    """Format of the calls in the answer; None if calls are none or stay text."""
+    tools: tuple[Mapping[str, Json], ...] = ()
     single_tool_call: bool = False
     echoes: tuple[str, ...] = ()
     """The prompts, if the texts of their choices begin with them."""
@@ -93,9 +94,7 @@ async def read_request(
     tools = body["tools"] if profile.tools else None
     constraint = read_constraint(body)
     forced = constraint is not None and constraint.kind is ConstraintKind.CALLS
-    tool_format, parser = None, engine.prompts.tool_parser_name
-    if tools and parser is not None and not forced:
-        tool_format = ToolFormat(parser, tools)
+    tool_format = engine.prompts.tool_format if tools and not forced else None
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
     scope = _prefix_scope(request.headers.get(SCOPE_HEADER))
     scores_prompt = profile.echo and profile.top_logprobs is not None
@@ -123,7 +122,7 @@ async def read_request(
         split_reasoning=endpoint is Endpoint.CHAT,
         thinking_budget=profile.thinking_budget,
         constraint=constraint,
-        call_marks=(tool_format.start, tool_format.end) if tool_format else None,
+        call_marks=(tool_format.begin, tool_format.end) if tool_format else None,
         keep_call_tokens=tool_format is not None,
         top_logprobs=profile.top_logprobs,
         prompt_logprobs=scores_prompt,
@@ -141,8 +140,8 @@ async def read_request(
         created_s=created_s,
         profile=profile,
         generations=_one_per_choice(_one_per_prompt(generation, prompts), profile.choices),
-        forced_calls=forced,
-        tool_format=tool_format,
+        tool_format=FORCED_CALLS if forced else tool_format,
+        tools=tuple(tools or ()),
         single_tool_call=body.get("parallel_tool_calls") is False,
         echoes=_read_echoes(body, engine) if profile.echo else (),
         detailed_metrics=body.get("metrics") == "detailed",

@@ -21,7 +21,7 @@ from workers.server.openai_format import ChatChoice, CompletionChoice, render_me
 from workers.server.ports import Json, ServingEngine
 from workers.server.request import CompletionRequest
 from workers.server.runtime import Worker
-from workers.server.tool_calls import ForcedCallReader, ToolCallSplitter
+from workers.server.tool_calls import ToolCallSplitter
 
 log = logging.getLogger(__name__)
 
@@ -255,12 +255,10 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
             top_logprobs=top_logprobs,
             token_sources=token_sources,
         )
-    splitter: ToolCallSplitter | ForcedCallReader | None = None
-    if request.forced_calls:
-        splitter = ForcedCallReader()
-    elif request.tool_format is not None:
+    splitter = None
+    if request.tool_format is not None:
         limit = 1 if request.single_tool_call else None
-        splitter = ToolCallSplitter(request.tool_format, limit=limit)
+        splitter = ToolCallSplitter(request.tool_format, request.tools, limit=limit)
     return ChatChoice(
         index,
         splitter=splitter,

@@ -214,7 +214,7 @@ async def test_a_worker_without_mtp_records_it_as_the_bypass_reason(
 async def test_a_model_without_a_format_of_calls_answers_tools_in_text(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
-    engine.prompts = StubPrompts(tool_parser_name=None)
+    engine.prompts = StubPrompts(tool_format=None)
     response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS})
     assert response.json()["choices"][0]["message"]["content"] == "ok"
     assert "'name': 'add'" in engine.generations[0].prompt.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import copy
 from typing import Any
 
@@ -11,9 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from policies.request.profile import Sampling
+from tests.support.tool_call_text import read_calls
 from workers.engine.tokenizer import PromptRenderer
+from workers.engine.tool_formats import FORMATS
 from workers.engine.types import Generation, InvalidGeneration, LaneName, Prompt
-from workers.server.tool_calls import ToolCallSplitter, ToolFormat
 
 # mlx-vlm recognizes Mistral's template by the token that opens a call.
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}[TOOL_CALLS]"
@@ -54,26 +56,18 @@ def stream_answer(renderer: PromptRenderer, written: str, *, keep_call_tokens: b
 def test_a_tool_call_marked_by_special_tokens_is_parsed(
     renderer: PromptRenderer, written: str
 ) -> None:
-    assert renderer.tool_parser_name == "mistral"
-    splitter = ToolCallSplitter(ToolFormat("mistral", []))
+    assert renderer.tool_format is FORMATS["mistral"]
     pieces = stream_answer(renderer, f"Adding ü.{written}</s>", keep_call_tokens=True)
-    parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
-    *content, call = parts
-    assert "".join(map(str, content)) == "Adding ü."
-    assert isinstance(call, dict)
-    function = call["function"]
-    assert (function["name"], json.loads(function["arguments"])) == ("add", {"a": 3})
+    read = read_calls(FORMATS["mistral"], pieces)
+    assert (read.content, read.calls) == ("Adding ü.", [("add", '{"a": 3}')])
 
 
 def test_a_call_without_an_end_mark_ends_where_the_next_begins(renderer: PromptRenderer) -> None:
-    splitter = ToolCallSplitter(ToolFormat("mistral", []))
     pieces = stream_answer(
         renderer, f"{NEW_FORMAT}{NEW_FORMAT.replace('3', '4')}</s>", keep_call_tokens=True
     )
-    parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
-    arguments = [part["function"]["arguments"] for part in parts if isinstance(part, dict)]
-    assert [json.loads(text) for text in arguments] == [{"a": 3}, {"a": 4}]
-    assert len(parts) == 2
+    read = read_calls(FORMATS["mistral"], pieces)
+    assert (read.content, read.calls) == ("", [("add", '{"a": 3}'), ("add", '{"a": 4}')])
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
@@ -88,6 +82,100 @@ def test_a_template_without_tools_gets_them_in_the_system_message(system: list[A
     before = "Be brief.\n\n" if system else ""
     described = 'You can use these functions:\n{"name": "add", "parameters": {}}'
     assert text == f"system: {before}{described};user: Hi;"
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Add."},
+    {
+        "role": "assistant",
+        "content": "Well.",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 3}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "name": "add", "content": "5"},
+    {"role": "tool", "tool_call_id": "b", "content": "6"},
+    {"role": "user", "content": "And?"},
+]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def test_a_template_that_takes_no_system_message_gets_tools_in_the_first_message(
+    renderer: PromptRenderer,
+) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('No.') }}{% endif %}"
+    text = with_template(renderer, refusing + PLAIN).chat(HISTORY[:1], [ADD])
+    described = 'You can use these functions:\n{"name": "add", "parameters": {}}'
+    assert text == f"user: {described}\n\nAdd.;"
+
+
+def test_a_template_without_calls_has_them_and_their_results_in_text(
+    renderer: PromptRenderer,
+) -> None:
+    """Of two results and the question after them one message is left: roles alternate."""
+    plain = "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    text = with_template(renderer, plain).chat(HISTORY)
+    assert text == (
+        'user: Add.;assistant: Well.\n[{"name": "add", "arguments": {"a": 3}}];'
+        "user: Result of add: 5\nResult of the function: 6\nAnd?;"
+    )
+    with_results = with_template(renderer, PLAIN).chat(HISTORY)
+    assert with_results.endswith("tool: 5;tool: 6;user: And?;")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ c.function.name + c.function.arguments }}", 'add{"a": 3}'),
+        ("{{ c.function.name }}{{ c.function.arguments }}", 'add{"a": 3}'),
+        ("{{ c.function.name }}{{ c.function.arguments | tojson }}", 'add{"a": 3}'),
+        ("{{ c.function.name }}{{ c.function.arguments | items | first | first }}", "adda"),
+    ],
+)
+def test_a_template_gets_arguments_as_the_text_or_the_mapping_that_it_reads(
+    renderer: PromptRenderer, written: str, expected: str
+) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        f"{written}{{% endfor %}}{{{{ m.content }}}}{{% endfor %}}"
+    )
+    assert expected in with_template(renderer, template).chat(HISTORY)
+
+
+# Of microsoft/Phi-4-mini-instruct.
+PHI4 = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and "
+    "message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + "
+    "'<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}{% else %}{{ '<|' + "
+    "message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_tools_of_phi_4_are_a_field_of_the_system_message(renderer: PromptRenderer) -> None:
+    phi4 = with_template(renderer, PHI4)
+    assert phi4.tool_format is FORMATS["phi4"]
+    text = phi4.chat(HISTORY[:3], [ADD])
+    assert text.startswith('<|system|><|tool|>[{"name": "add", "parameters": {}}]<|/tool|><|end|>')
+    call = '<|tool_call|>[{"name": "add", "arguments": {"a": 3}}]<|/tool_call|>'
+    assert f"<|assistant|>Well.\n{call}<|end|>" in text
+    assert read_calls(phi4.tool_format, call).calls == [("add", '{"a": 3}')]
+
+
+def test_a_model_learns_its_format_of_calls_from_the_rendering_of_one(
+    renderer: PromptRenderer,
+) -> None:
+    """DeepSeek's templates render calls, and describe neither them nor tools."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>"
+        "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
+        "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}"
+        "<｜tool▁calls▁end｜>{% endif %}{% endfor %}"
+    )
+    deepseek = with_template(renderer, template)
+    assert deepseek.tool_format is not None
+    text = deepseek.chat(HISTORY[:1], [ADD])
+    assert read_calls(deepseek.tool_format, text).calls == [("Bravo", '{"Charlie": "Delta"}')]
 
 
 def test_special_tokens_outside_tool_calls_are_no_text(renderer: PromptRenderer) -> None:
@@ -167,8 +255,10 @@ CHECKS_IDS = """{%- for message in messages -%}
 {%- set id = message.tool_calls[0].id if message.tool_calls else message.tool_call_id -%}
 {%- if id is defined -%}
 {%- if id | length != 9 -%}{{- raise_exception("Nine letters!") -}}{%- endif -%}
-{{- id + " " -}}
+{{- " id=" + id + " " -}}
 {%- endif -%}
+{%- if message.tool_calls is defined -%}{{- message.tool_calls[0].function -}}{%- endif -%}
+{{- message.content -}}
 {%- endfor -%}{#- [TOOL_CALLS] -#}"""
 
 
@@ -182,7 +272,8 @@ def test_c11_ids_of_tool_calls_fit_templates_of_mistral(
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": given, "content": "4"},
     ]
-    of_call, of_result = with_template(renderer, CHECKS_IDS).chat(messages).split()
+    text = with_template(renderer, CHECKS_IDS).chat(messages)
+    of_call, of_result = re.findall(r"id=(\S+)", text)
     assert of_call == of_result
     assert of_call.isalnum()
     assert of_call.isascii()
@@ -192,8 +283,10 @@ def test_c11_ids_of_tool_calls_fit_templates_of_mistral(
 
 def test_c11_ids_stay_as_they_are_in_templates_of_others(renderer: PromptRenderer) -> None:
     messages = [{"role": "tool", "tool_call_id": "call_01", "content": "4"}]
-    plain = with_template(renderer, "{{ messages[0].tool_call_id }}")
-    assert plain.chat(messages) == "call_01"
+    plain = with_template(
+        renderer, "{% for m in messages %}{{ m.tool_call_id }} {{ m.content }}{% endfor %}"
+    )
+    assert plain.chat(messages) == "call_01 4"
 
 
 def test_c11_a_template_without_end_is_an_error_of_the_request(renderer: PromptRenderer) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.server.tool_calls import ArgumentsText, ForcedCallReader
+from tests.support.tool_call_text import read_calls
+from workers.server.tool_calls import FORCED_CALLS
 
 JSON = st.recursive(
     st.none() | st.integers() | st.text('a"\\{}[], é', max_size=6),
@@ -26,34 +27,19 @@ CALLS = st.lists(
 )
 
 
-def read(pieces: list[str]) -> list[list[str]]:
-    reader = ForcedCallReader()
-    calls: list[list[str]] = []
-    for piece in pieces:
-        for part in reader.feed(piece):
-            if isinstance(part, ArgumentsText):
-                calls[-1][1] += part
-            else:
-                assert isinstance(part, dict), "no text beside the calls"
-                calls.append([part["function"]["name"], part["function"]["arguments"]])
-    assert reader.close() == []
-    return calls
-
-
 @given(CALLS, st.integers(1, 7))
 def test_calls_are_the_same_however_their_text_arrives(calls: list[Any], size: int) -> None:
     """Cut anywhere, also within escapes, the names and the exact text of the arguments arrive."""
     text = json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
-    expected = [[name, json.dumps(arguments)] for name, arguments in calls]
+    expected = [(name, json.dumps(arguments)) for name, arguments in calls]
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    assert read(pieces) == read([text]) == expected
+    for read in (read_calls(FORCED_CALLS, pieces), read_calls(FORCED_CALLS, [text])):
+        assert read.calls == expected
+        assert read.content == ""
 
 
-def test_arguments_arrive_before_their_end() -> None:
-    """A client sees the arguments as the model writes them."""
-    reader = ForcedCallReader()
-    assert reader.feed('[{"name": "f", "argu') == []
-    call, begun = reader.feed('ments": {"a": "x')
-    assert isinstance(call, dict)
-    assert begun == '{"a": "x'
-    assert reader.feed('y"') == ['y"']
+def test_a_call_cut_before_its_name_is_no_text() -> None:
+    assert read_calls(FORCED_CALLS, ['[{"name": "ad'], cut=True)[:2] == ("", [])
+    assert read_calls(FORCED_CALLS, ['[{"name": "f", "argu', 'ments": {"a'], cut=True).calls == [
+        ("f", '{"a')
+    ]

@@ -1,0 +1,54 @@
+"""Tool calls through the chat templates of published models, and back.
+
+`python -m bench.attack.tool_calls` does the same with 300 calls per template.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.attack.templates import fetch
+from tests.support.tool_call_text import format_name, round_trips
+from workers.engine.tool_formats import FORMATS
+
+SHOWN = {
+    "DeepSeek-R1": "deepseek_v3",
+    "DeepSeek-V3.1": "deepseek_v3",
+    "functionary-medium-v3.1": "functionary_v3.1",
+    "functionary-medium-v3.2": "functionary_v3.2",
+    "gpt-oss": "harmony",
+    "granite-3.3": "granite",
+    "granite-4.0": "json_tools",
+    "Hermes-3": "json_tools",
+    "Llama-3.1": "llama3",
+    "Llama-3.3": "llama3",
+    "Nemotron-Nano-v2": "nemotron",
+}
+"""Families that mlx-vlm has no parser of, and two that it has."""
+
+
+@pytest.fixture(scope="module")
+def templates(pytestconfig: pytest.Config) -> dict[str, str]:
+    """Return the templates, which the first run downloads."""
+    cache = pytestconfig.cache
+    assert cache is not None
+    folder = cache.mkdir("chat_templates")
+    try:
+        return fetch(Path(folder))
+    except subprocess.CalledProcessError:
+        pytest.skip("The package index cannot be reached.")
+
+
+@pytest.mark.xdist_group("chat_templates")
+def test_a_call_is_the_same_after_render_and_parse(templates: dict[str, str]) -> None:
+    """In every format, by the template of a model; whole, in random pieces and by letters."""
+    formats = {name: format_name(template) for name, template in templates.items()}
+    for part, known in SHOWN.items():
+        assert known in {formats[name] for name in formats if part.lower() in name.lower()}
+    first = {known: name for name, known in sorted(formats.items(), reverse=True) if known}
+    read = {known: round_trips(name, templates[name], examples=4) for known, name in first.items()}
+    assert read.keys() >= {*FORMATS} - {"longcat", "phi4"}, "they have no template here"
+    assert not [known for known, calls in read.items() if not calls]

@@ -1,0 +1,392 @@
+"""Formats of tool calls: how each family of models writes the calls that its template asks for.
+
+A format is a row of a table: what begins and ends a list of calls, and what stands around the name
+and the arguments of one. Arguments have two shapes: one literal (JSON, Python's keyword arguments
+or Gemma's notation), or a text per argument between tags. `workers.server.tool_calls` reads any
+row of the table while its text arrives. mlx-vlm knows many families by their templates; a format
+that only its own parser can read is a row that names the parser.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from re import escape
+from typing import Any, Final
+
+import regex
+from mlx_vlm.tools import SPECS, load_tool_module
+
+_NAME: Final = r"(?P<name>[\w./-]{1,128})"
+_STRING: Final = r'"(?:[^"\\]|\\.)*+"'
+_SCALAR: Final = (
+    rf'"(?!(?:tool_)?name"|arguments"|parameters")\w++"\s*+:\s*+(?:{_STRING}|[\w.+-]++)'
+)
+_QUOTED_NAME: Final = r'"(?:(?:tool_)?name|function)"\s*+:\s*+"(?P<name>(?:[^"\\]|\\.)++)"'
+_ARGUMENTS: Final = r'"(?:arguments|parameters)"\s*+:\s*+'
+_LIST: Final = r"[\s\[,;]*+"
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Arguments as elements, each with a name and the text of its value."""
+
+    key: str
+    """Pattern of what precedes a value; its group `key` is the name of the argument, and its group
+    `string`, if it has one, tells whether the value is a text."""
+    end: str
+    """Text that ends a value."""
+    wrap: tuple[str, str] = ("", "")
+    """Texts that may stand around a value, and are no part of it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to write a call, by patterns of what stands before and behind its arguments."""
+
+    head: str
+    """Its group `name` is the function."""
+    tail: str = ""
+    tags: Tags | None = None
+    """None: the arguments are one literal."""
+    bare: bool = False
+    """Whether the call has no arguments."""
+
+    @cached_property
+    def head_pattern(self) -> regex.Pattern[str]:
+        """Return the compiled pattern."""
+        return regex.compile(self.head)
+
+    @cached_property
+    def tail_pattern(self) -> regex.Pattern[str]:
+        """Return the compiled pattern; its group `name` is the function if the head has none."""
+        return regex.compile(self.tail)
+
+
+_RECORD_END: Final = rf"\s*+(?:,\s*+{_SCALAR}\s*+)*+\}}"
+RECORDS: Final = (
+    Call(
+        rf"{_LIST}\{{\s*+(?:{_SCALAR}\s*+,\s*+)*+{_QUOTED_NAME}\s*+,\s*+"
+        rf"(?:{_SCALAR}\s*+,\s*+)*+{_ARGUMENTS}",
+        _RECORD_END,
+    ),
+    Call(rf"{_LIST}\{{\s*+(?:{_SCALAR}\s*+,\s*+)*+{_QUOTED_NAME}{_RECORD_END}", bare=True),
+    Call(
+        rf"{_LIST}\{{\s*+{_ARGUMENTS}",
+        rf"\s*+,\s*+{_QUOTED_NAME}{_RECORD_END}",
+    ),
+)
+"""JSON objects with a name and arguments, in either order, alone or in a list."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes its calls."""
+
+    begin: str
+    """Text that begins calls."""
+    end: str = ""
+    """Text that ends them; empty if nothing does."""
+    calls: tuple[Call, ...] = RECORDS
+    """Ways to write one; the first that matches holds."""
+    markers: tuple[tuple[str, ...], ...] = ()
+    """Texts by which the format is known: all of any group stand in the chat template."""
+    opened: bool = False
+    """Whether an answer may begin with a call of a known function, without `begin`."""
+    plain: str = ""
+    """Text that begins an answer without a call, and is no part of it."""
+    skip: tuple[str, ...] = ()
+    """Texts between calls."""
+    quote: str = ""
+    """Text around strings, if it is a token of its own."""
+    short_ids: bool = False
+    """Whether the template accepts only ids of nine letters and digits."""
+    written: str = ""
+    """One call, for a template that renders none."""
+    parser: str = ""
+    """Name of mlx-vlm's parser, for a format that is not described here."""
+
+    @cached_property
+    def spelling(self) -> str:
+        """Return all texts and patterns of the format, in which its special tokens occur."""
+        parts = [self.begin, self.end, self.quote, *self.skip]
+        for call in self.calls:
+            parts += [call.head, call.tail]
+            parts += [call.tags.key, call.tags.end] if call.tags else []
+        return "\n".join(parts)
+
+    def has_mark(self, token: str) -> bool:
+        """Return whether a special token is part of the format."""
+        return token in self.spelling or escape(token) in self.spelling
+
+
+def _xml(prefix: str = "") -> Call:
+    """Return a call in elements `invoke` and `parameter`."""
+    return Call(
+        rf'\s*+<{prefix}invoke name="{_NAME}">',
+        rf"\s*+</{prefix}invoke>",
+        Tags(
+            rf'\s*+<{prefix}parameter name="(?P<key>[^"]++)"'
+            r'(?: string="(?P<string>true|false)")?+>',
+            f"</{prefix}parameter>",
+        ),
+    )
+
+
+def _function_tags(wrap: tuple[str, str] = ("", "")) -> Call:
+    """Return a call in elements `function=NAME` and `parameter=KEY`."""
+    return Call(
+        rf"\s*+<function={_NAME}>",
+        r"\s*+</function>",
+        Tags(r"\s*+<parameter=(?P<key>[^>\n]++)>", "</parameter>", wrap),
+    )
+
+
+def _key_tags(prefix: str = "", suffix: str = "") -> Tags:
+    """Return arguments in pairs of elements `arg_key` and `arg_value`."""
+    key, value = f"{prefix}arg_key{suffix}", f"{prefix}arg_value{suffix}"
+    return Tags(rf"\s*+<{key}>(?P<key>[^<]++)</{key}>\s*+<{value}>", f"</{value}>")
+
+
+_DEEPSEEK_CALL: Final = Call(
+    r"\s*+<｜tool▁call▁begin｜>(?:"
+    rf"function<｜tool▁sep｜>{_NAME}\s*+```json\s|{_NAME}<｜tool▁sep｜>(?=\s*+\{{))"
+)
+_PYTHON_CALL: Final = Call(r"[\s\[,]*+(?P<name>[\w.-]{1,128}?)(?:\.call)?(?=\()")
+_HY3: Final = ":opensource"
+
+FORMATS: Final = {
+    # Families by mlx-vlm's names, which it knows by their templates.
+    "json_tools": ToolFormat("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ToolFormat(
+        "<tool_call>", "</tool_call>", (_function_tags(("\n", "\n")), *RECORDS)
+    ),
+    "glm47": ToolFormat(
+        "<tool_call>",
+        "</tool_call>",
+        (
+            Call(
+                rf"\s*+{_NAME}\s*+(?=<arg_key>|</tool_call>)",
+                r"\s*+(?=</tool_call>)",
+                _key_tags(),
+            ),
+            *RECORDS,
+        ),
+    ),
+    "longcat": ToolFormat(
+        "<longcat_tool_call>",
+        "</longcat_tool_call>",
+        (
+            Call(
+                rf"\s*+{_NAME}\s*+(?=<longcat_arg_key>|</longcat_tool_call>)",
+                r"\s*+(?=</longcat_tool_call>)",
+                _key_tags("longcat_"),
+            ),
+            *RECORDS,
+        ),
+    ),
+    "minimax_m2": ToolFormat("<minimax:tool_call>", "</minimax:tool_call>", (_xml(),)),
+    "atem": ToolFormat("<atem:function_calls>", "</atem:function_calls>", (_xml("atem:"),)),
+    "minicpm5": ToolFormat(
+        '<function name="',
+        calls=(
+            Call(
+                rf'{_NAME}">',
+                r"\s*+</function>",
+                Tags(r'\s*+<param name="(?P<key>[^"]++)">', "</param>", wrap=("<![CDATA[", "]]>")),
+            ),
+        ),
+    ),
+    "pythonic": ToolFormat(
+        "<|tool_call_start|>", "<|tool_call_end|>", (_PYTHON_CALL,), skip=("]", ",")
+    ),
+    "cohere2_moe": ToolFormat("<|START_ACTION|>", "<|END_ACTION|>", skip=("]", ",")),
+    "gemma4": ToolFormat(
+        "<|tool_call>",
+        "<tool_call|>",
+        (Call(rf"\s*+(?:call)?+:?+{_NAME}(?=\{{)"),),
+        quote='<|"|>',
+    ),
+    "kimi_k2": ToolFormat(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        (
+            Call(
+                rf"\s*+<\|tool_call_begin\|>\s*+(?:functions\.)?+{_NAME}(?::\d++)?+\s*+"
+                r"<\|tool_call_argument_begin\|>",
+                r"\s*+<\|tool_call_end\|>",
+            ),
+        ),
+        written="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>",
+    ),
+    "mistral": ToolFormat(
+        "[TOOL_CALLS]",
+        calls=(Call(rf"\s*+{_NAME}(?:\[CALL_ID\]\w++)?+\[ARGS\]"), *RECORDS),
+        skip=("]",),
+        short_ids=True,
+    ),
+    "harmony": ToolFormat(
+        "<|channel|>",
+        calls=(
+            Call(
+                r"\w++\s++to=(?:functions\.)?+(?P<name>[^\s<]++)[^<]*+"
+                r"(?:<\|constrain\|>[^<]*+)?+<\|message\|>",
+            ),
+        ),
+        skip=("<|call|>",),
+    ),
+    # The others.
+    "functionary_v3.1": ToolFormat(
+        "<function=",
+        calls=(Call(rf"{_NAME}>", r"\s*+</function>"),),
+        markers=(("<function=example_function_name>{",),),
+    ),
+    "functionary_v3.2": ToolFormat(
+        ">>>",
+        calls=(Call(rf"{_NAME}\n(?=\s*+\{{)"),),
+        markers=((">>>${recipient}",),),
+        opened=True,
+        plain="all\n",
+    ),
+    "llama3": ToolFormat(
+        "<|python_tag|>",
+        calls=(*RECORDS, _PYTHON_CALL),
+        markers=(("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
+        opened=True,
+        skip=(";", ",", "]"),
+    ),
+    "deepseek_v3": ToolFormat(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        (_DEEPSEEK_CALL,),
+        markers=(("<｜tool▁calls▁begin｜>",),),
+        skip=("```", "<｜tool▁call▁end｜>"),
+        written="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>",
+    ),
+    "deepseek_v3.2": ToolFormat(
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        (_xml("｜DSML｜"),),
+        markers=(("｜DSML｜", "function_calls"),),
+    ),
+    "deepseek_v4": ToolFormat(
+        "<｜DSML｜tool_calls>",
+        "</｜DSML｜tool_calls>",
+        (_xml("｜DSML｜"),),
+        markers=(("｜DSML｜", "tool_calls"),),
+    ),
+    "granite": ToolFormat("<|tool_call|>", markers=(("<|tool_call|> followed by",),), skip=("]",)),
+    "phi4": ToolFormat(
+        "<|tool_call|>", "<|/tool_call|>", markers=(("<|tool|>", "<|/tool|>"),), skip=("]",)
+    ),
+    "nemotron": ToolFormat(
+        "<TOOLCALL>", "</TOOLCALL>", markers=(("<TOOLCALL>",),), skip=("]", ",")
+    ),
+    "apriel": ToolFormat(  # and MiniMax M1
+        "<tool_calls>", "</tool_calls>", markers=(("<tool_calls>",),), skip=("]", ",")
+    ),
+    "seed_oss": ToolFormat(
+        "<seed:tool_call>", "</seed:tool_call>", (_function_tags(),), (("<seed:tool_call>",),)
+    ),
+    "gigachat3.1": ToolFormat("<|function_call|>", markers=(("<|function_call|>",),)),
+    "apertus": ToolFormat(
+        "<|tools_prefix|>",
+        "<|tools_suffix|>",
+        (Call(rf'{_LIST}\{{\s*+"{_NAME}"\s*+:\s*+', r"\s*+\}"),),
+        markers=(("<|tools_prefix|>",),),
+        skip=("]", ","),
+    ),
+    "solar": ToolFormat(
+        "<|tool_calls|>",
+        "<|calls|>",
+        (
+            Call(
+                rf"\s*+<\|tool_call:begin\|>[^<]*+<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>",
+                r"\s*+<\|tool_call:end\|>",
+            ),
+        ),
+        markers=(("<|tool_call:begin|>",),),
+    ),
+    "hunyuan3": ToolFormat(
+        f"<tool_calls{_HY3}>",
+        f"</tool_calls{_HY3}>",
+        (
+            Call(
+                rf"\s*+<tool_call{_HY3}>{_NAME}<tool_sep{_HY3}>",
+                rf"\s*+</tool_call{_HY3}>",
+                _key_tags(suffix=_HY3),
+            ),
+        ),
+        markers=(("<tool_calls", "<tool_sep", ":opensource"),),
+    ),
+    "kimi_k3": ToolFormat(
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
+        (
+            Call(
+                rf'\s*+<\|open\|>call tool="{_NAME}"[^<]*+<\|sep\|>',
+                r"\s*+<\|close\|>call<\|sep\|>",
+                Tags(
+                    r'\s*+<\|open\|>argument key="(?P<key>[^"]++)" '
+                    r'type="(?P<string>\w++)"<\|sep\|>',
+                    "<|close|>argument<|sep|>",
+                ),
+            ),
+        ),
+        markers=(("<|open|>", "<|sep|>", "argument"),),
+    ),
+}
+"""Formats by family; those that mlx-vlm does not know follow in the order of their search."""
+
+
+def detect_tool_format(template: str) -> ToolFormat | None:
+    """Return the format of a chat template's calls; None if the template shows none."""
+    matching = [spec for spec in SPECS if spec.matches(template)]
+    best: Any = max(matching, key=lambda spec: spec.priority, default=None)
+    if best is not None and best.priority > 0:
+        return _format_of(str(best.name))
+    for known in FORMATS.values():
+        if any(all(marker in template for marker in group) for group in known.markers):
+            return known
+    if best is not None:
+        return _format_of(str(best.name))
+    hermes = FORMATS["json_tools"]
+    return hermes if hermes.begin in template and hermes.end in template else None
+
+
+def write_calls(functions: Sequence[Mapping[str, Any]], tool_format: ToolFormat | None) -> str:
+    """Return calls as a model of this format writes them, or in JSON if the table cannot tell."""
+    if tool_format is not None and tool_format.calls == (_PYTHON_CALL,):
+        calls = []
+        for one in functions:
+            arguments = (f"{key}={value!r}" for key, value in one["arguments"].items())
+            calls.append(f"{one['name']}({', '.join(arguments)})")
+        return f"{tool_format.begin}[{', '.join(calls)}]{tool_format.end}"
+    if tool_format is not None and tool_format.written:
+        written = (
+            tool_format.written.format(
+                index=index,
+                name=one["name"],
+                arguments=json.dumps(one["arguments"], ensure_ascii=False),
+            )
+            for index, one in enumerate(functions)
+        )
+        return f"{tool_format.begin}{''.join(written)}{tool_format.end}"
+    records = json.dumps(
+        [{"name": one["name"], "arguments": one["arguments"]} for one in functions],
+        ensure_ascii=False,
+    )
+    if tool_format is not None and tool_format.calls == RECORDS and not tool_format.opened:
+        return f"{tool_format.begin}{records}{tool_format.end}"
+    return records
+
+
+def _format_of(name: str) -> ToolFormat:
+    if name in FORMATS:
+        return FORMATS[name]
+    module = load_tool_module(name)
+    return ToolFormat(module.tool_call_start, module.tool_call_end, parser=name)
