@@ -62,7 +62,11 @@ def worker_command(run: Callable[..., int] | None = None) -> Command:
                 help="Label for the pools of the policy; repeatable.",
             ),
             text("--draft-tokens", "Draft tokens per step, 0 to 8 (default: 2).", "N"),
-            text("--prefix-cache-dir", "Store the prefix cache there across restarts.", "FOLDER"),
+            text(
+                "--prefix-cache-dir",
+                "Store the prefix cache there across restarts (default: in the state folder).",
+                "FOLDER",
+            ),
             text(
                 "--prefix-cache-bytes",
                 "Memory of the prefix cache (default: a quarter of what is free for requests).",

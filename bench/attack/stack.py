@@ -109,6 +109,7 @@ def worker_part(home: Path, port: int, gateway_port: int) -> Part:
     """Return a worker with the demo model and a small prefix cache, so that its memory is even."""
     arguments = (
         *("-m", "workers", "--model", str(CHECKPOINT), "--port", str(port), "--id", "demo"),
+        *("--prefix-cache-gb", "0"),
         *("--join", f"http://127.0.0.1:{gateway_port}", "--prefix-cache-bytes", _CACHE_BYTES),
     )
     return Part("worker", arguments, home, PACELINE_JOIN_TOKEN=JOIN_TOKEN)

@@ -29,7 +29,10 @@ class Contender:
 OURS: Final = Contender(
     name="paceline",
     venv=None,
-    arguments=("-m", "workers", "--model", "{model}", "--port", "{port}", "--id", "bench"),
+    arguments=(
+        *"-m workers --model {model} --port {port} --id bench".split(),
+        *"--prefix-cache-gb 0".split(),  # each run begins without conversations
+    ),
     mtp=True,
 )
 PEERS: Final = (

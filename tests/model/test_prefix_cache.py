@@ -1,8 +1,10 @@
 """The prefix cache: equal answers, with most of the prompt cached."""
 
+import gc
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
 from workers.demo import CHECKPOINT
+from workers.engine.prefill import context_of
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import (
     TTL_S,
@@ -25,6 +28,7 @@ from workers.engine.prefix_cache_files import (
     fingerprint,
 )
 from workers.engine.scheduler import LaneScheduler
+from workers.engine.tokenizer import PreparedPrompt
 from workers.engine.types import LaneName
 from workers.protocol import PrefixCounts
 
@@ -169,7 +173,7 @@ def files(tmp_path: Path) -> PrefixCacheFiles:
     return PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
 
 
-NAME = FileName(0, 4, "ab" * 16, resumable=True)
+NAME = FileName(0, 4, "ab" * 16, resumable=True, scope="cd" * 8)
 
 
 def run_after_restart(make_lane, submit, files: PrefixCacheFiles, question: str = "Who are you?"):
@@ -217,12 +221,12 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
     make_lane, submit, files, tmp_path, damage
 ) -> None:
     expected = run_after_restart(make_lane, submit, files)
-    for path in tmp_path.iterdir():
+    for path in tmp_path.glob("*.safetensors"):
         assert path.stat().st_mode & 0o777 == 0o600
         path.write_bytes(damage(path.read_bytes()))
 
     assert load_all(files) == []
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.safetensors"))
     second = run_after_restart(make_lane, submit, files)
     assert (second.row.cached_tokens, second.row.answer) == (0, expected.row.answer)
 
@@ -244,7 +248,7 @@ def test_l8_a_file_of_somebody_without_the_secret_is_never_used(
     run_after_restart(make_lane, submit, planted)
 
     assert load_all(files) == []
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_l8_arrays_under_other_names_are_a_miss(files) -> None:
@@ -268,7 +272,7 @@ def test_l8_a_hostile_file_is_skipped_and_never_raises(tmp_path_factory, change)
         "hidden": np.zeros((4, 4), np.uint16),
     }
     files.save(NAME, HostPrefix(arrays=arrays, bfloat16=frozenset({"hidden"})))
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.safetensors")
     content = path.read_bytes()
     damaged, _ = change.draw(damaged_header(content) | damaged_bytes(content))
     path.write_bytes(damaged)
@@ -284,7 +288,7 @@ def test_l8_a_hostile_file_is_skipped_and_never_raises(tmp_path_factory, change)
 
 def test_l8_a_folder_in_the_place_of_a_file_is_a_miss(files, tmp_path) -> None:
     files.save(NAME, HostPrefix(arrays={"tokens": np.zeros(4, np.int32)}, bfloat16=frozenset()))
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.safetensors")
     path.unlink()
     path.mkdir()
     assert files.load(NAME) is None
@@ -292,13 +296,104 @@ def test_l8_a_folder_in_the_place_of_a_file_is_a_miss(files, tmp_path) -> None:
 
 def test_the_files_stay_within_their_limit(tmp_path) -> None:
     arrays = {"tokens": np.zeros(100, np.int32)}
-    small = PrefixCacheFiles(tmp_path, 1500, "model", SECRET)
+    small = PrefixCacheFiles(tmp_path, 2800, "model", SECRET)
     names = [NAME._replace(end=end) for end in (4, 5, 6)]
     for name in names:
         small.save(name, HostPrefix(arrays=arrays, bfloat16=frozenset()))
 
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1500
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) <= 2800
     assert (small.load(names[0]), small.load(names[2]) is None) == (None, False)
+
+
+def test_the_bytes_written_in_a_day_are_bounded_over_restarts(tmp_path) -> None:
+    host = HostPrefix(arrays={"tokens": np.zeros(100)}, bfloat16=frozenset())
+    saved = []
+    for number in range(30):
+        files = PrefixCacheFiles(tmp_path, 8192, "model", SECRET)
+        name = NAME._replace(end=5 + number)
+        files.save(name, host)
+        saved.append(name in files)
+    assert saved == sorted(saved, reverse=True)
+    assert sum(saved) == 4 * 8192 // 2080, "of 800 bytes, and of a header at most"
+
+
+def test_a_scope_is_dropped_from_memory_and_disk(make_lane, submit, tmp_path) -> None:
+    files = PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
+    prefix_cache = PrefixCache(1 << 30, files)
+    lane = make_lane(prefix_cache=prefix_cache)
+    prompts = {}
+    for scope in ("one", "two"):
+        prompts[scope] = replace(submit(lane, "Hello", system=SYSTEM).row.prompt, scope=scope)
+    run_until_idle(lane)
+    for prompt in prompts.values():
+        submit(lane, prompt)
+    run_until_idle(lane)
+    for scope, prompt in prompts.items():
+        prefix_cache.flush()
+        assert prefix_cache.match(scope, prompt.identity, with_head=True, cuttable=False)
+    late = submit(lane, prompts["one"], max_tokens=20)
+    lane.step()
+    lane.stop_caching("one")
+    prefix_cache.drop("one").result()
+    run_until_idle(lane)
+    prefix_cache.flush()
+
+    assert late.row.answer
+    found = {
+        scope: (
+            prefix_cache.match(scope, prompt.identity, with_head=True, cuttable=False) is not None,
+            bool(files.find(scope, prompt.identity, 0)),
+        )
+        for scope, prompt in prompts.items()
+    }
+    assert found == {"one": (False, False), "two": (True, True)}
+    assert prefix_cache.size_bytes == sum(node.size_bytes for node in prefix_cache._nodes())
+    prefix_cache.drop(None).result()
+    assert prefix_cache.size_bytes == 0
+    assert not list(tmp_path.glob("*.safetensors"))
+    prefix_cache.close()
+
+
+def test_what_is_evicted_next_is_on_disk_before(
+    make_lane, submit, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eviction itself writes little: its memory is needed at once."""
+    monkeypatch.setattr("workers.engine.prefix_cache._PENDING_BYTES", 3 << 20)
+    files = PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
+    prefix_cache = PrefixCache(12 << 20, files)
+    lane = make_lane(prefix_cache=prefix_cache)
+    contexts = []
+    for number in range(1, 12):
+        tokens = tuple(20 + (at * number) % 700 for at in range(900))
+        row = submit(lane, PreparedPrompt(tokens=tokens, scope=""), max_tokens=2).row
+        run_until_idle(lane)
+        contexts.append(np.append(context_of(row), 5))
+        prefix_cache._writer.submit(lambda: None).result()
+    evicted = [
+        tokens
+        for tokens in contexts
+        if not prefix_cache.match("", tokens, with_head=True, cuttable=False)
+    ]
+    assert 2 < len(evicted) < 10
+    assert all(files.find("", tokens, 0) for tokens in evicted)
+    prefix_cache.close()
+
+
+def test_files_read_ahead_are_bounded_and_their_reading_is_cancelled(
+    make_lane, submit, files
+) -> None:
+    result = run_after_restart(make_lane, submit, files)
+    prompt = result.row.prompt
+    prefix_cache = PrefixCache(1 << 30, PrefixCacheFiles(*files_arguments(files)))
+    assert prefix_cache.prefetch(prompt.scope, prompt.identity, lambda: True) == []
+    runs = prefix_cache.prefetch(prompt.scope, prompt.identity)
+    assert prefix_cache._prefetched_bytes == sum(host.size_bytes for _, host in runs) > 0
+    prefix_cache._limit_bytes = prefix_cache._prefetched_bytes
+    assert prefix_cache.prefetch(prompt.scope, prompt.identity) == []
+    del runs
+    gc.collect()
+    assert prefix_cache._prefetched_bytes == 0
+    prefix_cache.close()
 
 
 def test_files_that_nobody_used_for_a_week_are_deleted(tmp_path) -> None:
@@ -311,7 +406,7 @@ def test_files_that_nobody_used_for_a_week_are_deleted(tmp_path) -> None:
 
     restarted = PrefixCacheFiles(tmp_path, 1 << 20, "model", SECRET)
     assert (old in restarted, new in restarted) == (False, True)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
 def test_a_disk_that_takes_no_file_is_logged_once(tmp_path, caplog) -> None:

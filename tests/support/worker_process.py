@@ -61,7 +61,11 @@ def worker_process(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        env={**environment_without_paceline(), **(environment or {})},
+        env={
+            **environment_without_paceline(),
+            "PACELINE_WORKER_PREFIX_CACHE_GB": "0",  # no conversation of a test stays on disk
+            **(environment or {}),
+        },
     ) as process:
         try:
             yield process

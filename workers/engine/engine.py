@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -147,6 +148,19 @@ class Engine:
         async with self.exchange.open(query) as offer:
             yield offer
 
+    async def drop_prefixes(self, scope: str | None) -> None:
+        """Delete all of an isolation scope from memory and disk; None: of all scopes.
+
+        Running requests of it store nothing any more.
+        """
+
+        def drop() -> Future[None]:
+            for lane in self.lanes:
+                lane.stop_caching(scope)
+            return self.prefix_cache.drop(scope)
+
+        await asyncio.wrap_future(await asyncio.wrap_future(self.thread.call(drop)))
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; running generations raise `EngineStopped`."""
         self.thread.stop(timeout_s)
@@ -192,13 +206,13 @@ class Engine:
         row = self._make_row(generation, lane, prompt, enqueue)
         if generation.constraint is not None:
             row.matcher = await self.grammars.matcher(generation.constraint, generation.call_marks)
-        row.prefetched = await asyncio.to_thread(
-            self.prefix_cache.prefetch, prompt.scope, prompt.identity
-        )
-        if generation.prefix_sources and self.exchange is not None:
-            await self.exchange.fetch(row, lane, generation.prefix_sources)
-        self.thread.submit(lane, row)
         try:
+            row.prefetched = await asyncio.to_thread(
+                self.prefix_cache.prefetch, prompt.scope, prompt.identity, lambda: row.cancelled
+            )
+            if generation.prefix_sources and self.exchange is not None:
+                await self.exchange.fetch(row, lane, generation.prefix_sources)
+            self.thread.submit(lane, row)
             while True:
                 event = await events.get()
                 if isinstance(event, types.EngineError):
@@ -329,14 +343,7 @@ def load_engine(
         prefill_budget_s=settings.prefill_budget_s,
         memory=memory,
     )
-    files = None
-    if settings.prefix_cache_dir is not None and settings.prefix_cache_disk_bytes:
-        files = PrefixCacheFiles(
-            settings.prefix_cache_dir,
-            settings.prefix_cache_disk_bytes,
-            fingerprint(settings.model),
-            settings.prefix_cache_secret,
-        )
+    files = _open_files(settings, checkpoint)
     limit_bytes = settings.prefix_cache_bytes
     if limit_bytes is None:
         limit_bytes = memory.room_bytes // 4
@@ -380,3 +387,24 @@ def load_engine(
         if checkpoint.target.supports_prefix_cache
         else None,
     )
+
+
+def _open_files(settings: types.EngineSettings, checkpoint: Checkpoint) -> PrefixCacheFiles | None:
+    """Return the prefix cache on disk; None without one, or if the folder is unusable.
+
+    What the caches hold depends on the checkpoint, and on the types of its arrays on this device.
+    """
+    if settings.prefix_cache_dir is None or not settings.prefix_cache_disk_bytes:
+        return None
+    parameters = tree_flatten(checkpoint.target.model.parameters())
+    dtypes = ",".join(sorted({str(array.dtype) for _, array in parameters}))
+    try:
+        return PrefixCacheFiles(
+            settings.prefix_cache_dir,
+            settings.prefix_cache_disk_bytes,
+            f"{fingerprint(settings.model)} {dtypes}",
+            settings.prefix_cache_secret,
+        )
+    except OSError as error:
+        logger.warning("prefix_cache.memory_only error=%s", error)
+        return None

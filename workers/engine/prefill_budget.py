@@ -52,6 +52,8 @@ class PrefillBudget:
             budget_s = self._budget_s * (1 if others_decode else ALONE_FACTOR)
             rest_s = TARGET_SHARE * budget_s - spent_s
             blocks = max(1, int(rest_s / block_s)) if block_s else self._max_chunk_tokens
+            if not others_decode:  # few sizes, so that a repeated request is rounded alike
+                blocks = 1 << (blocks.bit_length() - 1)
         return min(blocks * BLOCK_TOKENS, self._max_chunk_tokens)
 
     def observe(

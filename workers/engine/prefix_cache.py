@@ -16,9 +16,10 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,7 +54,13 @@ _KNOWN_EVICTIONS = 64
 _KEYS_PER_NODE = 64
 """Prompts whose keys differ may have the same tokens."""
 _PENDING_BYTES = 256 << 20
-"""Evicted nodes beyond it are not written to disk."""
+_PENDING_SHARE = 0.125
+"""Memory of evicted nodes that wait to be written: this much, or a share of the limit. What is
+evicted beyond it is lost, so nodes are written ahead of their eviction."""
+_WRITE_AHEAD_SHARE = 0.75
+"""Share of the limit from which on the nodes that come next are written."""
+_PREFETCH_SHARE = 0.25
+"""Share of the limit that queued requests may hold of what they have read from disk."""
 _FLUSH_S = 5.0
 
 
@@ -103,6 +110,8 @@ class Node:
     """Keys of conversations, and the number of tokens up to the ends that they name."""
     used: int = 0
     """Time of the last use, in uses of the cache."""
+    written: bool = False
+    """Whether a file has been written, as far as memory knows."""
 
     @property
     def begin(self) -> int:
@@ -184,8 +193,10 @@ class PrefixCache:
         self._pending_bytes = 0
         """Memory of evicted nodes that the background thread has not written yet."""
         self._pending: set[FileName] = set()
+        self._prefetched_bytes = 0
+        """Memory of runs that queued requests have read from disk."""
         self._lock = threading.Lock()
-        """Guards what waits to be written."""
+        """Guards what waits to be written, and what has been read."""
         self.size_bytes = 0
         """Memory in use."""
         self._evicted: deque[str] = deque(maxlen=_KNOWN_EVICTIONS)
@@ -211,13 +222,31 @@ class PrefixCache:
         """Return whether memory holds this key."""
         return key in self._by_key
 
-    def prefetch(self, scope: str | None, tokens: TokenArray) -> list[Prefetched]:
-        """Read from disk what memory lacks of a prompt; safe from any thread, blocks."""
+    def prefetch(
+        self,
+        scope: str | None,
+        tokens: TokenArray,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[Prefetched]:
+        """Read from disk what memory lacks of a prompt; safe from any thread, blocks.
+
+        The runs count against a share of the limit until nobody holds them any more.
+        """
         if self._files is None or scope is None:
             return []
         # The engine thread may change the tree meanwhile: then a file is read in vain.
         names = self.find_files(scope, tokens, self.known_tokens(scope, tokens))
-        return list(self.read_files(names))
+        runs, files = [], self.read_files(names)
+        share_bytes = _PREFETCH_SHARE * self._limit_bytes
+        while not is_cancelled() and self._prefetched_bytes < share_bytes:
+            run = next(files, None)
+            if run is None:
+                break
+            size_bytes = run[1].size_bytes
+            self._add_prefetched(size_bytes)
+            weakref.finalize(run[1], self._add_prefetched, -size_bytes).atexit = False
+            runs.append(run)
+        return runs
 
     def known_tokens(self, scope: str, tokens: TokenArray) -> int:
         """Return for how many tokens memory has keys and values; safe from any thread."""
@@ -263,6 +292,10 @@ class PrefixCache:
             name = FileName(begin, stop, "", part.snapshot is not None)
             return PendingRun(name, part.tokens, *_arrays(part))
         return None
+
+    def _add_prefetched(self, size_bytes: int) -> None:
+        with self._lock:
+            self._prefetched_bytes += size_bytes
 
     def match(
         self, scope: str | None, tokens: TokenArray, *, with_head: bool, cuttable: bool
@@ -374,6 +407,7 @@ class PrefixCache:
         self._add_snapshot(end, state)
         self.touch([end])
         self.evict_to(limit_bytes)
+        self._write_ahead(limit_bytes)
         return end
 
     def insert(self, scope: str, tokens: TokenArray, runs: Sequence[Prefetched]) -> bool:
@@ -394,6 +428,15 @@ class PrefixCache:
     def evict_to(self, size_bytes: int) -> None:
         """Evict until the rest fits into `size_bytes`: what was least recently used goes first."""
         self._evict_to(size_bytes, frozenset())
+
+    def drop(self, scope: str | None) -> Future[None]:
+        """Forget all of a scope in memory, then delete its files; None: of all scopes."""
+        scopes = list(self._roots) if scope is None else [scope]
+        for root in [self._roots.pop(each) for each in scopes if each in self._roots]:
+            for node in _below(root):
+                self._release(node)
+        files = self._files
+        return self._writer.submit(lambda: files.drop(scope) if files is not None else None)
 
     def flush(self) -> None:
         """Write everything to disk that is not there: what was used last comes first.
@@ -453,7 +496,7 @@ class PrefixCache:
         before_bytes = node.size_bytes
         hidden = state.last_hidden if state.head else None
         recurrent = [[_copy(array) for array in arrays] for arrays in state.recurrent]
-        node.snapshot = Snapshot(recurrent, _copy(hidden))
+        node.snapshot, node.written = Snapshot(recurrent, _copy(hidden)), False
         mx.async_eval(recurrent, node.snapshot.last_hidden)
         self.size_bytes += node.size_bytes - before_bytes
 
@@ -504,7 +547,7 @@ class PrefixCache:
                 self._drop_snapshot(thinned)
                 continue
             leaves = (node for node in self._nodes() if not node.children and node not in kept)
-            leaf = min(leaves, key=lambda node: (bool(node.keys), node.used), default=None)
+            leaf = min(leaves, key=_eviction_order, default=None)
             if leaf is None:
                 return
             self._remove(leaf, kept)
@@ -540,18 +583,37 @@ class PrefixCache:
         while node.parent is not None and not node.children and node not in kept:
             self._write(scope, node)
             del node.parent.children[int(node.tokens[0])]
-            self.size_bytes -= node.size_bytes
-            for key in (*node.keys, *node.turns):
-                if self._by_key.get(key) is node:
-                    del self._by_key[key]
-                    if self._files is None:
-                        self._evicted.append(key)
+            if self._files is None:
+                self._evicted.extend(
+                    key for key in (*node.keys, *node.turns) if self._by_key.get(key) is node
+                )
+            self._release(node)
             node = node.parent
             if node.snapshot is not None:
                 return
-        for scope, root in list(self._roots.items()):
-            if not root.children:
-                del self._roots[scope]
+        if not top.children:
+            self._roots.pop(scope, None)
+
+    def _release(self, node: Node) -> None:
+        self.size_bytes -= node.size_bytes
+        for key in (*node.keys, *node.turns):
+            if self._by_key.get(key) is node:
+                del self._by_key[key]
+
+    def _write_ahead(self, limit_bytes: int) -> None:
+        """Write the conversation that is evicted next, if that is near."""
+        near = self.size_bytes >= _WRITE_AHEAD_SHARE * limit_bytes
+        if self._files is None or self._pending or not near:
+            return
+        unwritten = (
+            (scope, node)
+            for scope, root in self._roots.items()
+            for node in _below(root)
+            if not node.children and not node.written
+        )
+        scope, leaf = min(unwritten, key=lambda one: _eviction_order(one[1]), default=("", None))
+        for node in leaf.path() if leaf is not None else ():
+            self._write(scope, node)
 
     def _write(self, scope: str, node: Node, until_s: float | None = None) -> None:
         """Let the background thread write a node, unless too much waits for it already."""
@@ -560,8 +622,12 @@ class PrefixCache:
         files, size_bytes = self._files, node.size_bytes
         tokens = np.concatenate([each.tokens for each in node.path()])
         name = files.name(scope, tokens, node.begin, resumable=node.snapshot is not None)
-        too_many = self._pending_bytes + size_bytes > _PENDING_BYTES and until_s is None
-        if name in files or name in self._pending or too_many:
+        pending_limit_bytes = max(_PENDING_BYTES, int(_PENDING_SHARE * self._limit_bytes))
+        too_many = self._pending_bytes + size_bytes > pending_limit_bytes and until_s is None
+        if too_many:
+            return
+        node.written = True
+        if name in files or name in self._pending:
             return
         arrays, bfloat16 = _arrays(node)
         run = node.tokens
@@ -624,6 +690,10 @@ def _below(root: Node) -> Iterator[Node]:
         node = stack.pop()
         stack += node.children.values()
         yield node
+
+
+def _eviction_order(leaf: Node) -> tuple[bool, int]:
+    return bool(leaf.keys), leaf.used
 
 
 def _pairs(tokens: int) -> int:

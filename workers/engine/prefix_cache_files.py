@@ -1,18 +1,21 @@
 """Prefix cache on disk: nodes that memory has evicted, which survive a restart of the worker.
 
 One safetensors file holds one run of tokens. Its name says which tokens come before and how many
-it ends with, and a keyed digest of all of them, so that the files of a prompt are found without
-reading any. A file is used only if a worker with the same secret has written it, which its HMAC
-proves, and with the same weights. Any other file is deleted, and the prompt is read again. A file
-holds no code: no pickle. A file that nobody has used for a week is deleted.
+it ends with, and has keyed digests of all of them and of their scope, so that the files of a prompt
+are found without reading any, and those of a scope are deleted with its key. A file is used only if
+a worker with the same secret has written it, which its HMAC proves, and with the same weights. Any
+other file is deleted, and the prompt is read again. A file holds no code: no pickle. A file that
+nobody has used for a week is deleted.
 
-Reads and writes happen on plain NumPy arrays, outside the engine thread.
+Reads and writes happen on plain NumPy arrays, outside the engine thread. Workers of one machine may
+share a folder, and its limit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import logging
 import os
 import re
@@ -34,10 +37,17 @@ logger = logging.getLogger(__name__)
 HostArrays = Mapping[str, np.ndarray[Any, Any]]
 
 _SUFFIX = ".prefix.safetensors"
-_NAME = re.compile(r"(\d{1,9})-(\d{1,9})-([0-9a-f]{32})(-resume)?")
+_NAME = re.compile(r"([0-9a-f]{16})-(\d{1,9})-(\d{1,9})-([0-9a-f]{32})(-resume)?")
+_BUDGET = "writes.json"
+_PICTURE_CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 _MAX_HEADER_BYTES = 1 << 20
+_HEADER_BYTES = 1024
+_HEADER_BYTES_PER_ARRAY = 256
+"""Upper bounds of what a file has beside its arrays."""
+_PARTIAL_S = 600.0
+"""Age at which a file that is half written has no writer any more."""
 TTL_S = 7 * 86_400.0
 """Time after its last use at which a file is deleted."""
 _DAY_S = 86_400.0
@@ -54,13 +64,25 @@ class FileName(NamedTuple):
     """Of all tokens from the first to `end`, and of their scope."""
     resumable: bool
     """Whether a row can start at the end of the run."""
+    scope: str = ""
+    """Keyed digest of the isolation scope."""
 
     def __str__(self) -> str:
         """Return the name without its suffix."""
-        return f"{self.begin}-{self.end}-{self.digest}{'-resume' * self.resumable}"
+        resume = "-resume" * self.resumable
+        return f"{self.scope}-{self.begin}-{self.end}-{self.digest}{resume}"
+
+    @classmethod
+    def parse(cls, text: str) -> FileName | None:
+        """Return the name of a file; None for a file that is none of a prefix cache."""
+        match = _NAME.fullmatch(text.removesuffix(_SUFFIX)) if text.endswith(_SUFFIX) else None
+        if match is None:
+            return None
+        scope, begin, end, digest, resume = match.groups()
+        return cls(int(begin), int(end), digest, resume is not None, scope)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True, eq=False)
 class HostPrefix:
     """A run of tokens without MLX; arrays in bfloat16 are stored as bits."""
 
@@ -68,6 +90,11 @@ class HostPrefix:
     """By name: `tokens`, and the arrays of `prefix_cache.Node`."""
     bfloat16: frozenset[str]
     """Names of the arrays in bfloat16."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 Prefetched: TypeAlias = tuple[FileName, HostPrefix]
@@ -83,16 +110,15 @@ class PrefixCacheFiles:
         self._model = model
         self._secret = secret
         self._lock = threading.Lock()
-        self._day_begin_s, self._day_bytes = time.time(), 0
+        self._day_begin_s, self._day_bytes = self._read_budget()
         self._failed = False
         """Whether a write has failed, which is logged once."""
         self._names: dict[tuple[int, str], FileName] = {}
         for path in directory.iterdir():
-            match = _NAME.fullmatch(path.name.removesuffix(_SUFFIX))
-            if match is not None and path.name.endswith(_SUFFIX):
-                begin, end, digest, resume = match.groups()
-                self._add(FileName(int(begin), int(end), digest, resume is not None))
-            elif path.name.endswith((_SUFFIX, ".partial")):
+            name = FileName.parse(path.name)
+            if name is not None:
+                self._add(name)
+            elif path.name.endswith(_SUFFIX) or _is_abandoned(path):
                 self._discard(path, "left by an earlier version, or half written")
         self._evict_for(0)
 
@@ -102,7 +128,9 @@ class PrefixCacheFiles:
         """Return the name of the run from `begin` to the end of `tokens`."""
         digest = self._digest(scope)
         digest.update(tokens.tobytes())
-        return FileName(begin, len(tokens), digest.hexdigest(), resumable)
+        return FileName(
+            begin, len(tokens), digest.hexdigest(), resumable, self._scope_digest(scope)
+        )
 
     def __contains__(self, name: FileName) -> bool:
         """Return whether a file holds the end of this run, and as much of its state."""
@@ -161,8 +189,9 @@ class PrefixCacheFiles:
 
         A disk that takes no file is logged once: memory alone then holds the cache.
         """
-        size_bytes = sum(array.nbytes for array in prefix.arrays.values()) + _MAX_HEADER_BYTES
-        if size_bytes > self._limit_bytes + _MAX_HEADER_BYTES or not self._may_write(size_bytes):
+        header_bytes = _HEADER_BYTES + _HEADER_BYTES_PER_ARRAY * len(prefix.arrays)
+        size_bytes = prefix.size_bytes + header_bytes
+        if size_bytes > self._limit_bytes or not self._may_write(size_bytes):
             return
         path = self._path(name)
         partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -171,10 +200,11 @@ class PrefixCacheFiles:
             "hmac": self._hmac(str(name), prefix),
         }
         try:
-            self._evict_for(size_bytes - _MAX_HEADER_BYTES)
+            self._evict_for(size_bytes)
             save_file(dict(prefix.arrays), partial, metadata=metadata)
             partial.chmod(0o600)
             partial.replace(path)
+            self._write_budget()
         except Exception as error:  # noqa: BLE001  # safetensors has an error of its own
             if not self._failed:
                 logger.warning("prefix_cache.write_failed error=%s", error)
@@ -183,6 +213,16 @@ class PrefixCacheFiles:
                 partial.unlink(missing_ok=True)
         else:
             self._add(name)
+
+    def drop(self, scope: str | None) -> None:
+        """Delete all files of a scope, those of other models too; None: all files."""
+        tag = "" if scope is None else self._scope_digest(scope)
+        with contextlib.suppress(OSError):
+            for path in self._directory.iterdir():
+                if path.name.startswith(tag) and path.name.endswith((_SUFFIX, ".partial")):
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
+                    self._forget(path)
 
     def _add(self, name: FileName) -> None:
         with self._lock:
@@ -196,10 +236,26 @@ class PrefixCacheFiles:
         now_s = time.time()
         if now_s - self._day_begin_s >= _DAY_S:
             self._day_begin_s, self._day_bytes = now_s, 0
-        if self._day_bytes + size_bytes > _WRITES_A_DAY * (self._limit_bytes + _MAX_HEADER_BYTES):
+        if self._day_bytes + size_bytes > _WRITES_A_DAY * self._limit_bytes:
             return False
         self._day_bytes += size_bytes
         return True
+
+    def _read_budget(self) -> tuple[float, int]:
+        """Return when the day of the budget has begun, and the bytes written since."""
+        try:
+            stored = json.loads((self._directory / _BUDGET).read_text())
+            begin_s, written_bytes = float(stored["begin_s"]), int(stored["bytes"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return time.time(), 0
+        now_s = time.time()
+        return (begin_s, written_bytes) if 0 <= now_s - begin_s < _DAY_S else (now_s, 0)
+
+    def _write_budget(self) -> None:
+        partial = self._directory / f"{_BUDGET}.{os.getpid()}.partial"
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps({"begin_s": self._day_begin_s, "bytes": self._day_bytes}))
+        partial.replace(self._directory / _BUDGET)
 
     def _evict_for(self, size_bytes: int) -> None:
         """Delete old files, and the least recently used ones until there is room for another."""
@@ -220,10 +276,9 @@ class PrefixCacheFiles:
             self._forget(path)
 
     def _forget(self, path: Path) -> None:
-        match = _NAME.fullmatch(path.name.removesuffix(_SUFFIX))
-        if match is not None:
-            with self._lock:
-                self._names.pop((int(match[2]), match[3]), None)
+        name = FileName.parse(path.name)
+        if name is not None:
+            self._remove(name)
 
     def _path(self, name: FileName) -> Path:
         return self._directory / f"{name}{_SUFFIX}"
@@ -231,6 +286,10 @@ class PrefixCacheFiles:
     def _digest(self, scope: str) -> blake2b:
         key = blake2b(self._secret).digest()
         return blake2b(f"{self._model}\0{scope}\0".encode(), key=key, digest_size=16)
+
+    def _scope_digest(self, scope: str) -> str:
+        key = blake2b(self._secret).digest()
+        return blake2b(scope.encode(), key=key, digest_size=8, person=b"scope").hexdigest()
 
     def _discard(self, path: Path, reason: str) -> None:
         logger.warning("prefix_cache.file_discarded file=%s reason=%s", path.name, reason)
@@ -250,13 +309,23 @@ class PrefixCacheFiles:
         return code.hexdigest()
 
 
+def _is_abandoned(path: Path) -> bool:
+    """Return whether a file is half written, and nobody writes it any more."""
+    with contextlib.suppress(OSError):
+        return path.suffix == ".partial" and path.stat().st_mtime < time.time() - _PARTIAL_S
+    return False
+
+
 def fingerprint(folder: Path) -> str:
-    """Tell one checkpoint from another: its configuration, and samples of its weights.
+    """Tell one checkpoint from another: its configurations, and samples of its weights.
 
     Two fine-tunes differ nearly everywhere, so a few blocks of each file tell them apart without
     reading tens of gigabytes.
     """
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for name in _PICTURE_CONFIGURATIONS:
+        with contextlib.suppress(FileNotFoundError):
+            digest.update((folder / name).read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size_bytes = path.stat().st_size
         digest.update(f"{path.name}:{size_bytes}".encode())

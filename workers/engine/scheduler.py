@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 
@@ -164,6 +165,17 @@ class LaneScheduler:
         self._waiting.append(row)
         self._estimate(row)
         self._update_occupancy()
+
+    def stop_caching(self, scope: str | None) -> None:
+        """Store nothing more of the rows of an isolation scope; None: of all rows."""
+        rows = [*self._waiting, *chain(*self.rows_by_batch())]
+        for row in rows:
+            if scope in (None, row.prompt.scope):
+                row.prompt = replace(row.prompt, scope=None)
+                row.prefetched, row.cacheable = (), False
+        for prefill in self.prefills:
+            if prefill.row.prompt.scope is None:
+                prefill.boundaries = []
 
     def step(self) -> None:
         """Drop cancelled rows, read prompts for a while, and decode one step of every row."""

@@ -37,7 +37,7 @@ from workers.server.settings import (
     WorkerSettings,
     advertised_url,
     default_worker_id,
-    prefix_cache_secret,
+    prefix_cache_on_disk,
 )
 from workers.terminal import StartDisplay, configure_logging, printable
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(settings: WorkerSettings) -> int:
     # Bind before the weights load, which may take minutes: a port in use is reported at once.
     with _bind(settings.listening_host, settings.port) as listener:
-        cache_secret = prefix_cache_secret(settings)
+        cache = prefix_cache_on_disk(settings)
         worker_id = _worker_id(settings, listener)
         if settings.join:
             wait_for_gateway(settings.join, settings.token, worker_id, _pause_of(settings))
@@ -91,7 +91,7 @@ def _run(settings: WorkerSettings) -> int:
             first_stage=StartStage.WEIGHTS if source.folder else StartStage.DOWNLOAD,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            load = functools.partial(_load, settings, source, cache_secret, starting.advance)
+            load = functools.partial(_load, settings, source, cache, starting.advance)
             return runner.run(_start_and_serve(settings, source, starting, load, listener))
 
 
@@ -127,10 +127,14 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _load(
-    settings: WorkerSettings, source: ModelSource, cache_secret: bytes, progress: ProgressSink
+    settings: WorkerSettings,
+    source: ModelSource,
+    cache: tuple[Path | None, bytes],
+    progress: ProgressSink,
 ) -> ServingEngine:
     """Return the running engine, after the downloads of its models; blocks."""
     download = functools.partial(progress, StartStage.DOWNLOAD)
+    cache_dir, cache_secret = cache
     folder = source.fetch(download)
     spec_prefill = None
     if settings.spec_prefill:
@@ -150,7 +154,7 @@ def _load(
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
             prefix_cache_bytes=settings.prefix_cache_bytes,
-            prefix_cache_dir=settings.prefix_cache_dir,
+            prefix_cache_dir=cache_dir,
             prefix_cache_disk_bytes=int(settings.prefix_cache_gb * 1e9),
             prefix_cache_secret=cache_secret,
             spec_prefill=spec_prefill,

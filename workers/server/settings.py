@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -22,6 +23,8 @@ from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
 from workers.heartbeat import source_address
 from workers.protocol import MAX_LABELS, base_url, is_loopback
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_HOST = "127.0.0.1"
 _WILDCARDS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - compared, not bound
@@ -52,7 +55,7 @@ class WorkerSettings(BaseSettings):
     """Labels for pools of the policy; comma-separated in the environment."""
     draft_tokens: int = Field(2, ge=0, le=8)
     prefix_cache_dir: Path | None = None
-    """Folder that stores the prefix cache across restarts; None: memory only."""
+    """Folder that stores the prefix cache across restarts; None: one in the state folder."""
     prefix_cache_bytes: int | None = Field(None, ge=0)
     """Limit of the prefix cache in memory; None: a share of what the weights leave."""
     prefix_cache_gb: float = Field(20.0, ge=0, le=100_000)
@@ -62,7 +65,7 @@ class WorkerSettings(BaseSettings):
     spec_prefill_threshold: int = Field(8192, ge=1)
     spec_prefill_keep: float = Field(0.3, gt=0, le=1)
     state_dir: Path = Field(Path("~/.paceline"), validation_alias="PACELINE_STATE_DIR")
-    """Holds the secret of the prefix cache where there is no join token."""
+    """Holds the prefix cache, and its secret where there is no join token."""
     leash: bool = False
     """Shut down when standard input closes, so that no worker outlives its parent process."""
 
@@ -126,17 +129,31 @@ class WorkerSettings(BaseSettings):
         return bool(self.join) and self.listening_host in _WILDCARDS
 
 
-def prefix_cache_secret(settings: WorkerSettings) -> bytes:
-    """Return the secret that authenticates the files of the prefix cache.
+def prefix_cache_on_disk(settings: WorkerSettings) -> tuple[Path | None, bytes]:
+    """Return the folder of the prefix cache, and the secret that authenticates its files.
 
-    It is derived from the join token; without one it is a file of the state folder. Raises
-    `InvalidSettings` if that file, or the folder of the cache, cannot be kept from other users.
+    None: memory only. The default folder is of the state folder; if it cannot be used, that is
+    logged. The secret is derived from the join token; without one it is a file of the state folder.
+    Raises `InvalidSettings` if a folder that the owner names cannot be kept from other users.
     """
-    if settings.prefix_cache_dir is None:
-        return b""
-    folder = settings.prefix_cache_dir
+    if not settings.prefix_cache_gb:
+        return None, b""
+    given = settings.prefix_cache_dir
+    folder = settings.state_dir.expanduser() / "prefix-cache" if given is None else given
+    try:
+        return folder, _prefix_cache_secret(settings, folder)
+    except InvalidSettings as error:
+        if given is not None:
+            raise
+        logger.warning("prefix_cache.memory_only reason=%s", error)
+        return None, b""
+
+
+def _prefix_cache_secret(settings: WorkerSettings, folder: Path) -> bytes:
     try:
         _make_private(folder)
+        if stat.S_IMODE(folder.stat().st_mode) != stat.S_IRWXU:
+            folder.chmod(stat.S_IRWXU)
         if settings.token is not None:
             token = settings.token.get_secret_value().encode()
             return hmac.digest(token, b"paceline prefix cache", "sha256")

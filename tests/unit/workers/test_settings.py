@@ -11,7 +11,7 @@ from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
 from workers.protocol import WorkerReport, is_loopback
 from workers.server.main import read_settings
-from workers.server.settings import advertised_url, default_worker_id, prefix_cache_secret
+from workers.server.settings import advertised_url, default_worker_id, prefix_cache_on_disk
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def test_is_loopback_recognises_local_hosts(host: str, loopback: bool) -> None:
 
 def test_l8_the_secret_of_the_prefix_cache_is_derived_from_the_join_token(tmp_path: Path) -> None:
     flags = ["--prefix-cache-dir", str(tmp_path / "cache"), "--token"]
-    secrets = [prefix_cache_secret(read_settings([*flags, token])) for token in ("a", "a", "b")]
+    secrets = [prefix_cache_on_disk(read_settings([*flags, token])) for token in ("a", "a", "b")]
     assert secrets[0] == secrets[1] != secrets[2]
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
 
@@ -169,7 +169,7 @@ def test_l8_a_worker_without_a_token_keeps_its_secret_in_the_state_folder(
 ) -> None:
     monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
     settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
-    assert prefix_cache_secret(settings) == prefix_cache_secret(settings)
+    assert prefix_cache_on_disk(settings) == prefix_cache_on_disk(settings)
     (path,) = (tmp_path / "state").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len(path.read_bytes()) == 64
@@ -185,7 +185,7 @@ def test_l8_a_folder_that_others_may_write_is_refused(
     (tmp_path / name).chmod(mode)
     settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
     with pytest.raises(InvalidSettings, match=f"{name}: other users may write there"):
-        prefix_cache_secret(settings)
+        prefix_cache_on_disk(settings)
 
 
 def test_l8_an_empty_secret_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -193,4 +193,34 @@ def test_l8_an_empty_secret_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "prefix-cache-secret").touch()
     settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
     with pytest.raises(InvalidSettings, match="is empty"):
-        prefix_cache_secret(settings)
+        prefix_cache_on_disk(settings)
+
+
+def test_conversations_are_stored_in_the_state_folder_by_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
+    folder, secret = prefix_cache_on_disk(read_settings([]))
+    assert folder == tmp_path / "prefix-cache"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert secret
+    assert prefix_cache_on_disk(read_settings(["--prefix-cache-gb", "0"])) == (None, b"")
+
+
+def test_a_default_folder_that_cannot_be_used_leaves_memory_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    assert prefix_cache_on_disk(read_settings([])) == (None, b"")
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "prefix_cache.memory_only"
+    ]
+
+
+def test_a_folder_that_others_may_read_becomes_private(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o755)
+    prefix_cache_on_disk(
+        read_settings(["--prefix-cache-dir", str(tmp_path / "cache"), "--token", "a"])
+    )
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
