@@ -161,8 +161,10 @@ def check_size(schema: Any, param: str) -> None:
                 deeper += node.values()
             elif isinstance(node, list):
                 deeper += node
+            elif isinstance(node, str):
+                size += len(node)
             else:
-                size += len(node) if isinstance(node, str) else 1
+                size += 1 + (node.bit_length() // 3 if isinstance(node, int) else 0)
         level = deeper
         if depth > _MAX_LEVELS or size > _MAX_CHARS:
             raise FieldError(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import jsonschema_rs
 import openai
@@ -291,6 +291,65 @@ async def test_the_cache_of_grammars_is_bounded(engine: Engine) -> None:
     assert engine.grammars.cached == CACHED_GRAMMARS
     await engine.grammars.matcher(schema({"const": CACHED_GRAMMARS}))
     assert engine.grammars.cached == CACHED_GRAMMARS
+
+
+def _doubled(rule: str, levels: int) -> str:
+    """Return rules that each contain the next one twice."""
+    rules = (f"{rule}{level}: {rule}{level + 1} {rule}{level + 1}" for level in range(levels))
+    return "\n".join([f"start: {rule}0", *rules, f'{rule}{levels}: "x"'])
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        schema({"allOf": [{"type": "string", "pattern": f"a{n}"} for n in range(60)]}),
+        schema({"type": "string", "pattern": "^((((a{100}){100}){100}){100})$"}),
+        Constraint(ConstraintKind.GRAMMAR, _doubled("R", 24), "guided_grammar"),
+    ],
+    ids=["patterns that must all hold", "a pattern that repeats", "rules that double"],
+)
+async def test_n1_a_constraint_that_explodes_is_refused_and_delays_no_later_one(
+    engine: Engine, constraint: Constraint
+) -> None:
+    with pytest.raises(InvalidGeneration, match="It is too complex"):
+        await engine.grammars.matcher(constraint)
+    text, _ = await answer(engine, "Hi", schema({"enum": ["after", "later"]}))
+    assert text in ('"after"', '"later"')
+    with pytest.raises(InvalidGeneration, match="It is too complex"):  # known by now
+        await engine.grammars.matcher(constraint)
+
+
+async def test_n2_constraints_of_one_team_delay_those_of_another_by_two(engine: Engine) -> None:
+    done: list[str] = []
+
+    async def compile_one(scope: str, number: int) -> None:
+        await engine.grammars.matcher(schema({"const": f"{scope} {number}"}), scope=scope)
+        done.append(scope)
+
+    reds = [compile_one("red", number) for number in range(12)]
+    await asyncio.gather(*reds, compile_one("blue", 0))
+    assert done.index("blue") <= 2
+
+
+async def test_a_long_forced_text_is_computed_once(engine: Engine) -> None:
+    """Each step of the engine would take as long as the text otherwise."""
+    text = "Nothing else may be said. " * 20
+    matcher = await engine.grammars.matcher(schema({"const": text}))
+    computed = 0
+
+    class CountedState:
+        def __getattr__(self, name: str) -> Any:
+            nonlocal computed
+            computed += name == "compute_ff_tokens"
+            return getattr(state, name)
+
+    state, matcher.state = matcher.state, cast("Any", CountedState())
+    tokens = 0
+    while not matcher.complete:
+        matcher.advance(matcher.forced()[0])
+        tokens += 1
+    assert tokens > 100
+    assert computed < 20
 
 
 async def test_clients_at_once_each_get_their_form(async_openai_client: AsyncOpenAI) -> None:

@@ -172,7 +172,7 @@ class Engine:
         prompt = await self._prepare(generation)
         self._make_row(generation, self._lane(generation), prompt, lambda _: None)
         if generation.constraint is not None:
-            await self.grammars.matcher(generation.constraint, generation.call_marks)
+            await self.grammars.matcher(generation.constraint, generation.call_marks, prompt.scope)
         return len(prompt.tokens)
 
     def _lane(self, generation: types.Generation) -> LaneScheduler:
@@ -205,7 +205,9 @@ class Engine:
 
         row = self._make_row(generation, lane, prompt, enqueue)
         if generation.constraint is not None:
-            row.matcher = await self.grammars.matcher(generation.constraint, generation.call_marks)
+            row.matcher = await self.grammars.matcher(
+                generation.constraint, generation.call_marks, prompt.scope
+            )
         try:
             row.prefetched = await asyncio.to_thread(
                 self.prefix_cache.prefetch, prompt.scope, prompt.identity, lambda: row.cancelled

@@ -2,8 +2,8 @@
 
 llguidance compiles a constraint for the model's tokenizer, and tells after every token which ones
 may come next. A grammar begins where the reasoning of the answer ends. A constraint is a client's:
-its compilation has a thread of its own, and llguidance's limits on the size of grammars and on the
-work for one token bound both.
+another process tries to compile it first, a thread of its own compiles it, and llguidance's limits
+bound the work for one token.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ import json
 import logging
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.hf import from_tokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import (
     fill_next_token_bitmask_par,
     fill_next_token_bitmask_par_with_draft_tokens,
@@ -32,42 +30,24 @@ from llguidance.numpy import (
 from transformers import PreTrainedTokenizerFast
 
 from policies.request.constraint import Constraint, ConstraintKind
+from workers.engine.grammar_source import LIMITS, Vocabulary
+from workers.engine.grammar_trial import STACK_BYTES, ConstraintRejected, ConstraintTrial
 from workers.engine.reasoning import ANSWERING, NextToken, ReasoningState
 from workers.engine.tokenizer import token_bytes
 from workers.engine.types import InvalidGeneration
 
 logger = logging.getLogger(__name__)
 
-CACHED_GRAMMARS = 64
-COMPILE_TIMEOUT_S = 10.0
-_STACK_BYTES = 256 << 20
-"""The compiler recurses along references: a schema of 64 KiB may refer thousands of levels deep."""
-
-# One line, as Python writes JSON: models get lost in white space, and a separator that the grammar
-# forces is a draft that the target accepts. No constraint is left out silently.
-_JSON_OPTIONS: Any = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "lenient": False,
-    "coerce_one_of": False,
-}
-_LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
-
-# llguidance allows a leap second in every minute, and fractions without end.
-_DATE = (
-    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
-)
-_TIME = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
-    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
-_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-_VALUES = frozenset({"const", "enum", "default", "examples"})
+CACHED_GRAMMARS = 32
+"""Each may take up to what a trial may take."""
+COMPILE_TIMEOUT_S = 60.0
+_COMPUTED_FORCED_TOKENS = 16
+"""More than any draft has."""
 
 _Key: TypeAlias = tuple[Constraint, tuple[str, str] | None]
+_Compiled: TypeAlias = tuple[LLMatcher, Sequence[int]]
+"""A matcher at the beginning, and the tokens that are forced there."""
+_Future: TypeAlias = "Future[_Compiled | str]"
 
 _UNSATISFIABLE = "No answer can satisfy the constraint."
 # What llguidance's messages say, and what the client is told: its own text never leaves the worker.
@@ -88,103 +68,174 @@ class GrammarCompiler:
     """The compiled grammars of one model; methods are safe to call from any thread."""
 
     def __init__(self, processor: Any, vocabulary: int, ends: frozenset[int]) -> None:
-        self._cache: OrderedDict[_Key, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[_Key, _Compiled | str] = OrderedDict()
+        """What is wrong with a constraint instead, where the worker refused it."""
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammar")
+        self._waiting: OrderedDict[str, deque[tuple[_Future, _Key, Constraint]]] = OrderedDict()
         self._ends = sorted(ends)
+        self._trial: ConstraintTrial | None = None
         tokenizer = getattr(processor, "tokenizer", processor)
-        before = threading.stack_size(_STACK_BYTES)
+        before = threading.stack_size(STACK_BYTES)
         try:  # starts the thread
-            self._tokenizer = self._thread.submit(_load_tokenizer, tokenizer, vocabulary, ends)
+            self._tokenizer = self._thread.submit(self._load_tokenizer, tokenizer, vocabulary)
         finally:
             threading.stack_size(before)
 
     @property
     def cached(self) -> int:
-        """Return the number of compiled grammars."""
+        """Return the number of constraints whose grammar, or whose error, is known."""
         return len(self._cache)
 
     async def matcher(
-        self, constraint: Constraint, call_marks: tuple[str, str] | None = None
+        self,
+        constraint: Constraint,
+        call_marks: tuple[str, str] | None = None,
+        scope: str | None = None,
     ) -> Matcher:
         """Return a matcher at the beginning of an answer; raise `InvalidGeneration` without one.
 
-        With `call_marks`, the answer may also call tools in the model's own format.
+        With `call_marks`, the answer may also call tools in the model's own format. Constraints of
+        one isolation `scope` delay one of another scope by two compilations at most.
         """
         key = (constraint._replace(value=json.dumps(constraint.value)), call_marks)
         compiled = self._lookup(key)
         if compiled is None:
-            loop = asyncio.get_running_loop()
+            future = self._submit(scope or "", key, constraint)
             try:
                 async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                    compiled = await loop.run_in_executor(
-                        self._thread, self._compile, constraint, key
-                    )
+                    compiled = await asyncio.wrap_future(future)
             except TimeoutError as error:
                 raise _invalid(constraint, "The worker takes too long to compile it.") from error
+        if isinstance(compiled, str):
+            raise _invalid(constraint, compiled)
         words = (self._tokenizer.result().vocab_size + 31) // 32
-        return Matcher(compiled.deep_copy(), words, self._ends, constraint.param)
+        state, forced = compiled
+        return Matcher(state.deep_copy(), words, self._ends, constraint.param, forced)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread and the process that it uses."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._trial is not None:
+            self._trial.close()
 
-    def _lookup(self, key: _Key) -> LLMatcher | None:
+    def _lookup(self, key: _Key) -> _Compiled | str | None:
         with self._lock:
             compiled = self._cache.get(key)
             if compiled is not None:
                 self._cache.move_to_end(key)
             return compiled
 
-    def _compile(self, constraint: Constraint, key: _Key) -> LLMatcher:
-        compiled = self._lookup(key)  # another request may have compiled it meanwhile
-        if compiled is not None:
-            return compiled
+    def _submit(self, scope: str, key: _Key, constraint: Constraint) -> _Future:
+        future: _Future = Future()
+        with self._lock:
+            self._waiting.setdefault(scope, deque()).append((future, key, constraint))
+        self._thread.submit(self._compile_next)
+        return future
+
+    def _compile_next(self) -> None:
+        """Compile the next constraint of the scope that has waited longest."""
+        with self._lock:
+            scope, waiting = self._waiting.popitem(last=False)
+            future, key, constraint = waiting.popleft()
+            if waiting:
+                self._waiting[scope] = waiting
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            # Another request may have compiled it meanwhile.
+            future.set_result(self._lookup(key) or self._compile(constraint, key))
+        except BaseException as error:  # noqa: BLE001  # for who waits
+            future.set_exception(error)
+
+    def _compile(self, constraint: Constraint, key: _Key) -> _Compiled | str:
+        """Compile a constraint; return what the client is told instead, if it has no grammar."""
         try:
             tokenizer = self._tokenizer.result()
-        except Exception as error:
+        except Exception as error:  # whatever a tokenizer raises
             logger.warning("grammar.no_tokenizer", exc_info=error)
-            raise _invalid(constraint, "This model's tokenizer supports no constraints.") from error
+            return "This model's tokenizer supports no constraints."
+        assert self._trial is not None, "it is made with the tokenizer"
+        compiled: _Compiled | str
         try:
-            calls = _call_rule(tokenizer, *key[1]) if key[1] else None
-            grammar = _grammar(constraint, calls)
-            compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
-        except (ValueError, RecursionError) as error:
-            raise _invalid(constraint, _explain(constraint, str(error))) from error
-        if not compiled.is_error():
-            compiled.compute_bitmask()  # the most expensive mask: here it delays nobody's answer
-        if compiled.is_error():
-            raise _invalid(constraint, _explain(constraint, compiled.get_error()))
-        if compiled.is_stopped():
-            raise _invalid(constraint, _UNSATISFIABLE)
+            source = self._trial.source(constraint, key[1])
+            state = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+            state.compute_bitmask()  # the most expensive mask: here it delays nobody's answer
+            compiled = state, state.compute_ff_tokens()
+            if state.is_error():
+                compiled = _explain(constraint, state.get_error())
+            elif state.is_stopped():
+                compiled = _UNSATISFIABLE
+        except ConstraintRejected as error:
+            compiled = _explain(constraint, str(error))
         with self._lock:
             self._cache[key] = compiled
             if len(self._cache) > CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
         return compiled
 
+    def _load_tokenizer(self, tokenizer: Any, size: int) -> LLTokenizer:
+        """Load the tokenizer for llguidance, with every token of the model's scores."""
+        size = max(size, len(tokenizer))
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            # Added tokens may be missing from the file of the tokenizer.
+            backend = copy(tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            vocabulary = Vocabulary(size, self._ends, fast=backend.to_str())
+        else:
+            tokens = [token_bytes(tokenizer, token) for token in range(len(tokenizer))]
+            vocabulary = Vocabulary(
+                size,
+                self._ends,
+                tokens=[token.decode("latin-1") for token in tokens],
+                special=tokenizer.all_special_ids,
+            )
+        self._trial = ConstraintTrial(vocabulary)
+        return vocabulary.load(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
+
 
 class Matcher:
     """The place of one answer in its grammar; used by one thread at a time."""
 
-    def __init__(self, state: LLMatcher, words: int, ends: Sequence[int], param: str) -> None:
+    def __init__(
+        self,
+        state: LLMatcher,
+        words: int,
+        ends: Sequence[int],
+        param: str,
+        forced: Sequence[int] = (),
+    ) -> None:
         self.state = state
         self.words = words
         """Words of 32 bits that have a bit for every token."""
         self.ends = ends
         """Tokens that end an answer."""
         self._param = param
+        self._forced, self._passed = forced, 0
+        """Tokens that were forced, and how many of them have come."""
 
     @property
     def complete(self) -> bool:
         """Return whether nothing but the end may follow."""
         return bool(self.state.is_stopped())
 
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens that are forced: all of them, or more than any draft has.
+
+        They are computed once for a long text, which takes time for each of its letters.
+        """
+        if len(self._forced) - self._passed < _COMPUTED_FORCED_TOKENS:
+            self._forced, self._passed = self.state.compute_ff_tokens(), 0
+        return self._forced[self._passed : self._passed + _COMPUTED_FORCED_TOKENS]
+
     def advance(self, token: int) -> None:
         """Take the next token of the answer; raise `InvalidGeneration` if it may not come there.
 
         That happens only where the grammar got beyond llguidance's limits, and allows nothing.
         """
+        expected = self._passed < len(self._forced) and token == self._forced[self._passed]
+        self._passed = self._passed + 1 if expected else len(self._forced)
         if not self.state.consume_token(token):
             logger.info("grammar.failed error=%s", self.state.get_error())
             raise InvalidGeneration(
@@ -207,7 +258,7 @@ class TokenRules(NamedTuple):
         """Return the next tokens that are forced, with -1 for each free token before them."""
         if self.reasoning is not None and not self.reasoning.next_token().answering:
             return self.reasoning.forced()
-        return self.matcher.state.compute_ff_tokens() if self.matcher else ()
+        return self.matcher.forced() if self.matcher else ()
 
     def places(self, drafted: Sequence[int]) -> tuple[list[NextToken], NextToken | None]:
         """Return what may come at each position of a draft, up to where the grammar begins.
@@ -303,92 +354,6 @@ def _exclude(bits: np.ndarray[Any, Any], tokens: Iterable[int]) -> None:
 @cache
 def _executor() -> LLExecutor:
     return LLExecutor()
-
-
-def _load_tokenizer(tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> LLTokenizer:
-    """Load the tokenizer for llguidance, with every token of the model's scores."""
-    size, eos = max(vocabulary, len(tokenizer)), sorted(ends)
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        return from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), n_vocab=size, eos_token=eos)
-
-
-class _Vocabulary:
-    """What llguidance reads of a tokenizer that is not of the `tokenizers` package."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.eos_token_id
-        self.bos_token_id = tokenizer.bos_token_id
-        self.special_token_ids = tokenizer.all_special_ids
-        self.tokens = [token_bytes(tokenizer, token) for token in range(len(tokenizer))]
-
-    def __call__(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def _call_rule(tokenizer: LLTokenizer, begin: str, end: str) -> str | None:
-    """Return the rule of a call in the model's own format, if single tokens begin and end one."""
-    marks = [tokenizer.tokenize_str(mark, parse_special=True) for mark in (begin, end)]
-    if not all(len(mark) == 1 and tokenizer.is_special_token(mark[0]) for mark in marks):
-        return None
-    return f"call: <[{marks[0][0]}]> /(?s:.*)/ <[{marks[1][0]}]> /\\n*/"
-
-
-def _grammar(constraint: Constraint, call_rule: str | None) -> str:
-    """Return llguidance's form of a constraint; raise `ValueError` if it has none."""
-    value = constraint.value
-    match constraint.kind:
-        case ConstraintKind.JSON if call_rule:
-            rules = ("start: form | call+", f"form: {_lark_json(value)}", call_rule)
-            return LLMatcher.grammar_from_lark("\n".join(rules))
-        case ConstraintKind.JSON:
-            return LLMatcher.grammar_from_lark(f"start: {_lark_json(value)}")
-        case ConstraintKind.REGEX:
-            return LLMatcher.grammar_from_regex(value)
-        case ConstraintKind.CHOICE:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
-        case ConstraintKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(any_to_lark(value))
-        case ConstraintKind.CALLS:
-            return LLMatcher.grammar_from_lark(_lark_calls(**value))
-
-
-def _lark_json(schema: Any) -> str:
-    """Return Lark's expression of a JSON Schema."""
-    if schema is False:
-        raise ValueError("unsatisfiable")
-    options = {} if schema is True else _with_patterns(schema)
-    return "%json " + json.dumps({**options, "x-guidance": _JSON_OPTIONS})
-
-
-def _with_patterns(schema: Any) -> Any:
-    """Return a schema with patterns for the formats of dates and times."""
-    if isinstance(schema, list):
-        return [_with_patterns(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    parts = {
-        name: part if name in _VALUES else _with_patterns(part) for name, part in schema.items()
-    }
-    form, more = parts.get("format"), parts.get("allOf", [])
-    if isinstance(form, str) and form in _PATTERNS and isinstance(more, list):
-        del parts["format"]
-        parts["allOf"] = [*more, {"pattern": _PATTERNS[form]}]
-    return parts
-
-
-def _lark_calls(limit: int, functions: Mapping[str, Any]) -> str:
-    """Return the grammar of a list of calls; every function's schema refers to itself alone."""
-    calls, rules = [], []
-    for index, (name, parameters) in enumerate(functions.items()):
-        begin = f'{{"name": {json.dumps(name)}, "arguments": '
-        calls.append(f'{json.dumps(begin)} arguments_{index} "}}"')
-        schema = {"type": "object", **(parameters or {"additionalProperties": False})}
-        rules.append(f"arguments_{index}: {_lark_json(schema)}")
-    more = f'(", " call){{0,{limit - 1}}}' if limit > 1 else ""
-    start = f'start: "[" call {more} "]"'
-    return "\n".join([start, f"call: {' | '.join(calls)}", *rules])
 
 
 def _explain(constraint: Constraint, reason: str) -> str:

@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[3]
 
 def test_the_rows_of_the_page_match_the_numbered_tests() -> None:
     page = (ROOT / "docs/reliability.md").read_text()
-    rows = set(re.findall(r"^\| ([FCL]\d+) \|", page, re.MULTILINE))
+    rows = set(re.findall(r"^\| ([FCLN]\d+) \|", page, re.MULTILINE))
     tests = {
         number.upper()
         for file in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"def test_((?:[fcl]\d+_)+)", file.read_text())
-        for number in re.findall(r"[fcl]\d+", name)
+        for name in re.findall(r"def test_((?:[fcln]\d+_)+)", file.read_text())
+        for number in re.findall(r"[fcln]\d+", name)
     }
     assert rows == tests
