@@ -15,6 +15,7 @@ from gateway.app import create_app
 from gateway.config.settings import Settings
 from gateway.protocols import PROXY_PATHS
 from tests.support.gateway_routes import ADMIN_PAGE, BOTH_PORTS, PUBLIC, route_paths
+from tests.support.heartbeats import send_heartbeats
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
@@ -115,8 +116,7 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(
     expected_routes = all_routes(tmp_path)
     assert len(expected_routes) > 12
     assert expected_routes > PUBLIC
-    with RunningGateway(settings) as gateway:
-        gateway.send_heartbeat(worker)
+    with RunningGateway(settings) as gateway, send_heartbeats(gateway, worker):
         routes_by_url = {gateway.url: route_paths(app) | {("POST", path) for path in PROXY_PATHS}}
         if app.admin_app is not None:
             routes_by_url[gateway.admin_url] = route_paths(app.admin_app)
@@ -131,9 +131,7 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(
                             context
                         )
                         if response.status_code == 405:
-                            methods = {
-                                allowed for allowed, route_path in port_routes if route_path == path
-                            }
+                            methods = methods_of(path, port_routes)
                             assert response.headers["allow"] == ", ".join(sorted(methods))
                         if response.status_code == 401:
                             error = response.json()["error"]
@@ -146,12 +144,16 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(
 
 def expected_status(method: str, path: str, port_routes: set[tuple[str, str]]) -> int:
     """Return the status of a request without a key."""
-    if (method, path) in port_routes:
-        return 200 if (method, path) in PUBLIC else 401
-    # Its last part could be an id.
-    if (method, f"{path.rpartition('/')[0]}/{{response_id}}") in port_routes:
-        return 401
-    return 405 if path in {path for _, path in port_routes} else 404
+    if (method, path) in PUBLIC & port_routes:
+        return 200
+    methods = methods_of(path, port_routes)
+    return 401 if method in methods else 405 if methods else 404
+
+
+def methods_of(path: str, port_routes: set[tuple[str, str]]) -> set[str]:
+    """Return the methods of a path, whose last part may stand for the id of a response too."""
+    as_id = f"{path.rpartition('/')[0]}/{{response_id}}"
+    return {method for method, route_path in port_routes if route_path in (path, as_id)}
 
 
 @pytest.mark.parametrize(
