@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from gateway.assembly import Gateway
 from gateway.proxy.handler import ProxyHandler
+from gateway.telemetry.speculation_and_reuse import alarm_of
 
 
 class Gauges(Collector):
@@ -29,6 +30,8 @@ class Gauges(Collector):
             "Retries not made because the retry budget was spent.",
             value=self._forwarder.retries.denied,
         )
+        history = self._gateway.stats_history
+        alarm = alarm_of(history, history.take_snapshot())
         for name, text, value in (
             ("requests_in_flight", "Requests in progress.", self._load.requests),
             (
@@ -50,6 +53,11 @@ class Gauges(Collector):
                 "policy_file_refused",
                 "1 while the policy file is invalid and therefore not active.",
                 bool(self._gateway.policy_file.problem),
+            ),
+            (
+                "speculation_or_reuse_lost",
+                "1 if a worker lost drafts or reuse within ten minutes where both are possible.",
+                bool(alarm.problem),
             ),
             (
                 "store_degraded",

@@ -105,12 +105,12 @@ class Savings(StatusModel):
 
 
 class PrefixResults(StatusModel):
-    """Requests by the prefix cache result of their system prompt."""
+    """Requests by whether their worker had the beginning of their prompt cached."""
 
     hit: NonNegativeInt
     miss: NonNegativeInt
     none: NonNegativeInt
-    """The request had no system prompt long enough to cache."""
+    """The prompt was too short to be worth a lookup."""
 
 
 class Recent(StatusModel):
@@ -377,10 +377,29 @@ class Decisions(StatusModel):
 class FleetPrefix(PrefixResults):
     """Prefix cache results of all requests, and this gateway's index of cached prompts."""
 
+    tokens_by_kind: dict[str, NonNegativeInt]
+    """Prompt tokens that workers did not read again: of a `system` prompt, of a `conversation`,
+    from `disk`, or `moved` from another worker."""
+    not_reused: dict[str, NonNegativeInt]
+    """Requests whose worker read earlier turns again, by why: `changed at message 3`, `evicted`,
+    `other Mac`. `too large`: prompts and answers that a worker had no room to keep."""
     index_size: NonNegativeInt
-    """System prompts that this gateway expects in the cache of at least one worker."""
+    """Ends of messages and system prompts that this gateway expects in a worker's cache."""
     mispredicted: NonNegativeInt
     """Expected cache hits that turned out to be misses."""
+
+
+class SpeculationAndReuse(StatusModel):
+    """Requests of the last ten minutes that could draft and reuse earlier tokens at once."""
+
+    alarm: bool
+    """On one worker several requests had one of the two, and none had both."""
+    problem: str
+    """The alarm in a sentence; empty without one."""
+    both: NonNegativeInt
+    drafted_only: NonNegativeInt
+    reused_only: NonNegativeInt
+    neither: NonNegativeInt
 
 
 class Status(StatusModel):
@@ -410,6 +429,7 @@ class Status(StatusModel):
     quarantined_bodies: NonNegativeInt
     """Request bodies that this gateway blocks because two workers crashed while processing them."""
     prefix: FleetPrefix
+    speculation_and_reuse: SpeculationAndReuse
     pools: dict[str, PoolStatus]
     models: dict[str, ModelStatus]
     workers: dict[str, WorkerStatus]

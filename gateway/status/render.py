@@ -19,6 +19,7 @@ from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.status import model
 from gateway.storage.counters import CounterKey, sum_lanes
 from gateway.telemetry import stats
+from gateway.telemetry.speculation_and_reuse import alarm_of
 from gateway.types import Outcome
 from policies.document import PolicyDocument
 from policies.sections import Pool
@@ -83,6 +84,7 @@ class FleetRenderer:
         """Return the fields by name."""
         lanes = _lanes(self.reports)
         mtp = mtp_status(lanes)
+        prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
         served = {name for worker in self._workers.values() for name in worker.models}
         models = {report.model for report in self.reports} | served
         return {
@@ -99,9 +101,12 @@ class FleetRenderer:
             "retries": self.counts.get(("retries",), 0),
             "prefix": model.FleetPrefix(
                 **_prefix_results(_family(self.counts, "prefix")),
+                tokens_by_kind=prefix.tokens_by_kind,
+                not_reused=_not_reused(self.counts, prefix),
                 index_size=len(self.prefix_index),
                 mispredicted=self.prefix_index.mispredicted,
             ),
+            "speculation_and_reuse": self.window.speculation_and_reuse(),
             "pools": {name: self._pool(name, pool) for name, pool in self.policy.pools.items()},
             "models": {name: self._model(name) for name in sorted(models)},
             "workers": {
@@ -284,6 +289,13 @@ class WindowStats:
         errors = sum(counts[outcome] for outcome in _ERRORS)
         return {"answered": counts[Outcome.COMPLETED] + errors, "errors": errors}
 
+    def speculation_and_reuse(self) -> model.SpeculationAndReuse:
+        """Return the alarm of the last ten minutes."""
+        alarm = alarm_of(self._history, self._now)
+        return model.SpeculationAndReuse(
+            alarm=bool(alarm.problem), problem=alarm.problem, **alarm.counts
+        )
+
     def history(self) -> tuple[model.Point, ...]:
         """Return the intervals of the window, oldest first."""
         points = []
@@ -408,6 +420,11 @@ def _decisions(counts: Mapping[CounterKey, int], only_pool: str | None = None) -
 def _family(counts: Mapping[CounterKey, int], family: str) -> dict[str, int]:
     """Return the counts of one family by their label."""
     return {key[1]: count for key, count in sorted(counts.items()) if key[0] == family}
+
+
+def _not_reused(counts: Mapping[CounterKey, int], prefix: protocol.PrefixCounts) -> dict[str, int]:
+    too_large = {"too large": prefix.too_large} if prefix.too_large else {}
+    return _family(counts, "not_reused") | too_large
 
 
 def _prefix_results(counts: Mapping[str, int]) -> dict[str, int]:

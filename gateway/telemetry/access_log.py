@@ -180,6 +180,7 @@ def access_log_entry(record: RequestRecord, unix_s: float) -> dict[str, Any]:
         "worker": candidate.worker_id if candidate else "",
         "reason": candidate.reason if candidate else "",
         "prefix": record.prefix,
+        "not_reused": record.missed_reuse,
         "attempts": record.attempts,
         "duration_s": round(record.seconds, 6),
         "added_latency_s": _rounded(record.added_s),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.auth.usage_store import UsageStore
 from gateway.errors import is_plain_name
+from gateway.routing.prefix_affinity import ISOLATED
 from gateway.storage.counters import CounterKey
 from gateway.storage.recent_errors import MAX_TEXT_CHARS, ErrorRecord, RecentErrors
+from gateway.telemetry import speculation_and_reuse
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import LaneKey, LaneStats, LaneTotals
@@ -71,8 +73,13 @@ class Accounting:
         counters.cached_tokens += usage.cached_tokens
         if record.attempts > 1:
             counters.retries += record.attempts - 1
+        if record.missed_reuse:
+            counters.missed_reuse[record.missed_reuse] += 1
         if counters.lane is not None:
             _observe(counters.lane, record)
+            if result := speculation_and_reuse.result_of(record):
+                counters.lane.speculation_and_reuse[result] += 1
+                counters.speculation_and_reuse[result] += 1
         if record.spent.requests:
             self._usage_store.add(record.caller, usage, record.spent, self._wall())
         if record.reason and record.outcome is not Outcome.RESENT:
@@ -169,6 +176,8 @@ class _Counters:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    missed_reuse: Counter[str] = field(default_factory=Counter)
+    speculation_and_reuse: Counter[str] = field(default_factory=Counter)
 
 
 def _error_record(record: RequestRecord, unix_s: float) -> ErrorRecord:
@@ -238,6 +247,12 @@ def _counts(counters: _Counters) -> dict[CounterKey, int]:
         counts["tokens", labels.model, "cached"] = counters.cached_tokens
     if labels.prefix:
         counts["prefix", labels.prefix] = requests
+    for reason, missed in counters.missed_reuse.items():
+        # A count of these would tell a client that another team has the same system prompt.
+        if reason != ISOLATED:
+            counts["not_reused", reason] = missed
+    for result, found in counters.speculation_and_reuse.items():
+        counts["speculation_and_reuse", result] = found
     if counters.retries:
         counts["retries",] = counters.retries
     return counts

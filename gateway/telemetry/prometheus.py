@@ -40,7 +40,19 @@ _COUNTERS = (  # family of counts, name, help, labels
     (
         "prefix",
         "prefixes",
-        "Answered requests by the prefix cache result of their system prompt (hit, miss, none).",
+        "Answered requests by the prefix cache result of their prompt (hit, miss, none).",
+        ("result",),
+    ),
+    (
+        "not_reused",
+        "prefix_not_reused",
+        "Requests whose worker read earlier turns again, by why.",
+        ("reason",),
+    ),
+    (
+        "speculation_and_reuse",
+        "speculation_and_reuse",
+        "Requests that could draft and reuse earlier tokens, by which of the two they did.",
         ("result",),
     ),
     (
@@ -153,6 +165,11 @@ class WorkerMetrics(Collector):
         hits = _worker_counter("prefix_hits", "Prompts with a prefix found in the cache.")
         misses = _worker_counter("prefix_misses", "Prompts with a prefix not found in the cache.")
         cached = _worker_counter("prefix_cached_tokens", "Prompt tokens found in the cache.")
+        reused = CounterMetricFamily(
+            "paceline_worker_prefix_reused_tokens",
+            "Prompt tokens found in the cache, by what they are.",
+            labels=(*_WORKER_LABELS, "kind"),
+        )
         prefill = _worker_counter(
             "prefix_saved_seconds", "Estimated prefill time that the prefix cache saved."
         )
@@ -167,9 +184,11 @@ class WorkerMetrics(Collector):
             hits.add_metric(key, prefix.hits)
             misses.add_metric(key, prefix.misses)
             cached.add_metric(key, prefix.cached_tokens)
+            for kind, tokens in sorted(prefix.tokens_by_kind.items()):
+                reused.add_metric((*key, kind), tokens)
             prefill.add_metric(key, time_saved.prefill_ms / 1000)
             decode.add_metric(key, time_saved.decode_ms / 1000)
-        yield from (hits, misses, cached, prefill, decode)
+        yield from (hits, misses, cached, reused, prefill, decode)
 
 
 def _counter(

@@ -129,6 +129,8 @@ def _routing(record: RequestRecord) -> dict[str, str | int | float]:
         "paceline.attempts": record.attempts,
         "paceline.wait_s": record.waited_s,
     }
+    if record.missed_reuse:
+        attributes["paceline.not_reused"] = record.missed_reuse
     if record.decision is not None and record.candidate is not None:
         attributes |= {
             "paceline.route": record.decision.route,

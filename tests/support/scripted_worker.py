@@ -99,11 +99,14 @@ class ScriptedWorker:
     """The `Authorization` headers of requests for /v1/status."""
     port: int = 0
     """0 means any free port."""
+    remembers: bool = False
+    """Report tokens by the text of a chat, those of a beginning that it had before as cached."""
 
     def __post_init__(self) -> None:
         self.socket = socket.create_server(("127.0.0.1", self.port), backlog=1024)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self._answers = itertools.count()
+        self._known: set[tuple[str, ...]] = set()
 
     def report(self, **changes: Any) -> WorkerReport:
         report = WorkerReport(
@@ -176,8 +179,20 @@ class ScriptedWorker:
             return await _send_response(connection, script.status, body, script)
         if received.body.get("stream"):
             return await self._stream(connection, script)
-        completion = json.dumps(chat_completion("".join(script.tokens))).encode()
+        answer = chat_completion("".join(script.tokens))
+        if self.remembers:
+            answer |= {"usage": self._usage(received.body["messages"])}
+        completion = json.dumps(answer).encode()
         return await _send_response(connection, 200, completion, script)
+
+    def _usage(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        texts = [json.dumps(message) for message in messages]
+        beginnings = [tuple(texts[:end]) for end in range(len(texts) + 1)]
+        known = max((one for one in beginnings if one in self._known), key=len, default=())
+        self._known.update(beginnings)
+        prompt, cached = len("".join(texts)) // 4, len("".join(known)) // 4
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        return USAGE | details | {"prompt_tokens": prompt, "total_tokens": prompt + 3}
 
     async def _stream(self, connection: ServerConnection, script: Script) -> None:
         headers = ((b"content-type", b"text/event-stream"), *script.headers)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx import Response
 
 from tests.support.prefix_claims import RULES
 from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings
@@ -66,7 +67,15 @@ def test_the_prefix_header_shows_the_workers_cached_tokens(
     assert gateway_with_worker.chat(**fields_of()).headers["x-paceline-prefix"] == "hit"
     assert gateway_with_worker.chat().headers["x-paceline-prefix"] == "none"
     counts = gateway_with_worker.status()["prefix"]
-    assert counts == {"hit": 1, "miss": 1, "none": 1, "index_size": 2, "mispredicted": 0}
+    assert counts == {
+        "hit": 1,
+        "miss": 1,
+        "none": 1,
+        "index_size": 2,
+        "mispredicted": 0,
+        "tokens_by_kind": {},
+        "not_reused": {},
+    }
 
 
 def test_a_stream_has_the_predicted_prefix_header(gateway_with_worker: RunningGateway) -> None:
@@ -129,6 +138,121 @@ def test_an_explanation_has_every_score_and_unavailable_workers(
     explanation = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
     assert [candidate["worker_id"] for candidate in explanation["candidates"]] == ["fake-a"]
     assert explanation["unavailable"] == {"fake-b": "cordoned"}
+
+
+class Chat:
+    """A conversation with a gateway, which grows turn by turn."""
+
+    def __init__(self, gateway: RunningGateway, name: str) -> None:
+        self._gateway = gateway
+        self.messages: list[dict[str, Any]] = [
+            {"role": "user", "content": f"{name}: tell me of the harbour. {LONG}"}
+        ]
+
+    def ask(self, path: str = "/v1/chat/completions") -> Response:
+        """Send the conversation, and append the answer and the next question."""
+        body = {"model": "demo", "max_tokens": 20, "messages": self.messages}
+        response = self._gateway.client.post(path, json=body).raise_for_status()
+        self.messages += [
+            {"role": "assistant", "content": "Clerk."},
+            {"role": "user", "content": f"And then, {len(self.messages)}?"},
+        ]
+        return response
+
+    def worker(self, path: str = "/v1/chat/completions") -> str:
+        """Send the next turn, and return the worker that answered."""
+        return self.ask(path).headers["x-paceline-worker"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_each_turn_of_a_conversation_goes_to_the_worker_of_the_last_one(
+    two_worker_gateway: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    path: str,
+) -> None:
+    chats = [Chat(two_worker_gateway, str(n)) for n in range(12)]
+    first = [chat.worker(path) for chat in chats]
+    assert set(first) == {"fake-a", "fake-b"}, "new conversations are distributed"
+    for _ in range(4):
+        assert [chat.worker(path) for chat in chats] == first
+    sent = [
+        received.headers["x-paceline-prefix-keys"].split(",")
+        for received in (*worker.requests, *second_worker.requests)
+    ]
+    assert {len(keys) for keys in sent} == {2, 4, 5}
+    assert {keys[-1] for keys in sent} == {"-"}, "no system prompt"
+    longest = [keys[0] for keys in sent]
+    assert len(set(longest)) == len(longest) == 12 * 5
+    for keys in sent:
+        if len(keys) > 2:
+            assert keys[2] in longest, "the end of the turn before"
+
+
+def test_a_conversation_moves_when_its_worker_leaves_and_stays_there(
+    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    workers = {one.worker_id: one for one in (worker, second_worker)}
+    worker.remembers = second_worker.remembers = True
+    chat = Chat(two_worker_gateway, "c")
+    before = chat.worker()
+    assert chat.worker() == before
+    assert two_worker_gateway.admin.put(f"/admin/v1/workers/{before}/cordon").is_success
+    after = chat.worker()
+    assert after != before
+    assert two_worker_gateway.admin.delete(f"/admin/v1/workers/{before}/cordon").is_success
+    # Both have its beginning now, but the other one has more of it.
+    chat.messages[-1]["content"] += LONG
+    assert [chat.worker() for _ in range(3)] == [after] * 3
+    assert two_worker_gateway.status()["prefix"]["not_reused"] == {"other Mac": 1}
+    # A worker that refuses the connection loses no turn.
+    workers[after].script = Script(status=503)
+    assert chat.worker() == before
+    assert chat.worker() == before
+
+
+def test_a_worker_that_keeps_no_conversation_loses_its_claims(
+    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    chat = Chat(two_worker_gateway, "c")
+    holder = {one.worker_id: one for one in (worker, second_worker)}[chat.worker()]
+    holder.script = script_with_cached(0)
+    assert chat.worker() == holder.worker_id
+    status = two_worker_gateway.status()["prefix"]
+    assert (status["mispredicted"], status["index_size"]) == (1, 0)
+    assert status["not_reused"] == {"evicted": 1}
+    body = {"model": "demo", "messages": chat.messages}
+    explained = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
+    assert [one["cached_tokens"] for one in explained["candidates"]] == [0, 0]
+
+
+def test_a_worker_that_reports_an_eviction_is_not_preferred(
+    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    chat = Chat(two_worker_gateway, "c")
+    holder = {one.worker_id: one for one in (worker, second_worker)}[chat.worker()]
+    key = holder.requests[0].headers["x-paceline-prefix-keys"].split(",")[0]
+    body = {"model": "demo", "messages": chat.messages}
+
+    def expected_at() -> set[str]:
+        explained = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
+        return {one["worker_id"] for one in explained["candidates"] if one["prefix_cached"]}
+
+    assert expected_at() == {holder.worker_id}
+    two_worker_gateway.send_heartbeat(holder, evicted_prefixes=[key])
+    assert expected_at() == set()
+    chat.ask()
+    assert two_worker_gateway.status()["prefix"]["not_reused"] == {"evicted": 1}
+
+
+def test_an_edited_message_is_named(gateway_with_worker: RunningGateway) -> None:
+    chat = Chat(gateway_with_worker, "c")
+    for _ in range(5):
+        chat.ask()
+    chat.messages[4] = {"role": "user", "content": "Something else."}
+    chat.ask()
+    prefix = gateway_with_worker.status()["prefix"]
+    assert prefix["not_reused"] == {"changed at message 5": 1}
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_a_line_has_decision_reason_worker_prefix_times_tokens_and_acceptance(
         "worker": "fake-a",
         "reason": "eligible",
         "prefix": "none",
+        "not_reused": "",
         "attempts": 1,
         "prompt_tokens": 7,
         "completion_tokens": 3,
