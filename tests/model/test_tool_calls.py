@@ -1,0 +1,94 @@
+"""Tool calls of the demo model through a gateway: alone, eight at once, streamed and cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAI
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get the weather in a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+CITIES = ("Paris", "London", "Berlin", "Madrid")
+
+
+def fields_of(index: int, **fields: Any) -> Any:
+    return {
+        "model": "demo",
+        "messages": [
+            {"role": "user", "content": f"What is the weather in {CITIES[index % len(CITIES)]}?"}
+        ],
+        "tools": TOOLS,
+        "temperature": index // 4,
+        "seed": index,
+        **fields,
+    }
+
+
+async def whole(client: AsyncOpenAI, index: int) -> Any:
+    answer = await client.chat.completions.create(**fields_of(index))
+    message = answer.choices[0].message.model_dump()
+    calls = [call["function"] for call in message["tool_calls"] or []]
+    return answer.choices[0].finish_reason, message["content"] or "", calls
+
+
+async def streamed(client: AsyncOpenAI, index: int) -> Any:
+    finish, content, calls, deltas = None, "", [], 0
+    async for chunk in await client.chat.completions.create(**fields_of(index, stream=True)):
+        choice = chunk.choices[0]
+        finish = choice.finish_reason or finish
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or []:
+            if call.function.name:
+                assert call.index == len(calls)
+                calls.append({"name": call.function.name, "arguments": ""})
+            deltas += bool(call.function.arguments)
+            calls[call.index]["arguments"] += call.function.arguments or ""
+    assert deltas >= 2 * len(calls), "arguments arrive in parts"
+    return finish, content, calls
+
+
+async def test_eight_calls_at_once_are_the_same_whole_and_streamed(
+    async_openai_client: AsyncOpenAI,
+) -> None:
+    """Half of them greedy and half sampled; each is the call that the request gets alone."""
+    client, rows = async_openai_client, range(8)
+    together = await asyncio.gather(*(streamed(client, index) for index in rows))
+    assert together == await asyncio.gather(*(whole(client, index) for index in rows))
+    assert together == [await whole(client, index) for index in rows]
+    for index, (finish, content, calls) in enumerate(together[:4]):
+        assert (finish, content) == ("tool_calls", "")
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
+            ("get_weather", {"city": CITIES[index]})
+        ]
+
+
+def test_a_call_cut_at_any_token_leaves_no_markup(openai_client: OpenAI) -> None:
+    """Its arguments end where they are, and the limit is the reason of its end."""
+    arguments = set()
+    for limit in range(1, 100):
+        answer = openai_client.chat.completions.create(**fields_of(0, max_tokens=limit))
+        choice = answer.choices[0]
+        if choice.finish_reason == "tool_calls":
+            break
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+        arguments |= {
+            call["function"]["arguments"]
+            for call in choice.message.model_dump()["tool_calls"] or []
+        }
+    assert choice.finish_reason == "tool_calls"
+    assert {"", '{"city": "'} <= arguments
