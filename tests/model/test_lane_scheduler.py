@@ -76,12 +76,13 @@ def test_a_full_lane_measures_when_a_rejected_request_may_return(make_lane, subm
     assert lane.running_rows == 1
     now_s = 200.0
     assert lane.retry_after_s == 1.0, "it has been full for no request"
-    for _ in range(3):
-        submit(lane, "Count from 1 to 20.", max_tokens=40)
+    rows = [submit(lane, "Count from 1 to 20.", max_tokens=40).row for _ in range(3)]
     now_s = 210.0
     while lane.waiting_rows == 3:
         lane.step()
     assert lane.retry_after_s == 20.0, "two rows wait, and one leaves each 10 s"
+    places = [lane.queue_place(row.generation) for row in rows]
+    assert places == [None, (1, 10.0), (2, 20.0)]
     run_until_idle(lane)
 
 

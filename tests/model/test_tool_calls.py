@@ -46,7 +46,8 @@ async def whole(client: AsyncOpenAI, index: int) -> Any:
 
 
 async def streamed(client: AsyncOpenAI, index: int) -> Any:
-    finish, content, calls, deltas = None, "", [], 0
+    calls: list[Any] = []
+    finish, content, deltas = None, "", 0
     async for chunk in await client.chat.completions.create(**fields_of(index, stream=True)):
         choice = chunk.choices[0]
         finish = choice.finish_reason or finish

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from workers.drain_rate import QueuePlace
 from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, TransferFailed
 from workers.engine.tool_formats import FORMATS, ToolFormat
 from workers.engine.types import (
@@ -101,6 +102,7 @@ class ScriptedEngine:
     card: ModelCard = CARD
     prompts: StubPrompts = field(default_factory=StubPrompts)
     alive: bool = True
+    place: QueuePlace | None = None
     generations: list[Generation] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     all_closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,6 +135,9 @@ class ScriptedEngine:
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
         return tuple(LaneReport(name=name) for name in self.card.lanes)
+
+    def queue_place(self, generation: Generation) -> QueuePlace | None:
+        return self.place
 
     def memory_bytes(self) -> int:
         return 0

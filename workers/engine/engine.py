@@ -14,6 +14,7 @@ from functools import partial
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from workers.drain_rate import QueuePlace
 from workers.engine import types
 from workers.engine.grammar import GrammarCompiler
 from workers.engine.memory import MemoryEstimate, measure_memory
@@ -119,6 +120,10 @@ class Engine:
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return the counts of every lane; safe from any thread."""
         return tuple(lane.counters.report() for lane in self.lanes)
+
+    def queue_place(self, generation: types.Generation) -> QueuePlace | None:
+        """Return the place of a generation in the queue of its lane, if it waits there."""
+        return self._lane(generation).queue_place(generation)
 
     def memory_bytes(self) -> int:
         """Return the memory in use by MLX: weights, caches, activations."""

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain, islice
 
 from policies.request.profile import Bypass
-from workers.drain_rate import DrainRate
+from workers.drain_rate import DrainRate, QueuePlace
 from workers.engine import types
 from workers.engine.decoder import Decoder, Outcome, check_device
 from workers.engine.draft_head import DraftHead
@@ -129,6 +129,15 @@ class LaneScheduler:
     def retry_after_s(self) -> float:
         """Return when a request that the full queue rejects may return; safe from any thread."""
         return self._drain_rate.retry_after_s(len(self._waiting), self._clock())
+
+    def queue_place(self, generation: types.Generation) -> QueuePlace | None:
+        """Return the place of a generation in the queue; None if it waits no more.
+
+        Safe from any thread.
+        """
+        waiting = enumerate(tuple(self._waiting), 1)
+        number = next((at for at, row in waiting if row.generation is generation), None)
+        return None if number is None else self._drain_rate.place(number, self._clock())
 
     @property
     def _full(self) -> bool:

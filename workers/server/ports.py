@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+from workers.drain_rate import QueuePlace
 from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery
 from workers.engine.tool_formats import ToolFormat
 from workers.engine.types import Event, Generation, ModelCard, Prompt
@@ -89,6 +90,9 @@ class ServingEngine(Protocol):
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return one consistent snapshot of all lanes; thread-safe."""
+
+    def queue_place(self, generation: Generation) -> QueuePlace | None:
+        """Return the place of a generation in the queue; None if it waits no more."""
 
     def memory_bytes(self) -> int:
         """Return the memory in use by MLX."""

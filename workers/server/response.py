@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -94,7 +95,7 @@ class CompletionResponse(Response):
         return self._envelope(_OBJECT, [one.build() for one in self._writers]) | self._totals()
 
     async def _stream(self, send: Send) -> None:
-        stream = EventStream(send, self._request.request_id)
+        stream = EventStream(send, self._request.request_id, self._waiting)
         with stream.kept_alive(self._worker.keepalive_s):
             async with aclosing(
                 events_of(self._worker.engine, self._request.generations)
@@ -109,6 +110,14 @@ class CompletionResponse(Response):
                     failure = as_request_error(error, self._request.request_id)
                     await stream.send(_encode_event(failure.body()), last=True)
 
+    def _waiting(self) -> bytes:
+        """Return the comment of a stream that has not begun: its place in the queue, if it waits.
+
+        The choices of a request wait one after another; the first one's place is the next event's.
+        """
+        place = self._worker.engine.queue_place(self._request.generations[0])
+        return _WAITING if place is None else place.comment()
+
     async def _relay(
         self, events: AsyncIterator[tuple[int, types.Event]], stream: EventStream
     ) -> None:
@@ -116,14 +125,15 @@ class CompletionResponse(Response):
         begun = False
         async for index, event in events:
             if isinstance(event, types.PrefillProgress):
-                stream.comment = b": read %d of %d tokens of the prompt\n\n" % (
+                comment = b": read %d of %d tokens of the prompt\n\n" % (
                     event.read_tokens,
                     event.prompt_tokens,
                 )
+                stream.comment = partial(bytes, comment)
                 await stream.start()
                 continue
             if not begun:
-                begun, stream.comment = True, _KEEPALIVE
+                begun, stream.comment = True, partial(bytes, _KEEPALIVE)
                 begin = [entry for writer in self._writers for entry in writer.begin()]
                 await self._send_entries(stream, begin)
             await self._send_entries(stream, self._entries(index, event))
@@ -193,13 +203,14 @@ class EventStream:
     without an event. So no idle limit on the way to the client cuts a working answer.
     """
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, comment: Callable[[], bytes]) -> None:
+        """Create a stream; `comment` returns what to send in place of an event."""
         self._send = send
         self._headers = {**_STREAM_HEADERS, "x-request-id": request_id}
         self._sending = asyncio.Lock()
         self._sent_s = asyncio.get_running_loop().time()
         self.started = False
-        self.comment = _WAITING
+        self.comment = comment
 
     async def start(self) -> None:
         """Send the head, unless it has been sent."""
@@ -239,7 +250,7 @@ class EventStream:
                 if left_s > 0:
                     await asyncio.sleep(left_s)
                 else:
-                    await self.send(self.comment)
+                    await self.send(self.comment())
 
     def _head(self) -> Json:
         raw = [(name.encode(), value.encode()) for name, value in self._headers.items()]

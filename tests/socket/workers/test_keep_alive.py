@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
+from workers.drain_rate import QueuePlace
 from workers.engine.types import Delta, GenerationFailed, PrefillProgress
 
 BODY = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -21,10 +22,11 @@ LONG_S = 600.0
 
 @asynccontextmanager
 async def open_stream(
-    script: list[Any], *, keepalive_s: float
+    script: list[Any] | ScriptedEngine, *, keepalive_s: float
 ) -> AsyncIterator[tuple[httpx.Response, AsyncIterator[str]]]:
     """Yield a response whose head has come, and the lines of its body."""
-    worker = replace(make_worker(ScriptedEngine(script)), keepalive_s=keepalive_s)
+    engine = script if isinstance(script, ScriptedEngine) else ScriptedEngine(script)
+    worker = replace(make_worker(engine), keepalive_s=keepalive_s)
     async with (
         serve_worker(worker) as url,
         httpx.AsyncClient(base_url=url, timeout=20) as client,
@@ -73,6 +75,20 @@ async def test_a_silent_stream_gets_a_comment_in_each_interval(
                 gate.set()
         assert line == "", "the stream has ended"
     assert found >= 3
+
+
+async def test_a_queued_stream_tells_its_place_until_it_is_read() -> None:
+    gates = asyncio.Event(), asyncio.Event()
+    progress = PrefillProgress(read_tokens=1, prompt_tokens=2)
+    engine = ScriptedEngine([gates[0], progress, gates[1], *text_events("B")])
+    engine.place = QueuePlace(3, 12.4)
+    async with open_stream(engine, keepalive_s=0.02) as (_, lines):
+        async for line in lines:
+            if line == ": queued 3, about 12 s":
+                gates[0].set()
+            elif line.startswith(": read"):
+                gates[1].set()
+    assert all(gate.is_set() for gate in gates)
 
 
 async def test_an_error_after_an_early_head_is_an_event_with_its_code() -> None:
