@@ -37,7 +37,8 @@ from gateway.config.settings import Settings
 from gateway.http.downstream import ClientDisconnected, response_writer
 from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
-from gateway.protocols import MESSAGES, RESPONSES_PATH, WIRE_FORMATS
+from gateway.protocols import MESSAGES_PATH, RESPONSES_PATH, WIRE_FORMATS
+from gateway.protocols.messages import MessagesFormat, error_body
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.responses import ResponsesService
 from gateway.proxy.token_count import TokenCounter
@@ -87,10 +88,14 @@ class PortApp:
                 await response_writer(scope).whole(204, preflight_headers(request), b"")
                 return
         # The raw path, which no header can change (CVE-2026-48710).
-        wire_format = WIRE_FORMATS.get(scope["path"])
-        if self._proxy is not None and wire_format is not None:
+        path = scope["path"]
+        if self._proxy is None:
+            await self._fastapi(scope, receive, send)
+        elif (wire_format := WIRE_FORMATS.get(path)) is not None:
             await self._proxy(scope, receive, wire_format)
-        elif self._proxy is not None and self._responses and scope["path"] == RESPONSES_PATH:
+        elif path == MESSAGES_PATH:
+            await self._proxy(scope, receive, MessagesFormat(self._proxy.sealer))
+        elif path == RESPONSES_PATH and self._responses:
             exchange = self._responses.exchange()
             await self._proxy(scope, receive, exchange.format, exchange)
         else:
@@ -189,7 +194,7 @@ async def _end(_request: Request, _error: Exception) -> Response:
 async def _render(request: Request, error: Exception) -> Response:
     """Render any exception of a route as an error, in the shape that its client reads."""
     answer = _as_gateway_error(request, error)
-    to_body = MESSAGES.error_body if "anthropic-version" in request.headers else errors.to_body
+    to_body = error_body if "anthropic-version" in request.headers else errors.to_body
     response = Response(to_body(answer), status_code=answer.status)
     response.raw_headers.extend(errors.to_headers(answer))
     return response

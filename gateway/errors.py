@@ -162,6 +162,13 @@ class TokensOverLimit(RequestRefused, code="tokens_over_limit"):
         )
 
 
+class ToolUnserved(RequestRefused, code="unsupported_value"):
+    """A tool runs on the servers of OpenAI or Anthropic alone."""
+
+    def __init__(self, kind: str, *, param: str) -> None:
+        super().__init__(f"No worker runs the tool '{kind[:100]}'.", param=param)
+
+
 class EndpointUnserved(RequestRefused, code="endpoint_not_served"):
     """A route of OpenAI or Anthropic that this gateway does not serve.
 

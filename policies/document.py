@@ -26,6 +26,7 @@ from policies.sections import (
     Pool,
     PrefixPolicy,
     Retries,
+    ToolRules,
 )
 from policies.yaml_io import YamlInvalid, line_finder, read_yaml
 
@@ -88,6 +89,8 @@ class PolicyDocument(Section):
     """The retry budget."""
     metrics: MetricsRules = MetricsRules()
     """The responses that contain draft metrics."""
+    tools: ToolRules = ToolRules()
+    """Tools that no worker can run."""
 
     @cached_property
     def compiled(self) -> CompiledPolicy:

@@ -92,6 +92,17 @@ class Pool(Section):
         return max(weights, default=1.0)
 
 
+class ToolRules(Section):
+    """What becomes of tools that only the servers of OpenAI or Anthropic run."""
+
+    hosted: Literal["ignore", "refuse"] = "ignore"
+    """Web search and the like in `/v1/responses` and `/v1/messages`.
+
+    `ignore` leaves such a tool out and names it in `x-paceline-ignored`; `refuse` rejects the
+    request.
+    """
+
+
 class Limits(Section):
     """Bounds of one request, in addition to those of the gateway."""
 

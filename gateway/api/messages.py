@@ -11,7 +11,7 @@ from gateway.api.auth import CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.errors import LimitReached, ModelUnknown, Overloaded
 from gateway.http.downstream import read_small_body
-from gateway.protocols.messages import MESSAGES
+from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.billing import count_request
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.token_count import TokenCounter
@@ -50,7 +50,8 @@ def token_counts(load: Load, counter: TokenCounter) -> APIRouter:
                 hold=hold,
             )
             policy = gateway.policy_store.current
-            inspected = MESSAGES.inspect(raw, policy, gateway.fleet.view())
+            messages_format = MessagesFormat(gateway.sealer)
+            inspected = messages_format.inspect(raw, policy, gateway.fleet.view())
             api_key.check_model(inspected)
             count = await counter.count(inspected)
             if count.estimated:

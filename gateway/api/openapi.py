@@ -13,7 +13,13 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
-from gateway.protocols import MESSAGES, RESPONSES_PATH, WIRE_FORMATS, messages, responses
+from gateway.protocols import (
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    WIRE_FORMATS,
+    messages,
+    responses,
+)
 from gateway.proxy.client import PRIORITY_HEADER
 from policies.request.profile import Endpoint, Priority
 from policies.request.schema import request_schema
@@ -164,7 +170,7 @@ def _write(app: FastAPI, *, proxied: bool) -> bytes:
     schemas |= _schemas()
     if proxied:
         names = {path: one.endpoint.value for path, one in WIRE_FORMATS.items()}
-        names |= {MESSAGES.path: _MESSAGES, RESPONSES_PATH: _RESPONSES}
+        names |= {MESSAGES_PATH: _MESSAGES, RESPONSES_PATH: _RESPONSES}
         for path, name in reversed(names.items()):
             others = document["paths"].pop(path, {})
             document["paths"] = {path: {"post": _proxy_operation(name), **others}} | document[

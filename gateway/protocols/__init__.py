@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.protocols.base import WORKER_PATHS, StreamEncoder, WireFormat
-from gateway.protocols.messages import MESSAGES
+from gateway.protocols.messages import PATH as MESSAGES_PATH
 from gateway.protocols.openai import CHAT, COMPLETIONS
 from gateway.protocols.responses import PATH as RESPONSES_PATH
 
 __all__ = [
     "CHAT",
     "COMPLETIONS",
-    "MESSAGES",
+    "MESSAGES_PATH",
     "PROXY_PATHS",
     "RESPONSES_PATH",
     "WIRE_FORMATS",
@@ -21,7 +21,7 @@ __all__ = [
     "WireFormat",
 ]
 
-WIRE_FORMATS: Mapping[str, WireFormat] = {one.path: one for one in (CHAT, COMPLETIONS, MESSAGES)}
+WIRE_FORMATS: Mapping[str, WireFormat] = {one.path: one for one in (CHAT, COMPLETIONS)}
 """By the path at which clients use them."""
-PROXY_PATHS = (*WIRE_FORMATS, RESPONSES_PATH)
-"""The paths of the data plane; a Responses request has a wire format of its own."""
+PROXY_PATHS = (*WIRE_FORMATS, MESSAGES_PATH, RESPONSES_PATH)
+"""The paths of the data plane; requests to the last two have a wire format of their own each."""

@@ -43,6 +43,12 @@ def objects_in(answer: Mapping[str, Any], name: str) -> Sequence[Mapping[str, An
     return values
 
 
+def choice_of(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the first choice of an engine's answer or chunk, empty if there is none."""
+    choices = objects_in(answer, "choices")
+    return choices[0] if choices else {}
+
+
 def text_in(answer: Mapping[str, Any], name: str) -> str:
     """Return the text in a field of an engine's answer, empty if there is none."""
     value = answer.get(name)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
 from gateway import errors
-from gateway.protocols.base import object_in, objects_in, text_in
+from gateway.protocols.base import choice_of, object_in, objects_in, text_in
 from gateway.protocols.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.context_management import edit_messages
 from gateway.protocols.event_stream import read_usage
 from gateway.protocols.openai import CHAT, encode_json, parse
+from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import UNUSED, Header, Headers, Inspected, LimitState
@@ -30,6 +30,7 @@ from policies.request.profile import REASONING_EFFORTS, Endpoint
 
 Json = dict[str, Any]
 
+PATH = "/v1/messages"
 _SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _IGNORED_FIELDS = frozenset(
     "metadata service_tier container inference_geo speed cache_control".split()
@@ -55,6 +56,7 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 _OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
+_REASONING = b"thinking "
 _BETWEEN_TEXTS = "\n\n"
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -99,29 +101,35 @@ ERROR_SCHEMA: Mapping[str, Any] = {
 
 
 class MessagesFormat:
-    """`POST /v1/messages`, which any worker serves that serves chats."""
+    """One request of `POST /v1/messages`, which any worker serves that serves chats."""
 
-    path = "/v1/messages"
+    path = PATH
     endpoint = Endpoint.CHAT
+
+    def __init__(self, sealer: Sealer) -> None:
+        self._sealer = sealer
+        self._chat = MessagesChat({})
 
     def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
         body = parse(raw)
         try:
-            chat = to_chat(body)
+            self._chat = chat = to_chat(body, self._is_ours)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
-        inspected = CHAT.inspect_body(chat, policy, fleet)
-        ignored = tuple(name for name in body if name in _IGNORED_FIELDS)
+        if chat.left_out and policy.tools.hosted == "refuse":
+            at, _, kind = chat.left_out[0].partition(":")
+            raise errors.ToolUnserved(kind, param=f"{at}.type")
+        inspected = CHAT.inspect_body(chat.body, policy, fleet)
+        ignored = (*(name for name in body if name in _IGNORED_FIELDS), *chat.left_out)
         return inspected._replace(profile=inspected.profile._replace(ignored=ignored))
 
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
         """Return the message of a whole answer."""
-        choice = _first_choice(answer)
-        content = [*_content_of(object_in(choice, "message"))]
-        return encode_json(
-            _message_of(answer, content) | _stop_of(choice) | {"usage": _usage_of(answer)}
-        )
+        choice = choice_of(answer)
+        content = [*_content_of(object_in(choice, "message"), self._sign)]
+        message = _message_of(answer, content) | _stop_of(choice) | {"usage": _usage_of(answer)}
+        return encode_json(message | self._edits())
 
     def encoder(
         self,
@@ -129,7 +137,19 @@ class MessagesFormat:
         late_headers: Sequence[Header] = (),  # noqa: ARG002 - a comment has them
     ) -> MessageEncoder:
         """Return the encoder of a stream."""
-        return MessageEncoder()
+        return MessageEncoder(self._sign, self._edits())
+
+    def _edits(self) -> Json:
+        """Return the field that lists what was cleared, if the request asks for it."""
+        applied = self._chat.applied_edits
+        return {} if applied is None else {CONTEXT_MANAGEMENT: {"applied_edits": applied}}
+
+    def _sign(self, reasoning: str) -> str:
+        """Return the mark by which reasoning that comes back is known as ours and unchanged."""
+        return self._sealer.seal(b"", _REASONING + reasoning.encode())
+
+    def _is_ours(self, reasoning: str, signature: str) -> bool:
+        return self._sealer.unseal(signature, _REASONING + reasoning.encode()) is not None
 
     def response_headers(self, request_id: str) -> Headers:
         """Return the request id under Anthropic's name."""
@@ -154,23 +174,41 @@ class MessagesFormat:
 
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response in Anthropic's shape."""
-        kind = _ERROR_TYPES.get(error.status)
-        if kind is None:
-            kind = "invalid_request_error" if error.status < 500 else "api_error"
-        message = error.message
-        if overflow := _OVERFLOW.search(message):
-            # In the words by which Claude Code knows that it must shorten a conversation.
-            limit, tokens = overflow.groups()
-            message = f"prompt is too long: {tokens} tokens > {limit} maximum"
-        return to_json({"type": "error", "error": {"type": kind, "message": message}})
+        return error_body(error)
 
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last event of a stream that an error ends."""
-        return b"event: error\ndata: " + self.error_body(error) + b"\n\n"
+        return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
 
-def to_chat(body: Mapping[str, Any]) -> Json:
-    """Translate a request into one for `/v1/chat/completions`; raise `FieldError`."""
+def error_body(error: errors.GatewayError) -> bytes:
+    """Return the body of an error response in Anthropic's shape."""
+    kind = _ERROR_TYPES.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+    message = error.message
+    if overflow := _OVERFLOW.search(message):
+        # In the words by which Claude Code knows that it must shorten a conversation.
+        limit, tokens = overflow.groups()
+        message = f"prompt is too long: {tokens} tokens > {limit} maximum"
+    return to_json({"type": "error", "error": {"type": kind, "message": message}})
+
+
+class MessagesChat(NamedTuple):
+    """A request for `/v1/chat/completions`."""
+
+    body: Json
+    applied_edits: Sequence[Json] | None = None
+    """What `context_management` cleared; None if the request has no such field."""
+    left_out: tuple[str, ...] = ()
+    """The place and the type of each tool that Anthropic's servers alone run."""
+
+
+def to_chat(body: Mapping[str, Any], is_ours: Callable[[str, str], bool]) -> MessagesChat:
+    """Translate a request into a chat; raise `FieldError`.
+
+    `is_ours` tells whether a signature marks reasoning of this gateway's models.
+    """
     for name in body:
         if name not in _FIELDS:
             raise FieldError(name[:100], f"{name[:100]}: Extra inputs are not permitted.")
@@ -179,15 +217,18 @@ def to_chat(body: Mapping[str, Any]) -> Json:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", "messages: A non-empty list is required.")
+    applied = None
     if body.get(CONTEXT_MANAGEMENT) is not None:
-        messages = edit_messages(body[CONTEXT_MANAGEMENT], messages).messages
+        messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)
     chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
     chat["messages"] = [*_system_of(body.get("system"))]
     for index, message in enumerate(messages):
-        chat["messages"] += _messages_of(message, f"messages.{index}")
+        chat["messages"] += _messages_of(message, f"messages.{index}", is_ours)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    return chat | _tools_of(body) | _reasoning_of(body) | _form_of(body)
+    tools, left_out = _tools_of(body)
+    chat |= tools | _reasoning_of(body) | _form_of(body)
+    return MessagesChat(chat, applied, left_out)
 
 
 def _system_of(system: Any) -> Iterator[Json]:
@@ -219,7 +260,7 @@ def _blocks_of(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any
         yield at, block
 
 
-def _messages_of(message: Any, where: str) -> Iterator[Json]:
+def _messages_of(message: Any, where: str, is_ours: Callable[[str, str], bool]) -> Iterator[Json]:
     """Yield the chat messages of one message: each result of a tool is one of its own."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant", "system"):
@@ -231,12 +272,14 @@ def _messages_of(message: Any, where: str) -> Iterator[Json]:
             # change the beginning of the prompt, which is read already.
             yield {"role": "assistant" if role == "assistant" else "user", "content": content}
     elif role == "assistant":
-        yield from _assistant_message(content, f"{where}.content")
+        yield from _assistant_message(content, f"{where}.content", is_ours)
     else:
         yield from _user_messages(content, f"{where}.content")
 
 
-def _assistant_message(content: Any, where: str) -> Iterator[Json]:
+def _assistant_message(
+    content: Any, where: str, is_ours: Callable[[str, str], bool]
+) -> Iterator[Json]:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Json] = []
@@ -255,7 +298,7 @@ def _assistant_message(content: Any, where: str) -> Iterator[Json]:
             case "thinking":
                 text = _text(block, "thinking", at)
                 # Another model's reasoning is none of this one's.
-                if block.get("signature") == _signature(text):
+                if is_ours(text, str(block.get("signature"))):
                     reasoning.append(text)
             case "redacted_thinking" | "server_tool_use" | "web_search_tool_result":
                 pass  # of Anthropic's own service
@@ -327,23 +370,28 @@ def _unsupported(block: Mapping[str, Any], at: str) -> FieldError:
     )
 
 
-def _tools_of(body: Mapping[str, Any]) -> Json:
+def _tools_of(body: Mapping[str, Any]) -> tuple[Json, tuple[str, ...]]:
+    """Return the tools and the choice among them, and the tools that are left out."""
     tools = body.get("tools") or []
     functions = []
+    left_out = []
     for at, tool in _named(tools):
         if tool.get("type") not in (None, "custom"):
-            raise FieldError(
-                f"{at}.type",
-                f"{at}.type: '{str(tool['type'])[:100]}' runs on Anthropic's servers alone.",
-            )
+            left_out.append(f"{at}:{str(tool['type'])[:100]}")
+            continue
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
         function |= {name: tool[name] for name in ("description", "strict") if name in tool}
         functions.append({"type": "function", "function": function})
     chosen: Json = {"tools": functions} if functions else {}
     choice = body.get("tool_choice")
-    if choice is None:
-        return chosen
+    if choice is not None:
+        chosen |= _choice_of(choice, functions)
+    return chosen, tuple(left_out)
+
+
+def _choice_of(choice: Any, functions: Sequence[Json]) -> Json:
     kind = choice.get("type") if isinstance(choice, Mapping) else None
+    chosen: Json = {}
     if kind == "tool":
         chosen["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     elif isinstance(kind, str) and kind in _TOOL_CHOICES:
@@ -354,7 +402,7 @@ def _tools_of(body: Mapping[str, Any]) -> Json:
         )
     if choice.get("disable_parallel_tool_use"):
         chosen["parallel_tool_calls"] = False
-    return chosen
+    return chosen if functions else {}  # the tools that it chooses among are left out
 
 
 def _named(tools: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -409,11 +457,6 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = objects_in(answer, "choices")
-    return choices[0] if choices else {}
-
-
 def _message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
     return {
         "id": "msg_" + text_in(answer, "id").removeprefix("chatcmpl-"),
@@ -427,9 +470,9 @@ def _message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
     }
 
 
-def _content_of(message: Mapping[str, Any]) -> Iterator[Json]:
+def _content_of(message: Mapping[str, Any], sign: Callable[[str], str]) -> Iterator[Json]:
     if reasoning := _reasoning_in(message):
-        yield {"type": "thinking", "thinking": reasoning, "signature": _signature(reasoning)}
+        yield {"type": "thinking", "thinking": reasoning, "signature": sign(reasoning)}
     if text := text_in(message, "content"):
         yield {"type": "text", "text": text}
     for call in objects_in(message, "tool_calls"):
@@ -451,12 +494,6 @@ def _content_of(message: Mapping[str, Any]) -> Iterator[Json]:
 
 def _reasoning_in(message: Mapping[str, Any]) -> str:
     return text_in(message, "reasoning_content") or text_in(message, "reasoning")
-
-
-def _signature(reasoning: str) -> str:
-    """Return the mark by which reasoning that comes back is known as ours and unchanged."""
-    digest = blake2b(reasoning.encode(), digest_size=24, person=b"paceline-thought")
-    return digest.hexdigest()
 
 
 def _stop_of(choice: Mapping[str, Any]) -> Json:
@@ -489,7 +526,10 @@ class MessageEncoder:
 
     passthrough = False
 
-    def __init__(self) -> None:
+    def __init__(self, sign: Callable[[str], str], edits: Mapping[str, Any]) -> None:
+        """`edits`: the fields of the last event that list what was cleared."""
+        self._sign = sign
+        self._edits = edits
         self._begun = False
         self._blocks = 0
         self._open = ""
@@ -502,7 +542,7 @@ class MessageEncoder:
         """Return the events of one chunk."""
         if frame.get("usage"):
             self._usage = _usage_of(frame)
-        choice = _first_choice(frame)
+        choice = choice_of(frame)
         written = b"".join(self._write(object_in(choice, "delta")))
         if choice.get("finish_reason"):
             self._stop = _stop_of(choice)
@@ -516,7 +556,7 @@ class MessageEncoder:
     def done(self) -> bytes:
         """Return the events that end a message."""
         usage = self._usage or _usage_of({})
-        end = {"type": "message_delta", "delta": self._stop, "usage": usage}
+        end = {"type": "message_delta", "delta": self._stop, "usage": usage, **self._edits}
         return b"".join((*self._close(), _event(end), _event({"type": "message_stop"})))
 
     def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
@@ -553,7 +593,7 @@ class MessageEncoder:
         if not self._open:
             return
         if self._open == "thinking":
-            signature = _signature("".join(self._reasoning))
+            signature = self._sign("".join(self._reasoning))
             yield self._delta({"type": "signature_delta", "signature": signature})
             self._reasoning.clear()
         yield _event({"type": "content_block_stop", "index": self._blocks})
@@ -563,6 +603,3 @@ class MessageEncoder:
 
 def _event(fields: Json) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), to_json(fields))
-
-
-MESSAGES = MessagesFormat()

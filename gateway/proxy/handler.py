@@ -54,6 +54,7 @@ class ProxyHandler:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self.sealer = gateway.sealer
         self.forwarder = Forwarder(gateway)
         self.load = Load(gateway.settings.requests_limit)
         self._rejection_pacer = RejectionPacer(gateway.clock)

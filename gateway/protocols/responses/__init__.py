@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import object_in
+from gateway.protocols.base import choice_of, object_in
 from gateway.protocols.openai import CHAT, encode_json, parse
 from gateway.protocols.responses.items import shown_item
 from gateway.protocols.responses.request import (
@@ -28,10 +28,9 @@ from gateway.protocols.responses.request import (
 from gateway.protocols.responses.response import (
     ResponseBuilder,
     ResponseEncoder,
-    choice_of,
     encode_event,
 )
-from gateway.protocols.responses.sealing import Sealer
+from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Header, Headers, Inspected, LimitState
@@ -114,6 +113,9 @@ class ResponsesFormat:
     def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
         request = self.request or self.read(raw)
+        if request.tools.left_out and policy.tools.hosted == "refuse":
+            at, _, kind = request.tools.left_out[0].partition(":")
+            raise errors.ToolUnserved(kind, param=f"{at}.type")
         try:
             self._chat = chat = to_chat(request, self._unseal, self.history)
         except FieldError as error:

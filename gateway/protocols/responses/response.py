@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from gateway import errors
-from gateway.protocols.base import AnswerMalformed, object_in, objects_in, text_in
+from gateway.protocols.base import AnswerMalformed, choice_of, object_in, objects_in, text_in
 from gateway.protocols.event_stream import read_usage
 from gateway.protocols.openai import encode_json
 from gateway.protocols.responses.request import ResponsesRequest
@@ -380,12 +380,6 @@ class ResponseEncoder:
 def encode_event(fields: Event) -> bytes:
     """Return an event of a stream."""
     return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), encode_json(fields))
-
-
-def choice_of(frame: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the first choice of an answer or a chunk, if there is one."""
-    choices = objects_in(frame, "choices")
-    return choices[0] if choices else {}
 
 
 def _response_of(

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import DONE, ScriptedWorker, chunk
@@ -253,6 +254,48 @@ def test_the_events_of_a_message_are_of_anthropics_own_types(
     assert unknown_fields(final) == []
     raw = [event for event in events if type(event).__name__.startswith("Raw")]
     assert [name for event in raw for name in unknown_fields(event)] == []
+
+
+def test_what_was_cleared_is_listed_in_the_answer(
+    anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
+) -> None:
+    edit = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}
+    said = {"type": "thinking", "thinking": "Hm. " * 20, "signature": "s"}
+    turn = {"role": "assistant", "content": [said, {"type": "text", "text": "Yes."}]}
+    messages: Any = [*BODY["messages"], turn, *BODY["messages"], turn, *BODY["messages"]]
+    asked: Any = {
+        "model": "demo",
+        "max_tokens": 20,
+        "messages": messages,
+        "context_management": {"edits": [edit]},
+    }
+    response = anthropic_client.beta.messages.create(**asked)
+    assert response.context_management is not None
+    (applied,) = response.context_management.applied_edits
+    assert applied.type == edit["type"]
+    assert applied.cleared_input_tokens > 0
+    with anthropic_client.beta.messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert final.context_management == response.context_management
+
+
+def test_a_tool_of_the_makers_servers_is_ignored_or_refused_by_the_policy(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    client = gateway_with_worker.client
+    body = {**BODY, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+    ignored = client.post("/v1/messages", json=body)
+    assert ignored.status_code == 200
+    assert ignored.headers["x-paceline-ignored"] == "tools.0:web_search_20250305"
+    with PolicyAdmin(gateway_with_worker.url, gateway_with_worker.admin_key) as admin:
+        assert admin.patch({"tools": {"hosted": "refuse"}}).status_code == 200
+    refused = client.post("/v1/messages", json=body)
+    assert refused.status_code == 400
+    assert "web_search_20250305" in refused.json()["error"]["message"]
+    asked = {"model": "demo", "input": "Hi", "tools": [{"type": "web_search"}]}
+    refused = client.post("/v1/responses", json=asked)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tools[0].type"
 
 
 def test_anthropics_package_raises_its_own_errors(

@@ -20,7 +20,9 @@ from gateway.auth.rate_limits import (
 )
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
-from gateway.protocols import CHAT, MESSAGES
+from gateway.protocols import CHAT
+from gateway.protocols.messages import MessagesFormat
+from gateway.protocols.sealing import Sealer
 from gateway.types import LimitState
 from tests.support.rate_limit_model import ALL_LIMITS, MINUTE_S, NOON, START_S, RateLimitModel
 
@@ -282,7 +284,8 @@ def test_the_reset_time_is_rounded_up(seconds: float, text: str) -> None:
 
 
 def test_anthropics_headers_tell_the_time_at_which_a_limit_is_full_again() -> None:
-    headers = MESSAGES.limit_headers([LimitState("tokens", 600, 50, 89.5)], NOON)
+    state = LimitState("tokens", 600, 50, 89.5)
+    headers = MessagesFormat(Sealer(b"secret")).limit_headers([state], NOON)
     assert dict(headers) == {
         b"anthropic-ratelimit-tokens-limit": b"600",
         b"anthropic-ratelimit-tokens-remaining": b"50",

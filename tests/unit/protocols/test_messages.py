@@ -10,8 +10,21 @@ import pytest
 
 from gateway.errors import GatewayError, RefusedByWorker
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.messages import MESSAGES, MessageEncoder, to_chat
+from gateway.protocols.messages import MessageEncoder, MessagesFormat, error_body, to_chat
+from gateway.protocols.sealing import Sealer
 from policies.request.fields import FieldError
+
+SEALER = Sealer(b"secret")
+MESSAGES = MessagesFormat(SEALER)
+
+
+def sign(reasoning: str) -> str:
+    return SEALER.seal(b"", b"thinking " + reasoning.encode())
+
+
+def is_ours(reasoning: str, signature: str) -> bool:
+    return sign(reasoning) == signature
+
 
 CALL = {"type": "tool_use", "id": "call00001", "name": "look", "input": {"at": "a"}}
 USAGE = {
@@ -28,7 +41,8 @@ COUNTS = {
 
 
 def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
-    return to_chat({"model": "m", "max_tokens": 5, "messages": list(messages), **fields})
+    body = {"model": "m", "max_tokens": 5, "messages": list(messages), **fields}
+    return to_chat(body, is_ours).body
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -42,7 +56,7 @@ def chunk(delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 def events(*frames: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the events of a stream; each has its type as the name too."""
-    encoder = MessageEncoder()
+    encoder = MessageEncoder(sign, {})
     stream = b"".join(encoder.event(b"", frame) for frame in frames) + encoder.done()
     found = []
     for event in stream.decode().removesuffix("\n\n").split("\n\n"):
@@ -182,7 +196,6 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"messages": [user([{"type": "text"}])]}, "messages.0.content.0.text"),
         ({"messages": [user([{"type": "video"}])]}, "messages.0.content.0.type"),
         ({"system": [{"type": "image"}]}, "system.0"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tools": [{}]}, "tools.0"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
         ({"tool_choice": {"type": []}}, "tool_choice.type"),
@@ -197,7 +210,7 @@ def test_an_invalid_field_is_named_as_anthropic_names_it(
     fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(FieldError) as invalid:
-        to_chat({"model": "m", "messages": [user("Hi")], **fields})
+        to_chat({"model": "m", "messages": [user("Hi")], **fields}, is_ours)
     assert invalid.value.param == param
     assert invalid.value.message.startswith(f"{param}: ")
 
@@ -227,7 +240,7 @@ def test_an_answer_of_another_shape_is_malformed() -> None:
     request: Any = None
     malformed = 0
     for odd in with_odd_values(answer):
-        encoder = MessageEncoder()
+        encoder = MessageEncoder(sign, {})
         try:
             if isinstance(odd, dict):
                 json.loads(MESSAGES.encode(request, odd, b""), parse_constant=pytest.fail)
@@ -344,14 +357,35 @@ def test_an_overflow_has_the_words_by_which_clients_shorten_a_conversation() -> 
         param="messages",
         code="context_length_exceeded",
     )
-    assert json.loads(MESSAGES.error_body(overflow)) == {
+    assert json.loads(error_body(overflow)) == {
         "type": "error",
         "error": {
             "type": "invalid_request_error",
             "message": "prompt is too long: 120 tokens > 100 maximum",
         },
     }
-    assert b'"api_error"' in MESSAGES.error_body(GatewayError())
+    assert b'"api_error"' in error_body(GatewayError())
+
+
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+
+
+def test_a_tool_of_anthropics_servers_is_left_out_and_named() -> None:
+    look = {"name": "look", "input_schema": {"type": "object"}}
+    body = {"model": "m", "messages": [user("Hi")], "tools": [WEB_SEARCH, look]}
+    sent = to_chat(body, is_ours)
+    assert [tool["function"]["name"] for tool in sent.body["tools"]] == ["look"]
+    assert sent.left_out == ("tools.0:web_search_20250305",)
+    alone = {**body, "tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}
+    assert not {"tools", "tool_choice"} & to_chat(alone, is_ours).body.keys()
+
+
+def test_a_signature_is_of_one_secret() -> None:
+    thinking = {"type": "thinking", "thinking": "Hm.", "signature": sign("Hm.")}
+    message = {"role": "assistant", "content": [thinking, {"type": "text", "text": "Yes."}]}
+    assert chat(user("?"), message)["messages"][1]["reasoning_content"] == "Hm."
+    thinking["signature"] = Sealer(b"other").seal(b"", b"thinking Hm.")
+    assert "reasoning_content" not in chat(user("?"), message)["messages"][1]
 
 
 def test_old_results_are_cleared_before_the_chat_is_built() -> None:
