@@ -165,7 +165,7 @@ def test_a_client_gets_the_usage_so_far_if_it_asks_for_it(
     stream = [event(frame | {"usage": {"prompt_tokens": 4}}), chunk({}, "stop"), DONE]
     output, state = scan(stream, **shown)
     assert output == event(frame | usage) + chunk({}, "stop") + DONE
-    assert state.usage == Usage(prompt_tokens=4, completion_tokens=0)
+    assert state.usage == Usage(prompt_tokens=4, completion_tokens=0, cached_known=False)
 
 
 @pytest.mark.parametrize("size", [1, 50, 10_000])
