@@ -26,6 +26,7 @@ from bench.attack.attack import Attack, Tally, Target
 from bench.attack.bodies import HostileBodies
 from bench.attack.connections import Flood, run_floods
 from bench.attack.connections import Target as FloodTarget
+from bench.attack.formats import WireFormats
 from bench.attack.full_disk import FullDisk
 from bench.attack.key_abuse import KeyAbuse
 from bench.attack.kills import Kills
@@ -40,7 +41,8 @@ from gateway.server import run
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "attack.md"
 AT_TARGET: Final[tuple[Attack, ...]] = (
-    *(RawHttp(), LyingAnswers(), LyingReports(), HostileBodies(), SlowClients(), KeyAbuse()),
+    *(RawHttp(), LyingAnswers(), LyingReports(), HostileBodies(), WireFormats()),
+    *(SlowClients(), KeyAbuse()),
 )
 OF_THEIR_OWN: Final[tuple[Attack, ...]] = (Kills(), FullDisk())
 """Attacks that start processes of their own, because they kill them or fill their disk."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
@@ -17,13 +16,19 @@ from typing import Any, Final, Protocol
 from bench.attack.liar import LyingServer
 
 LOAD_CODES: Final = frozenset(
-    "queue_full queue_timeout gateway_overloaded workers_busy no_worker".split()
+    "queue_full queue_timeout gateway_overloaded workers_busy no_worker "
+    "overloaded_error timeout_error".split()
 )
 """Codes of 5xx responses that any load may cause."""
 WORKER_CODES: Final = frozenset(
-    "worker_failed worker_lost worker_timeout worker_stalled worker_unreachable".split()
+    "worker_failed worker_lost worker_timeout worker_stalled worker_unreachable api_error".split()
 )
 """Codes of 5xx responses that only a worker that lies or is killed may cause."""
+_LAST_EVENTS: Final = {
+    "/v1/messages": (b"message_stop",),
+    "/v1/responses": (b"response.completed", b"response.incomplete", b"response.failed"),
+}
+"""Names of the events that end a stream, by path."""
 _SHOWN_CHARS: Final = 600
 _FAILURES_LIMIT: Final = 5
 
@@ -51,15 +56,16 @@ class Tally:
     def answer(self, answer: Answer, given: object, *, allowed: Collection[str] = ()) -> None:
         """Count an answer by its class; `allowed` are the codes of 5xx beside those of load.
 
-        A 5xx is ours if its body is no error in OpenAI's shape, or if its code is neither one of
-        load nor one that this attack may cause. An error below 500 must have that shape too.
+        A 5xx is ours if its status is 500, if its body is no error in the shape of OpenAI or of
+        Anthropic, or if its code is neither one of load nor one that this attack may cause. An
+        error below 500 must have such a shape too.
         """
         if not answer.status:
             self.answers["none"] += 1
             return
         code = answer.code
         if answer.status >= 500:
-            documented = code in LOAD_CODES or code in allowed
+            documented = answer.status != 500 and (code in LOAD_CODES or code in allowed)
             self.answers[f"{answer.status} {code or 'untyped'}"] += 1
             if not documented:
                 self.ours += 1
@@ -80,24 +86,48 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """Return the code of an error in OpenAI's shape, or an empty string."""
+        """Return the code of an error in OpenAI's shape, or the type of one in Anthropic's."""
         try:
-            error = json.loads(self.body)["error"]
+            answer = json.loads(self.body)
+            error = answer["error"]
             if error.keys() == {"message", "type", "param", "code"}:
                 return str(error["code"] or error["type"])
+            if answer["type"] == "error" and error.keys() == {"message", "type"}:
+                return str(error["type"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
         return ""
 
     @property
+    def streamed(self) -> bool:
+        """Return whether the body is a stream of events."""
+        return self.body.startswith((b"data: ", b"event: ", b": "))
+
+    @property
     def stream_error(self) -> str:
         """Return the code of the error event that ends a stream, or an empty string."""
-        found = re.search(rb'data: (\{"error":[^\n]*\})\n\n$', self.body)
-        return Answer(200, found[1]).code if found else ""
+        events = self.body.rstrip(b"\n").split(b"\n\n")
+        for event in events[-2:]:  # the failed response comes behind its error
+            name, _, data = event.rpartition(b"data: ")
+            if b"event: error" in name or data.startswith(b'{"error":'):
+                try:
+                    answer = json.loads(data)
+                except ValueError:
+                    return "an error that is no JSON"
+                return Answer(200, data).code or str(answer.get("code") or "untyped")
+        return ""
+
+    def ends_as(self, path: str) -> bool:
+        """Return whether a stream ends as a complete one of this route."""
+        last = _LAST_EVENTS.get(path)
+        if last is None:
+            return self.done
+        *_, event = self.body.rstrip(b"\n").split(b"\n\n")
+        return event.startswith(tuple(b"event: " + name for name in last))
 
     @property
     def done(self) -> bool:
-        """Return whether a stream ends as a complete one."""
+        """Return whether a stream of OpenAI ends as a complete one."""
         return self.body.endswith(b"data: [DONE]\n\n")
 
     def json(self) -> Any:

@@ -131,18 +131,40 @@ async def request(
 
 
 async def chat(
-    target: Target, name: str, body: bytes, *, key: str = "", honest: bool = False
+    target: Target,
+    name: str,
+    body: bytes,
+    *,
+    path: str = CHAT,
+    key: str = "",
+    honest: bool = False,
 ) -> Answer:
     """Send a chat request with an id; record it, and the usage that an honest worker reports."""
     request_id = target.request_id(name)
-    raw = encode(body, key=key or target.key, request_id=request_id)
+    raw = encode(body, path=path, key=key or target.key, request_id=request_id)
     answer = await send(target.gateway_port, raw)
     if answer.status:
         target.sent.add(request_id)
     if honest and answer.status == 200 and not answer.body.startswith(b"data: "):
-        usage = answer.json()["usage"]
-        target.read[request_id] = usage["prompt_tokens"], usage["completion_tokens"]
+        target.read[request_id] = _tokens(answer.json()["usage"])
     return answer
+
+
+def _tokens(usage: dict[str, Any]) -> tuple[int, int]:
+    """Return the tokens of prompt and answer, in the words of any format."""
+    if "prompt_tokens" in usage:
+        return usage["prompt_tokens"], usage["completion_tokens"]
+    cached = usage.get("cache_read_input_tokens", 0)  # Anthropic counts them apart
+    return usage["input_tokens"] + cached, usage["output_tokens"]
+
+
+def cached_tokens(answer: Answer) -> int:
+    """Return the tokens of a prompt that came from a cache, in the words of any format."""
+    usage = answer.json()["usage"]
+    for name in ("prompt_tokens_details", "input_tokens_details"):
+        if details := usage.get(name):
+            return int(details["cached_tokens"])
+    return int(usage.get("cache_read_input_tokens", 0))
 
 
 def chat_body(model: str, text: str, **fields: Any) -> dict[str, Any]:

@@ -8,11 +8,22 @@ from random import Random
 from typing import Any, Final
 
 from bench.attack.attack import Answer, Tally, Target, play
-from bench.attack.http_client import chat, chat_body, connection, encode, request, send
+from bench.attack.formats import COMPLETIONS, MESSAGES, RESPONSES
+from bench.attack.http_client import (
+    CHAT,
+    cached_tokens,
+    chat,
+    chat_body,
+    connection,
+    encode,
+    request,
+    send,
+)
 from bench.attack.liar import ENDLESS
 from bench.attack.liar import MODEL as LIAR
 
 _MODEL: Final = "demo"
+_ROLES: Final = ("user", "assistant", "user")
 _BUDGET: Final = 4000
 _OVER_BUDGET: Final = 1.1
 """At most this share of a budget may be used: the last stream is charged when it ends."""
@@ -117,17 +128,24 @@ class KeyAbuse:
     async def _share_prompt(
         self, target: Target, teams: Sequence[dict[str, Any]], chance: Random, tally: Tally
     ) -> None:
-        """Ask with a system prompt of another team: nothing of it may come from a cache."""
-        system = f"{chance.getrandbits(64):x} " + _text(chance, chance.choice((10, 30, 80)))
+        """Send a conversation of another team: nothing of it may come from a cache."""
+        secret = f"{chance.getrandbits(64):x} " + _text(chance, chance.choice((10, 30, 80)))
+        path = chance.choice((CHAT, CHAT, MESSAGES, RESPONSES, COMPLETIONS))
+        turns = [secret, _text(chance, 40), "Go on."]
+        said = [{"role": role, "content": turn} for role, turn in zip(_ROLES, turns, strict=True)]
+        fields: dict[str, Any] = {
+            CHAT: {"messages": [{"role": "system", "content": secret}, *said], "max_tokens": 1},
+            MESSAGES: {"system": secret, "messages": said, "max_tokens": 1},
+            RESPONSES: {"instructions": secret, "input": said, "max_output_tokens": 1},
+            COMPLETIONS: {"prompt": [f"{secret} {secret}", " ".join(turns)], "max_tokens": 1},
+        }[path]
+        body = json.dumps({"model": _MODEL, "temperature": 0, **fields}).encode()
         for key in chance.sample(list(teams), 2):
-            body = _chat("Hi", system=system, max_tokens=1)
-            answer = await chat(target, "team", body, key=key["secret"], honest=True)
+            answer = await chat(target, "team", body, path=path, key=key["secret"], honest=True)
             tally.inputs += 1
             tally.answer(answer, body)
-            if answer.status == 200:
-                details = answer.json()["usage"].get("prompt_tokens_details") or {}
-                if details.get("cached_tokens"):
-                    tally.fail("cached tokens of another team's prompt", body)
+            if answer.status == 200 and cached_tokens(answer):
+                tally.fail("cached tokens of another team's conversation", (path, body))
 
     async def _revoke_in_stream(self, target: Target, chance: Random, tally: Tally) -> None:
         """Revoke a key while it reads a stream without an end."""

@@ -9,12 +9,28 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Final
 
+from tests.support.hostile_checkpoints import VALUES
 from tests.support.scripted_worker import DONE, METRICS, USAGE, chat_completion, chunk, event
 
 CANARY: Final = "words-of-the-worker"
 """In texts of the worker that no client may see in an error."""
 Lie = Callable[[bool], list[bytes]]
 """Function from "streamed" to the pieces that the worker sends before it closes the connection."""
+
+VALUES_AND_TYPES: Final[tuple[Any, ...]] = (
+    *VALUES,
+    *(
+        {"type": []},
+        {"type": {}},
+        {"type": None},
+        [None],
+        [[[]]],
+        {"a": {"b": []}},
+        10**4000,
+        1e400,
+    ),
+)
+"""Values of any type, for any place of a JSON document."""
 
 _FIRST: Final = chunk({"role": "assistant", "content": ""})
 _TEXT: Final = chunk({"content": "wörd 🐎"})
@@ -94,6 +110,20 @@ _OPENAI_ERROR: Final = json.dumps(
 
 LIES: Final[dict[str, Lie]] = {
     "honest": _framed(),
+    # Types.
+    "text as a number": _events(_FIRST, chunk({"content": 7}), _STOP, DONE),
+    "a delta that is a list": _events(_FIRST, event({"choices": [{"delta": []}]}), _STOP, DONE),
+    "choices that are objects": _events(_FIRST, event({"choices": {"0": {}}}), _STOP, DONE),
+    "a call that is text": _events(_FIRST, chunk({"tool_calls": "f"}), _STOP, DONE),
+    "arguments that are an object": _events(
+        chunk({"tool_calls": [{"id": 5, "function": {"name": "f", "arguments": {}}}]}), _STOP, DONE
+    ),
+    "reasoning that is a list": _events(chunk({"reasoning_content": ["x"]}), _STOP, DONE),
+    "a message that is text": lambda stream: _whole(b'{"choices":[{"message":"x"}]}'),
+    "a choice that is text": lambda stream: _whole(b'{"choices":["x"]}'),
+    "a finish that is a number": lambda stream: _whole(
+        b'{"choices":[{"message":{"content":"x"},"finish_reason":7}]}'
+    ),
     # Numbers.
     "huge usage": _usage(dict.fromkeys(("prompt_tokens", "completion_tokens"), _HUGE)),
     "NaN usage": _usage({"prompt_tokens": float("nan"), "completion_tokens": float("inf")}),

@@ -9,12 +9,15 @@ from random import Random
 from typing import Any, Final
 
 from bench.attack.attack import WORKER_CODES, Answer, Tally, Target, play
-from bench.attack.http_client import chat, chat_body, encode, request, send
+from bench.attack.formats import MESSAGES, RESPONSES
+from bench.attack.http_client import CHAT, chat, chat_body, encode, request, send
 from bench.attack.liar import MODEL, report
 from bench.attack.lies import CANARY, LIES, damaged
 from tests.support.hostile_checkpoints import VALUES
 from workers.protocol import WorkerReport
 
+_PATHS: Final = (CHAT, MESSAGES, RESPONSES)
+"""The worker is asked for a chat whatever the client sends."""
 _CHECK_EVERY: Final = 250
 _BUSY: Final = ("503 until the year 9999", "429 for ever")
 """A gateway sends such a worker nothing for a while, so random lies leave them out."""
@@ -54,7 +57,9 @@ class LyingAnswers:
     async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
         for name, lie in LIES.items():
             for stream in (False, True):
-                await self._ask(target, f"{name}, stream {stream}", lie(stream), stream, tally)
+                for number, _ in enumerate(_PATHS):
+                    text = f"{name}, stream {stream}, {number}"
+                    await self._ask(target, text, lie(stream), stream, tally)
 
         async def one(chance: Random) -> None:
             name, stream = chance.choice(_NAMES), chance.random() < 0.6
@@ -70,15 +75,19 @@ class LyingAnswers:
     ) -> None:
         lies = target.liar.lies
         lies[text] = pieces
-        body = json.dumps(chat_body(MODEL, text, stream=stream)).encode()
-        answer = await chat(target, "lie", body)
+        path = _PATHS[tally.inputs % len(_PATHS)]
+        fields = {"input": text, "store": False} if path == RESPONSES else {}
+        body = json.dumps(chat_body(MODEL, text, stream=stream, max_tokens=50))
+        if fields:
+            body = json.dumps({"model": MODEL, "stream": stream, **fields})
+        answer = await chat(target, "lie", body.encode(), path=path)
         lies.pop(text, None)
-        shown = (text, stream, b"".join(pieces)[:300], answer.body[-200:])
+        shown = (path, text, stream, b"".join(pieces)[:300], answer.body[-200:])
         tally.inputs += 1
         tally.answer(answer, shown, allowed=WORKER_CODES)
-        if answer.code in ("workers_busy", "no_worker"):
+        if answer.status == 503:
             await self._restart(target)
-        if problem := _problem(answer, stream):
+        if problem := _problem(answer, stream, path):
             tally.fail(problem, shown)
         if tally.inputs % _CHECK_EVERY == 0:
             await check_pages(target, tally)
@@ -93,7 +102,7 @@ class LyingAnswers:
         self._restarting = False
 
 
-def _problem(answer: Answer, stream: bool) -> str:
+def _problem(answer: Answer, stream: bool, path: str) -> str:
     """Return what is wrong with a relayed answer, or an empty string."""
     if answer.status != 200:
         leaked = CANARY.encode() in answer.body and answer.status not in _RELAYED
@@ -107,10 +116,10 @@ def _problem(answer: Answer, stream: bool) -> str:
     if answer.stream_error:
         leaked = CANARY.encode() in answer.body.rpartition(b"data: ")[2]
         return "words of the worker in an error" if leaked else ""
-    if answer.done:
+    if answer.done and path == CHAT:
         finished = b'"finish_reason"' in answer.body
         return "" if finished else "[DONE] without a finish"
-    return "a stream without an end"
+    return "" if answer.ends_as(path) else "a stream without an end"
 
 
 class LyingReports:

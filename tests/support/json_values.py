@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,3 +13,20 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     max_leaves=10,
 )
 """Without null, which removes a field in a patch."""
+
+
+ODD: tuple[Any, ...] = (7, True, "x", [7], {"a": []}, [[]], [None], {"type": []}, 10**400, 1e999)
+
+
+def with_odd_values(value: Any) -> Iterator[Any]:
+    """Yield copies of a JSON value with one part replaced."""
+    yield from ODD
+    if not isinstance(value, dict | list):
+        return
+    names = list(value) if isinstance(value, dict) else range(len(value))
+    for name in names:
+        part = value[name]
+        for other in with_odd_values(part):
+            copy = value.copy()
+            copy[name] = other
+            yield copy

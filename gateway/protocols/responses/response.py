@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -475,6 +476,8 @@ def _bare_logprob(given: Mapping[str, Any]) -> Json:
     token, logprob = text_in(given, "token"), given.get("logprob") or 0.0
     spelled = given.get("bytes") or list(token.encode())
     if not isinstance(logprob, int | float) or not isinstance(spelled, list):
+        raise AnswerMalformed("logprobs")
+    if abs(logprob) > sys.float_info.max:
         raise AnswerMalformed("logprobs")
     return {"token": token, "bytes": spelled, "logprob": float(logprob)}
 

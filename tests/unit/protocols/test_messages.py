@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.messages import MessageEncoder, MessagesFormat, error_body, to_chat
 from gateway.protocols.sealing import Sealer
 from policies.request.fields import FieldError
+from tests.support.json_values import with_odd_values
 
 SEALER = Sealer(b"secret")
 MESSAGES = MessagesFormat(SEALER)
@@ -213,23 +213,6 @@ def test_an_invalid_field_is_named_as_anthropic_names_it(
         to_chat({"model": "m", "messages": [user("Hi")], **fields}, is_ours)
     assert invalid.value.param == param
     assert invalid.value.message.startswith(f"{param}: ")
-
-
-ODD: tuple[Any, ...] = (7, True, "x", [7], {"a": []}, [[]], [None], {"type": []}, 10**30, 1e999)
-
-
-def with_odd_values(value: Any) -> Iterator[Any]:
-    """Yield copies of a JSON value with one part replaced."""
-    yield from ODD
-    if not isinstance(value, dict | list):
-        return
-    names = list(value) if isinstance(value, dict) else range(len(value))
-    for name in names:
-        part = value[name]
-        for other in with_odd_values(part):
-            copy = value.copy()
-            copy[name] = other
-            yield copy
 
 
 def test_an_answer_of_another_shape_is_malformed() -> None:

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, WorkerLost
+from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.responses import ResponsesFormat, Sealer
 from gateway.routing.view import FleetView
 from policies.document import PolicyDocument
 from tests.support.images import data_url, png_header
+from tests.support.json_values import with_odd_values
 from tests.support.openai_types import read_event, read_response
 from tests.support.policies import single_pool_policy
 
@@ -422,3 +424,27 @@ def test_an_answer_that_comes_back_is_the_message_that_it_was(
 
     if text or calls:
         assert chat(*response["output"], **fields)["messages"] == [message]
+
+
+def test_an_answer_of_another_shape_is_malformed() -> None:
+    scored = {"token": "x", "logprob": -0.5, "bytes": [120]}
+    said = {"content": "Yes.", "reasoning_content": "Hm.", "tool_calls": [call(0, name="f")]}
+    choice = {
+        "message": said,
+        "delta": said,
+        "finish_reason": "stop",
+        "logprobs": {"content": [scored | {"top_logprobs": [scored]}]},
+    }
+    answer = {"id": "c", "model": "m", "choices": [choice], "usage": USAGE}
+    malformed = 0
+    for odd in with_odd_values(answer):
+        for translate in (
+            lambda odd=odd: wire().encode(REQUEST, odd, b""),
+            lambda odd=odd: wire().encoder(REQUEST).event(b"", odd),
+        ):
+            try:
+                if isinstance(odd, dict):
+                    translate()
+            except AnswerMalformed:
+                malformed += 1
+    assert malformed > 100
