@@ -16,6 +16,7 @@ from gateway.auth.api_keys import ApiKeys, missing_pools
 from gateway.auth.key_store import KeyStore
 from gateway.auth.usage_store import UsageStore
 from gateway.cluster.counters import SharedCounters
+from gateway.cluster.expiring import SharedExpiringRecords
 from gateway.cluster.join_token import SharedJoinToken
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
@@ -93,7 +94,7 @@ class Gateway:
         # Gateways that share the token give one system prompt one name.
         secret = join_token.encode() or secrets.token_bytes(32)
         self.prefix_hasher, self.sealer = PrefixHasher(secret), Sealer(secret)
-        self.expiring_records: ExpiringRecords = MemoryRecords(clock)
+        self.expiring_records = _expiring_records(redis, self.sealer, clock)
         self.scheduler = Scheduler(self.fleet, self.prefix_index, clock, rng)
         self.usage_store = UsageStore(records, wall, life=secrets.token_hex(4))
         self.active_requests = ActiveRequests()
@@ -245,6 +246,12 @@ async def build_gateway(settings: Settings) -> Gateway:
         await gateway.open()
         await gateway.exit_stack.enter_async_context(stack.pop_all())
         return gateway
+
+
+def _expiring_records(
+    redis: RedisClient | None, sealer: Sealer, clock: Callable[[], float]
+) -> ExpiringRecords:
+    return MemoryRecords(clock) if redis is None else SharedExpiringRecords(redis, sealer)
 
 
 def _listed_models(settings: Settings) -> frozenset[str]:

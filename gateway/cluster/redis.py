@@ -1,8 +1,9 @@
 """The connection to Redis, and whether it works.
 
-No generating request waits for Redis: requests read copies in memory, which periodic exchanges
-refresh, each call with a deadline. Problems are stored by the part that calls, so that a full
-Redis, which can still be read, does not count as working.
+No generating request waits for Redis but one that goes on from a kept response, or keeps one:
+requests read copies in memory, which periodic exchanges refresh, each call with a deadline.
+Problems are stored by the part that calls, so that a full Redis, which can still be read, does not
+count as working.
 """
 
 from __future__ import annotations

@@ -110,19 +110,27 @@ def test_redis_contains_only_documented_keys_and_transient_ones_expire(
     system = {"role": "system", "content": "You are the clerk of a small harbour. " * 10}
     messages = [system, {"role": "user", "content": "Say a word."}]
     assert first.chat(messages=messages).status_code == 200
+    kept = first.client.post("/v1/responses", json={"model": "demo", "input": "Hi"}).json()
+    then = {"model": "demo", "input": "And?", "previous_response_id": kept["id"]}
+    second.send_heartbeat(worker)
+    assert second.client.post(
+        "/v1/responses", json=then, headers=first.client.headers
+    ).is_success, "a response goes on at any gateway"
     assert first.admin.put("/admin/v1/workers/fake-a/cordon").is_success
 
     page = (ROOT / "docs" / "redis.md").read_text()
     documented = set(re.findall(r"^\| `(paceline:[^`]+)` \|", page, re.MULTILINE))
     expected = {name for name in documented if not name.endswith((":NAME", "usage}:records"))}
     wait_until(lambda: expected <= set(redis.client.keys("*")))
-    found = {re.sub(":folded:.*", ":folded:NAME", str(name)) for name in redis.client.keys("*")}
+    found = {re.sub(":(folded|kept):.*", r":\1:NAME", str(name)) for name in redis.client.keys("*")}
     assert found <= documented
     for name in (
         "{rate_limits}:admitted",
         "{rate_limits}:gateways",
         "{workers}:updates",
         "{prefixes}:claims",
+        "{responses}:sizes",
+        "{responses}:expiry",
     ):
         assert redis.client.pttl(f"paceline:{name}") > 0, name
 

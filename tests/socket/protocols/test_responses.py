@@ -216,3 +216,39 @@ def test_input_tokens_and_routes_that_are_refused_by_name(
     assert read_strictly(InputTokenCountResponse, counted.json()).input_tokens > 0
     compact = client.post(f"{PATH}/compact", json=BODY)
     assert (compact.status_code, compact.json()["error"]["code"]) == (400, "endpoint_not_served")
+
+
+def test_a_key_sees_and_continues_only_its_own_responses(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    keys = [gateway_with_worker.create_key(name=name)["secret"] for name in ("ann", "bob")]
+    ann, bob = ({"authorization": f"Bearer {secret}"} for secret in keys)
+    client = gateway_with_worker.client
+    name = client.post(PATH, json={**BODY, "background": True}, headers=ann).json()["id"]
+    wait_until(lambda: client.get(f"{PATH}/{name}", headers=ann).json()["status"] == "completed")
+    then = {**BODY, "previous_response_id": name}
+    assert client.post(PATH, json=then, headers=bob).status_code == 400
+    for url in (f"{PATH}/{name}", f"{PATH}/{name}?stream=true", f"{PATH}/{name}/input_items"):
+        assert client.get(url, headers=bob).status_code == 404
+    assert client.post(f"{PATH}/{name}/cancel", headers=bob).status_code == 404
+    assert client.delete(f"{PATH}/{name}", headers=bob).status_code == 404
+    assert client.post(PATH, json=then, headers=ann).status_code == 200
+
+
+def test_limits_and_accounting_hold_for_responses(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    secret = gateway_with_worker.create_key(requests_a_minute=1)["secret"]
+    headers = {"authorization": f"Bearer {secret}"}
+    client = gateway_with_worker.client
+    first = client.post(PATH, json={**BODY, "stream": True}, headers=headers)
+    assert first.headers["x-ratelimit-limit-requests"] == "1"
+    limited = client.post(PATH, json={**BODY, "background": True}, headers=headers)
+    assert (limited.status_code, limited.json()["error"]["code"]) == (
+        429,
+        "requests_a_minute_exceeded",
+    )
+    assert int(limited.headers["retry-after"]) > 0
+    assert len(worker.requests) == 1
+    usage = gateway_with_worker.admin.get("/admin/v1/usage").json()
+    assert "10" in json.dumps(usage), "the tokens of the answer are the key's"

@@ -1,0 +1,83 @@
+"""Kept responses over Redis: every gateway goes on from those of all gateways."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.cluster.expiring import SharedExpiringRecords
+from gateway.cluster.redis import RedisClient
+from gateway.errors import RecordsUnwritable
+from gateway.protocols.responses import Sealer
+from gateway.storage.expiring import RECORD_LIMIT_BYTES, TTL_S
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
+
+NAME = "resp_1"
+LIMIT_BYTES = 3000
+
+
+@pytest.fixture
+async def client(redis: RedisServer) -> AsyncIterator[RedisClient]:
+    client = RedisClient(redis.url, TEST_DEADLINE_S)
+    yield client
+    await client.close()
+
+
+def records(client: RedisClient, secret: bytes = b"token") -> SharedExpiringRecords:
+    return SharedExpiringRecords(client, Sealer(secret), limit_bytes=LIMIT_BYTES)
+
+
+async def test_gateways_with_one_token_read_each_others_records_and_no_one_else_does(
+    client: RedisClient, redis: RedisServer
+) -> None:
+    mine, yours = records(client), records(client)
+    assert await mine.put("ann", NAME, b"a secret")
+    assert await yours.get("ann", ["resp_0", NAME, "resp_2"]) == [None, b"a secret", None]
+    assert await yours.get("bob", [NAME]) == [None]
+    assert await records(client, b"other").get("ann", [NAME]) == [None]
+    (key,) = redis.client.keys("paceline:{responses}:kept:*")
+    assert b"secret" not in (redis.client.dump(key) or b"")
+    assert 0 < redis.client.pttl(key) <= TTL_S * 1000
+    assert await yours.delete("ann", NAME)
+    assert not await mine.delete("ann", NAME)
+
+
+async def test_a_record_is_replaced_only_while_it_is_the_one_that_was_read(
+    client: RedisClient,
+) -> None:
+    kept = records(client)
+    assert not await kept.put("ann", NAME, b"two", replaces=b"one")
+    assert await kept.put("ann", NAME, b"one")
+    assert await kept.put("ann", NAME, b"two", replaces=b"one")
+    assert not await kept.put("ann", NAME, b"three", replaces=b"one")
+    assert await kept.get("ann", [NAME]) == [b"two"]
+
+
+async def test_the_records_used_longest_ago_make_room(
+    client: RedisClient, redis: RedisServer
+) -> None:
+    kept = records(client)
+    for index in range(40):
+        await kept.put("ann", f"resp_{index}", os.urandom(100))
+    total = redis.client.hget("paceline:{responses}:sizes", "total")
+    assert 0 < int(total or 0) <= LIMIT_BYTES
+    found = await kept.get("ann", [f"resp_{index}" for index in range(40)])
+    there = [index for index, data in enumerate(found) if data is not None]
+    assert 0 < len(there) < 40
+    assert there[-1] == 39
+    assert not await kept.put("ann", NAME, b"x" * (RECORD_LIMIT_BYTES + 1))
+
+
+async def test_without_redis_nothing_is_kept_and_no_request_waits_again(
+    private_redis: RedisServer,
+) -> None:
+    client = RedisClient(private_redis.url, TEST_DEADLINE_S)
+    kept = records(client)
+    private_redis.kill()
+    for _ in range(2):
+        with pytest.raises(RecordsUnwritable):
+            await kept.put("ann", NAME, b"one")
+    assert client.unreachable
+    await client.close()
