@@ -294,6 +294,7 @@ class _Gateway:
         self._tls = {"sni_hostname": url.raw_host.decode()}
         self._name = f"{url} ({address})"
         self._failing = _RepeatedLog("heartbeat.failed, retrying")
+        self._joined = False
         self.changed = asyncio.Event()
         """Set to send the next heartbeat at once."""
 
@@ -325,6 +326,9 @@ class _Gateway:
                     raise HeartbeatRejected(_rejection(response))
         if self._failing.clear():
             log.info("heartbeat.recovered gateway=%s", self._name)
+        elif not self._joined:
+            log.info("worker.joined gateway=%s", self._name)
+        self._joined = True
         try:
             return _HeartbeatResponse.model_validate_json(response.content).interval_s
         except ValidationError:

@@ -1,8 +1,16 @@
-"""What processes print: text without control characters, and how far the start of a worker is."""
+"""What processes print: text without control characters, logs, and how far a worker's start is.
+
+A log has a line for machines, `redis.degraded part=keys problem=...`. A terminal shows a person the
+same event as a sentence.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -25,15 +33,94 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
+TERMINAL_VARIABLE = "PACELINE_TERMINAL"
+"""Set by a parent process that shows the log of its child on a terminal."""
+_SENTENCES = {
+    "access_log.lines_lost": "{lines} lines of the access log are lost: {reason}.",
+    "answer.broken": "A worker sent a broken answer to request {request}.",
+    "attempt.failed": "Request {request} failed on {worker} ({code}).",
+    "attempt.lost": "The worker at {url} closed the connection of a request.",
+    "attempt.unreachable": "No connection to the worker at {address}.",
+    "engine.died": "The engine died, and the worker ends with it.",
+    "fleet.full": "{workers} workers have joined, and there is no room for {rejected}.",
+    "heartbeat.failed": "The gateway does not hear this worker, which tries again: {text}",
+    "heartbeat.recovered": "The gateway hears this worker again: {gateway}.",
+    "gateway.unreachable": "The worker waits for its gateway. {text}",
+    "mtp_head.tested": "{text}",
+    "policy.unusable": "Version {version} of the policy cannot be used: {problems}",
+    "policy.warning": "Version {version} of the policy: {message}",
+    "policy_file.rejected": "The policy file {file} is not applied: {problems}",
+    "record.skipped": "A stored record cannot be read and is left out: {kind} {name}.",
+    "records.unwritable": "The state folder cannot be written ({job}).",
+    "redis.degraded": "{problem} This gateway goes on alone until that ends.",
+    "redis.recovered": "Redis works again.",
+    "report.failed": "{worker} does not report its state: {error}",
+    "request.broken": "Request {request} failed by a fault of the gateway.",
+    "request.failed": "Request {request_id} failed by a fault of the worker.",
+    "stream.broken": "The stream of request {request} broke: {why}.",
+    "stream.cut": "The stream of request {request} broke off.",
+    "worker.draining": "Ending: running answers finish first. Ctrl-C again ends at once.",
+    "worker.joined": "Joined {gateway}.",
+    "worker.leave_failed": "The gateway does not answer: {text}",
+    "worker.left": "Signed off from {gateway}.",
+    "worker.unhealthy": "{worker} does not work: {reason}.",
+    "worker.unreachable": "This gateway cannot connect to {worker}. {text}",
+}
+"""Events as sentences; `text` is what follows the fields of a log line."""
+_EVENT = re.compile(r"([a-z_]+\.[a-z_]+)\b(?:, [a-z]+)?(.*)", re.DOTALL)
+_FIELD = re.compile(r"(\w+)=%")
+
+
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
+class _TerminalFormatter(_Formatter):
+    """Formats an event as a sentence, an unknown one in the words of its log line."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s  %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - of `logging`
+        """Return the line of a record, which `format` has filled in."""
+        if event := _EVENT.fullmatch(record.message):
+            record.message = _sentence(event[1], event[2], _fields(record))
+        return super().formatMessage(record)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    names, values = _FIELD.findall(str(record.msg)), record.args
+    return dict(zip(names, values, strict=False)) if isinstance(values, tuple) else {}
+
+
+def _sentence(event: str, rest: str, fields: Mapping[str, object]) -> str:
+    text = re.sub(r"^(\s*\w+=\S+?(?=[:\s]|$))*[:\s]*", "", rest)
+    try:
+        return _SENTENCES[event].format(**fields, text=text)
+    except LookupError:
+        words = event.replace(".", " ").replace("_", " ").capitalize()
+        return f"{words}:{rest}" if rest else f"{words}."
+
+
+class _ForPeople(logging.Filter):
+    """Passes warnings, and of the notes those that have a sentence; tracebacks of faults alone."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        event = _EVENT.match(record.getMessage())
+        if record.levelno < logging.ERROR:
+            record.exc_info = None
+        return record.levelno >= logging.WARNING or (event is not None and event[1] in _SENTENCES)
+
+
 def configure_logging(level: int, line_format: str) -> None:
-    """Log to standard error, without control characters."""
+    """Log to standard error, without control characters; sentences if that is a terminal."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter(line_format))
+    if sys.stderr.isatty() or os.environ.get(TERMINAL_VARIABLE):
+        handler.setFormatter(_TerminalFormatter())
+        handler.addFilter(_ForPeople())
+    else:
+        handler.setFormatter(_Formatter(line_format))
     logging.basicConfig(level=level, handlers=[handler])
 
 

@@ -30,7 +30,7 @@ from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
 from workers.lifecycle import Shutdown
 from workers.protocol import StartProgress, base_url, is_loopback
-from workers.terminal import StartDisplay, printable
+from workers.terminal import TERMINAL_VARIABLE, StartDisplay, printable
 
 _REQUEST_TIMEOUT_S = 2.0
 _JOIN_POLL_S = 0.05
@@ -146,7 +146,11 @@ class _WorkerRunner:
             return await Supervisor(
                 command=command,
                 # `ps` shows arguments to everybody, so the environment carries the token.
-                environment={"PACELINE_JOIN_TOKEN": self._join_token, "PYTHONUNBUFFERED": "1"},
+                environment={
+                    "PACELINE_JOIN_TOKEN": self._join_token,
+                    "PYTHONUNBUFFERED": "1",
+                    TERMINAL_VARIABLE: "yes" if sys.stdout.isatty() else "",
+                },
                 on_ready=functools.partial(self._greet, client),
                 on_exit=functools.partial(_remove_worker, client, name),
                 on_progress=self._show_start,

@@ -100,7 +100,7 @@ def test_a_worker_applies_its_flags_and_stops_when_its_leash_closes() -> None:
     with worker_process(*arguments, stdin=subprocess.PIPE) as process:
         worker = wait_until_ready(process)
         assert worker.lanes == ("text-mtp",)
-        assert "draft tokens: 1 requested, 1 effective" in worker.start_lines[-1]
+        assert "It drafts 1 token ahead." in worker.start_lines[-1]
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(STOP_TIMEOUT_S) == 0

@@ -156,4 +156,4 @@ async def test_the_last_line_before_ready_contains_model_lanes_memory_and_draft_
     assert real_worker.model in line
     assert "text-mtp and vlm share one copy of the weights" in line
     assert "MB in use" in line
-    assert "draft tokens: 2 requested, 2 effective" in line
+    assert "It drafts 2 tokens ahead." in line

@@ -372,7 +372,6 @@ def load_engine(
         reason = checkpoint.mtp_unavailable_reason
         raise types.ModelUnusable(f"None of the configured lanes can run: {reason}.")
     test_lane = make_lane(lanes[0].name, prefix_cache=PrefixCache(0))
-    logger.info("engine.warming_up the first start on a machine compiles kernels")
     warm_up(test_lane, prompts, draft_tokens, partial(progress, StartStage.KERNELS))
     health = None
     if draft_tokens:

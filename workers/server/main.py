@@ -269,7 +269,7 @@ class _StartLines:
 
 
 def _announce(worker: Worker, source: ModelSource, gateway_url: str) -> None:
-    """Print the start lines for people, then the ready line for programs."""
+    """Print the start lines for people, then to a pipe or a log the ready line for programs."""
     card = worker.engine.card
     if source.toy:
         _print(
@@ -288,22 +288,30 @@ def _announce(worker: Worker, source: ModelSource, gateway_url: str) -> None:
         "model": card.model,
         "lanes": list(card.lanes),
     }
-    _print(READY_PREFIX + json.dumps(ready))
+    if not sys.stdout.isatty():
+        _print(READY_PREFIX + json.dumps(ready))
 
 
 def _start_line(worker: Worker, card: ModelCard) -> str:
     """Return one line with the model, lanes, memory, requested and effective draft tokens."""
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
-    reason = f" ({card.mtp_unavailable_reason.rstrip('.')})" if card.mtp_unavailable_reason else ""
-    sparse = f"; {card.spec_prefill}" if card.spec_prefill else ""
+    sparse = f" {card.spec_prefill[0].upper()}{card.spec_prefill[1:]}." if card.spec_prefill else ""
     return (
-        f"Worker {worker.worker_id} serves {card.model} at {worker.url}: {lanes} {shared}, "
-        f"{card.weights_bytes / 1e6:.1f} MB of weights, "
-        f"{worker.engine.memory_bytes() / 1e6:.1f} MB in use; "
-        f"draft tokens: {card.draft_tokens_requested} requested, "
-        f"{card.draft_tokens_effective} effective{reason}{sparse}."
+        f"Worker {worker.worker_id} serves {card.model} at {worker.url}. {lanes} {shared} "
+        f"({card.weights_bytes / 1e6:.1f} MB; {worker.engine.memory_bytes() / 1e6:.1f} MB in use). "
+        f"{_drafts(card)}{sparse}"
     )
+
+
+def _drafts(card: ModelCard) -> str:
+    """Return how many tokens the model drafts ahead, or why fewer than requested."""
+    requested, effective = card.draft_tokens_requested, card.draft_tokens_effective
+    count = f"{effective} token{'' if effective == 1 else 's'} ahead"
+    fewer = f", and not {requested}" if effective < requested else ""
+    reason = f": {card.mtp_unavailable_reason.rstrip('.')}" if card.mtp_unavailable_reason else ""
+    drafts = f"It drafts {count}{fewer}" if effective else "It does not draft"
+    return f"{drafts}{reason}."
 
 
 def _print(line: str) -> None:

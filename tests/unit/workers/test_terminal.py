@@ -1,12 +1,18 @@
-"""Control characters in text for terminals and logs."""
+"""Text for terminals and logs: no control characters, and sentences for people."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
 
 import pytest
 
-from workers.terminal import configure_logging, printable
+from workers import terminal
+from workers.terminal import TERMINAL_VARIABLE, configure_logging, printable
 
 
 def test_text_without_control_characters_stays_as_it_is() -> None:
@@ -34,3 +40,62 @@ def test_c18_no_log_line_has_a_control_character(capsys: pytest.CaptureFixture[s
     assert "model \ufffd]0;owned\ufffd" in logged
     assert "ValueError: \ufffd[2J" in logged
     assert "\x1b" not in logged
+
+
+@pytest.mark.parametrize(
+    ("level", "logged", "shown"),
+    [
+        (
+            logging.WARNING,
+            ("redis.degraded part=%s problem=%s", "keys", "Redis cannot be reached."),
+            "Redis cannot be reached. This gateway goes on alone until that ends.",
+        ),
+        (
+            logging.WARNING,
+            ("worker.unreachable worker=%s: %s", "studio-2", "Allow its port 9200: a=b."),
+            "This gateway cannot connect to studio-2. Allow its port 9200: a=b.",
+        ),
+        (
+            logging.WARNING,
+            ("%s: %s", "heartbeat.failed, retrying", "http://a:1 (10.0.0.1): status 503"),
+            "The gateway does not hear this worker, which tries again: "
+            "http://a:1 (10.0.0.1): status 503",
+        ),
+        (logging.INFO, ("mtp_head.tested %s", "MTP head healthy."), "MTP head healthy."),
+        (logging.WARNING, ("odd.event_here n=%d", 3), "Odd event here: n=3"),
+        (logging.WARNING, ("no event at %s", "all"), "no event at all"),
+        (logging.INFO, ("odd.event_here n=%d", 3), None),
+    ],
+)
+def test_a_terminal_shows_sentences_and_no_notes_for_machines(
+    capsys: pytest.CaptureFixture[str], level: int, logged: tuple[str, object], shown: str | None
+) -> None:
+    message, *values = logged
+    with log_as_on_a_terminal():
+        logging.getLogger("test").log(level, message, *values, exc_info=ValueError("detail"))
+    assert capsys.readouterr().err[10:] == (f"{shown}\n" if shown else "")
+
+
+@contextlib.contextmanager
+def log_as_on_a_terminal() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, root.handlers, level = root.handlers, [], root.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TERMINAL_VARIABLE, "yes")
+        configure_logging(logging.INFO, "%(message)s")
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+
+
+def test_each_sentence_names_the_fields_of_its_log_line() -> None:
+    """A sentence with another field would be shown in the words of a machine."""
+    root = Path(__file__).parents[3]
+    files = [*(root / "gateway").rglob("*.py"), *(root / "workers").rglob("*.py")]
+    sources = "".join(file.read_text() for file in files)
+    for event, sentence in terminal._SENTENCES.items():
+        fields = {name for _, name, _, _ in Formatter().parse(sentence) if name} - {"text"}
+        calls = re.findall(rf'"{re.escape(event)}\b([^"]*)"', sources)
+        assert any(fields <= set(re.findall(r"(\w+)=%", call)) for call in calls), event
