@@ -11,7 +11,7 @@ from bench.fleet.results import RuleResult
 
 # Distinguishable with colour blindness (Okabe and Ito).
 _COLOURS: Final = ("#d55e00", "#999999", "#56b4e9", "#009e73", "#cc79a7", "#000000")
-_LEFT, _TOP, _ROW, _PANEL, _GAP, _DOT, _LETTER = 150, 64, 26, 190, 28, 4.5, 6.6
+_LEFT, _TOP, _ROW, _PANEL, _GAP, _DOT, _LETTER = 190, 64, 26, 190, 28, 4.5, 6.6
 
 
 class _Panel(NamedTuple):

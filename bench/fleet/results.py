@@ -46,6 +46,8 @@ class ScenarioResult:
     """The targets of one scenario, and the results."""
 
     scenario: str
+    sessions: bool
+    """Whether sessions stay where they are: then the bound of the load is no target."""
     hit_ratio: float
     """The cached share over that of the oracle; at least 0.95."""
     ttft_ratio: float
@@ -58,12 +60,13 @@ class ScenarioResult:
     """The longest time of a Mac above its share, over its bound; at most 1."""
 
     @classmethod
-    def of(cls, scenario: str, results: Sequence[RuleResult]) -> ScenarioResult:
+    def of(cls, scenario: Scenario, results: Sequence[RuleResult]) -> ScenarioResult:
         by_rule = {result.rule: result for result in results}
         ours, oracle = by_rule[Ours.name], by_rule[Oracle.name]
         round_robin_s = by_rule[RoundRobin.name].wait_s(50)
         return cls(
-            scenario=scenario,
+            scenario=scenario.name,
+            sessions=scenario.sessions,
             hit_ratio=ours.hit_rate / oracle.hit_rate,
             ttft_ratio=round_robin_s / ours.wait_s(50),
             oracle_ttft_ratio=round_robin_s / oracle.wait_s(50),
@@ -74,7 +77,8 @@ class ScenarioResult:
     @property
     def met(self) -> str:
         """Return whether all four targets were met."""
-        other_targets = self.hit_ratio >= 0.95 and self.tail_ratio <= 1 and self.over_bound <= 1
+        over = self.over_bound > 1 and not self.sessions
+        other_targets = self.hit_ratio >= 0.95 and self.tail_ratio <= 1 and not over
         if not other_targets:
             return "NO"
         if self.ttft_ratio >= 3:
@@ -98,7 +102,7 @@ def target_table(scenario_results: Sequence[ScenarioResult]) -> Grid:
         rows=tuple(
             (
                 result.scenario,
-                f"{result.hit_ratio:.2f}",
+                f"{result.hit_ratio:.3f}",
                 f"{result.ttft_ratio:.1f}",
                 f"{result.oracle_ttft_ratio:.1f}",
                 f"{result.tail_ratio:.2f}",
@@ -118,7 +122,7 @@ def rule_table(scenario: Scenario, results: Sequence[RuleResult]) -> Grid:
         rows=tuple(
             (
                 result.rule,
-                f"{result.hit_rate:.0%}",
+                f"{result.hit_rate:.1%}",
                 f"{result.wait_s(50):.2f}",
                 f"{result.wait_s(99):.1f}",
                 f"{mean(result.waits_s):.2f}",

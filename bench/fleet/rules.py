@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from random import Random
@@ -60,7 +61,10 @@ class RoundRobin(_Stateless):
         self._next = 0
 
     def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
-        self._next = (self._next + 1) % len(macs)
+        for _ in macs:
+            self._next = (self._next + 1) % len(macs)
+            if not macs[self._next].draining:
+                break
         return self._next
 
 
@@ -70,11 +74,14 @@ class LeastLoad(_Stateless):
     name = "least load"
 
     def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
-        return min(range(len(macs)), key=lambda at: macs[at].in_flight / macs[at].kind.slots)
+        return min(_open(macs), key=lambda at: macs[at].in_flight / macs[at].kind.slots)
 
 
 class BoundedHashing(_Stateless):
-    """Consistent hashing of system prompts, bounded to 1.25 of the mean load (Mirrokni, 2016)."""
+    """Consistent hashing, bounded to 1.25 of the mean load (Mirrokni, 2016).
+
+    It hashes the system prompt, or the session, as if clients named theirs.
+    """
 
     name = "hashing, bounded loads"
     _POINTS = 64
@@ -85,12 +92,13 @@ class BoundedHashing(_Stateless):
 
     def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
         bound = 1.25 * (sum(mac.in_flight for mac in macs) + 1) / len(macs)
-        start = bisect(self._ring, (_hash(f"prompt {request.prefix}"), 0))
+        name = request.ends[0].key if request.session < 0 else f"session {request.session}"
+        start = bisect(self._ring, (_hash(f"prompt {name}"), 0))
         for step in range(len(self._ring)):
             _, at = self._ring[(start + step) % len(self._ring)]
-            if macs[at].in_flight + 1 <= max(bound, 1):
+            if macs[at].in_flight + 1 <= max(bound, 1) and not macs[at].draining:
                 return at
-        return min(range(len(macs)), key=lambda at: macs[at].in_flight)
+        return min(_open(macs), key=lambda at: macs[at].in_flight)
 
 
 class CacheAware:
@@ -104,25 +112,29 @@ class CacheAware:
     _MATCH, _RELATIVE = 0.3, 1.5
 
     def __init__(self) -> None:
-        self._counts_by_prefix: dict[int, Counter[int]] = defaultdict(Counter)
+        self._counts_by_key: dict[int, Counter[int]] = defaultdict(Counter)
         self._tokens_by_mac: Counter[int] = Counter()
 
     def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
-        loads = [mac.in_flight for mac in macs]
-        maximum, minimum = max(loads), min(loads)
+        loads = {at: macs[at].in_flight for at in _open(macs)}
+        maximum, minimum = max(loads.values()), min(loads.values())
         if maximum - minimum > macs[0].kind.slots and maximum > self._RELATIVE * minimum:
-            return loads.index(minimum)
-        share = request.prefix_tokens / (request.prefix_tokens + request.unique_tokens)
-        counts = self._counts_by_prefix.get(request.prefix)
-        if counts and share > self._MATCH:
-            return min(counts, key=lambda at: loads[at])
-        return min(range(len(macs)), key=lambda at: self._tokens_by_mac[at])
+            return min(loads, key=lambda at: loads[at])
+        for end in reversed(request.ends):
+            counts = [at for at in self._counts_by_key.get(end.key, ()) if at in loads]
+            if counts:
+                if end.tokens <= self._MATCH * request.prompt_tokens:
+                    break
+                return min(counts, key=lambda at: loads[at])
+        return min(loads, key=lambda at: self._tokens_by_mac[at])
 
     def record_sent(self, request: SimulatedRequest, mac: Mac, now_s: float) -> None:
-        at = int(mac.name)
-        if not self._counts_by_prefix[request.prefix][at]:
-            self._tokens_by_mac[at] += request.prefix_tokens
-        self._counts_by_prefix[request.prefix][at] += 1
+        at, begin = int(mac.name), 0
+        for end in (*request.ends, *([request.end] if request.own else ())):
+            if not self._counts_by_key[end.key][at]:
+                self._tokens_by_mac[at] += end.tokens - begin
+            self._counts_by_key[end.key][at] += 1
+            begin = end.tokens
 
     def record_end(self, request: SimulatedRequest, mac: Mac, cached_tokens: int | None) -> None:
         """Do nothing."""
@@ -134,13 +146,11 @@ class Oracle(_Stateless):
     name = "oracle"
 
     def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
-        return min(range(len(macs)), key=lambda at: self._first_s(request, macs[at]))
+        return min(_open(macs), key=lambda at: self._first_s(request, macs[at]))
 
     def _first_s(self, request: SimulatedRequest, mac: Mac) -> float:
-        is_cached = request.prefix in mac.cached or any(
-            row.request.prefix == request.prefix for row in (*mac.reading, *mac.waiting)
-        )
-        prompt_tokens = request.unique_tokens + (0 if is_cached else request.prefix_tokens)
+        coming = {end.key for row in (*mac.reading, *mac.waiting) for end in row.request.ends}
+        prompt_tokens = request.prompt_tokens - mac.cached_tokens(request, coming)
         pending_tokens = mac.pending_prefill_tokens
         wait_s = 0.0
         if mac.in_flight >= mac.kind.slots:
@@ -167,7 +177,7 @@ class Ours:
         self._prefixes = [PrefixIndex(lambda: self._now_s) for _ in range(gateways)]
         self._leases: dict[int, Lease] = {}
         self._expected: dict[int, ExpectedReuse] = {}
-        self._heartbeats_s: dict[tuple[str, int], float] = {}
+        self._heartbeats_s: dict[tuple[str, int, bool], float] = {}
         """The time of the last heartbeat of each boot of a Mac."""
         self._exchanged_s = 0.0
 
@@ -203,15 +213,15 @@ class Ours:
         prefixes = self._prefixes[request.number % len(self._fleets)]
         failed = cached_tokens is None
         fleet.release(lease, AttemptResult.FAILED if failed else AttemptResult.SUCCEEDED)
-        tokens = request.prefix_tokens + request.unique_tokens
-        usage = None if failed else Usage(tokens, 1, cached_tokens or 0)
+        usage = None if failed else Usage(request.prompt_tokens, 1, cached_tokens or 0)
         expected = self._expected.pop(request.number)
         prefixes.record_usage(_prefix_keys(request), lease.boot, usage, expected)
 
     def _synchronise(self, macs: Sequence[Mac]) -> None:
         """Receive the heartbeats that are due, and the claims of other gateways."""
         for mac in macs:
-            boot = mac.name, mac.boot
+            # A worker that drains says so at once.
+            boot = mac.name, mac.boot, mac.draining
             if (
                 self._heartbeats_s.get(boot, -HEARTBEAT_INTERVAL_S) + HEARTBEAT_INTERVAL_S
                 <= self._now_s
@@ -234,14 +244,33 @@ class Ours:
 
 
 def _profile(request: SimulatedRequest) -> RequestProfile:
-    chars = _CHARS_PER_TOKEN * (request.prefix_tokens + request.unique_tokens)
+    chars = _CHARS_PER_TOKEN * request.prompt_tokens
     return RequestProfile(endpoint=Endpoint.CHAT, model=_MODEL, text_chars=chars)
 
 
 def _prefix_keys(request: SimulatedRequest) -> PrefixKeys:
-    key = _hash(f"prompt {request.prefix}").to_bytes(8)
-    end = PrefixEnd(key, _CHARS_PER_TOKEN * request.prefix_tokens, 1)
-    return PrefixKeys((end,), has_system=True, unscoped=key)
+    """Return the keys of a prompt: of its system prompt, and of each message after it."""
+    system, *turns = request.ends
+    found = [PrefixEnd(_key(system.key), _CHARS_PER_TOKEN * system.tokens, 1)]
+    for turn in turns:
+        messages = len(found) + 1
+        found.append(PrefixEnd(_key(turn.key), _CHARS_PER_TOKEN * turn.prompt_tokens, messages))
+        answer = PrefixEnd(_key(-turn.key), _CHARS_PER_TOKEN * turn.tokens, messages + 1)
+        found.append(answer)
+    if request.own:
+        size = _CHARS_PER_TOKEN * request.prompt_tokens
+        found.append(PrefixEnd(_key(request.own), size, len(found) + 1))
+    return PrefixKeys((*reversed(found),), has_system=True, unscoped=found[0].key)
+
+
+@lru_cache(100_000)
+def _key(number: int) -> bytes:
+    return _hash(f"prompt {number}").to_bytes(8)
+
+
+def _open(macs: Sequence[Mac]) -> list[int]:
+    """Return the indexes of the Macs that take requests; of all, if none does."""
+    return [at for at, mac in enumerate(macs) if not mac.draining] or [*range(len(macs))]
 
 
 def _worker_report(mac: Mac) -> WorkerReport:
@@ -257,11 +286,12 @@ def _worker_report(mac: Mac) -> WorkerReport:
     )
     return WorkerReport(
         worker_id=mac.name, boot_id=str(mac.boot), url=f"http://{mac.name}", model=_MODEL,
-        context_tokens=8192, lanes=(lane,), prefix_count=len(mac.cached),
+        context_tokens=131_072, lanes=(lane,), prefix_count=len(mac.cached),
+        draining=mac.draining,
         prefixes=tuple(
-            f"{_hash(f'prompt {prefix}'):016x}"
-            for prefix in islice(reversed(mac.cached), MAX_REPORTED_PREFIXES)
+            _key(key).hex() for key in islice(reversed(mac.cached), MAX_REPORTED_PREFIXES)
         ),
+        evicted_prefixes=tuple(_key(key).hex() for key in mac.evicted),
     )  # fmt: skip
 
 

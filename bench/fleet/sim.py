@@ -20,7 +20,15 @@ from rich.progress import track
 from bench.fleet.plot import svg
 from bench.fleet.results import RuleResult, ScenarioResult, rule_table, target_table
 from bench.fleet.rules import BoundedHashing, CacheAware, LeastLoad, Oracle, Ours, RoundRobin, Rule
-from bench.fleet.world import Kind, Mac, Row, Scenario, SimulatedRequest, traffic
+from bench.fleet.world import (
+    Kind,
+    Mac,
+    Row,
+    Scenario,
+    Sessions,
+    SimulatedRequest,
+    traffic,
+)
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "fleet_sim.md"
 PLOT: Final = RESULTS.with_suffix(".svg")
@@ -34,6 +42,13 @@ Every rule gets the same traffic. The constants of `decide` were chosen with the
 the results of {}. The oracle reads the cache, queue and speed of every Mac, and chooses the Mac
 with the earliest first token; it does not save memory.
 
+Agents' sessions have a system prompt of 1,200 to 8,000 tokens with tools, and grow by the answer
+and the result of a tool in each of 5 to 40 steps, up to 60,000 tokens. A step follows the answer of
+the last one, so its time depends on the rule; what it asks does not. "cached" is the share of the
+tokens of all earlier steps that was not read again. A Mac that fails or ends its drain comes back
+with an empty memory. Sessions stay where they are, so Macs are above their share for as long as
+sessions last, with the oracle too: the bound is no target for them.
+
 "over" is the longest time for which a Mac had more than 1.25 times the mean share of its slots plus
 one request. The bound is the duration of the longest answer in a full batch: until some of its
 requests end, a Mac cannot have fewer, whatever the router sends to it.
@@ -43,6 +58,8 @@ The median first token is then that of a cached prompt under any rule: the oracl
 three times as fast ("impossible"). The gain is in the slow tail.
 """
 EVEN: Final = Kind()
+AGENTS: Final = Kind(cache_tokens=400_000)
+SMALL: Final = Kind(slots=4, read_per_s=600.0, step_s=0.03, cache_tokens=200_000)
 FAST: Final = Kind(slots=16, read_per_s=2400.0, step_s=0.012, cache_tokens=120_000)
 SLOW: Final = Kind(slots=4, read_per_s=600.0, step_s=0.03, cache_tokens=30_000)
 SCENARIOS: Final = (
@@ -58,6 +75,17 @@ SCENARIOS: Final = (
     Scenario("two gateways", (EVEN,) * 8, prompts=160, busy=0.42, gateways=2),
     Scenario("two gateways, bursts", (*(FAST,) * 2, *(EVEN,) * 3, *(SLOW,) * 3), prompts=160,
              busy=0.36, bursts=True, gateways=2),
+    Scenario("agents, 2 Macs", (AGENTS,) * 2, prompts=4, busy=0.008, sessions=True),
+    Scenario("agents, 8 Macs", (AGENTS,) * 8, prompts=12, busy=0.008, sessions=True),
+    Scenario("agents, 64 Macs", (AGENTS,) * 64, prompts=40, busy=0.008, sessions=True),
+    Scenario("agents, unequal Macs", (*(AGENTS,) * 4, *(SMALL,) * 4), prompts=12, busy=0.006,
+             sessions=True),
+    Scenario("agents, failures and drains", (AGENTS,) * 8, prompts=12, busy=0.008, sessions=True,
+             restarts=((0.3, 0), (0.5, 3), (0.7, 0)), drains=((0.4, 5, 120.0), (0.6, 6, 120.0))),
+    Scenario("agents, full memories", (Kind(cache_tokens=150_000),) * 8, prompts=12, busy=0.008,
+             sessions=True),
+    Scenario("agents, two gateways", (AGENTS,) * 8, prompts=12, busy=0.008, sessions=True,
+             gateways=2),
 )  # fmt: skip
 RULES: Final[tuple[Callable[[Scenario], Rule], ...]] = (
     lambda scenario: Ours(scenario.gateways, Random(1)),
@@ -73,12 +101,25 @@ class Simulation:
     """One traffic through one rule."""
 
     def __init__(
-        self, scenario: Scenario, rule: Rule, requests: Sequence[SimulatedRequest]
+        self,
+        scenario: Scenario,
+        rule: Rule,
+        requests: Sequence[SimulatedRequest],
+        sessions: Sessions | None,
+        expected: int,
     ) -> None:
         self._macs = [Mac(str(n), kind) for n, kind in enumerate(scenario.kinds)]
         self._rule = rule
-        self._requests = requests
-        self._restarts = {int(share * len(requests)): mac for share, mac in scenario.restarts}
+        self._sessions = sessions
+        self._arrivals = [(request.at_s, request.number, request) for request in requests]
+        heapq.heapify(self._arrivals)
+        self._requests = 0
+        """Requests sent so far."""
+        self._restarts = {int(share * expected): mac for share, mac in scenario.restarts}
+        self._drains = {
+            int(share * expected): (mac, seconds) for share, mac, seconds in scenario.drains
+        }
+        self._drained: list[tuple[float, int]] = []
         self._queue: deque[SimulatedRequest] = deque()
         self._ends: list[tuple[float, int]] = []
         self._over_since_s: dict[int, float] = {}
@@ -86,16 +127,33 @@ class Simulation:
 
     def run(self) -> RuleResult:
         """Run to the end of the last answer."""
-        for request in self._requests:
-            self._advance_to(request.at_s)
-            if request.number in self._restarts:
-                self._restart(self._restarts[request.number], request.at_s)
-            if self._queue or not self._send(request, request.at_s):
+        while self._arrivals or self._ends:
+            if not self._arrivals:
+                self._advance_to(self._ends[0][0])  # an answer may have a next step
+                continue
+            if self._ends and self._ends[0][0] < self._arrivals[0][0]:
+                self._advance_to(min(self._ends[0][0], self._arrivals[0][0]))
+                continue
+            now_s, _, request = heapq.heappop(self._arrivals)
+            self._fail_macs(now_s)
+            self._requests += 1
+            if self._queue or not self._send(request, now_s):
                 self._queue.append(request)
-            self._record_overload(request.at_s)
-        self._advance_to(float("inf"))
-        assert len(self.result.waits_s) == len(self._requests), "each request has one answer"
+            self._record_overload(now_s)
+        assert len(self.result.waits_s) == self._requests, "each request has one answer"
         return self.result
+
+    def _fail_macs(self, now_s: float) -> None:
+        """Restart and drain the Macs whose time has come."""
+        if (at := self._restarts.get(self._requests)) is not None:
+            self._restart(at, now_s)
+        if (drain := self._drains.get(self._requests)) is not None:
+            mac, seconds = drain
+            self._macs[mac].draining = True
+            self._drained.append((now_s + seconds, mac))
+        for drained in [one for one in self._drained if one[0] <= now_s]:
+            self._drained.remove(drained)
+            self._restart(drained[1], now_s)
 
     def _advance_to(self, to_s: float) -> None:
         """Advance the Macs in the order of their events."""
@@ -134,7 +192,11 @@ class Simulation:
         self._rule.record_end(row.request, mac, row.cached_tokens)
         self.result.waits_s.append(row.first_s - row.request.at_s)
         self.result.cached_tokens += row.cached_tokens
-        self.result.shared_tokens += row.request.prefix_tokens
+        self.result.shared_tokens += row.request.shared_tokens
+        if self._sessions is not None:
+            following = self._sessions.next(row.request, mac.now_s)
+            if following is not None:
+                heapq.heappush(self._arrivals, (following.at_s, following.number, following))
 
     def _restart(self, at: int, now_s: float) -> None:
         """Restart a Mac; its requests are sent again at once, as clients would."""
@@ -164,9 +226,11 @@ def compare(scenario: Scenario, requests: int, seeds: Sequence[int]) -> list[Rul
     """Send the same traffic of each seed through every rule."""
     results = [RuleResult(make_rule(scenario).name) for make_rule in RULES]
     for seed in seeds:
-        simulated = tuple(traffic(scenario, requests, Random(seed)))
         for total, make_rule in zip(results, RULES, strict=True):
-            total.add(Simulation(scenario, make_rule(scenario), simulated).run())
+            sessions = Sessions(scenario, requests, Random(seed)) if scenario.sessions else None
+            simulated = sessions.first if sessions else traffic(scenario, requests, Random(seed))
+            simulation = Simulation(scenario, make_rule(scenario), [*simulated], sessions, requests)
+            total.add(simulation.run())
     return results
 
 
@@ -186,7 +250,7 @@ def main() -> None:
     for scenario in track(scenarios, console=console, transient=True):
         results = compare(scenario, options.requests, seeds)
         grids.append(rule_table(scenario, results))
-        scenario_results.append(ScenarioResult.of(scenario.name, results))
+        scenario_results.append(ScenarioResult.of(scenario, results))
         results_by_scenario[scenario.name] = results
         console.print(grids[-1].to_table())
     grids.insert(0, target_table(scenario_results))

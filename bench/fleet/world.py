@@ -1,14 +1,14 @@
 """A simulated fleet: Macs that read and write tokens at their own speed, and their traffic.
 
 A Mac reads prompts one after another and writes all its answers concurrently; while it does both,
-each gets half of its time. It caches system prompts, evicts the least recently used ones, and
-reports no eviction. Times are seconds of the simulated clock.
+each gets half of its time. It caches system prompts and conversations, and evicts the least
+recently used ends first. Times are seconds of the simulated clock.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final, NamedTuple
@@ -20,15 +20,38 @@ _BATCH_COST: Final = 0.12
 _DONE: Final = 1e-6
 
 
+class End(NamedTuple):
+    """The end of a system prompt, or of a turn with its answer."""
+
+    key: int
+    tokens: int
+    """Tokens from the beginning of the prompt up to here."""
+    prompt_tokens: int
+    """The same without the answer."""
+
+
 class SimulatedRequest(NamedTuple):
     """A request of the traffic."""
 
     number: int
     at_s: float
-    prefix: int
-    prefix_tokens: int
-    unique_tokens: int
+    ends: tuple[End, ...]
+    """Of earlier prompts with which this one begins, the shortest first."""
+    prompt_tokens: int
     answer_tokens: int
+    own: int = 0
+    """Key of the end of this turn; 0 for a prompt that no other one continues."""
+    session: int = -1
+
+    @property
+    def shared_tokens(self) -> int:
+        """Return the tokens that another request has had before."""
+        return self.ends[-1].tokens if self.ends else 0
+
+    @property
+    def end(self) -> End:
+        """Return the end of this turn."""
+        return End(self.own, self.prompt_tokens + self.answer_tokens, self.prompt_tokens)
 
 
 class Kind(NamedTuple):
@@ -72,6 +95,11 @@ class Mac:
     writing: list[Row] = field(default_factory=list)
     waiting: deque[Row] = field(default_factory=deque)
     cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Tokens of each end behind the end before; the least recently used one is first."""
+    used_tokens: int = 0
+    evicted: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    """Keys of the last evicted ends."""
+    draining: bool = False
 
     @property
     def in_flight(self) -> int:
@@ -95,7 +123,10 @@ class Mac:
         self.writing.clear()
         self.waiting.clear()
         self.cached.clear()
+        self.evicted.clear()
+        self.used_tokens = 0
         self.boot += 1
+        self.draining = False
         return lost
 
     def advance(self, to_s: float) -> list[Row]:
@@ -109,6 +140,8 @@ class Mac:
             finished = [row for row in self.writing if row.write_left <= _DONE]
             if finished:
                 self.writing = [row for row in self.writing if row.write_left > _DONE]
+                for row in finished:
+                    self._store(row.request, answered=True)
                 ended += finished
                 self._admit()
         return ended
@@ -130,14 +163,22 @@ class Mac:
     @property
     def pending_prefill_tokens(self) -> float:
         """Return the tokens to be read for all prompts of the Mac, by its own estimate."""
-        tokens, cached_prefixes = 0.0, set(self.cached)
+        tokens, coming = 0.0, set[int]()
         for at, row in enumerate((*self.reading, *self.waiting)):
             if at == 0 and self.reading:
                 tokens += row.read_left
             else:
-                tokens += row.request.unique_tokens
-                tokens += 0 if row.request.prefix in cached_prefixes else row.request.prefix_tokens
-            cached_prefixes.add(row.request.prefix)
+                tokens += row.request.prompt_tokens - self.cached_tokens(row.request, coming)
+            coming.update(end.key for end in row.request.ends)
+        return tokens
+
+    def cached_tokens(self, request: SimulatedRequest, coming: Collection[int] = ()) -> int:
+        """Return the tokens that need not be read; `coming` keys are cached by then."""
+        tokens = 0
+        for end in request.ends:
+            if end.key not in self.cached and end.key not in coming:
+                break
+            tokens = end.tokens
         return tokens
 
     @property
@@ -177,17 +218,22 @@ class Mac:
     def _start_reading(self, row: Row) -> None:
         """Look up the cached part of a prompt as its prefill begins."""
         if self.reading[0] is row:
-            is_cached = row.request.prefix in self.cached
-            row.cached_tokens = row.request.prefix_tokens if is_cached else 0
-            row.read_left = (
-                row.request.prefix_tokens - row.cached_tokens + row.request.unique_tokens
-            )
+            row.cached_tokens = self.cached_tokens(row.request)
+            row.read_left = row.request.prompt_tokens - row.cached_tokens
 
-    def _store(self, request: SimulatedRequest) -> None:
-        self.cached[request.prefix] = request.prefix_tokens
-        self.cached.move_to_end(request.prefix)
-        while sum(self.cached.values()) > self.kind.cache_tokens:
-            self.cached.popitem(last=False)
+    def _store(self, request: SimulatedRequest, *, answered: bool = False) -> None:
+        """Keep what has been read, and the answer once it has ended; leaves are evicted first."""
+        ends = (*request.ends, request.end) if answered and request.own else request.ends
+        begins = (0, *(end.tokens for end in ends))
+        for end, begin in reversed([*zip(ends, begins, strict=False)]):
+            if end.key not in self.cached:
+                self.cached[end.key] = end.tokens - begin
+                self.used_tokens += end.tokens - begin
+            self.cached.move_to_end(end.key)
+        while self.used_tokens > self.kind.cache_tokens:
+            key, tokens = self.cached.popitem(last=False)
+            self.used_tokens -= tokens
+            self.evicted.append(key)
 
 
 class Scenario(NamedTuple):
@@ -204,6 +250,10 @@ class Scenario(NamedTuple):
     """Restarts: the share of the traffic, and the index of the Mac."""
     gateways: int = 1
     """Gateways that receive the traffic alternately, each with its own state."""
+    drains: tuple[tuple[float, int, float], ...] = ()
+    """Drains: the share of the traffic, the index of the Mac, and the seconds until it restarts."""
+    sessions: bool = False
+    """Agents' sessions instead of single requests; `busy` counts those that begin in a second."""
 
 
 def traffic(scenario: Scenario, requests: int, rng: Random) -> Iterator[SimulatedRequest]:
@@ -217,4 +267,69 @@ def traffic(scenario: Scenario, requests: int, rng: Random) -> Iterator[Simulate
         load_factor = (1.6 if int(now_s / 30) % 2 else 0.4) if scenario.bursts else 1.0
         now_s += rng.expovariate(rate * load_factor)
         answer = min(LONGEST_ANSWER_TOKENS, max(5, int(rng.lognormvariate(4.3, 0.8))))
-        yield SimulatedRequest(number, now_s, prompt, lengths[prompt], rng.randint(20, 200), answer)
+        tokens = lengths[prompt]
+        end = End(prompt + 1, tokens, tokens)
+        yield SimulatedRequest(number, now_s, (end,), tokens + rng.randint(20, 200), answer)
+
+
+class Step(NamedTuple):
+    """One step of an agent's session."""
+
+    new_tokens: int
+    """Of the result of a tool, or of the user's question."""
+    answer_tokens: int
+    pause_s: float
+    """From the end of the last answer: the time that a tool takes."""
+
+
+class Sessions:
+    """Agents' sessions: each request begins with the whole session so far.
+
+    A step follows the answer of the last one, so the times of the requests depend on the rule; what
+    they ask does not.
+    """
+
+    _STEPS = 40
+    _LIMIT_TOKENS = 60_000
+
+    def __init__(self, scenario: Scenario, requests: int, rng: Random) -> None:
+        weights = [1 / rank for rank in range(1, scenario.prompts + 1)]
+        lengths = [rng.randint(1200, 8000) for _ in range(scenario.prompts)]
+        rate, now_s, left = scenario.busy * len(scenario.kinds), 0.0, requests
+        self._steps: list[list[Step]] = []
+        self.first: list[SimulatedRequest] = []
+        while left > 0:
+            steps = [
+                Step(
+                    rng.randint(200, 2200),
+                    min(LONGEST_ANSWER_TOKENS, max(20, int(rng.lognormvariate(5.0, 0.7)))),
+                    rng.expovariate(1 / 4),
+                )
+                for _ in range(rng.randint(5, self._STEPS))
+            ]
+            left -= len(steps)
+            (prompt,) = rng.choices(range(scenario.prompts), weights)
+            now_s += rng.expovariate(rate)
+            session = len(self._steps)
+            self._steps.append(steps)
+            tokens = lengths[prompt]
+            ends = (End(prompt + 1, tokens, tokens),)
+            self.first.append(self._request(session, 0, ends, now_s))
+
+    def next(self, request: SimulatedRequest, now_s: float) -> SimulatedRequest | None:
+        """Return the step after one whose answer has ended; None after the last one."""
+        step = len(request.ends)
+        steps = self._steps[request.session]
+        ends = (*request.ends, request.end)
+        if step == len(steps) or request.end.tokens > self._LIMIT_TOKENS:
+            return None
+        return self._request(request.session, step, ends, now_s + steps[step].pause_s)
+
+    def _request(
+        self, session: int, step: int, ends: tuple[End, ...], at_s: float
+    ) -> SimulatedRequest:
+        new_tokens, answer_tokens, _ = self._steps[session][step]
+        number = 1_000_000 + 1000 * session + step
+        return SimulatedRequest(
+            number, at_s, ends, ends[-1].tokens + new_tokens, answer_tokens, number, session
+        )

@@ -6,9 +6,10 @@ A lost claim costs one prompt that is read again.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from gateway.cluster.redis import RedisClient
-from gateway.cluster.shared_stream import SharedStream
+from gateway.cluster.shared_stream import SharedStream, StreamEntry
 from gateway.routing.prefix_affinity import (
     MAX_PENDING_CLAIMS,
     PrefixClaim,
@@ -16,7 +17,9 @@ from gateway.routing.prefix_affinity import (
 )
 
 _MAX_ENTRIES = 200_000
-"""One for each turn; 20 turns of ten thousand conversations."""
+"""One for each turn."""
+_MORE_PAGES = 4
+"""Of claims that a gateway reads in one exchange if it has just started."""
 
 
 class SharedPrefixClaims:
@@ -32,6 +35,13 @@ class SharedPrefixClaims:
         self._unsent = [*self._unsent, *self._prefixes.take_pending()][-MAX_PENDING_CLAIMS:]
         entries = await self._stream.exchange([json.dumps(claim) for claim in self._unsent])
         self._unsent = []
+        self._merge(entries)
+        for _ in range(_MORE_PAGES):
+            if not self._stream.behind:
+                break
+            self._merge(await self._stream.exchange([]))
+
+    def _merge(self, entries: Iterable[StreamEntry]) -> None:
         for entry in entries:
             if (claim := _parse(entry.text)) is not None:
                 self._prefixes.merge(claim, entry.age_s)

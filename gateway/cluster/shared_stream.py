@@ -1,6 +1,7 @@
 """A Redis stream that several gateways write, and that each of them reads once.
 
-A gateway that starts reads the newest entries first.
+Each exchange reads a page of entries, the oldest first, so that a gateway which starts or was away
+neither stops for thousands of entries nor lets Redis stop for them.
 """
 
 from __future__ import annotations
@@ -11,20 +12,19 @@ from typing import NamedTuple
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import NOW
 
-# Returns the time, from which the ids of entries show their age, and the entries behind the last
-# one that was read, or the newest of all.
+# Returns the time, from which the ids of entries show their age, and the next entries behind the
+# last one that was read.
 _EXCHANGE = f"""{NOW}
-local last_read, gateway, max_entries, field = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-for i = 5, #ARGV do
+local last_read, gateway, max_entries, field, page = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+for i = 6, #ARGV do
   redis.call('XADD', KEYS[1], 'MAXLEN', '~', max_entries, '*', 'gateway', gateway, field, ARGV[i])
 end
 redis.call('PEXPIRE', KEYS[1], 86400000)
-if last_read ~= '' then return {{now, redis.call('XRANGE', KEYS[1], '(' .. last_read, '+')}} end
-local newest_first = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', max_entries)
-local entries = {{}}
-for i = #newest_first, 1, -1 do entries[#entries + 1] = newest_first[i] end
-return {{now, entries}}
+local begin = last_read == '' and '-' or '(' .. last_read
+return {{now, redis.call('XRANGE', KEYS[1], begin, '+', 'COUNT', page)}}
 """
+PAGE_ENTRIES = 1000
+"""Entries that one exchange reads at most."""
 
 
 class StreamEntry(NamedTuple):
@@ -53,20 +53,26 @@ class SharedStream:
         self._exchange = redis.script(_EXCHANGE)
         self._last_read = ""
         self._connections = -1
+        self.behind = False
+        """Whether the last exchange left entries to read."""
 
     async def exchange(self, texts: Sequence[str]) -> list[StreamEntry]:
-        """Add entries; return those of other gateways since the last call, the oldest first."""
+        """Add entries; return the next ones of other gateways, the oldest first."""
         connections = self._redis.connections
         # Behind a new connection may be another Redis.
-        last_read = self._last_read if self._connections == connections else ""
-        last_read, entries = await self._redis.call(self._part, lambda: self._ask(last_read, texts))
-        self._last_read, self._connections = last_read, connections
+        known = self._last_read if self._connections == connections else ""
+        last_read, entries = await self._redis.call(self._part, lambda: self._ask(known, texts))
+        # Entries from the start on are those of a connection that this call has made, too.
+        self._connections = connections if known else self._redis.connections
+        self._last_read = last_read
         return entries
 
     async def _ask(self, last_read: str, texts: Sequence[str]) -> tuple[str, list[StreamEntry]]:
         gateway_id = self._redis.gateway_id
-        arguments = [last_read, gateway_id, str(self._max_entries), self._field, *texts]
+        limits = str(self._max_entries), self._field, str(PAGE_ENTRIES)
+        arguments = [last_read, gateway_id, *limits, *texts]
         now_ms, entries = await self._exchange([self._key], arguments)
+        self.behind = len(entries) == PAGE_ENTRIES
         received = []
         for entry_id, fields in entries:
             last_read = entry_id

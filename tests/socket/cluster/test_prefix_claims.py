@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from gateway.cluster import shared_stream
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
@@ -94,6 +95,24 @@ async def test_a_started_gateway_loads_earlier_claims(redis: RedisServer) -> Non
     assert late.workers("49") == {STUDIO}
     for gateway in (early, late):
         await gateway.client.close()
+
+
+async def test_a_started_gateway_reads_many_claims_page_by_page(
+    two_indexes: tuple[PeerGateway, PeerGateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_stream, "PAGE_ENTRIES", 8)
+    early, late = two_indexes
+    for number in range(50):
+        early.prefixes.record_dispatch(system_prompt(str(number)), STUDIO, RULES)
+    await early.sync()
+    await late.sync()
+    assert len(late.prefixes) == 5 * 8
+    await late.sync()
+    assert len(late.prefixes) == 50
+    early.prefixes.record_dispatch(system_prompt("0"), LAPTOP, RULES)
+    await early.sync()
+    await late.sync()
+    assert late.workers("0") == {STUDIO, LAPTOP}
 
 
 async def test_a_gateway_ignores_its_own_claims_from_redis(
