@@ -19,8 +19,9 @@ from gateway.assembly import Gateway
 from gateway.auth.api_keys import ApiKey
 from gateway.errors import LimitReached, ModelUnknown, Overloaded, PoolsNotAllowed
 from gateway.http.downstream import read_small_body
-from gateway.protocols import CHAT, COMPLETIONS
+from gateway.protocols import CHAT, COMPLETIONS, WORKER_PATHS, WireFormat
 from gateway.protocols.openai import parse
+from gateway.protocols.responses import ResponsesFormat
 from gateway.proxy.billing import count_request
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import routing_request
@@ -81,7 +82,7 @@ def explanations(load: Load) -> APIRouter:
         responses=failures(
             *FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed, LimitReached, Overloaded
         ),
-        openapi_extra=takes({"anyOf": [ref(endpoint) for endpoint in Endpoint]}),
+        openapi_extra=takes({"anyOf": [ref(name) for name in (*Endpoint, "responses")]}),
     )
     async def explain(
         request: Request, gateway: CurrentGateway, api_key: CurrentKey
@@ -104,7 +105,7 @@ def explanations(load: Load) -> APIRouter:
 
 
 async def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) -> Explanation:
-    wire_format = COMPLETIONS if "prompt" in parse(raw) else CHAT
+    wire_format = _wire_format(gateway, raw)
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
     caller = read_caller(scope, policy, api_key)
     inspected = wire_format.inspect(raw, policy, fleet)
@@ -118,8 +119,17 @@ async def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) 
         raise PoolsNotAllowed
     explanation = _explanation(inspected, routed.attributes, decision, _unavailable(gateway, fleet))
     if decision.candidates:
-        await _check(gateway, decision.candidates[0], wire_format.path, inspected.body, explanation)
+        path = WORKER_PATHS[wire_format.endpoint]
+        await _check(gateway, decision.candidates[0], path, inspected.body, explanation)
     return explanation
+
+
+def _wire_format(gateway: Gateway, raw: bytes) -> WireFormat:
+    """Return the format of a body, by the field that only it has."""
+    body = parse(raw)
+    if "input" in body:
+        return ResponsesFormat("resp_", gateway.sealer, gateway.wall)
+    return COMPLETIONS if "prompt" in body else CHAT
 
 
 async def _check(

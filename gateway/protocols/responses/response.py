@@ -53,6 +53,8 @@ class ResponseBuilder:
         self.sequence = 0
         """The number of the next event."""
         self.begun = False
+        self.unsent: list[Event] = []
+        """Events of a chunk whose rest is malformed; the client gets them before the error."""
         self._items: list[Json] = self.response["output"]
         self._open: list[_OpenItem] = []
         """The items to which more may come: one, or several calls."""
@@ -116,6 +118,8 @@ class ResponseBuilder:
 
     def fail(self, error: errors.GatewayError) -> Iterator[Event]:
         """End the response with an error."""
+        yield from self.unsent
+        self.unsent.clear()
         yield from self.begin()
         yield self._event("error", code=error.code, message=error.message, param=error.param)
         self.response["status"] = "failed"
@@ -371,7 +375,12 @@ class ResponseEncoder:
     def event(self, event: bytes, frame: Json) -> bytes:  # noqa: ARG002
         """Return the events of one chunk."""
         delta = object_in(choice_of(frame), "delta")
-        return b"".join(map(encode_event, self._builder.read(frame, delta)))
+        events = self._builder.unsent
+        for one in self._builder.read(frame, delta):
+            events.append(one)  # a malformed rest leaves them to `fail`
+        encoded = b"".join(map(encode_event, events))
+        events.clear()
+        return encoded
 
     def done(self) -> bytes:
         """Return the events that end the items of a response."""

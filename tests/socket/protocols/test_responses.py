@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import InputTokenCountResponse, ResponseItemList
 
@@ -252,3 +253,31 @@ def test_limits_and_accounting_hold_for_responses(
     assert len(worker.requests) == 1
     usage = gateway_with_worker.admin.get("/admin/v1/usage").json()
     assert "10" in json.dumps(usage), "the tokens of the answer are the key's"
+
+
+def test_a_request_is_explained_as_the_chat_that_it_becomes(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    client = gateway_with_worker.client
+    body = {**BODY, "temperature": 0, "instructions": "Be brief."}
+    explained = client.post("/v1/route/explain", json=body).json()
+    assert (explained["servable"], explained["profile"]["messages"]) == (True, 2)
+    assert explained["worker"] == client.post(PATH, json=body).headers["x-paceline-worker"]
+
+
+@pytest.mark.parametrize(
+    "delta", [{"content": 7}, {"content": "two", "tool_calls": [7]}, {"tool_calls": {}}, []]
+)
+def test_a_malformed_event_of_a_worker_fails_the_response(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, delta: Any
+) -> None:
+    """The client gets all that came before, and no number is missing."""
+    good, bad = (
+        b"data: %b\n\n" % json.dumps({"choices": [{"index": 0, "delta": one}]}).encode()
+        for one in ({"content": "one "}, delta)
+    )
+    worker.script.events = (good, bad, b"data: [DONE]\n\n")
+    with gateway_with_worker.client.stream("POST", PATH, json={**BODY, "stream": True}) as stream:
+        events = events_of(stream)
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+    assert next(one["delta"] for one in events if "delta" in one) == "one "
