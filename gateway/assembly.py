@@ -34,6 +34,7 @@ from gateway.errors import RecordsUnwritable, StartupError
 from gateway.fleet.backend import OpenAIBackend, PacelineBackend
 from gateway.fleet.cordons import Cordons
 from gateway.fleet.health import HealthChecker, ReportClient
+from gateway.fleet.prefix_deletion import PrefixDeletion
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 LOOP_CHECK_S = 0.25
 # A gateway must reject a key within two seconds of its revocation by another one.
 _REFRESH_S = 0.5
+_DELETION_S = 2.0
 _EXCHANGE_S = 0.5
 _POLICY_FILE_CHECK_S = 1.0
 _USAGE_FLUSH_S = 5.0
@@ -85,8 +87,7 @@ class Gateway:
         self.exit_stack = AsyncExitStack()
         """Closes the parts, the last one first; Redis is open from the start."""
         self._records = records = _records(settings, redis)
-        tokens = read_worker_keys(settings.workers, os.environ)
-        static = [OpenAIBackend(worker, tokens.get(worker.id, "")) for worker in settings.workers]
+        static = _static_backends(settings)
         join_token = settings.join_token.get_secret_value() if settings.join_token else ""
         paceline = PacelineBackend(join_token)
         self.fleet = WorkerRegistry(clock, rng.random, _listed_models(settings), paceline)
@@ -136,6 +137,13 @@ class Gateway:
                 final_exchanges=(shared.exchange, recent_errors.exchange, limits.leave),
             )
         self.cordons = Cordons(records, self.fleet, self.control, wall)
+        self.prefix_deletion = PrefixDeletion(
+            self.fleet,
+            self.control,
+            self.api_keys.callers_since,
+            self.prefix_hasher.cache_salt,
+            wall,
+        )
         self.probes = HealthChecker(static, self.fleet, self.counters)
 
     async def open(self) -> None:
@@ -201,6 +209,7 @@ class Gateway:
             Job(work=self.key_store.refresh, period_s=_REFRESH_S),
             Job(work=self.cordons.refresh, period_s=_REFRESH_S),
             Job(work=self.policy_store.refresh, period_s=_REFRESH_S),
+            Job(work=self.prefix_deletion.delete_ended, period_s=_DELETION_S),
             Job(work=self.policy_file.check, period_s=_POLICY_FILE_CHECK_S),
             Job(work=self.usage_store.flush, period_s=_USAGE_FLUSH_S),
             Job(work=self.stats_history.record, period_s=SNAPSHOT_INTERVAL_S),
@@ -232,6 +241,11 @@ class Gateway:
                 f"The policy cannot be stored in {settings.state_dir}; make it writable, or set "
                 "PACELINE_STATE_DIR to another folder."
             ) from None
+
+
+def _static_backends(settings: Settings) -> list[OpenAIBackend]:
+    tokens = read_worker_keys(settings.workers, os.environ)
+    return [OpenAIBackend(worker, tokens.get(worker.id, "")) for worker in settings.workers]
 
 
 async def build_gateway(settings: Settings) -> Gateway:

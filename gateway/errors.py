@@ -47,6 +47,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- RecordsUnwritable   503  the stored state cannot be read or written
 |       +-- WriteUnconfirmed 503 a write was not confirmed in time, and may be stored
 +-- RequestTooLong          504  the request took longer than the request timeout
++-- CacheNotCleared         502  a worker has not emptied its prefix cache
 +-- WorkerError             the worker is at fault
     +-- WorkerUnreachable   503  no connection, so the request cannot have started (Unavailable)
     +-- WorkerBusy          503  the worker asks for a later retry (Unavailable)
@@ -256,6 +257,12 @@ class WorkerUnknown(NotFound, code="worker_not_found"):
     """No worker with the id has joined."""
 
     message = "No worker with this id has joined."
+
+
+class CacheNotCleared(GatewayError, status=502, code="cache_not_cleared"):
+    """A worker has not emptied its prefix cache."""
+
+    message = "The worker has not emptied its prefix cache; try again."
 
 
 class VersionUnknown(NotFound, code="version_not_found"):

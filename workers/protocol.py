@@ -35,6 +35,12 @@ KEYS_HEADER = "x-paceline-prefix-keys"
 prompt, with commas between them; `NO_PREFIX` in place of a system prompt that is too short."""
 MAX_PREFIX_KEYS = 5
 """Keys that a gateway sends with a request."""
+PREFIX_CACHE_PATH = "/v1/prefix-cache"
+"""The route of a worker by which its gateway deletes what it has cached of isolation scopes."""
+MAX_DELETED_SCOPES = 64
+"""Scopes of one such request."""
+PREFIX_FILES_TTL_S = 7 * 86_400.0
+"""Time after its last use at which a worker deletes a file of its prefix cache."""
 MAX_REPORT_BYTES = 256 * 1024
 """The largest body of a heartbeat, and of a worker's response with its report."""
 MAX_COUNT = 2**53

@@ -12,6 +12,7 @@ from gateway.api.auth import Author, CurrentGateway, admin_router, worker_router
 from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures
 from gateway.assembly import Gateway
 from gateway.errors import (
+    CacheNotCleared,
     FieldInvalid,
     KeyRefused,
     TooManyWorkers,
@@ -177,6 +178,16 @@ async def drain(
     """Cordon a worker and wait for its requests to end."""
     drained = await gateway.cordons.drain(worker_id, author, timeout_s)
     return {"drained": drained, **_worker(gateway, worker_id, _member(gateway, worker_id))}
+
+
+@router.delete(
+    "/{worker_id}/prefix-cache",
+    status_code=204,
+    responses=failures(*FOR_ADMINS, WorkerUnknown, CacheNotCleared),
+)
+async def clear_prefix_cache(worker_id: str, gateway: CurrentGateway) -> None:
+    """Empty the prefix cache of a worker, in memory and on disk."""
+    await gateway.prefix_deletion.clear(worker_id)
 
 
 def _member(gateway: Gateway, worker_id: str) -> WorkerState | None:

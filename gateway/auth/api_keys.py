@@ -116,6 +116,16 @@ class ApiKeys:
         holders = self._valid.items()
         return [(name, one.rate_limiter) for name, one in holders if one.rate_limiter is not None]
 
+    def callers_since(self, unix_s: float) -> tuple[list[Caller], list[Caller]]:
+        """Return the callers of all valid keys, and of those that have ended since a time."""
+        now_unix_s = self._wall()
+        ended = [
+            Caller(client=one.id, key=one.id, team=one.team)
+            for one in self.records.values()
+            if one.ended(now_unix_s) and one.ended_at_s >= unix_s
+        ]
+        return [one.caller for one in self._valid.values()], ended
+
     def remove_expired(self) -> None:
         """Remove the keys that have expired, and those not that had when the clock was wrong."""
         now_unix_s = self._wall()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from datetime import datetime
+from math import inf
 from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
@@ -73,6 +74,12 @@ class KeyRecord(KeyTerms):
             return "revoked"
         expired = self.expires_at is not None and unix_s >= self.expires_at.timestamp()
         return "expired" if expired else ""
+
+    @property
+    def ended_at_s(self) -> float:
+        """Return when the key ended or ends, in seconds since 1970; infinity if never."""
+        ends = [end.timestamp() for end in (self.revoked_at, self.expires_at) if end is not None]
+        return min(ends, default=inf)
 
 
 def digest_of(secret: bytes) -> bytes:

@@ -311,6 +311,19 @@ def key_usage(as_json: bool, as_csv: bool, **given: Any) -> int:
     return _run("keys", "usage", {**given, "as_json": as_json, "as_csv": as_csv})
 
 
+@paceline.group("prefix-cache")
+def prefix_cache() -> None:
+    """Delete the conversations that workers have cached."""
+
+
+@prefix_cache.command("clear")
+@click.argument("workers", nargs=-1, metavar="[WORKER]...", help="Their ids (default: all).")
+@_url
+def clear_prefix_cache(**given: Any) -> int:
+    """Empty the prefix caches of workers, in memory and on disk."""
+    return _run("prefix_cache", "clear", given)
+
+
 @paceline.group()
 def policy() -> None:
     """Show and change the policy of a running gateway."""

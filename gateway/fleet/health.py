@@ -21,7 +21,7 @@ from gateway.http.upstream import certificate_authorities
 from gateway.periodic import Job, SharedRuns
 from gateway.storage.counters import CounterStore
 from workers.http import system_error
-from workers.protocol import CHECKS, MAX_REPORT_BYTES, WorkerReport
+from workers.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ PROBE_TIMEOUT_S = 1.5
 CALL_BACK_TIMEOUT_S = 3.0
 """Shorter than a worker waits for the response to its heartbeat."""
 REPORT_TIMEOUT_S = 0.5
+DELETION_TIMEOUT_S = 10.0
+"""Deletions wait for a step of the engine, and for files."""
 CHECK_TIMEOUT_S = 20.0
 """A worker renders the prompt, decodes its pictures and compiles its schema (10 s at most)."""
 MAX_ATTEMPTS = 2
@@ -148,6 +150,19 @@ class ReportClient:
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
             log.warning("check.failed worker=%s error=%.300r", worker.worker_id, error)
             return None
+
+    async def delete_prefixes(self, worker: WorkerReport, scopes: Sequence[str]) -> bool:
+        """Return whether a worker has deleted what it cached of isolation scopes; none: of all."""
+        params = {"scope": list(scopes)}
+        try:
+            async with asyncio.timeout(DELETION_TIMEOUT_S):
+                response = await self.client.delete(
+                    worker.url + PREFIX_CACHE_PATH, params=params, timeout=DELETION_TIMEOUT_S
+                )
+        except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
+            log.warning("prefix_cache.not_deleted worker=%s error=%.300r", worker.worker_id, error)
+            return False
+        return response.status_code == httpx.codes.NO_CONTENT
 
     async def _refresh_all(self) -> None:
         """Update the reports of all live workers; one that times out keeps its last report."""

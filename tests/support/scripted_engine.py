@@ -106,6 +106,7 @@ class ScriptedEngine:
     generations: list[Generation] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    dropped: list[str | None] = field(default_factory=list)
     _open: int = 0
 
     async def check(self, generation: Generation) -> int:
@@ -153,6 +154,9 @@ class ScriptedEngine:
 
     def evicted_prefixes(self) -> tuple[str, ...]:
         return ()
+
+    async def drop_prefixes(self, scope: str | None) -> None:
+        self.dropped.append(scope)
 
     def stop(self) -> None:
         self.alive = False

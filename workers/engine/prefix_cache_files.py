@@ -32,6 +32,8 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from workers.protocol import PREFIX_FILES_TTL_S
+
 logger = logging.getLogger(__name__)
 
 HostArrays = Mapping[str, np.ndarray[Any, Any]]
@@ -48,8 +50,7 @@ _HEADER_BYTES_PER_ARRAY = 256
 """Upper bounds of what a file has beside its arrays."""
 _PARTIAL_S = 600.0
 """Age at which a file that is half written has no writer any more."""
-TTL_S = 7 * 86_400.0
-"""Time after its last use at which a file is deleted."""
+TTL_S = PREFIX_FILES_TTL_S
 _DAY_S = 86_400.0
 _WRITES_A_DAY = 4
 """Bytes that may be written in a day, in sizes of the whole cache: an SSD wears out."""

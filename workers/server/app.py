@@ -7,9 +7,9 @@ import hashlib
 import hmac
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Query
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +18,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 from workers.engine.types import EngineError
-from workers.protocol import CHECKS, TOKENIZE_PATH, mtp_block
+from workers.protocol import (
+    CHECKS,
+    MAX_DELETED_SCOPES,
+    MAX_PREFIX_NAME_CHARS,
+    PREFIX_CACHE_PATH,
+    TOKENIZE_PATH,
+    mtp_block,
+)
 from workers.server import prefix_nodes
 from workers.server.errors import NotAuthorised, RequestError, UnknownModel, render
 from workers.server.metrics import exposition
@@ -80,6 +87,7 @@ async def _worker(request: Request) -> Worker:
     return worker
 
 
+CachedScope = Annotated[str, Field(min_length=1, max_length=MAX_PREFIX_NAME_CHARS)]
 ServedWorker = Annotated[Worker, Depends(_worker)]
 
 
@@ -164,6 +172,17 @@ def _model(worker: Worker) -> dict[str, Json]:
         "created": int(worker.started_s),
         "owned_by": "paceline",
     }
+
+
+@router.delete(PREFIX_CACHE_PATH, status_code=204)
+async def delete_prefixes(
+    worker: ServedWorker,
+    scope: Annotated[list[CachedScope], Query(max_length=MAX_DELETED_SCOPES)] = [],  # noqa: B006
+) -> None:
+    """Delete what the prefix cache has of these isolation scopes; without any, all that it has."""
+    scopes: list[str | None] = [*scope] or [None]
+    for one in scopes:
+        await worker.engine.drop_prefixes(one)
 
 
 @router.get("/v1/status")

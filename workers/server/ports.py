@@ -109,5 +109,8 @@ class ServingEngine(Protocol):
     def evicted_prefixes(self) -> tuple[str, ...]:
         """Return the keys of the last evicted prefixes that are not on disk, the last one first."""
 
+    async def drop_prefixes(self, scope: str | None) -> None:
+        """Delete all of an isolation scope from memory and disk; None: of all scopes."""
+
     def stop(self) -> None:
         """Stop the engine thread; running generations raise `EngineStopped`."""

@@ -52,6 +52,7 @@ ADMIN_PLANE = (
     ("GET", "/admin/v1/workers", 200),
     ("PUT", f"{WORKER}/cordon", 200),
     ("DELETE", f"{WORKER}/cordon", 204),
+    ("DELETE", f"{WORKER}/prefix-cache", 502),
     ("POST", f"{WORKER}/drain", 200),
     ("GET", "/admin/v1/keys", 200),
     ("POST", "/admin/v1/keys", 400),
