@@ -21,7 +21,7 @@ import httpx
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
-from workers.http import system_error
+from workers.http import certificate_authorities, system_error
 from workers.lifecycle import first_of
 from workers.protocol import PROTOCOL, WorkerReport, base_url, speaks
 
@@ -62,7 +62,10 @@ def wait_for_gateway(
     """
     waiting = _RepeatedLog("gateway.unreachable, waiting for it")
     with httpx.Client(
-        headers=_authorization(token), timeout=REQUEST_TIMEOUT, trust_env=False
+        headers=_authorization(token),
+        timeout=REQUEST_TIMEOUT,
+        verify=certificate_authorities(),
+        trust_env=False,
     ) as client:
         while True:
             try:
@@ -171,6 +174,7 @@ async def joined(membership: Membership, resolver: Resolver = resolve) -> AsyncI
         timeout=REQUEST_TIMEOUT,
         # After sleep, or with another address, an idle connection is dead and nothing says so.
         limits=httpx.Limits(max_keepalive_connections=0),
+        verify=certificate_authorities(),
         trust_env=False,  # a proxy to the internet cannot reach the local network
     ) as client:
         gateways: dict[str, _Gateway] = {}

@@ -17,10 +17,9 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.backend import OpenAIBackend, PacelineBackend
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
-from gateway.http.upstream import certificate_authorities
 from gateway.periodic import Job, SharedRuns
 from gateway.storage.counters import CounterStore
-from workers.http import system_error
+from workers.http import certificate_authorities, system_error
 from workers.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
 
 log = logging.getLogger(__name__)

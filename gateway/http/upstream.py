@@ -11,7 +11,6 @@ import errno
 import functools
 import logging
 import socket
-import ssl
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -21,10 +20,10 @@ from typing import NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
-import httpx
 from pydantic_core import from_json
 
 from gateway import errors
+from workers.http import certificate_authorities
 from workers.protocol import TOKENS_HEADER
 
 log = logging.getLogger(__name__)
@@ -591,11 +590,3 @@ def _set_keepalive(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, option, seconds)
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux alone
         connected.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
-
-
-@functools.cache
-def certificate_authorities() -> ssl.SSLContext:
-    """Return the trusted certificate authorities, read once: reading them takes 40 ms."""
-    context = httpx.create_ssl_context()
-    context.load_default_certs()  # the system's too: a company's own authority is only there
-    return context

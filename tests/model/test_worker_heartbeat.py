@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,11 +15,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import SecretStr
 
+from tests.support.certificates import write_certificate
 from tests.support.compose_stack import gateway_addresses
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from tests.support.worker_process import running_worker
 from workers import heartbeat
 from workers.heartbeat import Membership, joined, source_address
+from workers.http import certificate_authorities
 from workers.protocol import PROTOCOL, WorkerReport
 from workers.server.runtime import Worker
 
@@ -184,6 +188,40 @@ async def test_every_address_of_a_name_gets_heartbeats_and_the_name_as_host() ->
         assert gateway.reports[-1].draining
         assert gateway.hosts == {url.removeprefix("http://")}
         assert gateway.removed == ["scripted-1"]
+
+
+async def test_heartbeats_over_tls_name_the_host_and_check_its_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address is connected; the certificate, of a company's own authority, has the name."""
+    certificate, key = write_certificate(tmp_path, "gateway.test")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    certificate_authorities.cache_clear()
+    names: list[str | None] = []
+    beaten = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"\r\nhost: gateway.test:" in head.lower()
+        writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        writer.close()
+        beaten.set()
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    context.sni_callback = lambda _, name, __: names.append(name)
+
+    async def resolver(_: httpx.URL) -> set[str]:
+        return {"127.0.0.1"}
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    url = f"https://gateway.test:{server.sockets[0].getsockname()[1]}"
+    try:
+        async with server, joined(membership(make_worker(ScriptedEngine()), url), resolver):
+            await beaten.wait()
+    finally:
+        certificate_authorities.cache_clear()
+    assert set(names) == {"gateway.test"}
 
 
 async def test_each_gateway_is_given_the_address_that_faces_it_now() -> None:

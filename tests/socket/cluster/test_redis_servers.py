@@ -248,6 +248,30 @@ def test_f59_a_gateway_follows_sentinel_to_the_new_primary(
     assert key["id"] in str(replica.client.hkeys("paceline:{keys}:records"))
 
 
+def test_sentinel_and_the_primary_speak_tls_if_the_url_says_so(
+    start_server: StartServer, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    certificate, key = write_certificate(tmp_path)
+    port, sentinel_port = free_port(), free_port()
+    files = (
+        f"tls-cert-file {certificate}\ntls-key-file {key}\ntls-ca-cert-file {certificate}\n"
+        "tls-auth-clients no\ntls-replication yes\n"
+    )
+    primary = start_server(f"tls-port {port}\n{files}{ACL.replace('PASSWORD', 'a/secret')}\n")
+    sentinel = start_server(
+        f"tls-port {sentinel_port}\n{files}sentinel monitor paceline 127.0.0.1 {port} 1\n",
+        arguments=("--sentinel",),
+    )
+    url = f"paceline:a%2Fsecret@127.0.0.1:{sentinel_port}/paceline/0?ssl_ca_certs={certificate}"
+    gateway = start_gateway("a", f"rediss+sentinel://{url}")
+    wait_until(lambda: is_connected(gateway))
+    created = gateway.create_key()
+    assert created["id"] in str(primary.client.hkeys("paceline:{keys}:records"))
+    clients = [*primary.client.client_list(), *sentinel.client.client_list()]
+    names = {client["laddr"].rpartition(":")[2] for client in clients}
+    assert {str(port), str(sentinel_port)} <= names
+
+
 @pytest.mark.parametrize("url", ["redis+sentinel://host", "redis+sentinel://a:x/s", "http://a"])
 def test_a_wrong_url_stops_the_start(url: str) -> None:
     with pytest.raises(StartupError, match="PACELINE_REDIS_URL must be like redis://"):

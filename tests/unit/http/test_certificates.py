@@ -1,4 +1,4 @@
-"""Certificate authorities that the gateway trusts when it connects to workers."""
+"""Certificate authorities that gateways and workers trust when they connect to each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http.upstream import certificate_authorities
+from workers.http import certificate_authorities
 
 COMPANY_CA = """\
 -----BEGIN CERTIFICATE-----
@@ -23,7 +23,7 @@ CCqGSM49BAMCA0gAMEUCIQDDDHRacRcUomX2DvFMdnp7iYnEQXTeS3Z4+SoJz8oc
 """
 
 
-def test_the_gateway_trusts_the_authorities_of_the_system(
+def test_clients_trust_the_authorities_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ca.pem").write_text(COMPANY_CA)
