@@ -1,8 +1,11 @@
-"""A gateway behind a real nginx on the same machine, as its operators set one up."""
+"""A gateway behind a real nginx or Caddy on its machine, as its operators set one up."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +13,17 @@ import httpx
 import pytest
 
 from tests.socket.api.test_auth import ADMIN_PLANE
-from tests.support.compose_stack import free_port
+from tests.support.compose_stack import answers, free_port
 from tests.support.nginx import nginx_process, require_nginx
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
     chat_body,
+    make_settings,
     status_and_code,
+    wait_until,
 )
+from tests.support.scripted_worker import ScriptedWorker
 
 PATH = "/v1/chat/completions"
 PLAIN = "location / { proxy_pass http://127.0.0.1:8000; }"
@@ -76,3 +82,35 @@ def test_c3_a_chat_passes_a_proxy_and_needs_a_key_once_there_is_one(
     assert proxied.post(PATH, json=chat_body(), headers=key).status_code == 200
     stream = proxied.post(PATH, json=chat_body(stream=True), headers=key)
     assert stream.text.endswith("data: [DONE]\n\n")
+
+
+def test_c3_caddy_passes_the_name_on_which_the_gateway_must_know(
+    worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    """The documented block of a real Caddy, without its TLS, since no authority knows the name."""
+    if not shutil.which("caddy"):
+        pytest.skip("caddy is not installed")
+    block = re.findall(r"```\n(llm.example.com \{.*?)```", OPERATIONS.read_text(), re.DOTALL)[0]
+    port = free_port()
+    settings = make_settings(tmp_path, allowed_hosts=("llm.example.com",))
+    with RunningGateway(settings) as gateway:
+        assert gateway.send_heartbeat(worker).is_success
+        block = block.replace("llm.example.com", f"http://llm.example.com:{port}")
+        file = tmp_path / "Caddyfile"
+        file.write_text("{\nadmin off\n}\n" + block.replace("127.0.0.1:8000", gateway.url[7:]))
+        home = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+        command = ["caddy", "run", "--config", str(file), "--adapter", "caddyfile"]
+        with subprocess.Popen(command, env=home, stderr=subprocess.DEVNULL) as caddy:
+            try:
+                wait_until(lambda: answers(port))
+                url, host = f"http://127.0.0.1:{port}", {"host": f"llm.example.com:{port}"}
+                with httpx.Client(base_url=url, headers=host, timeout=30) as client:
+                    refused = client.get("/admin/v1/keys")
+                    assert status_and_code(refused) == (401, "invalid_api_key")
+                    assert client.post(PATH, json=chat_body()).status_code == 200
+                    key = bearer_headers(gateway.create_key())
+                    assert client.post(PATH, json=chat_body()).status_code == 401
+                    stream = client.post(PATH, json=chat_body(stream=True), headers=key)
+                    assert stream.text.endswith("data: [DONE]\n\n")
+            finally:
+                caddy.terminate()

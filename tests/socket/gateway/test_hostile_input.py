@@ -443,7 +443,9 @@ def test_s30_s31_s33_s34_the_gateway_fetches_no_url_of_a_request(
     kind: str,
     source: str,
 ) -> None:
-    """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779, vllm-mlx #320, CVE-2025-3777."""
+    """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779 (GHSA-qh4c-xf7m-gxfc) and its bypass CVE-2026-25960
+    (GHSA-v359-jj2v-j536), vllm-mlx #320, CVE-2025-3777.
+    """
     url = source.format(port=canary_listener.port)
     for value in (url, {"url": url}):
         content = [{"type": "text", "text": "x"}, {"type": kind, kind: value}]
