@@ -1,7 +1,8 @@
 """Time to the first token by turn of chats that grow, for our worker and its peers.
 
 `python -m bench.engine.conversation` starts one server after another, lets one chat, and then
-several at once, grow by about 400 tokens a turn, and counts the tokens that a cache held. A peer
+several at once, grow by about 400 tokens a turn, and counts the tokens that a cache held. Then it
+measures our worker beside long prompts, and after a restart (`long_prompts.py`). A peer
 runs in its virtual environment of `python -m bench.engine`, or in ours if the versions agree.
 """
 
@@ -9,20 +10,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import httpx
 from rich.console import Console
 
+from bench.engine import long_prompts
+from bench.engine.chat_turns import ANSWER_TOKENS, SENTENCE, Turn, ask
 from bench.harness.contenders import OURS, PEERS, Contender
 from bench.harness.servers import Server, running
 from bench.harness.tables import MISSING, Grid, Target, provenance, targets, write_page
@@ -31,23 +31,12 @@ from workers.demo import CHECKPOINT
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 TURNS: Final = 10
-ANSWER_TOKENS: Final = 48
 CHATS: Final = (1, 4)
+MANY_CHATS: Final = 16
+"""Of our worker alone."""
 TIMEOUT_S: Final = 600.0
-SENTENCE: Final = "The red fox sees the old tree and the blue boat finds the warm stone. "
 QUESTION_SENTENCES: Final = 22
 """Together with an answer they are about 400 tokens of the demo model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One turn of one chat."""
-
-    ttft_s: float
-    prompt_tokens: int
-    cached_tokens: int | None
-    """None from a server that does not report them."""
-    answer_tokens: int
 
 
 async def grow_chat(client: httpx.AsyncClient, model: str, chat: int) -> list[Turn]:
@@ -57,50 +46,18 @@ async def grow_chat(client: httpx.AsyncClient, model: str, chat: int) -> list[Tu
     for number in range(TURNS):
         question = f"Part {number} of story {chat}. " + SENTENCE * QUESTION_SENTENCES + "Go on."
         messages.append({"role": "user", "content": question})
-        turn, answer = await _ask(client, model, messages)
+        turn, answer = await ask(client, model, messages)
         turns.append(turn)
         messages.append({"role": "assistant", "content": answer})
     return turns
 
 
-async def _ask(
-    client: httpx.AsyncClient, model: str, messages: Sequence[dict[str, str]]
-) -> tuple[Turn, str]:
-    body = {
-        "model": model, "messages": messages, "temperature": 0, "max_tokens": ANSWER_TOKENS,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    usage: dict[str, Any] = {}
-    text, first_s = "", None
-    started_s = time.perf_counter()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or ():
-                piece = choice.get("delta", {}).get("content") or ""
-                if piece and first_s is None:
-                    first_s = time.perf_counter()
-                text += piece
-    details = usage.get("prompt_tokens_details") or {}
-    turn = Turn(
-        ttft_s=(first_s or time.perf_counter()) - started_s,
-        prompt_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=details.get("cached_tokens"),
-        answer_tokens=usage.get("completion_tokens", 0),
-    )
-    return turn, text
-
-
-async def measure(server: Server) -> dict[int, list[list[Turn]]]:
+async def measure(server: Server, chats_at_once: Sequence[int]) -> dict[int, list[list[Turn]]]:
     """Return the turns of every chat, by the number of chats at once."""
     results = {}
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
-        for count in CHATS:
-            first = sum(CHATS[: CHATS.index(count)])
+        for count in chats_at_once:
+            first = sum(other for other in chats_at_once if other < count)
             chats = (grow_chat(client, server.model, first + chat) for chat in range(count))
             results[count] = await asyncio.gather(*chats)
     return results
@@ -123,6 +80,7 @@ def interpreter(contender: Contender, folder: Path) -> Path | None:
 def ttft_table(results: dict[str, dict[int, list[list[Turn]]]], count: int) -> Grid:
     """Return the median times of `count` chats at once, and what was found again."""
     at_once = "one chat" if count == 1 else f"{count} chats at once"
+    results = {name: chats for name, chats in results.items() if count in chats}
     rows = []
     for at in range(TURNS):
         times = [median(chat[at].ttft_s for chat in chats[count]) for chats in results.values()]
@@ -153,7 +111,7 @@ def judge(results: dict[str, dict[int, list[list[Turn]]]]) -> list[Target]:
     found = [
         Target(name="turn 10 / turn 2", reached=last_s / chat[1].ttft_s, bound=2.2, at_least=False)
     ]
-    for count in CHATS:
+    for count in (*CHATS, MANY_CHATS):
         name = f"earlier tokens found again, {count} at once"
         share = reused_share(ours[count]) or 0.0
         found.append(Target(name=name, reached=share, bound=0.95, at_least=True))
@@ -177,17 +135,31 @@ async def run(model: Path, peers: Sequence[str], folder: Path, console: Console)
         log = folder / f"{contender.name}.conversation.log"
         try:
             async with running(contender, python=python, model=model, log=log) as server:
-                results[contender.name] = await measure(server)
+                counts = (*CHATS, MANY_CHATS) if contender is OURS else CHATS
+                results[contender.name] = await measure(server, counts)
         except (PeerUnavailable, httpx.HTTPError) as error:
             missing.append(f"{contender.name} ({error})")
     about = (
         f"{provenance()}. Chats grow by about 400 tokens a turn; answers are greedy and have at "
         f"most {ANSWER_TOKENS} tokens. A share is of all tokens of the turn before, prompt and "
-        "answer; only servers that report `cached_tokens` have one."
+        "answer; only servers that report `cached_tokens` have one. Our prefix cache has its "
+        "default limit: a quarter of the memory beside the weights."
     )
     if missing:
         about += f" Not measured: {', '.join(missing)}."
-    grids = [*(ttft_table(results, count) for count in CHATS), targets(judge(results))]
+    console.print("long prompts")
+    found = await long_prompts.measure(model, Path(sys.executable), folder)
+    (chat,) = results[OURS.name][1]
+    judged = [
+        *judge(results),
+        long_prompts.last_turn_over_system(chat[-1:], found),
+        *long_prompts.judge(found),
+    ]
+    grids = [
+        *(ttft_table(results, count) for count in (*CHATS, MANY_CHATS)),
+        long_prompts.table(found),
+        targets(judged),
+    ]
     for grid in grids:
         console.print(grid.to_table())
     write_page(RESULTS / "conversation.md", "Conversations that grow", about, *grids)

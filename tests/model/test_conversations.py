@@ -13,7 +13,7 @@ from policies.request.profile import Sampling
 from tests.support.conversation_schedules import ConversationRunner
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import is_near_tie
-from workers.engine.model import Checkpoint
+from workers.engine.model import Checkpoint, PictureFeatures
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles
 from workers.engine.scheduler import LaneScheduler
@@ -179,6 +179,38 @@ def test_a_picture_is_found_by_its_pixels(make_lane, ask) -> None:
     for result, picture in ((red, RED), (blue, BLUE)):
         cold = ask(make_lane(LaneName.VLM), then, pictures=(picture,), scope=None)
         assert result.row.answer == cold.row.answer
+
+
+def test_a_picture_goes_through_the_vision_tower_once_in_a_chat(
+    make_lane, ask, checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, runs = checkpoint.target, 0
+    monkeypatch.setattr(target, "picture_features", PictureFeatures())
+    run_tower = type(target.model.vision_tower).__call__
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return run_tower(*arguments, **options)
+
+    monkeypatch.setattr(type(target.model.vision_tower), "__call__", count)
+    content = [{"type": "image"}, {"type": "text", "text": "What is this? " * 10}]
+    question = {"role": "user", "content": content}
+    lane = make_lane(LaneName.VLM)
+    first = ask(lane, [question], pictures=(RED,))
+    then = [question, assistant(first.text), user("Are you sure?")]
+    counts = []
+    for picture, scope in ((RED, ""), (BLUE, ""), (RED, ""), (RED, "other"), (RED, None)):
+        ask(lane, then, pictures=(picture,), scope=scope)
+        counts.append(runs)
+    assert counts == [1, 2, 2, 3, 4], "scopes share nothing"
+    target.picture_features.drop("")
+    for scope in ("other", ""):
+        ask(lane, then, pictures=(RED,), scope=scope)
+        counts.append(runs)
+    assert counts[-2:] == [4, 5]
+    target.picture_features.drop(None)
+    assert target.picture_features.size_bytes == 0
 
 
 def test_any_schedule_of_conversations_gets_the_likeliest_tokens(

@@ -162,6 +162,7 @@ class Engine:
         def drop() -> Future[None]:
             for lane in self.lanes:
                 lane.stop_caching(scope)
+            self.checkpoint.target.picture_features.drop(scope)
             return self.prefix_cache.drop(scope)
 
         await asyncio.wrap_future(await asyncio.wrap_future(self.thread.call(drop)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ _ReturnsPositions = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3
 # and families that store them in the language model.
 _StoresPositions = Glm4vLanguage | Glm4vMoeLanguage | GlmOcrLanguage | PaddleOcrLanguage
 _MAX_TOKENS = 1 << 31
+_FEATURES_BYTES = 256 << 20
+_NO_CODE = (lambda: None).__code__
 _POSITION_ATTRIBUTES = ("_position_ids", "_rope_deltas")
 
 
@@ -82,6 +85,40 @@ class PromptEmbedding:
     """Further arguments of the family's language model."""
 
 
+class PictureFeatures:
+    """Output of the vision tower by isolation scope and pictures, least recently used dropped.
+
+    mlx-vlm's models call `get` and `put` of a cache that they are given.
+    """
+
+    def __init__(self, limit_bytes: int = _FEATURES_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._features: OrderedDict[tuple[str, bytes], mx.array] = OrderedDict()
+        self.size_bytes = 0
+        """Memory in use."""
+
+    def get(self, key: tuple[str, bytes]) -> mx.array | None:
+        """Return the features of pictures, if there are any."""
+        features = self._features.get(key)
+        if features is not None:
+            self._features.move_to_end(key)
+        return features
+
+    def put(self, key: tuple[str, bytes], features: mx.array) -> None:
+        """Store the features of pictures."""
+        if features.nbytes > self._limit_bytes or key in self._features:
+            return
+        self._features[key] = features
+        self.size_bytes += features.nbytes
+        while self.size_bytes > self._limit_bytes:
+            self.size_bytes -= self._features.popitem(last=False)[1].nbytes
+
+    def drop(self, scope: str | None) -> None:
+        """Drop the features of a scope; None: of all."""
+        for key in [key for key in self._features if scope in (None, key[0])]:
+            self.size_bytes -= self._features.pop(key).nbytes
+
+
 class Target:
     """The model that generates the answers; both lanes share its weights."""
 
@@ -97,6 +134,10 @@ class Target:
         stored = any(hasattr(self.language, name) for name in _POSITION_ATTRIBUTES)
         self.stores_positions = stored and not self.takes_positions
         """Whether the model stores the positions of one row itself and takes none."""
+        embed = getattr(model, "get_input_embeddings", None)
+        self._stores_features = "vision_cache" in getattr(embed, "__code__", _NO_CODE).co_consts
+        self.picture_features = PictureFeatures()
+        """For the families that take one; a chat sends its pictures in every turn."""
         self.native_verify = True
         """Whether several tokens may be verified in one pass; probed at load."""
         complete = all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
@@ -130,9 +171,20 @@ class Target:
         make = getattr(self.language, "make_cache", None)
         return make() if make else [KVCache() for _ in self.language.layers]
 
-    def embed(self, token_ids: mx.array, media: dict[str, mx.array]) -> PromptEmbedding:
-        """Run the vision tower and embed its output into the prompt."""
-        features = self.model.get_input_embeddings(token_ids, **media).to_dict()
+    def embed(
+        self,
+        token_ids: mx.array,
+        media: dict[str, mx.array],
+        key: tuple[str, bytes] | None = None,
+    ) -> PromptEmbedding:
+        """Run the vision tower and embed its output into the prompt.
+
+        `key` names scope and pictures: features that are stored under it are not computed again.
+        """
+        arguments: dict[str, Any] = dict(media)
+        if key is not None and self._stores_features:
+            arguments |= {"vision_cache": self.picture_features, "_image_key": key}
+        features = self.model.get_input_embeddings(token_ids, **arguments).to_dict()
         known = ("inputs_embeds", "position_ids", "rope_deltas", "attention_mask")
         positions, deltas = features.get("position_ids"), features.get("rope_deltas")
         if isinstance(self.language, _StoresPositions):

@@ -97,7 +97,8 @@ def start_prefill(
     if row.prompt.media:
         media = {name: mx.array(array) for name, array in row.prompt.media.items()}
         try:
-            embedding = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
+            token_ids = mx.array([row.prompt.tokens], dtype=mx.int32)
+            embedding = target.embed(token_ids, media, _pictures_key(row))
         except ValueError as error:  # the prompt has more or fewer marks than the pictures take
             raise InvalidGeneration(
                 "messages", "The pictures do not fit the places for them in the prompt."
@@ -118,6 +119,13 @@ def start_prefill(
     if target.supports_prefix_cache and not (embedding and embedding.extras):
         _restore_prefix(prefill, target, prefix_cache)
     return prefill
+
+
+def _pictures_key(row: Row) -> tuple[str, bytes] | None:
+    """Return the scope and the digests of all pictures of a row; None if it shares nothing."""
+    identity = row.prompt.identity
+    digests = identity[identity < 0]
+    return None if row.prompt.scope is None else (row.prompt.scope, digests.tobytes())
 
 
 def context_of(row: Row) -> TokenArray:
