@@ -28,7 +28,7 @@ bench: ## print the benchmarks
 
 pictures: ## take pictures of all pages into docs/pages
 	@scripts/setup dev
-	@exec $(BIN)/python -m tools.pictures
+	@exec scripts/with-blas $(BIN)/python -m tools.pictures
 
 mutants: ## count changes of the program that no test notices (ARGS="--count 500 --seed 7")
 	@scripts/setup dev

@@ -1,26 +1,30 @@
 """Take pictures of all pages, wide and narrow, light and dark: `make pictures`.
 
-The pages belong to a gateway with two scripted workers, so nothing on them is a measurement.
+The pages belong to a gateway with two workers on the demo model, while a few clients use it. All
+share this machine, so no number on them is a measurement.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import io
+import itertools
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 from PIL import Image
 from playwright.async_api import Browser, async_playwright
 
-from tests.support.heartbeats import send_heartbeats
-from tests.support.running_gateway import RunningGateway, chat_body, make_settings, running_server
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.running_gateway import RunningGateway, make_settings
+from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.worker_process import wait_until_ready, worker_process
 
 _FOLDER = Path(__file__).parents[1] / "docs" / "pages"
 _LIMIT_BYTES = 2_000_000
@@ -28,11 +32,16 @@ _WIDTHS = (1440, 390)
 _SCHEMES = ("light", "dark")
 _HEIGHTS = {1440: 1600, 390: 1800}
 """The most that a picture shows of a long page."""
-_ROUNDS = 20
+_BEFORE_S = 40
+"""The pages show this much traffic at least."""
+_CLIENTS = 3
+_PAUSE_S = 0.7
+_LONGEST_ANSWER = 120
+_SYSTEM = "You are a patient assistant. Answer in plain words, and say what you do not know. " * 6
 # A path and a selector of what appears last.
 _PAGES = {
     "start": ("/", "#mac-list article"),
-    "try": ("/try", "main"),
+    "try": ("/try", ".answer .facts strong"),
     "live": ("/dashboard", "#chart-answer canvas"),
     "workers": ("/admin#workers", "#workers article"),
     "keys": ("/admin#keys", "#keys tbody tr"),
@@ -46,10 +55,17 @@ def main() -> None:
     _FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as state, contextlib.ExitStack() as stack:
         gateway = stack.enter_context(RunningGateway(make_settings(Path(state))))
-        for name in ("studio-1", "studio-2"):
-            worker = ScriptedWorker(worker_id=name)
-            stack.enter_context(running_server(worker, sockets=[worker.socket]))
-            stack.enter_context(send_heartbeats(gateway, worker))
+        workers = [
+            stack.enter_context(
+                worker_process(
+                    *("--port", "0", "--id", name),
+                    *("--join", gateway.url, "--token", JOIN_TOKEN),
+                )
+            )
+            for name in ("studio-1", "studio-2")
+        ]
+        for worker in workers:
+            wait_until_ready(worker)
         shown = gateway.client.get("/").json()["pages"]
         pages = {name: page for name, page in _PAGES.items() if page[0].partition("#")[0] in shown}
         asyncio.run(_take_all(gateway, pages))
@@ -62,27 +78,73 @@ async def _take_all(gateway: RunningGateway, pages: Mapping[str, tuple[str, str]
     async with async_playwright() as playwright:
         executable = shutil.which("chromium") or shutil.which("google-chrome")
         browser = await playwright.chromium.launch(executable_path=executable)
-        await _ask(gateway)
-        for width in _WIDTHS:
-            for scheme in _SCHEMES:
-                await _take(browser, gateway, pages, width, scheme)
+        secrets = [
+            gateway.create_key(name=name, team=team)["secret"]
+            for name, team in (("Ann", "research"), ("build server", "platform"))
+        ]
+        gateway.use_key(secrets[0])
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            asking = [
+                asyncio.create_task(_ask(client, secrets, first)) for first in range(_CLIENTS)
+            ]
+            await asyncio.sleep(_BEFORE_S)
+            for width in _WIDTHS:
+                for scheme in _SCHEMES:
+                    await _take(browser, gateway, pages, width, scheme)
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
         await browser.close()
 
 
-async def _ask(gateway: RunningGateway) -> None:
-    """Send some requests of two keys, so that the pages have something to show."""
-    secrets = [
-        gateway.create_key(name=name, team=team)["secret"]
-        for name, team in (("Ann", "research"), ("build server", "platform"))
+async def _ask(client: httpx.AsyncClient, secrets: Sequence[str], first: int) -> None:
+    """Ask one question after another until cancelled, with the keys in turn."""
+    bodies = _bodies()
+    for number in itertools.count(first):
+        headers = {"authorization": f"Bearer {secrets[number % len(secrets)]}"}
+        messages, changes = bodies[number % len(bodies)]
+        body = {
+            "model": "demo",
+            "temperature": 0,
+            "max_tokens": _LONGEST_ANSWER,
+            "stream": True,
+            **changes,
+            "messages": messages,
+        }
+        async with client.stream(
+            "POST", "/v1/chat/completions", json=body, headers=headers
+        ) as response:
+            await response.aread()
+        await asyncio.sleep(_PAUSE_S)
+
+
+def _bodies() -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Return messages and other fields of some requests; one of them is at fault."""
+    picture = base64.b64encode((_FOLDER.parent / "circle.png").read_bytes()).decode()
+    system = {"role": "system", "content": _SYSTEM}
+    count, story, colour = (
+        {"role": "user", "content": text}
+        for text in (
+            "Count from 1 to 20.",
+            "Tell me a story about a fox.",
+            [
+                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
+                {"type": "text", "text": "What colour is the shape?"},
+            ],
+        )
+    )
+    numbers = {"role": "assistant", "content": ", ".join(map(str, range(1, 21))) + "."}
+    return [
+        ([system, count], {}),
+        ([system, count, numbers, story], {}),
+        ([story], {}),
+        ([colour], {}),
+        ([story], {"temperature": 1}),
+        ([system, story], {}),
+        ([count], {}),
+        ([count, numbers, count], {}),
+        ([count], {"temperature": 3}),
     ]
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
-        for number in range(_ROUNDS):
-            for secret in secrets:
-                headers = {"authorization": f"Bearer {secret}"}
-                body = chat_body(stream=True, temperature=0 if number % 3 else 1)
-                await client.post("/v1/chat/completions", json=body, headers=headers)
-            await asyncio.sleep(1)
-    gateway.use_key(secrets[0])
 
 
 async def _take(
@@ -101,6 +163,8 @@ async def _take(
     for name, (path, last) in pages.items():
         await tab.goto("about:blank")  # the sections of a page load anew
         await tab.goto(gateway.url + path)
+        if path == "/try":
+            await tab.get_by_role("button", name="Count from 1 to 20.").click()
         await tab.locator(last).first.wait_for()
         await tab.wait_for_timeout(2000)  # charts draw after the first events
         content = await tab.screenshot(full_page=True)

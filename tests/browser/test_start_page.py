@@ -31,6 +31,10 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
         for part in (url, "demo", "none"):
             await expect(code).to_contain_text(part)
         await expect(code).not_to_contain_text(f"{url}/v1")
+    await page.get_by_role("tab", name="Codex").click()
+    code = page.get_by_role("tabpanel").locator("code")
+    await expect(code).to_contain_text(f'base_url = "{url}/v1"')
+    await expect(code).not_to_contain_text("env_key")
     await page.keyboard.press("Home")
     await expect(page.get_by_role("tab", name="curl")).to_be_focused()
     await page.context.grant_permissions(["clipboard-read", "clipboard-write"])

@@ -75,7 +75,7 @@ print(chat.invoke(${python(messages.length === 1 && typeof messages[0].content =
   },
 ];
 
-const ANTHROPIC = [
+const OTHERS = [
   {
     name: "Claude Code",
     code: ({ baseUrl, model, apiKey }) => `# npm install -g @anthropic-ai/claude-code
@@ -97,6 +97,19 @@ ${lines({ model, max_tokens: 1024, ...question }, (name, value) => `    ${name}=
 print(message.content[0].text)
 `,
   },
+  {
+    name: "Codex",
+    code: ({ baseUrl, model, apiKey }) => `# npm install -g @openai/codex
+# In ~/.codex/config.toml:
+model = ${quoted(model)}
+model_provider = "paceline"
+
+[model_providers.paceline]
+name = "Paceline"
+base_url = ${quoted(baseUrl)}
+wire_api = "responses"
+${apiKey === "none" ? "" : `env_key = "PACELINE_KEY"\n\n# In the shell: export PACELINE_KEY=${forShell(apiKey)}\n`}`,
+  },
 ];
 
 // Clients of Anthropic add the version to the path themselves.
@@ -104,7 +117,7 @@ const rootOf = (baseUrl) => baseUrl.replace(/\/v1$/, "");
 
 // Clients in whose code any chat fits, and all clients, some of which ask one question of their own.
 export const CHAT_CLIENTS = OPENAI;
-export const ALL_CLIENTS = [...OPENAI, ...ANTHROPIC];
+export const ALL_CLIENTS = [...OPENAI, ...OTHERS];
 
 let count = 0;
 
