@@ -300,6 +300,21 @@ class Team(NamedTuple):
     gateway: RunningGateway
     headers: dict[str, str]
 
+    def converse(self, path: str, body: dict[str, Any]) -> tuple[str, int, str]:
+        """Return the text, the cached tokens and the id of an answer in any format."""
+        client = self.gateway.client
+        answer = client.post(path, headers=self.headers, json=body).raise_for_status().json()
+        usage = answer["usage"]
+        if path == "/v1/messages":
+            text = "".join(block["text"] for block in answer["content"])
+            return text, usage["cache_read_input_tokens"], ""
+        if path == "/v1/responses":
+            text = "".join(part["text"] for part in answer["output"][-1]["content"])
+            return text, usage["input_tokens_details"]["cached_tokens"], answer["id"]
+        choice = answer["choices"][0]
+        text = choice["message"]["content"]
+        return text, usage["prompt_tokens_details"]["cached_tokens"], ""
+
     def ask(self, model: str, system: str, kind: Kind) -> tuple[Any, int]:
         """Return the choices and the cached tokens of an answer."""
         messages: Any = [{"role": "user", "content": QUESTION}]
@@ -318,27 +333,33 @@ class Team(NamedTuple):
         return answer["choices"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.parametrize("isolation", ["team", "key"])
-def test_c8_no_key_gets_cached_tokens_of_another_team_through_a_gateway(
-    real_worker: RunningWorker, tmp_path: Path, isolation: Isolation
-) -> None:
-    with RunningGateway(make_settings(tmp_path)) as gateway, contextlib.ExitStack() as stack:
-        path = f"/admin/v1/workers/{real_worker.worker_id}"
+@contextlib.contextmanager
+def teams(
+    worker: RunningWorker, folder: Path, isolation: Isolation, *names: str
+) -> Iterator[list[Team]]:
+    """Yield a key of each team at a gateway that the worker has joined."""
+    with RunningGateway(make_settings(folder)) as gateway, contextlib.ExitStack() as stack:
+        path = f"/admin/v1/workers/{worker.worker_id}"
         token = {"authorization": f"Bearer {JOIN_TOKEN}"}
 
         def send_heartbeat() -> httpx.Response:
-            report = httpx.get(f"{real_worker.url}/v1/status").json()["report"]
+            report = httpx.get(f"{worker.url}/v1/status").json()["report"]
             return gateway.client.put(path, headers=token, json=report)
 
         stack.enter_context(repeated(send_heartbeat))
         admin = stack.enter_context(PolicyAdmin(gateway.url, gateway.admin_key))
         patch = json.dumps({"prefix": {"isolation": isolation}})
         admin.patch(patch, content_type="application/merge-patch+json").raise_for_status()
-        red, red_too, blue, green = (
-            Team(gateway, bearer_headers(gateway.create_key(team=team)))
-            for team in ("red", "red", "blue", "green")
-        )
-        model = real_worker.model
+        yield [Team(gateway, bearer_headers(gateway.create_key(team=team))) for team in names]
+
+
+@pytest.mark.parametrize("isolation", ["team", "key"])
+def test_c8_no_key_gets_cached_tokens_of_another_team_through_a_gateway(
+    real_worker: RunningWorker, tmp_path: Path, isolation: Isolation
+) -> None:
+    model = real_worker.model
+    with teams(real_worker, tmp_path, isolation, "red", "red", "blue", "green") as keys:
+        red, red_too, blue, green = keys
         kinds: tuple[Kind, ...] = ("greedy", "sampled", "picture")
         for kind in kinds[: 1 if isolation == "key" else 3]:
             for length, text in SYSTEMS.items():
@@ -359,3 +380,40 @@ def test_c8_no_key_gets_cached_tokens_of_another_team_through_a_gateway(
             ]
         cached = [answer.result()[1] > 0 for answer in answers]
         assert cached == [True, False] * 3 + [True, isolation == "team"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_c8_no_key_gets_anything_of_a_conversation_of_another_team(
+    real_worker: RunningWorker, tmp_path: Path, path: str
+) -> None:
+    secret = f"At {path}: {SYSTEMS['long']}"
+
+    def body(turns: Sequence[str]) -> dict[str, Any]:
+        roles = ("user", "assistant") * len(turns)
+        said = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+        fields: dict[str, dict[str, Any]] = {
+            "/v1/chat/completions": {"messages": said, "max_tokens": 8},
+            "/v1/messages": {"messages": said, "max_tokens": 8},
+            "/v1/responses": {"input": said, "max_output_tokens": 8},
+        }
+        return {"model": real_worker.model, "temperature": 0.0, **fields[path]}
+
+    with teams(real_worker, tmp_path, "team", "red", "blue", "green") as (red, blue, green):
+        first = body([secret])
+        text, cached, response_id = red.converse(path, first)
+        assert cached == 0
+        again = body([secret, text, QUESTION])
+        expected = [green.converse(path, each) for each in (first, again)]
+        assert expected[0][1] == 0
+        assert red.converse(path, again)[1] > 0, "the conversation is in the cache"
+        found, cached, _ = blue.converse(path, again)
+        assert (found, cached) == (expected[1][0], 0)
+        assert blue.converse(path, first)[0] == expected[0][0]
+        if response_id:
+            stolen = blue.gateway.client.post(
+                path, headers=blue.headers, json={**first, "previous_response_id": response_id}
+            )
+            assert stolen.status_code in (400, 404)
+            route = f"{path}/{response_id}"
+            assert blue.gateway.client.get(route, headers=blue.headers).status_code == 404
+            assert red.gateway.client.get(route, headers=red.headers).status_code == 200
