@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import yaml
 from rich.console import Console
 
+from bench.clients import scripted_engine
 from bench.clients.client import Client, Result, clients
 from bench.harness.tables import Grid, provenance, write_page
 from tests.support.paceline_process import running_up
@@ -44,6 +46,21 @@ def render(ran: Sequence[tuple[Client, Sequence[Result]]]) -> Grid:
     )
 
 
+def _with_engine(engine_url: str, folder: str) -> dict[str, str]:
+    """Write a configuration that adds the scripted engine; return the variable that names it."""
+    worker = {
+        "id": scripted_engine.MODEL,
+        "kind": "openai",
+        "url": engine_url,
+        "models": [scripted_engine.MODEL],
+        "pools": ["text-mtp", "vlm"],
+        "slots": 8,
+    }
+    path = Path(folder) / "clients.yaml"
+    path.write_text(yaml.safe_dump({"workers": [worker]}))
+    return {"PACELINE_CONFIG": str(path)}
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")[:_CELL_CHARS]
 
@@ -68,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         variables = {
             "BENCH_URL": url,
             "BENCH_MODEL": model,
+            "BENCH_SCRIPTED_MODEL": scripted_engine.MODEL,
             "BENCH_CHECKPOINT": str(CHECKPOINT),
         }
         for client in known:
@@ -82,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         with (
             tempfile.TemporaryDirectory(prefix="paceline-clients-") as folder,
-            running_up(Path(folder)) as process,
+            scripted_engine.running_engine() as engine_url,
+            running_up(Path(folder), environment=_with_engine(engine_url, folder)) as process,
         ):
             run_all(process.url, process.model)
     if len(ran) == len(known):
