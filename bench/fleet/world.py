@@ -229,6 +229,8 @@ class Mac:
             if end.key not in self.cached:
                 self.cached[end.key] = end.tokens - begin
                 self.used_tokens += end.tokens - begin
+                if end.key in self.evicted:
+                    self.evicted.remove(end.key)
             self.cached.move_to_end(end.key)
         while self.used_tokens > self.kind.cache_tokens:
             key, tokens = self.cached.popitem(last=False)

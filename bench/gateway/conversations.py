@@ -1,8 +1,8 @@
 """Memory and CPU time of following conversations in a gateway, and their memory in Redis.
 
 `python -m bench.gateway.conversations` computes the digests of chats, and fills the index of a
-gateway with the turns of 200,000 conversations of 20 ends each. Redis gets the claims of the same
-turns, from the code that gateways exchange them with.
+gateway with the last turns of 200,000 conversations of 20 ends each. Redis gets the claims of the
+same turns, from the code that gateways exchange them with.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ RESULTS: Final = Path(__file__).parents[1] / "results" / "gateway_conversations.
 CONVERSATIONS: Final = 200_000
 QUICK_CONVERSATIONS: Final = 2_000
 _ENDS: Final = 20
+_TURNS: Final = (_ENDS // 2 - 4, _ENDS // 2)
 _RULES: Final = PrefixPolicy()
 _BOOTS: Final = tuple((f"mac-{number}", "boot-1") for number in range(8))
 _CALLER: Final = Caller(key="k", team="lab")
@@ -112,10 +113,10 @@ def _turn(conversation: int, turn: int) -> PrefixKeys:
 
 
 def measure_index(conversations: int, console: Console) -> IndexCost:
-    """Send all turns of all conversations, one turn of each at a time."""
+    """Send the last turns of all conversations, one turn of each at a time."""
     before_bytes, began_s, turns = resident_bytes(os.getpid()), time.process_time(), 0
     index = PrefixIndex(lambda: 1_000_000.0)
-    for turn in track(range(_ENDS // 2), console=console, transient=True):
+    for turn in track(range(*_TURNS), console=console, transient=True):
         for conversation in range(conversations):
             prefix, boot = _turn(conversation, turn), _BOOTS[conversation % len(_BOOTS)]
             expected = index.record_dispatch(prefix, boot, _RULES)
@@ -203,9 +204,9 @@ def main() -> None:
         console.print(grid.to_table())
     if not options.quick:
         about = (
-            f"{provenance()}. All turns of all conversations pass through the index, one turn of "
-            "each at a time; it keeps the last four ends and the system prompt of each. Redis has "
-            "the claims of one turn of each."
+            f"{provenance()}. The last four turns of each conversation pass through the index, one "
+            "turn of each at a time; it keeps the last four ends and the system prompt of each. "
+            "Redis has the claims of one turn of each."
         )
         write_page(RESULTS, "Following conversations in a gateway", about, *grids)
 

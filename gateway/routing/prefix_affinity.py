@@ -312,8 +312,11 @@ class PrefixIndex:
                 others.append((other, known, other_until_s))
             elif other == number and not tokens and known != _EVICTED:
                 tokens = known
+        if len(others) >= self._rules.max_workers:  # who has it no more goes first
+            others.sort(key=lambda claim: claim[1] != _EVICTED)
+            del others[: len(others) - self._rules.max_workers + 1]
         others.append((number, tokens, until_s))
-        self._claims.set(key, others[-self._rules.max_workers :])
+        self._claims.set(key, others)
         return tokens
 
     def _withdraw(self, ends: Sequence[PrefixEnd], boot: WorkerBoot) -> None:

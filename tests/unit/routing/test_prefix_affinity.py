@@ -86,6 +86,17 @@ def test_only_the_most_recent_holders_are_remembered(prefixes: PrefixIndex) -> N
     assert prefix_holders(prefixes) == set()
 
 
+def test_a_worker_that_has_evicted_a_prompt_takes_the_place_of_no_other(
+    prefixes: PrefixIndex, studio: ScriptedWorker
+) -> None:
+    two_holders = PrefixPolicy(max_workers=2)
+    for holding in (LAPTOP, STUDIO):
+        prefixes.record_dispatch(system_prompt(), holding, two_holders)
+    prefixes.record_report(report_of(studio, evicted=("p",)))
+    prefixes.record_dispatch(system_prompt(), MINI, two_holders)
+    assert prefix_holders(prefixes) == {LAPTOP, MINI}
+
+
 def test_the_least_recently_used_ends_are_evicted_beyond_the_limit(
     prefixes: PrefixIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
