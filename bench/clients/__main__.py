@@ -2,7 +2,8 @@
 
 `python -m bench.clients` installs each client in an environment of its own, starts `paceline up` on
 a free port, runs the cases of each client and writes `bench/results/clients.md`. `--clients` runs
-some of them and prints their results.
+some of them and prints their results. A client has an empty environment and a home of its own; once
+all are installed, `unshare -n sh -c "ip link set lo up; ..."` shows that none needs a network.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from rich.console import Console
 
 from bench.clients import scripted_engine
 from bench.clients.client import Client, Result, clients
+from bench.clients.scripted import MODEL as SCRIPTED_MODEL
+from bench.clients.scripted import running_scripted
 from bench.harness.tables import Grid, provenance, write_page
 from tests.support.paceline_process import running_up
 from workers.demo import CHECKPOINT
@@ -81,23 +84,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     ran: list[tuple[Client, list[Result]]] = []
 
-    def run_all(url: str, model: str) -> None:
+    def run_all(url: str, model: str, *, scripted: bool = False, **keys: str) -> None:
         variables = {
             "BENCH_URL": url,
             "BENCH_MODEL": model,
             "BENCH_SCRIPTED_MODEL": scripted_engine.MODEL,
             "BENCH_CHECKPOINT": str(CHECKPOINT),
+            **keys,
         }
         for client in known:
-            if client.name in chosen:
+            if client.name in chosen and client.scripted is scripted:
                 console.print(f"{client.name}, installed if it is missing")
                 results = [*client.run(options.venv_dir.resolve(), variables)]
                 ran.append((client, results))
                 console.print(render(ran[-1:]).to_table())
 
+    if any(client.scripted and client.name in chosen for client in known):
+        with running_scripted() as at:
+            keys = {"BENCH_KEY": at.key, "BENCH_LIMITED_KEY": at.limited_key}
+            run_all(at.url, SCRIPTED_MODEL, scripted=True, **keys)
     if options.url:
         run_all(options.url, options.model)
-    else:
+    elif any(not client.scripted and client.name in chosen for client in known):
         with (
             tempfile.TemporaryDirectory(prefix="paceline-clients-") as folder,
             scripted_engine.running_engine() as engine_url,

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 import urllib.request
 from collections.abc import Callable
@@ -26,12 +27,15 @@ SCRIPTED_MODEL = os.environ.get("BENCH_SCRIPTED_MODEL", "")
 CHECKPOINT = os.environ.get("BENCH_CHECKPOINT", "")
 """The model's folder, for clients that want its tokenizer."""
 API = f"{URL}/v1"
+KEY, LIMITED_KEY = os.environ.get("BENCH_KEY", "none"), os.environ.get("BENCH_LIMITED_KEY", "")
+"""An API key, and one that has a single request a minute (of a scripted gateway)."""
 COUNT = "Count from 1 to 20."
 PERSON = "Tell me about a person."
 WEATHER = "What is the weather in Paris?"
 OVERFLOW = "word " * 40_000
 """More tokens than the context of the demo model holds."""
 AT_ONCE = 8
+_WAIT_S = 30.0
 
 
 class Failed(Exception):
@@ -114,8 +118,27 @@ def command(*words: str | Path, stdin: str = "", expected_codes: tuple[int, ...]
 
 def get(path: str) -> str:
     """Return what the gateway answers to a GET."""
-    with urllib.request.urlopen(URL + path, timeout=30) as response:
+    request = urllib.request.Request(URL + path, headers={"authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=30) as response:
         return str(response.read().decode())
+
+
+def requests_running() -> int:
+    """Return how many requests run at the gateway."""
+    return int(json.loads(get("/v1/status"))["gateway"]["requests_in_flight"])
+
+
+def clients_left() -> int:
+    """Return how many clients have left their request."""
+    return int(json.loads(get("/v1/status"))["outcomes"].get("client_left", 0))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true; raise `Failed` if it does not become so."""
+    until_s = time.monotonic() + _WAIT_S
+    while not condition():
+        check(time.monotonic() < until_s, "the gateway does not see what the client did")
+        time.sleep(0.1)
 
 
 def _attempt(run: Run, mode: Mode) -> tuple[bool, str]:

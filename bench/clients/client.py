@@ -7,7 +7,10 @@ npm too, each with its version:
     # dependencies = ["openai==3.54.0"]
     # [tool.paceline]
     # npm = ["ai@6.0.326"]
+    # scripted = true
     # ///
+
+With `scripted`, the program meets the scripted worker of `scripted.py` in place of the demo model.
 
 The program runs in a new folder, which is its home too, with the commands of its packages on its
 path, and prints one JSON object a line: `case`, `works` and `result`; `cases.py` does so for
@@ -57,6 +60,8 @@ class Client:
     program: Path
     python_packages: tuple[str, ...] = ()
     npm_packages: tuple[str, ...] = ()
+    scripted: bool = False
+    """Whether it meets the scripted worker in place of the demo model."""
 
     @property
     def name(self) -> str:
@@ -74,11 +79,12 @@ class Client:
         found = _HEAD.search(program.read_text())
         lines = found[1].splitlines() if found else []
         head = tomllib.loads("\n".join(re.sub(r"^(?:#|//) ?", "", line) for line in lines))
-        npm = head.get("tool", {}).get("paceline", {}).get("npm", ())
+        own = head.get("tool", {}).get("paceline", {})
         return cls(
             program=program,
             python_packages=tuple(head.get("dependencies", ())),
-            npm_packages=tuple(npm),
+            npm_packages=tuple(own.get("npm", ())),
+            scripted=own.get("scripted", False),
         )
 
     def run(self, environments: Path, variables: Mapping[str, str]) -> Iterator[Result]:
@@ -120,7 +126,7 @@ def _run(program: list[str], folders: list[Path], variables: Mapping[str, str]) 
             stderr=subprocess.PIPE,
             text=True,
             cwd=home,
-            env={**os.environ, **_ENVIRONMENT, **variables, **places},
+            env={**_ENVIRONMENT, **variables, **places},
         )
         try:
             printed, errors = process.communicate(timeout=_TIMEOUT_S)
