@@ -210,6 +210,31 @@ async def test_what_a_schema_forces_is_drafted(engine: Engine) -> None:
     assert end.speculation.accepted > 0.8 * end.speculation.drafted
 
 
+async def test_forced_text_longer_than_a_draft_of_the_head_is_one_draft(engine: Engine) -> None:
+    """Unless the request names its draft length; the answer is the same, and the counts add up."""
+    names = [f"a_long_name_of_the_field_{index}" for index in range(3)]
+    form = {"type": "object", "properties": {name: {"const": 1} for name in names}}
+    constraint = schema({**form, "required": names, "additionalProperties": False})
+    texts = set()
+    for draft_tokens, longest in ((0, 0), (2, 2), (None, 4)):
+        for temperature in (0, 1):
+            text, end = await answer(
+                engine,
+                "Hello",
+                constraint,
+                draft_tokens=draft_tokens,
+                temperature=temperature,
+                max_tokens=128,
+            )
+            texts.add(text)
+            drafts = end.speculation
+            assert max([step.drafted for step in end.steps], default=0) == longest
+            assert sum(step.drafted for step in end.steps) == drafts.drafted
+            assert sum(drafts.histogram) == drafts.steps
+            assert drafts.accepted > 0.8 * drafts.drafted or not longest
+    assert texts == {json.dumps(dict.fromkeys(names, 1))}
+
+
 async def test_a_limit_of_tokens_ends_an_answer_before_its_form(engine: Engine) -> None:
     """Then `finish_reason` is `length`, the only case in which the answer may be incomplete."""
     text, end = await answer(engine, "Hello", schema(PERSON), max_tokens=4)

@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from workers.engine.batch import Batch, set_states, size_class, states_of
 from workers.engine.draft_head import DraftHead
-from workers.engine.draft_length import DraftLength
+from workers.engine.draft_length import FORCED_LENGTHS, DraftLength
 from workers.engine.grammar import allowed_tokens, forced_drafts
 from workers.engine.kv_cache import RowCache, state_after
 from workers.engine.metrics import LaneCounters
@@ -76,6 +76,12 @@ class Decoder:
         self._counters = counters
         self._draft_length = DraftLength(draft_tokens)
         self._token_bytes = prompts.raw
+        # A verify takes the memory of a recurrent state for each token, which is measured for the
+        # drafts of a head alone.
+        lengths = FORCED_LENGTHS[: draft_tokens > 0] if target.is_recurrent else FORCED_LENGTHS
+        if not target.native_verify or self._graph is None:
+            lengths = ()
+        self._forced_limit = max(lengths, default=0)
         self._clock = clock
         # A family whose caches cannot hold rows of different lengths decodes row by row, and so
         # does a suspect row: both in the family's own caches, which a compiled step cannot take.
@@ -167,13 +173,15 @@ class Decoder:
         drafting = any(row.draft_tokens for row in rows)
         if drafting and self._head.usable is None:
             return self._requeue(batch, RuntimeError("The MTP head became unhealthy."))
-        k, representative = self._choose_k(batch) if drafting else (0, False)
+        k, representative = self._choose_k(batch) if drafting else (0, True)
+        backlog = bool(batch.backlog)
         begun_s = self._clock()
         try:
+            forced = self._forced_tokens(batch, k)
             if self._graph is None:
                 result = run_uncompiled_step(batch, self._target)
             else:
-                result = run_step(batch, self._graph, k)
+                result = run_step(batch, self._graph, k, forced)
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
             if drafting:
                 self._head.record_error(error)
@@ -181,21 +189,35 @@ class Decoder:
                     row.speculation.errors += row.draft_limit(k)
             return self._requeue(batch, error)
         outcome, fitted = self._append(rows, result, begun_s)
+        if forced:
+            k = max(result.drafted)
+            representative &= not backlog
         appended = sum(fitted)
         duration_s = self._clock() - begun_s
         self._counters.record_decode(sum(map(len, result.tokens)) / len(rows), duration_s)
+        if drafting or (self._forced_limit and any(row.matcher for row in rows)):
+            self._record_cost(result, k if representative else None, appended, duration_s)
         if drafting:
             self._head.record_success()
-            self._record_cost(result, k if representative else None, appended, duration_s)
-            if k == 0 and self._draft_length.best(len(rows)) == 0:
-                for row in rows:
-                    row.drafting_skipped = True
+            self._record_skipped(rows, k)
         for index, row in enumerate(rows):
             if row in outcome.finished:
                 self._store(row, partial(self._state, batch, index, result, fitted[index]))
         ended = [*outcome.finished, *outcome.failed]
         batch.select([i for i, row in enumerate(rows) if row not in ended])
         return outcome
+
+    def _forced_tokens(self, batch: Batch, k: int) -> list[Sequence[int]]:
+        """Return the tokens that each row's grammar forces, as many as the next draft has of them.
+
+        Empty if no row is forced to take more tokens than it drafts anyway.
+        """
+        if not self._forced_limit:
+            return []
+        runs = [row.forced_tokens()[: self._forced_limit] for row in batch.rows]
+        lengths = [len(run) for run in runs]
+        length = self._draft_length.choose_forced(len(runs), k, lengths)
+        return [run[:length] for run in runs] if length > k else []
 
     def _choose_k(self, batch: Batch) -> tuple[int, bool]:
         """Return the draft length of the next step, and whether its duration is representative.
@@ -233,7 +255,8 @@ class Decoder:
                 # the counts add up to `completion_tokens`.
                 step = DraftStep(drafted=drafted, accepted=min(fitted, len(tokens) - 1))
                 row.speculation.steps.append(step)
-                self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
+                if not result.forced[index]:
+                    self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
             if row.finish_reason:
                 outcome.finished.append(row)
         return outcome, appended
@@ -259,6 +282,12 @@ class Decoder:
             for layer in histories
         ]
         return state._replace(recurrent=recurrent)
+
+    def _record_skipped(self, rows: list[Row], k: int) -> None:
+        """Record for each row whether a step drafted nothing since drafts do not pay."""
+        if k == 0 and self._draft_length.best(len(rows)) == 0:
+            for row in rows:
+                row.drafting_skipped = True
 
     def _record_cost(
         self, result: StepResult, k: int | None, appended: int, duration_s: float
@@ -317,6 +346,8 @@ class StepResult:
 
     drafted: tuple[int, ...]
     """Number of verified draft tokens."""
+    forced: tuple[bool, ...]
+    """Whether a grammar forced some of these, rather than the head drafted all."""
     tokens: tuple[tuple[int, ...], ...]
     """The accepted draft tokens, then the one token that the target adds."""
     scores: mx.array
@@ -327,27 +358,37 @@ class StepResult:
     """Layers of the verify, with the histories of recurrent layers where L > 1."""
 
 
-def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
+def run_step(
+    batch: Batch, graph: StepGraph, k: int, long_runs: Sequence[Sequence[int]] = ()
+) -> StepResult:
     """Advance every row by one verify of up to k draft tokens, or of its fixed draft length.
+
+    `long_runs` has for each row the tokens that its grammar forces, if any of them has more than k.
 
     The host waits for the device once, for the chosen tokens; the device computes the new caches
     while the host emits them.
     """
     limits = [row.draft_limit(k) if batch.head_caches else 0 for row in batch.rows]
+    head_length = max(limits)
+    if long_runs:
+        limits = [max(limit, len(run)) for limit, run in zip(limits, long_runs, strict=True)]
     length = max(limits)
     rules = [row.token_rules(length) for row in batch.rows]
+    forced = [() if one is None or not length else one.forced() for one in rules]
     batch.reserve(length + 1)
     if graph.head is not None and (length or len(batch.backlog) >= MAX_BACKLOG_STEPS):
         batch.read_backlog(graph.head)
     offset = batch.offset
-    if length:
+    head_state = states_of(batch.head_caches)
+    if head_length:
         assert batch.seed_hidden is not None
-        head_state = states_of(batch.head_caches)
-        drafts, head_state = graph.draft(batch.seed_hidden, head_state, offset, length)
-        drafts = forced_drafts(rules, drafts)
-        mx.async_eval(drafts)  # the device drafts while the host describes the verify
+        drafts, head_state = graph.draft(batch.seed_hidden, head_state, offset, head_length)
     else:
         drafts = mx.zeros((len(limits), 0), dtype=mx.int32)
+    if length:
+        drafts = mx.pad(drafts, ((0, 0), (0, length - head_length)))
+        drafts = forced_drafts(forced, drafts)
+        mx.async_eval(drafts)  # the device drafts while the host describes the verify
     verified = graph.verify(
         mx.concatenate([batch.last_tokens[:, None], drafts], axis=1),
         states_of(batch.caches),
@@ -363,12 +404,17 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
         allowed = allowed_tokens(rules, verified.scores.shape[-1], drafts)
     contexts = [row.sampling_context() for row in batch.rows]
     chosen = choose(verified.scores, contexts, drafts, allowed)
-    if length:
-        drafted, head = (drafts, mx.array(limits)), (head_state, offset)
-        committed = graph.commit(verified.layers, verified.hidden, chosen, drafted, head)
+    drafted = (drafts, mx.array(limits))
+    if length and batch.head_caches:
+        committed = graph.commit(
+            verified.layers, verified.hidden, chosen, drafted, (head_state, offset)
+        )
         accepted, batch.last_tokens, state, head_state, batch.seed_hidden = committed
         set_states(batch.caches, state)
         set_states(batch.head_caches, head_state)
+    elif length:
+        accepted, batch.last_tokens, state = graph.settle(verified.layers, chosen, drafted)
+        set_states(batch.caches, state)
     else:
         accepted = mx.zeros((len(limits),), dtype=mx.int32)
         batch.last_tokens = chosen[:, 0]
@@ -379,7 +425,7 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
     mx.async_eval(decided)
     batch.set_offset(offset + accepted + 1)
     batch.evaluate_async()
-    return _result(limits, decided, verified)
+    return _result(limits, decided, verified, forced)
 
 
 def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
@@ -404,10 +450,16 @@ def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
     return _result([0] * len(batch.rows), decided, VerifyResult(scores, None, []))
 
 
-def _result(limits: list[int], decided: mx.array, verified: VerifyResult) -> StepResult:
+def _result(
+    limits: list[int],
+    decided: mx.array,
+    verified: VerifyResult,
+    forced: Sequence[Sequence[int]] = (),
+) -> StepResult:
     rows = decided.tolist()
     return StepResult(
         drafted=tuple(limits),
+        forced=tuple(map(bool, forced)) or (False,) * len(limits),
         # An accepted draft token is the target's own choice, so the choices are the answer.
         tokens=tuple(tuple(row[1 : row[0] + 2]) for row in rows),
         scores=verified.scores,

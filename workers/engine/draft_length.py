@@ -10,6 +10,7 @@ durations, no clock is read.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 SAMPLES = 9
@@ -28,6 +29,8 @@ EXPLORATION_STEPS = 4
 text, and only drafting measures it. Their cost is no sample, since the server and the client are
 busy with the beginning of the answer."""
 EXPLORATION_ROWS = 2
+FORCED_LENGTHS: tuple[int, ...] = (4, 8)
+"""Further lengths of drafts where a grammar forces the tokens; few, as each is compiled."""
 DECAY = 0.98
 """Weight of the past against one more verified draft token, in the acceptance of a position."""
 
@@ -60,6 +63,31 @@ class DraftLength:
             others = [k for k in self._candidates if k != self._current.get(size)]
             return others[self._steps // PROBE_EVERY % len(others)] if others else 0
         return self._fastest(size)
+
+    def choose_forced(self, rows: int, k: int, runs: Sequence[int]) -> int:
+        """Return the length of a draft for rows of which some are forced to go on, at least k.
+
+        `runs` is the number of forced tokens of each row. Forced tokens cost no pass of the head,
+        and are accepted, so a longer draft pays wherever its verify costs less than its tokens.
+        """
+        lengths = [
+            length
+            for length in (self._max_draft_tokens, *FORCED_LENGTHS)
+            if k < length <= max(runs, default=0)
+        ]
+        size = _size_class(rows)
+        for length in lengths:
+            if len(self._samples(size, length)) < MIN_SAMPLES:
+                return length
+        if not self._samples(size, k):
+            return max(lengths, default=k)
+        free = self.tokens_per_step(k)
+
+        def speed(length: int) -> float:
+            tokens = sum(min(run, length) + 1 if run else free for run in runs)
+            return tokens / median(self._samples(size, length))
+
+        return max((k, *lengths), key=speed)
 
     def is_exploring(self, rows: int, fewest_steps: int) -> bool:
         """Return whether the next step drafts only to measure the acceptance of a new answer."""

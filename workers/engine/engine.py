@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 
 from workers.drain_rate import QueuePlace
 from workers.engine import types
+from workers.engine.draft_length import FORCED_LENGTHS
 from workers.engine.grammar import GrammarCompiler
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.model import Checkpoint, load_checkpoint
@@ -340,7 +341,11 @@ def load_engine(
         checkpoint.target.native_verify = probe_native_verify(checkpoint.target)
     if checkpoint.target.supports_batching and not checkpoint.target.explicit_positions:
         checkpoint.target.supports_batching = probe_shared_rows(checkpoint.target)
-    memory = measure_memory(checkpoint.target, checkpoint.head, draft_tokens)
+    memory = measure_memory(
+        checkpoint.target,
+        checkpoint.head,
+        max(draft_tokens, FORCED_LENGTHS[0]) if draft_tokens else 0,
+    )
     make_lane = partial(
         LaneScheduler,
         checkpoint=checkpoint,

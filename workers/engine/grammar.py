@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import (
+    fill_next_token_bitmask,
     fill_next_token_bitmask_par,
     fill_next_token_bitmask_par_with_draft_tokens,
 )
@@ -280,13 +281,13 @@ class TokenRules(NamedTuple):
         return places, None
 
 
-def forced_drafts(rules: Sequence[TokenRules | None], drafts: mx.array) -> mx.array:
-    """Replace the drafts [rows, k] by the tokens that the rules force, where they force any."""
+def forced_drafts(forced: Sequence[Sequence[int]], drafts: mx.array) -> mx.array:
+    """Replace the drafts [rows, k] by the forced tokens of each row; -1 leaves a draft."""
     length = drafts.shape[1]
-    forced = [[] if one is None else list(one.forced()[:length]) for one in rules]
     if not any(forced):
         return drafts
-    padded = mx.array([run + [-1] * (length - len(run)) for run in forced], dtype=mx.int32)
+    runs = [list(run[:length]) for run in forced]
+    padded = mx.array([run + [-1] * (length - len(run)) for run in runs], dtype=mx.int32)
     return mx.where(padded < 0, drafts, padded)
 
 
@@ -328,8 +329,11 @@ def allowed_tokens(
     if followed:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), followed, bits)
     # Within a draft, reasoning may begin and end: one call may not name a grammar twice.
-    for group in [last] if length == 1 and last else [[place] for place in last]:
-        fill_next_token_bitmask_par(_executor(), group, bits)
+    if length == 1 and len(last) > 1:
+        fill_next_token_bitmask_par(_executor(), last, bits)
+    else:
+        for state, at in last:
+            fill_next_token_bitmask(state, bits, at)
     for at, place, matcher in fixed:
         _restrict(bits[at].view(np.uint32), place, matcher)
     return mx.array(bits.view(np.uint32)).reshape(len(rules), length, words)

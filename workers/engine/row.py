@@ -36,16 +36,17 @@ class SpeculationCounter:
 
     def total(self) -> Speculation:
         """Return the counts so far."""
-        if not self.draft_tokens:
+        longest = max([self.draft_tokens, *(step.drafted for step in self.steps)])
+        if not longest:
             return Speculation()
         histogram = Counter(step.accepted for step in self.steps)
         return Speculation(
-            num_spec_tokens=self.draft_tokens,
+            num_spec_tokens=longest,
             steps=len(self.steps),
             drafted=sum(step.drafted for step in self.steps) + self.errors,
             accepted=sum(step.accepted for step in self.steps),
             errors=self.errors,
-            histogram=tuple(histogram[accepted] for accepted in range(self.draft_tokens + 1)),
+            histogram=tuple(histogram[accepted] for accepted in range(longest + 1)),
         )
 
 
@@ -177,6 +178,19 @@ class Row:
         """
         wanted = self.draft_tokens if self.draft_tokens_fixed else min(k, self.draft_tokens)
         return max(min(wanted, self.max_tokens - len(self.answer) - 1), 0)
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Return the next tokens that the grammar forces, if a draft may have them.
+
+        None for a request that names its draft length.
+        """
+        if self.matcher is None or self.draft_tokens_fixed:
+            return ()
+        if self.reasoning is not None and not self.reasoning.state.next_token().answering:
+            return ()
+        return self.matcher.state.compute_ff_tokens()[
+            : max(self.max_tokens - len(self.answer) - 1, 0)
+        ]
 
     def sampling_context(self) -> SamplingContext:
         """Return the sampler's input for the next token."""

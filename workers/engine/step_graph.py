@@ -51,6 +51,7 @@ class StepGraph:
         self.draft = _compile(self._trace_draft)
         self._verify = _compile(self._trace_verify)
         self.commit = _compile(self._trace_commit)
+        self.settle = _compile(self._trace_settle)
 
     def verify(
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
@@ -136,14 +137,9 @@ class StepGraph:
         head, and the head's hidden state [rows, 1, width] that drafts the next token.
         """
         assert self.head is not None
-        drafts, limits = drafted
+        accepted, last_tokens, state = self._trace_settle(layers, chosen, drafted)
         head_state, offset = head
         length = chosen.shape[1]
-        within_limit = mx.arange(length - 1)[None] < limits[:, None]
-        matches = mx.logical_and(drafts == chosen[:, :-1], within_limit)
-        accepted = mx.cumprod(matches.astype(mx.int32), axis=1).sum(axis=1)
-        last_tokens = mx.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
-        state = self.roll_back(layers, accepted + 1, length)
         # The head's states for its own drafts are replaced by those for the target's choices. It
         # also reads the choices after a row's last token, which the row's cursor then excludes: one
         # pass for all rows costs less than one per row.
@@ -152,6 +148,18 @@ class StepGraph:
         read = self.head.forward(chosen, hidden, caches, positions)
         seed_hidden = mx.take_along_axis(read, accepted[:, None, None], axis=1)
         return accepted, last_tokens, state, [cache.state for cache in caches], seed_hidden
+
+    def _trace_settle(
+        self, layers: Layers, chosen: mx.array, drafted: tuple[mx.array, mx.array]
+    ) -> tuple[mx.array, mx.array, State]:
+        """Accept and roll back as `_trace_commit` does, for a batch that has no head."""
+        drafts, limits = drafted
+        length = chosen.shape[1]
+        within_limit = mx.arange(length - 1)[None] < limits[:, None]
+        matches = mx.logical_and(drafts == chosen[:, :-1], within_limit)
+        accepted = mx.cumprod(matches.astype(mx.int32), axis=1).sum(axis=1)
+        last_tokens = mx.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
+        return accepted, last_tokens, self.roll_back(layers, accepted + 1, length)
 
     def _open(self, state: State, offset: mx.array) -> list[RowCache | RecurrentCache]:
         return [
