@@ -57,6 +57,7 @@ class Mode(NamedTuple):
 WHOLE = (Mode(0, stream=False), Mode(1, stream=False))
 STREAMED = (Mode(0, stream=True), Mode(1, stream=True))
 BOTH = (*WHOLE, *STREAMED)
+GREEDY = (WHOLE[0], STREAMED[0])
 ONCE = WHOLE[:1]
 
 Run = Callable[[Mode], str]

@@ -29,9 +29,11 @@ class ConstraintKind(StrEnum):
     GRAMMAR = "grammar"
     CALLS = "calls"
     """Calls of tools alone, which no field of vLLM names."""
+    STRICT_TOOLS = "strict_tools"
+    """Any text, and calls whose arguments have the form of their tool; no field of vLLM either."""
 
 
-_VLLM_KINDS = frozenset(ConstraintKind) - {ConstraintKind.CALLS}
+_VLLM_KINDS = frozenset(ConstraintKind) - {ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS}
 _KINDS = frozenset(kind.value for kind in _VLLM_KINDS)
 _MAX_CALLS = 16
 
@@ -43,7 +45,8 @@ class Constraint(NamedTuple):
     value: Any
     """A JSON Schema, an expression, a list of texts, or a grammar as Lark or llama.cpp write it.
 
-    For calls, their `limit`, and the parameters of all `functions` by name.
+    For calls, their `limit`, and the parameters of all `functions` by name; for strict tools also
+    the `style` in which the model writes calls.
     """
     param: str
     """Path of the field that holds it, for errors."""
@@ -62,6 +65,22 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
         )
     forced = _forced_calls(body)
     return forced or (constraints[0] if constraints else None)
+
+
+def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
+    """Return the constraint of free calls of which some are strict; the tools have been checked."""
+    functions = [tool["function"] for tool in body.get("tools") or ()]
+    if not any(function.get("strict") is True for function in functions):
+        return None
+    parameters = {
+        function["name"]: (function.get("parameters") or {"additionalProperties": False})
+        if function.get("strict") is True
+        else {}
+        for function in functions
+    }
+    limit = 1 if body.get("parallel_tool_calls") is False else _MAX_CALLS
+    value = {"limit": limit, "functions": parameters, "style": style}
+    return Constraint(ConstraintKind.STRICT_TOOLS, value, "tools")
 
 
 def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 from bench.engine.schemas import ask_each, draw_schemas
 from policies.request.constraint import Constraint, ConstraintKind
 from policies.request.profile import Sampling
+from workers.engine import grammar
 from workers.engine.engine import Engine
 from workers.engine.grammar import CACHED_GRAMMARS
 from workers.engine.types import (
@@ -282,13 +283,22 @@ async def test_a_hostile_constraint_ends_with_an_error_of_its_own(engine: Engine
     for constraint in (
         schema({"$ref": "#/$defs/d0", "$defs": deep}),
         schema({"type": "object", "properties": wide}),
-        Constraint(ConstraintKind.REGEX, "(a{1000}){1000}", "guided_regex"),
+        Constraint(ConstraintKind.REGEX, "(a{200}){200}", "guided_regex"),
         Constraint(ConstraintKind.GRAMMAR, rules, "guided_grammar"),
         Constraint(ConstraintKind.GRAMMAR, "root ::= " + "(" * 30_000, "guided_grammar"),
     ):
         with suppress(InvalidGeneration):
             await answer(engine, "Hello", constraint, max_tokens=4)
     assert engine.alive
+
+
+async def test_a_constraint_that_takes_too_long_is_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the thread that compiles, and no request for longer than the limit."""
+    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0)
+    with pytest.raises(InvalidGeneration, match="too long to compile"):
+        await answer(engine, "Hello", Constraint(ConstraintKind.REGEX, "[a-q]{3}", "guided_regex"))
 
 
 @pytest.mark.parametrize("form", ["date", "time", "date-time"])
@@ -432,6 +442,41 @@ def test_a_forced_call_is_made_and_its_arguments_follow_the_schema(
     streamed = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
     assert streamed == calls
     assert not message.content
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_free_call_of_a_strict_tool_has_the_form_of_its_arguments(
+    openai_client: OpenAI, temperature: float
+) -> None:
+    """The model may answer in text; whole and streamed, its calls follow the schema."""
+    parameters = {
+        "type": "object",
+        "properties": {"town": {"type": "string", "maxLength": 9}, "days": {"const": 3}},
+        "required": ["town", "days"],
+        "additionalProperties": False,
+    }
+    function = {"name": "get_weather", "strict": True, "parameters": parameters}
+    question: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    fields: Any = {
+        "model": "demo",
+        "messages": question,
+        "tools": [{"type": "function", "function": function}],
+        "temperature": temperature,
+        "max_tokens": 100,
+    }
+    called = 0
+    for seed in range(2):
+        message = openai_client.chat.completions.create(**fields, seed=seed).choices[0].message
+        with openai_client.chat.completions.stream(**fields, seed=seed) as stream:
+            streamed = stream.get_final_completion().choices[0].message
+        for call, same in zip(message.tool_calls or [], streamed.tool_calls or [], strict=True):
+            arguments = json.loads(call.model_dump()["function"]["arguments"])
+            assert list(arguments) == ["town", "days"]
+            assert len(arguments["town"]) <= 9
+            assert arguments["days"] == 3
+            assert json.loads(same.function.arguments) == arguments
+            called += 1
+    assert called or temperature
 
 
 def test_a_schema_beside_tools_leaves_the_model_its_calls(openai_client: OpenAI) -> None:

@@ -6,6 +6,7 @@ Without MLX and transformers, because the process that tries a constraint import
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from policies.request.constraint import Constraint, ConstraintKind
+
+RECORDS, FUNCTION_TAGS = "records", "function_tags"
+"""Styles of calls that a grammar can hold to their schemas: JSON with name and arguments, and
+elements `function=NAME` with elements `parameter=KEY` in them."""
 
 LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
@@ -89,27 +94,45 @@ def grammar_source(
     value = constraint.value
     call_rule = _call_rule(tokenizer, *call_marks) if call_marks else None
     match constraint.kind:
-        case ConstraintKind.JSON if call_rule:
-            rules = ("start: form | call+", f"form: {_lark_json(value)}", call_rule)
-            return LLMatcher.grammar_from_lark("\n".join(rules))
-        case ConstraintKind.JSON:
-            return LLMatcher.grammar_from_lark(f"start: {_lark_json(value)}")
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(value)
+        case ConstraintKind.JSON if call_rule:
+            lark = f"start: form | call+\nform: {_lark_json(value)}\n{call_rule}"
+        case ConstraintKind.JSON:
+            lark = f"start: {_lark_json(value)}"
         case ConstraintKind.CHOICE:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+            lark = "start: " + " | ".join(map(json.dumps, value))
         case ConstraintKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(any_to_lark(value))
+            lark = any_to_lark(value)
         case ConstraintKind.CALLS:
-            return LLMatcher.grammar_from_lark(_lark_calls(**value))
+            lark = _lark_calls(**value)
+        case ConstraintKind.STRICT_TOOLS:
+            assert call_marks is not None, "the model has a format of calls"
+            lark = _lark_strict_tools(tokenizer, *call_marks, **value)
+    return LLMatcher.grammar_from_lark(lark)
 
 
 def _call_rule(tokenizer: LLTokenizer, begin: str, end: str) -> str | None:
-    """Return the rule of a call in the model's own format, if single tokens begin and end one."""
-    marks = [tokenizer.tokenize_str(mark, parse_special=True) for mark in (begin, end)]
-    if not all(len(mark) == 1 and tokenizer.is_special_token(mark[0]) for mark in marks):
+    """Return the rule of a call in the model's own format, if texts begin and end one."""
+    if not begin or not end:
         return None
-    return f"call: <[{marks[0][0]}]> /(?s:.*)/ <[{marks[1][0]}]> /\\n*/"
+    first, last = _mark(tokenizer, begin), _mark(tokenizer, end)
+    if last.startswith("<["):
+        return f"call: {first} /(?s:.*)/ {last} /\\n*/"
+    return f"call: {first} call_body /\\n*/\ncall_body[lazy]: /(?s:.*){_escape(end)}/"
+
+
+def _mark(tokenizer: LLTokenizer, text: str) -> str:
+    """Return Lark's expression of a text, which may be a special token."""
+    tokens = tokenizer.tokenize_str(text, parse_special=True)
+    if len(tokens) == 1 and tokenizer.is_special_token(tokens[0]):
+        return f"<[{tokens[0]}]>"
+    return json.dumps(text)
+
+
+def _escape(text: str) -> str:
+    """Return an expression of a text, between slashes."""
+    return re.sub(r"([^\w\s])", r"\\\1", text)
 
 
 def _lark_json(schema: Any) -> str:
@@ -147,3 +170,84 @@ def _lark_calls(limit: int, functions: Mapping[str, Any]) -> str:
     more = f'(", " call){{0,{limit - 1}}}' if limit > 1 else ""
     start = f'start: "[" call {more} "]"'
     return "\n".join([start, f"call: {' | '.join(calls)}", *rules])
+
+
+def _lark_strict_tools(
+    tokenizer: LLTokenizer,
+    begin: str,
+    end: str,
+    *,
+    limit: int,
+    functions: Mapping[str, Any],
+    style: str,
+) -> str:
+    """Return the grammar of free text and calls in the model's own format."""
+    first, last = _mark(tokenizer, begin), _mark(tokenizer, end) if end else ""
+    call = f"/\\n?/ body /\\n?/ {last} /\\n*/"
+    more = f"({first} {call}){{0,{limit - 1}}}" if limit > 1 else ""
+    if first.startswith("<["):  # no text contains a special token
+        rules = [f"start: text | text {first} {call} {more}", "text: /(?s:.*)/"]
+    else:
+        mark = _escape(begin)
+        rules = [
+            f"start: TEXT | before {call} {more}",
+            f"before[lazy]: /(?s:.*){mark}/",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/",
+        ]
+    bodies = []
+    for index, (name, parameters) in enumerate(functions.items()):
+        schema = {"type": "object", **parameters}
+        if style == RECORDS:
+            head = f'{{"name": {json.dumps(name)}, "arguments": '
+            bodies.append(f'{json.dumps(head)} arguments_{index} "}}"')
+            rules.append(f"arguments_{index}: {_lark_json(schema)}")
+        else:
+            head = json.dumps(f"<function={name}>\n")
+            bodies.append(f'{head} arguments_{index} "</function>"')
+            rules += _lark_tags(f"arguments_{index}", schema)
+    record = " | ".join(bodies)
+    if style != RECORDS:
+        return "\n".join([*rules, f"body: {record}"])
+    return "\n".join([*rules, 'body: record | "[" record (", " record)* "]"', f"record: {record}"])
+
+
+def _lark_tags(rule: str, schema: Mapping[str, Any]) -> list[str]:
+    """Return the rules of arguments in elements `parameter=KEY`, in the order of the properties.
+
+    A text has no quotes there: its length holds, its pattern and its format do not.
+    """
+    properties = schema.get("properties") or {}
+    if not properties and schema.get("additionalProperties", True) is not False:
+        # Of a tool that is not strict: whatever elements the model writes.
+        return [f'{rule}: ("<parameter=" /[^<>\\n]+/ ">\\n" {rule}_value)*',
+                f"{rule}_value[lazy]: /(?s:.*)\\n<\\/parameter>\\n/"]  # fmt: skip
+    required = schema.get("required") or ()
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    parts, rules = [], []
+    for index, (name, value) in enumerate(properties.items()):
+        part = f"{rule}_{index}"
+        parts.append(part if name in required else f"{part}?")
+        head, tail = json.dumps(f"<parameter={name}>\n"), r"\n<\/parameter>\n"
+        texts = _texts(value)
+        if texts is None:
+            whole = {**definitions, **value} if isinstance(value, Mapping) else value
+            rules += [f"{part}: {head} {part}_value /{tail}/", f"{part}_value: {_lark_json(whole)}"]
+        elif texts:
+            choice = " | ".join(json.dumps(text) for text in texts)
+            rules.append(f"{part}: {head} ({choice}) /{tail}/")
+        elif "maxLength" in value:
+            bounds = f"{{{int(value.get('minLength', 0))},{int(value['maxLength'])}}}"
+            rules.append(f"{part}: {head} /[^<\\n]{bounds}{tail}/")
+        else:
+            rules += [f"{part}: {head} {part}_value", f"{part}_value[lazy]: /(?s:.*){tail}/"]
+    return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
+
+
+def _texts(schema: Any) -> Sequence[str] | None:
+    """Return the texts that a schema lists; none if it takes any text, None if no text alone."""
+    if not isinstance(schema, Mapping):
+        return None
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if listed:
+        return listed if all(isinstance(one, str) for one in listed) else None
+    return [] if schema.get("type") == "string" else None

@@ -188,9 +188,7 @@ class Row:
             return ()
         if self.reasoning is not None and not self.reasoning.state.next_token().answering:
             return ()
-        return self.matcher.state.compute_ff_tokens()[
-            : max(self.max_tokens - len(self.answer) - 1, 0)
-        ]
+        return self.matcher.forced()[: max(self.max_tokens - len(self.answer) - 1, 0)]
 
     def sampling_context(self) -> SamplingContext:
         """Return the sampler's input for the next token."""

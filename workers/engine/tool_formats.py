@@ -19,6 +19,8 @@ from typing import Any, Final
 import regex
 from mlx_vlm.tools import SPECS, load_tool_module
 
+from workers.engine import grammar_source
+
 _NAME: Final = r"(?P<name>[\w./-]{1,128})"
 _STRING: Final = r'"(?:[^"\\]|\\.)*+"'
 _SCALAR: Final = (
@@ -108,6 +110,13 @@ class ToolFormat:
     parser: str = ""
     """Name of mlx-vlm's parser, for a format that is not described here."""
 
+    @property
+    def style(self) -> str:
+        """Return the style by which a grammar knows the calls; empty if it cannot write them."""
+        if self.calls == RECORDS and not self.opened and not self.parser:
+            return grammar_source.RECORDS
+        return grammar_source.FUNCTION_TAGS if self.calls[0] in _FUNCTION_TAGS else ""
+
     @cached_property
     def spelling(self) -> str:
         """Return all texts and patterns of the format, in which its special tokens occur."""
@@ -150,6 +159,7 @@ def _key_tags(prefix: str = "", suffix: str = "") -> Tags:
     return Tags(rf"\s*+<{key}>(?P<key>[^<]++)</{key}>\s*+<{value}>", f"</{value}>")
 
 
+_FUNCTION_TAGS: Final = (_function_tags(), _function_tags(("\n", "\n")))
 _DEEPSEEK_CALL: Final = Call(
     r"\s*+<｜tool▁call▁begin｜>(?:"
     rf"function<｜tool▁sep｜>{_NAME}\s*+```json\s|{_NAME}<｜tool▁sep｜>(?=\s*+\{{))"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from policies.request.constraint import ConstraintKind, read_constraint
+from policies.request.constraint import ConstraintKind, read_constraint, strict_tools
 from policies.request.content import (
     MEDIA_KINDS,
     MESSAGE_TEXTS,
@@ -95,6 +95,8 @@ async def read_request(
     constraint = read_constraint(body)
     forced = constraint is not None and constraint.kind is ConstraintKind.CALLS
     tool_format = engine.prompts.tool_format if tools and not forced else None
+    if constraint is None and tool_format is not None and tool_format.style:
+        constraint = strict_tools(body, tool_format.style)
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
     scope = _prefix_scope(request.headers.get(SCOPE_HEADER))
     scores_prompt = profile.echo and profile.top_logprobs is not None

@@ -144,7 +144,7 @@ def tools(mode: Mode) -> str:
 
 @case("legacy functions, called and answered")
 def functions(mode: Mode) -> str:
-    function = {"name": "get_weather", "parameters": GetWeather.model_json_schema()}
+    function = {"name": "get_weather", "parameters": TOOL["function"]["parameters"]}
     request = fields(WEATHER, mode, functions=[function], function_call={"name": "get_weather"})
     if mode.stream:
         name, arguments, reason = "", "", ""

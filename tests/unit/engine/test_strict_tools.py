@@ -1,0 +1,112 @@
+"""Grammars of strict tools: any text, and calls of the model's own format that fit their schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer
+
+from policies.request.constraint import strict_tools
+from workers.demo import CHECKPOINT
+from workers.engine.grammar_source import FUNCTION_TAGS, LIMITS, RECORDS, grammar_source
+from workers.engine.tool_formats import FORMATS
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "unit": {"enum": ["c", "f"]},
+        "days": {"$ref": "#/$defs/days"},
+        "note": {"type": "string"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+BODY: Any = {
+    "tools": [
+        {"function": {"name": "get_weather", "strict": True, "parameters": WEATHER}},
+        {"function": {"name": "now", "strict": True}},
+        {"function": {"name": "free"}},
+    ]
+}
+SPECIAL = ("<tool_call>", "</tool_call>")
+"""Special tokens of the demo model."""
+TEXTS = ("[[call]]", "[[/call]]")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return from_tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINT)))
+
+
+def accepts(tokenizer: LLTokenizer, style: str, marks: tuple[str, str], *texts: str) -> bool:
+    """Return whether an answer may have these texts, with `(` and `)` for the marks."""
+    constraint = strict_tools(BODY, style)
+    assert constraint is not None
+    source = grammar_source(constraint, tokenizer, marks)
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    assert not matcher.is_error(), matcher.get_error()
+    answer = "".join(texts).replace("(", marks[0]).replace(")", marks[1])
+    tokens = tokenizer.tokenize_str(answer, parse_special=True)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def tags(function: str, **values: Any) -> str:
+    parameters = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
+    return f"(\n<function={function}>\n{''.join(parameters)}</function>\n)"
+
+
+@pytest.mark.parametrize("marks", [SPECIAL, TEXTS])
+def test_calls_in_tags_fit_their_schema(tokenizer: LLTokenizer, marks: tuple[str, str]) -> None:
+    good = [
+        ["Only text, with < and ["],
+        ["", tags("get_weather", city="Paris", days=3)],
+        ["So: ", tags("get_weather", city="Paris", unit="c", days=3, note="a\nb"), "\n"],
+        [tags("now"), "\n", tags("free", x="a\nb", y=1)],
+    ]
+    bad = [
+        [tags("get_weather", days=3)],
+        [tags("get_weather", city="Paris", days=30)],
+        [tags("get_weather", city="P" * 21, days=3)],
+        [tags("get_weather", city="Paris", unit="k", days=3)],
+        [tags("now", x=1)],
+        [tags("other")],
+        ["( text )"],
+    ]
+    assert [accepts(tokenizer, FUNCTION_TAGS, marks, *texts) for texts in good] == [True] * 4
+    assert [accepts(tokenizer, FUNCTION_TAGS, marks, *texts) for texts in bad] == [False] * 7
+
+
+@pytest.mark.parametrize("marks", [SPECIAL, TEXTS])
+def test_calls_in_json_fit_their_schema(tokenizer: LLTokenizer, marks: tuple[str, str]) -> None:
+    weather = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
+    good = [
+        ["(\n", weather, "\n)"],
+        ["So: ([", weather, ', {"name": "now", "arguments": {}}', "])"],
+        ['({"name": "free", "arguments": {"x": [1]}})', "\n(", weather, ")"],
+    ]
+    bad = [
+        ['({"name": "get_weather", "arguments": {"city": "Paris"}})'],
+        ['({"name": "now", "arguments": {"x": 1}})'],
+        ['({"name": "other", "arguments": {}})'],
+    ]
+    assert [accepts(tokenizer, RECORDS, marks, *texts) for texts in good] == [True] * 3
+    assert [accepts(tokenizer, RECORDS, marks, *texts) for texts in bad] == [False] * 3
+
+
+def test_only_strict_tools_are_a_constraint() -> None:
+    assert strict_tools({"tools": BODY["tools"][2:]}, RECORDS) is None
+    constraint = strict_tools({**BODY, "parallel_tool_calls": False}, RECORDS)
+    assert constraint is not None
+    assert constraint.value["limit"] == 1
+
+
+def test_the_styles_of_formats_are_those_that_a_grammar_writes() -> None:
+    """A format that ends calls by no text of its own, or begins them by none, has no style."""
+    styles = {name: form.style for name, form in FORMATS.items()}
+    assert (styles["json_tools"], styles["qwen3_coder"]) == (RECORDS, FUNCTION_TAGS)
+    assert (styles["gemma4"], styles["llama3"], styles["harmony"]) == ("", "", "")
