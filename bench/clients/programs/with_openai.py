@@ -49,7 +49,7 @@ class Now(BaseModel):
     """Get the time."""
 
 
-TOOL = {**openai.pydantic_function_tool(GetWeather, name="get_weather")}
+TOOL: Any = {**openai.pydantic_function_tool(GetWeather, name="get_weather")}
 TOOLS = [TOOL, openai.pydantic_function_tool(Now, name="now")]
 
 
