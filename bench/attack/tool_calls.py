@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append((family_of(name), name, format_name(template) or "none", result))
         console.print(f"{name}: {result}, {time.monotonic() - begun_s:.0f} s", markup=False)
     grid = tables.Grid(
-        title=f"At least {calls} calls per template, each the same after render and parse",
+        title=f"About {calls} calls per template, each the same after render and parse",
         columns=("family", "template", "format", "calls"),
         rows=tuple(sorted(rows)),
     )

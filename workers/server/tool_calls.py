@@ -247,6 +247,7 @@ class TagReader:
         self.stop = regex.compile(
             f"(?:{re.escape(tags.wrap[1])})?{re.escape(tags.end)}(?=\\s*(?:{following}))"
         )
+        self._null = regex.compile(f"(?i:null){self.stop.pattern}")
         self._buffer = ""
         self._step: Callable[[], str | None] = self._next_key
         self._wanted = _ANY
@@ -310,11 +311,10 @@ class TagReader:
             value = value[len(wrap) :]
         text = self._wanted == {"string"}
         if self._wanted == {"string", "null"}:
-            if "null".startswith(value[:4].lower()):
-                if len(value) < len("null"):
-                    return None
-            else:
-                text = True
+            null = self._null.match(value, partial=True)
+            if null and null.partial:
+                return None
+            text = null is None
         elif self._wanted and "string" not in self._wanted and not value.strip():
             return None
         self._buffer = value

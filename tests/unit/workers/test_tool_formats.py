@@ -133,6 +133,26 @@ def test_arguments_arrive_while_they_are_written(family: str) -> None:
     assert len(read_calls(known, text, TOOLS).parts) > len(PROSE) * 0.9
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (["string", "null"], "nullify nothing", '"nullify nothing"'),
+        ("array", '[{"old": "</parameter>"}, {"old": "b"}]', None),
+        (["object", "null"], "{'a': [True, 'b']}", '{"a": [true, "b"]}'),
+    ],
+)
+def test_a_long_value_between_tags_arrives_while_it_is_written(
+    kind: Any, value: str, expected: str | None
+) -> None:
+    """Lists of edits and optional texts too, which only a wrong reader would hold to their end."""
+    schema = {"type": "object", "properties": {"a": {"type": kind}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    text = f"<tool_call><function=f><parameter=a>\n{value}\n</parameter></function></tool_call>"
+    read = read_calls(FORMATS["qwen3_coder"], text, tools)
+    assert read.calls == [("f", f'{{"a": {expected or value}}}')]
+    assert len(read.parts) > len(value) // 2
+
+
 @pytest.mark.parametrize("family", EVERY)
 def test_a_call_cut_anywhere_leaves_no_markup_in_the_content(family: str) -> None:
     known, text = EVERY[family], text_of(family)
@@ -251,6 +271,7 @@ def test_variants_that_models_write(
         ("<tool_call>\n<function={{ name }}>", "qwen3_coder"),
         ("{%- if message.tools %}<|tool|>{{ message.tools }}<|/tool|>", "phi4"),
         ("{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v3"),
+        ("[TOOL_CALLS] and <|python_tag|>", "mistral"),
         ("Nothing", None),
     ],
 )
