@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -55,7 +56,12 @@ def run_conversations(model: Path, seed: int, tokens: int) -> ConversationStats:
     """Answer random conversations; raise AssertionError at a token that is not the likeliest."""
     checkpoint = load_checkpoint(model)
     prompts = PromptRenderer(checkpoint.processor)
-    return ConversationRunner(checkpoint, prompts, seed, CACHE_BYTES).run(tokens)
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        runner = ConversationRunner(checkpoint, prompts, seed, CACHE_BYTES, Path(folder))
+        try:
+            return runner.run(tokens)
+        finally:
+            runner.close()
 
 
 def conversation_table(stats: ConversationStats) -> Grid:
@@ -69,8 +75,10 @@ def conversation_table(stats: ConversationStats) -> Grid:
         ("... to a chat without a former message", stats.cuts),
         ("... cancelled", stats.cancelled),
         ("evictions of a part of the cache", stats.evictions),
+        ("restarts", stats.restarts),
         ("prompt tokens", stats.prompt_tokens),
         ("... found in the cache", stats.cached_tokens),
+        ("... read from disk", stats.disk_tokens),
         ("draft tokens", stats.drafted_tokens),
     )
     return Grid(

@@ -2,14 +2,16 @@
 
 Chats begin, go on, fork from an earlier turn, lose a message, and change one; several are answered
 at once, by both lanes, with drafts and without, while others are cancelled and the cache is evicted
-in part. What the engine has read before must not change an answer: one pass of the bare model over
-the prompt and the answer finds the likeliest token at each place.
+in part. Evicted nodes go to disk and come back from there, also after a restart. What the engine
+has read before must not change an answer: one pass of the bare model over the prompt and the answer
+finds the likeliest token at each place.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -17,7 +19,10 @@ import mlx.core as mx
 from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
 from workers.engine.detokenizer import TextStream
 from workers.engine.model import Checkpoint
+from workers.engine.prefill import Prefill
+from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
+from workers.engine.prefix_cache_files import PrefixCacheFiles
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PromptRenderer
@@ -51,6 +56,8 @@ class ConversationStats:
     edits: int = 0
     cuts: int = 0
     evictions: int = 0
+    restarts: int = 0
+    disk_tokens: int = 0
     cancelled: int = 0
     drafted_tokens: int = 0
     ties: int = 0
@@ -60,27 +67,47 @@ class ConversationRunner:
     """Conversations on two lanes over one small prefix cache."""
 
     def __init__(
-        self, checkpoint: Checkpoint, prompts: PromptRenderer, seed: int, cache_bytes: int
+        self,
+        checkpoint: Checkpoint,
+        prompts: PromptRenderer,
+        seed: int,
+        cache_bytes: int,
+        folder: Path,
     ) -> None:
         self.stats = ConversationStats()
-        self.cache = PrefixCache(cache_bytes)
+        self._folder = folder
         self._checkpoint, self._prompts = checkpoint, prompts
         self._rng = random.Random(seed)
         self._cache_bytes = cache_bytes
         self._chats: list[tuple[str, Messages]] = []
+        self._start()
+
+    def close(self) -> None:
+        """Write the cache to disk, and end its thread."""
+        self.cache.close()
+
+    def _start(self) -> None:
+        files = PrefixCacheFiles(self._folder, 16 * self._cache_bytes, "demo", b"secret")
+        self.cache = PrefixCache(self._cache_bytes, files)
         self._lanes: list[LaneScheduler] = []
+        queue: PrefillQueue[Prefill] = PrefillQueue()
         for name in LaneName:
             self._lanes.append(
                 LaneScheduler(
-                    name, checkpoint, prompts,
+                    name, self._checkpoint, self._prompts,
                     prefix_cache=self.cache, siblings=self._lanes, draft_tokens=3, max_rows=8,
                     prefill_chunk_tokens=192, prefill_budget_s=60.0, memory=UNLIMITED_MEMORY,
+                    prefill_queue=queue,
                 )
             )  # fmt: skip
 
     def run(self, tokens: int) -> ConversationStats:
         """Answer until so many tokens are checked; raise `AssertionError` at a wrong one."""
         while self.stats.tokens < tokens:
+            if self._rng.random() < 0.1:
+                self.stats.restarts += 1
+                self.close()
+                self._start()
             lanes = self._lanes if self._rng.random() < 0.2 else [self._rng.choice(self._lanes)]
             count = self._rng.randint(2, 9)
             rows = [self._submit(self._rng.choice(lanes), *self._next_chat()) for _ in range(count)]
@@ -155,6 +182,7 @@ class ConversationRunner:
             speculation=SpeculationCounter(draft_tokens),
             sink=result.on_event,
         )
+        result.row.prefetched = self.cache.prefetch(scope, result.row.prompt.identity)
         lane.add(result.row)
         return scope, messages, result
 
@@ -164,6 +192,7 @@ class ConversationRunner:
         stats.cancelled += result.end is None
         stats.prompt_tokens += len(row.prompt.tokens)
         stats.cached_tokens += row.cached_tokens
+        stats.disk_tokens += row.cached_kinds.get("disk", 0)
         stats.tokens += len(row.answer)
         stats.drafted_tokens += row.speculation.total().drafted
         assert result.end is None or isinstance(result.end, Finished), result.end
