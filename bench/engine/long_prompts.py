@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -60,18 +61,24 @@ def text_of(tokens: int, name: str) -> str:
 
 async def measure(model: Path, python: Path, folder: Path) -> LongPrompts:
     """Start our worker twice, and measure."""
-    cache = ("--prefix-cache-dir", str(folder / "prefix-cache"), "--prefix-cache-gb", "2")
-    ours = replace(OURS, arguments=(*OURS.arguments, *cache))
-    log = folder / "long_prompts.log"
+    ours = replace(OURS, arguments=(*OURS.arguments, "--prefix-cache-gb", "2"))
+    start = partial(
+        running,
+        ours,
+        python=python,
+        model=model,
+        log=folder / "long_prompts.log",
+        environment={"PACELINE_STATE_DIR": str(folder / "long_prompts.state")},
+    )
     document = text_of(RESTART_TOKENS, f"of a restart at {time.time()}")
     question = [{"role": "user", "content": f"{document} What is it about?"}]
-    async with running(ours, python=python, model=model, log=log) as server, _client(server) as one:
+    async with start() as server, _client(server) as one:
         await ask(one, server.model, [{"role": "user", "content": SHORT}])
         cold, _ = await ask(one, server.model, question)
         behind_s = await _behind_system(one, server.model)
         short_s, long_s = await _side_by_side(one, server.model)
         gaps_s = await _gaps(one, server.model)
-    async with running(ours, python=python, model=model, log=log) as server, _client(server) as one:
+    async with start() as server, _client(server) as one:
         await ask(one, server.model, [{"role": "user", "content": SHORT}])
         restarted, _ = await ask(one, server.model, question)
     return LongPrompts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,12 @@ class Server:
 
 @asynccontextmanager
 async def running(
-    contender: Contender, *, python: Path, model: Path, log: Path
+    contender: Contender,
+    *,
+    python: Path,
+    model: Path,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Server]:
     """Start a server with a new home folder, so that no earlier run has filled its caches."""
     port = free_port()
@@ -50,7 +55,7 @@ async def running(
             stdout=output,
             stderr=output,
             cwd=home,
-            env=_environment(home, ours=contender.venv is None),
+            env={**_environment(home, ours=contender.venv is None), **(environment or {})},
             start_new_session=True,
         )
         try:
