@@ -106,7 +106,7 @@ class Answer:
     @property
     def stream_error(self) -> str:
         """Return the code of the error event that ends a stream, or an empty string."""
-        events = self.body.rstrip(b"\n").split(b"\n\n")
+        events = self.body.rstrip(b"\n").split(b"\n\n") if self.streamed else []
         for event in events[-2:]:  # the failed response comes behind its error
             name, _, data = event.rpartition(b"data: ")
             if b"event: error" in name or data.startswith(b'{"error":'):

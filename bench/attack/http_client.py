@@ -145,7 +145,7 @@ async def chat(
     answer = await send(target.gateway_port, raw)
     if answer.status:
         target.sent.add(request_id)
-    if honest and answer.status == 200 and not answer.body.startswith(b"data: "):
+    if honest and answer.status == 200 and not answer.streamed:
         target.read[request_id] = _tokens(answer.json()["usage"])
     return answer
 
