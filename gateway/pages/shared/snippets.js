@@ -93,7 +93,7 @@ from anthropic import Anthropic
 
 client = Anthropic(base_url=${quoted(rootOf(baseUrl))}, api_key=${quoted(apiKey)})
 message = client.messages.create(
-${lines({ model, max_tokens: 1024, ...question }, (name, value) => `    ${name}=${python(value)},`)})
+${lines({ model, max_tokens: 1024, messages: question.messages }, (name, value) => `    ${name}=${python(value)},`)})
 print(message.content[0].text)
 `,
   },
