@@ -32,6 +32,8 @@ _PREFIXES = {
 _ENDED = ("completed", "incomplete")
 _ANCESTORS_LIMIT = 1000
 _ITEMS_LIMIT = 10_000
+_HISTORY_LIMIT_BYTES = 32 * 1024 * 1024
+"""Of all records that one request goes on from: they are parsed between other requests."""
 _WRITES = 5
 """Attempts to add to a conversation to which others add at the same time."""
 
@@ -185,6 +187,10 @@ class KeptItems:
         if not names:
             return []
         found = await self._records.get(owner, names)
+        if sum(len(data) for data in found if data) > _HISTORY_LIMIT_BYTES:
+            raise errors.FieldInvalid(
+                f"A conversation may have at most {_HISTORY_LIMIT_BYTES} bytes."
+            )
         return [None if data is None else from_json(data) for data in found]
 
 

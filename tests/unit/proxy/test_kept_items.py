@@ -1,0 +1,55 @@
+"""Kept responses: how much of them one request may go on from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import FieldInvalid, PreviousUnknown
+from gateway.protocols.responses import ResponsesFormat, ResponsesRequest, Sealer
+from gateway.proxy import kept_items
+from gateway.proxy.kept_items import KeptItems, new_id
+from gateway.storage.expiring import MemoryRecords
+from tests.support.fake_clock import FakeClock
+
+
+def request(text: str, **fields: Any) -> ResponsesRequest:
+    body = {"model": "m", "input": text, **fields}
+    return ResponsesFormat("resp_1", Sealer(b"x"), lambda: 0.0).read(json.dumps(body).encode())
+
+
+async def keep(kept: KeptItems, given: ResponsesRequest, status: str = "completed") -> str:
+    """Keep a response to a request, after what it goes on from; return its id."""
+    _, after = await kept.open("ann", given)
+    response = {
+        "id": new_id("resp"),
+        "status": status,
+        "conversation": None,
+        "previous_response_id": given.previous_id or None,
+    }
+    assert await kept.keep_response("ann", response, given, [], after)
+    return str(response["id"])
+
+
+async def test_a_request_goes_on_from_whole_conversations_within_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0)
+    first = await keep(kept, request("one"))
+    second = await keep(kept, request("two", previous_response_id=first))
+    then = request("three", previous_response_id=second)
+    items, _ = await kept.open("ann", then)
+    assert [item["content"] for item in items] == ["one", "two"]
+    monkeypatch.setattr(kept_items, "_HISTORY_LIMIT_BYTES", 100)
+    with pytest.raises(FieldInvalid):
+        await kept.open("ann", then)
+
+
+async def test_a_request_does_not_go_on_from_a_response_that_has_not_ended() -> None:
+    kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0)
+    running = await keep(kept, request("one"), status="in_progress")
+    for name in (running, new_id("resp"), "resp_../x"):
+        with pytest.raises(PreviousUnknown):
+            await kept.open("ann", request("two", previous_response_id=name))
