@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, WorkerLost
+from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, ToolUnserved, WorkerLost
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.responses import ResponsesFormat, Sealer
 from gateway.routing.view import FleetView
@@ -177,6 +177,15 @@ def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
     assert exchange.request is not None
     assert exchange.request.ignored == ("tools[3]:web_search",)
     assert len(read_response(whole(exchange, {"content": "Hi"})).tools) == 3
+
+
+def test_a_policy_may_refuse_hosted_tools_by_name() -> None:
+    strict = PolicyDocument.model_validate({**single_pool_policy(), "tools": {"hosted": "refuse"}})
+    exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
+    raw = json.dumps({"model": "m", "input": "Hi", "tools": [LOOK, {"type": "mcp"}]}).encode()
+    with pytest.raises(ToolUnserved) as refused:
+        exchange.inspect(raw, strict, FLEET)
+    assert refused.value.param == "tools[1].type"
 
 
 @pytest.mark.parametrize(
