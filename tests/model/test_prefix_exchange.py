@@ -280,7 +280,7 @@ LIES: dict[str, Callable[[Prefetched], Prefetched | None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_a_holder_that_lies_costs_its_nodes_and_nothing_else(
+async def test_l12_a_holder_that_lies_costs_its_nodes_and_nothing_else(
     engine: Engine, holder: Engine, lie: str
 ) -> None:
     await _survives(engine, Liar(holder, LIES[lie]), lie)
