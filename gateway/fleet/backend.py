@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic_core import to_json
@@ -11,7 +11,15 @@ from pydantic_core import to_json
 from gateway.config.static_workers import StaticWorker
 from gateway.protocols.openai import for_openai
 from gateway.routing.prefix_keys import PrefixKeys
-from workers.protocol import KEYS_HEADER, NO_PREFIX, SCOPE_HEADER, TOKENS_LIMIT_HEADER, WorkerReport
+from workers.protocol import (
+    KEYS_HEADER,
+    NO_PREFIX,
+    SCOPE_HEADER,
+    SOURCES_HEADER,
+    TOKENS_LIMIT_HEADER,
+    NodeSource,
+    WorkerReport,
+)
 
 
 class Backend(ABC):
@@ -38,6 +46,8 @@ class Backend(ABC):
         prefix: PrefixKeys,  # noqa: ARG002
         scope: str,  # noqa: ARG002
         token_limit: int | None,  # noqa: ARG002
+        *,
+        sources: Sequence[NodeSource] = (),  # noqa: ARG002
     ) -> Mapping[str, str]:
         """Return the headers that a request needs beside those of every request."""
         return self.authorization
@@ -59,18 +69,26 @@ class PacelineBackend(Backend):
         return (report.model,)
 
     def headers(
-        self, lane: str, prefix: PrefixKeys, scope: str, token_limit: int | None
+        self,
+        lane: str,
+        prefix: PrefixKeys,
+        scope: str,
+        token_limit: int | None,
+        *,
+        sources: Sequence[NodeSource] = (),
     ) -> Mapping[str, str]:
-        """Return the token, the lane, what isolates the prompt, and the limit of tokens."""
+        """Return the token, the lane, what isolates the prompt, its sources and its limit."""
         headers = {
             **self.authorization,
             "x-paceline-lane": lane,
             KEYS_HEADER: _keys_text(prefix),
             SCOPE_HEADER: scope,
         }
-        return (
-            headers if token_limit is None else {**headers, TOKENS_LIMIT_HEADER: str(token_limit)}
-        )
+        if sources:
+            headers[SOURCES_HEADER] = to_json(sources).decode()
+        if token_limit is not None:
+            headers[TOKENS_LIMIT_HEADER] = str(token_limit)
+        return headers
 
 
 class OpenAIBackend(Backend):

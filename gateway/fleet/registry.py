@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from typing import Literal
+from urllib.parse import urlsplit
 
 from gateway.errors import TooManyWorkers, WorkerIdTaken
 from gateway.fleet.backend import Backend, PacelineBackend
@@ -13,9 +14,10 @@ from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_r
 from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView, WorkerView
 from gateway.storage.counters import MAX_WORKERS
+from gateway.types import WorkerBoot
 from policies.request.profile import Sampling
 from policies.sections import Pool
-from workers.protocol import LaneReport, WorkerReport
+from workers.protocol import MAX_SOURCES, LaneReport, NodeSource, WorkerReport, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -263,6 +265,28 @@ class WorkerRegistry:
             sampling=self._sampling,
         )
 
+    def node_sources(
+        self, taker: WorkerState, holders: Iterable[tuple[WorkerBoot, int]]
+    ) -> tuple[NodeSource, ...]:
+        """Return those of the holders that can send nodes of their prefix cache to a worker.
+
+        So can a worker that is full, cordoned or draining. An address of this machine is none of
+        another one's.
+        """
+        sources = []
+        for (worker_id, boot_id), tokens in holders:
+            holder = self._workers.get(worker_id)
+            if (
+                holder is not None
+                and holder.report.boot_id == boot_id
+                and holder.backend is taker.backend is self._backend
+                and holder.is_live(self._clock())
+                and not holder.problem
+                and (_is_local(taker.report) or not _is_local(holder.report))
+            ):
+                sources.append(NodeSource(url=holder.report.url, tokens=tokens))
+        return tuple(sources[:MAX_SOURCES])
+
     def is_available(self, worker: WorkerState) -> bool:
         """Return whether a worker gets new requests now."""
         return self._is_available(worker, self._clock())
@@ -446,6 +470,10 @@ class WorkerRegistry:
         self._absences[worker_id] = kind, since_s
         if len(self._absences) > MAX_WORKERS:
             del self._absences[next(iter(self._absences))]
+
+
+def _is_local(report: WorkerReport) -> bool:
+    return is_loopback(urlsplit(report.url).hostname or "")
 
 
 def _same_address(one: WorkerReport, other: WorkerReport) -> bool:

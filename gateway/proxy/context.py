@@ -15,6 +15,7 @@ from gateway.telemetry.request_record import RequestRecord
 from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Outcome, Spent
 from policies.document import PolicyDocument
 from policies.request.profile import RequestProfile
+from workers.protocol import NodeSource
 
 if TYPE_CHECKING:
     from gateway.protocols.base import WireFormat
@@ -53,6 +54,8 @@ class RequestContext(RequestRecord):
     """The worker waited for the client, so it may have reported more than the gateway has read."""
     expected_reuse: ExpectedReuse = NOTHING_EXPECTED
     """What the worker of the last attempt had cached, as far as was known."""
+    prefix_sources: tuple[NodeSource, ...] = ()
+    """Workers that had more, from which that worker may fetch it."""
     dispatched_at_s: float | None = None
     begun: bool = False
     """A worker has the request and may have begun it."""

@@ -66,6 +66,7 @@ class Forwarder:
     def __init__(self, gateway: Gateway) -> None:
         self._settings = settings = gateway.settings
         self._scheduler = gateway.scheduler
+        self._fleet = gateway.fleet
         self._prefix_index = gateway.prefix_index
         self._prefix_hasher = gateway.prefix_hasher
         self._clock = gateway.clock
@@ -151,6 +152,9 @@ class Forwarder:
             context.expected_reuse = self._prefix_index.record_dispatch(
                 request.prefix, lease.boot, context.policy.prefix
             )
+            context.prefix_sources = self._fleet.node_sources(
+                lease.state, context.expected_reuse.holders
+            )
         if context.dispatched_at_s is None:
             context.waited_s = lease.waited_s
         return lease
@@ -234,7 +238,8 @@ class Forwarder:
         send = self.connections.send
         scope = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix) or "all"
         lane, keys = candidate.lane, context.prefix_keys
-        headers |= backend.headers(lane, keys, scope, context.token_limit)
+        sources = context.prefix_sources
+        headers |= backend.headers(lane, keys, scope, context.token_limit, sources=sources)
         response = await send(url, body, headers, context.begin, fresh=fresh)
         refused = response.status != 200 and response.tokens
         if reservation is None or context.token_limit is None or not refused:
@@ -242,7 +247,7 @@ class Forwarder:
         tokens = response.tokens
         response.release()
         reservation.resize(tokens)
-        headers |= backend.headers(lane, keys, scope, context.token_limit)
+        headers |= backend.headers(lane, keys, scope, context.token_limit, sources=sources)
         return await send(url, body, headers, context.begin)
 
     async def _relay_whole(

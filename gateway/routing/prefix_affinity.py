@@ -60,6 +60,8 @@ class ExpectedReuse(NamedTuple):
     """Number of claimed ends, the shortest ones, that the worker already had."""
     missed: str = ""
     """Why it had not all earlier turns; empty if it had, or if no worker is known to have them."""
+    holders: tuple[tuple[WorkerBoot, int], ...] = ()
+    """Other workers that had more, and the tokens of each, the most first."""
 
 
 NOTHING_EXPECTED = ExpectedReuse()
@@ -147,20 +149,6 @@ class PrefixIndex:
                 )
         return found
 
-    def best_holder(
-        self, prefix: PrefixKeys, *, besides: WorkerBoot
-    ) -> tuple[WorkerBoot, CachedPrefix] | None:
-        """Return who has a longer beginning of a prompt than one boot, which could fetch it there.
-
-        Of several such boots, the one with the longest.
-        """
-        cached = self.cached(prefix)
-        own = cached.pop(besides, None)
-        best = max(cached.items(), key=lambda item: item[1].end.size_bytes, default=None)
-        if best is None or (own and own.end.size_bytes >= best[1].end.size_bytes):
-            return None
-        return best
-
     def record_dispatch(
         self, prefix: PrefixKeys, boot: WorkerBoot, rules: PrefixPolicy
     ) -> ExpectedReuse:
@@ -203,7 +191,8 @@ class PrefixIndex:
         self._learn(ends[0], boot, usage.prompt_tokens)
         if cached and expected.kept:
             self._learn(ends[len(ends) - expected.kept], boot, cached)
-        return expected.missed
+        has_moved = expected.holders and not _is_far_less(cached, expected.holders[0][1])
+        return "" if has_moved else expected.missed
 
     def record_report(self, report: WorkerReport) -> None:
         """Add and drop claims by what a worker has cached and evicted since its last report.
@@ -250,19 +239,25 @@ class PrefixIndex:
         """Return what a worker has of a prompt, and why it has not more."""
         cached = self.cached(prefix)
         own = cached.get(boot)
-        best = max(cached.values(), key=lambda found: found.end.size_bytes, default=None)
         own_bytes = own.end.size_bytes if own else 0
+        longer = [item for item in cached.items() if item[1].end.size_bytes > own_bytes]
+        holders = sorted(longer, key=lambda item: -item[1].end.size_bytes)
         missed = ""
-        if self._is_isolated(prefix) and best is None:
+        if self._is_isolated(prefix) and not cached:
             missed = ISOLATED
-        elif best is not None and best.end.size_bytes > own_bytes:
+        elif holders:
             missed = OTHER_MAC
         elif self._has_evicted(prefix, own_bytes):
             missed = EVICTED
         elif own is not None and not own.is_system:
             missed = _change(prefix, own.end)
         kept = sum(end.size_bytes <= own_bytes for end in prefix.claimed)
-        return ExpectedReuse(own.tokens if own and own.measured else 0, kept, missed)
+        return ExpectedReuse(
+            own.tokens if own and own.measured else 0,
+            kept,
+            missed,
+            tuple([(holder, found.tokens) for holder, found in holders]),
+        )
 
     def _has_evicted(self, prefix: PrefixKeys, beyond_bytes: int) -> bool:
         """Return whether a worker has reported the eviction of a longer end than this."""

@@ -209,3 +209,48 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
         prefix = client.get("/v1/status").raise_for_status().json()["prefix"]
     assert prefix["tokens_by_kind"]["conversation"] > 0
     assert prefix["not_reused"] == {}
+
+
+def moved_tokens(fleet: Fleet, worker_id: str) -> int:
+    """Return how many tokens a worker has taken from others."""
+    url, headers = fleet.workers[worker_id].url, {"authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+        lanes = client.get("/v1/status").raise_for_status().json()["lanes"]
+    return sum(lane["prefix"]["tokens_by_kind"].get("moved", 0) for lane in lanes.values())
+
+
+def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> None:
+    """The other worker takes the earlier turns, and answers as if it had read them."""
+    story = "The red fox sees the old tree and the blue boat finds the warm stone. " * 12
+    messages = [{"role": "user", "content": story}]
+    body = {"model": fleet.model, "temperature": 0, "max_tokens": 16}
+    admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+    moved_before = {name: moved_tokens(fleet, name) for name in fleet.workers}
+    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+
+        def ask() -> httpx.Response:
+            fields = {**body, "messages": messages}
+            return client.post("/v1/chat/completions", json=fields).raise_for_status()
+
+        first = ask()
+        holder = first.headers["x-paceline-worker"]
+        cordon = f"/admin/v1/workers/{holder}/cordon"
+        client.put(cordon, headers=admin).raise_for_status()
+        try:
+            answer = first.json()["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": answer}]
+            messages += [{"role": "user", "content": "And then?"}]
+            second = ask()
+        finally:
+            client.delete(cordon, headers=admin).raise_for_status()
+    taker = second.headers["x-paceline-worker"]
+    assert taker != holder
+    usage = second.json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= first.json()["usage"]["prompt_tokens"]
+    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    assert moved_tokens(fleet, taker) - moved_before[taker] == cached_tokens
+    url, headers = fleet.workers[taker].url, {"authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+        cold = client.post("/v1/chat/completions", json={**body, "messages": messages}).json()
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "of another scope"
+    assert second.json()["choices"] == cold["choices"]

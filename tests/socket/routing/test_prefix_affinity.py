@@ -311,3 +311,28 @@ def test_a_started_gateway_learns_cached_prefixes_from_heartbeats(
     gateway.send_heartbeat(other, prefixes=[prefix_key], prefix_count=1)
     response = gateway.chat(**fields_of())
     assert response.headers["x-paceline-worker"] == other.worker_id
+
+
+def test_a_turn_elsewhere_names_who_has_the_earlier_ones_and_no_client_can(
+    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    forged = {"x-paceline-prefix-sources": json.dumps([{"url": "http://evil:1", "tokens": 9}])}
+    fields = fields_of()
+
+    def ask() -> str:
+        body = {"model": "demo", **fields}
+        response = two_worker_gateway.client.post("/v1/chat/completions", json=body, headers=forged)
+        return response.headers["x-paceline-worker"]
+
+    first = ask()
+    assert two_worker_gateway.admin.put(f"/admin/v1/workers/{first}/cordon").is_success
+    answer = {"role": "assistant", "content": "The clerk."}
+    fields["messages"] += [answer, {"role": "user", "content": "Of which harbour?"}]
+    second = ask()
+    assert second != first
+    holder, taker = (worker, second_worker) if first == "fake-a" else (second_worker, worker)
+    (alone,), (moved,) = holder.requests, taker.requests
+    assert "x-paceline-prefix-sources" not in alone.headers
+    assert json.loads(moved.headers["x-paceline-prefix-sources"]) == [
+        {"url": holder.url, "tokens": USAGE["prompt_tokens"]}
+    ]

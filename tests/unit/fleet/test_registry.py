@@ -15,7 +15,7 @@ from policies.sections import Pool
 from tests.support.fake_clock import START_S, FakeClock
 from tests.support.scripted_worker import lane_report
 from tests.support.static_workers import static_worker
-from workers.protocol import WorkerReport
+from workers.protocol import MAX_SOURCES, WorkerReport
 
 
 def report(boot_id: str = "1", url: str = "http://mac:9200", **changes: object) -> WorkerReport:
@@ -606,3 +606,41 @@ def test_absences_of_endless_workers_are_bounded(fleet: WorkerRegistry) -> None:
         fleet.remove(f"mac-{number}")
     assert fleet.absence("mac-4") is None
     assert fleet.absence("mac-5") is not None
+
+
+def test_nodes_come_from_live_workers_that_the_taker_can_reach(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    urls = {
+        "taker": "http://10.0.0.1:9200",
+        "full": "http://10.0.0.2:9200",
+        "cordoned": "http://10.0.0.3:9200",
+        "local": "http://127.0.0.1:9200",
+        "silent": "http://10.0.0.4:9200",
+        "restarted": "http://10.0.0.5:9200",
+    }
+    for name, url in urls.items():
+        fleet.heartbeat(report(worker_id=name, url=url))
+    fleet.heartbeat(report("2", worker_id="restarted", url=urls["restarted"]))
+    fleet.set_cordoned(frozenset({"cordoned"}))
+    clock.now_s += HEARTBEAT_TIMEOUT_S
+    for name in ("taker", "full", "cordoned", "local"):
+        fleet.heartbeat(report(worker_id=name, url=urls[name]))
+    clock.now_s += 1
+    states = {state.report.worker_id: state for state in fleet.workers()}
+    holders = [((name, "1"), 100) for name in urls if name != "taker"]
+    sources = fleet.node_sources(states["taker"], [*holders, (("gone", "1"), 100)])
+    assert [source.url for source in sources] == [urls["full"], urls["cordoned"]]
+    beside = fleet.node_sources(states["local"], [(("taker", "1"), 100)])
+    assert [source.url for source in beside] == [urls["taker"]]
+    assert len(fleet.node_sources(states["taker"], holders[:2] * 4)) == MAX_SOURCES
+
+
+def test_no_nodes_come_from_or_to_a_server_of_another_kind(fleet: WorkerRegistry) -> None:
+    backend = OpenAIBackend(static_worker())
+    fleet.heartbeat(report())
+    fleet.heartbeat(backend.report, backend)
+    ours, theirs = fleet.workers()
+    boots = [(state.report.worker_id, state.report.boot_id) for state in (ours, theirs)]
+    assert fleet.node_sources(ours, [(boots[1], 100)]) == ()
+    assert fleet.node_sources(theirs, [(boots[0], 100)]) == ()

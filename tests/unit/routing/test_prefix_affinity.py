@@ -149,16 +149,29 @@ def test_a_turn_that_goes_elsewhere_says_so_and_both_workers_have_it_then(
 ) -> None:
     turn(prefixes, conversation("c", 1), STUDIO, 800, 0)
     second, third = conversation("c", 2), conversation("c", 3)
-    best = prefixes.best_holder(second, besides=LAPTOP)
-    assert best is not None
-    assert (best[0], best[1].tokens) == (STUDIO, 800)
-    assert prefixes.best_holder(second, besides=STUDIO) is None
-    assert turn(prefixes, second, LAPTOP, 1600, 0) == OTHER_MAC
+    expected = prefixes.record_dispatch(second, LAPTOP, RULES)
+    assert expected.holders == ((STUDIO, 800),)
+    assert prefixes.record_usage(second, LAPTOP, Usage(1600, 5, 0), expected) == OTHER_MAC
     assert tokens_at(prefixes, third) == {"studio": 800, "laptop": 1600}
-    best = prefixes.best_holder(third, besides=STUDIO)
-    assert best is not None
-    assert best[0] == LAPTOP
-    assert turn(prefixes, third, LAPTOP, 2400, 1600) == ""
+    expected = prefixes.record_dispatch(third, LAPTOP, RULES)
+    assert expected.holders == ()
+    assert prefixes.record_usage(third, LAPTOP, Usage(2400, 5, 1600), expected) == ""
+
+
+def test_a_turn_that_has_moved_has_missed_nothing(prefixes: PrefixIndex) -> None:
+    turn(prefixes, conversation("c", 1), STUDIO, 800, 0)
+    assert turn(prefixes, conversation("c", 2), LAPTOP, 1600, 800) == ""
+    assert tokens_at(prefixes, conversation("c", 3)) == {"studio": 800, "laptop": 1600}
+
+
+def test_all_that_have_more_are_named_the_most_first(prefixes: PrefixIndex) -> None:
+    desk = ("desk", "1")
+    turn(prefixes, conversation("c", 1), STUDIO, 800, 0)
+    turn(prefixes, conversation("c", 2), LAPTOP, 1600, 0)
+    expected = prefixes.record_dispatch(conversation("c", 3), desk, RULES)
+    assert expected.holders == ((LAPTOP, 1600), (STUDIO, 800))
+    expected = prefixes.record_dispatch(conversation("c", 3), STUDIO, RULES)
+    assert [boot for boot, _ in expected.holders] == [desk, LAPTOP]
 
 
 def test_the_same_system_prompt_in_another_isolation_scope_is_named(prefixes: PrefixIndex) -> None:
