@@ -191,8 +191,8 @@ class PrefixIndex:
         self._learn(ends[0], boot, usage.prompt_tokens)
         if cached and expected.kept:
             self._learn(ends[len(ends) - expected.kept], boot, cached)
-        has_moved = expected.holders and not _is_far_less(cached, expected.holders[0][1])
-        return "" if has_moved else expected.missed
+        moved = cached and expected.holders and not _is_far_less(cached, expected.holders[0][1])
+        return "" if moved else expected.missed
 
     def record_report(self, report: WorkerReport) -> None:
         """Add and drop claims by what a worker has cached and evicted since its last report.
