@@ -176,6 +176,26 @@ async def test_a_worker_takes_what_its_own_nodes_lack(engine: Engine, holder: En
     assert sum(kinds.values()) == moved.cached_tokens
 
 
+async def test_a_beginning_of_one_token_travels(engine: Engine, holder: Engine) -> None:
+    """Other prompts may share no more; the head has read no pair of it."""
+    async with serving(holder) as source, serving(engine) as url:
+        headers = {"authorization": f"Bearer {TOKEN}", SCOPE_HEADER: "one token"}
+        story = holder.prompts.tokenize_completion(30 * "The red fox sees the old tree. ")
+        tokens = list(story[:180])
+        body = {"model": "demo", "prompt": [tokens[0], *tokens[:100]], "max_tokens": 1}
+        async with httpx.AsyncClient(timeout=120, headers=headers) as client:
+            for prompt in (body["prompt"], tokens):
+                fields = {**body, "prompt": prompt}
+                (await client.post(f"{source}/v1/completions", json=fields)).raise_for_status()
+            held = [{"url": source, "tokens": len(tokens)}]
+            fields = {**body, "prompt": [*tokens, *tokens[:9]]}
+            response = await client.post(
+                f"{url}/v1/completions", json=fields, headers={SOURCES_HEADER: json.dumps(held)}
+            )
+    usage = response.raise_for_status().json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == len(tokens)
+
+
 async def test_pictures_travel_with_their_conversation(engine: Engine, holder: Engine) -> None:
     picture = {"type": "image_url", "image_url": {"url": PICTURE}}
     messages = [user([picture, {"type": "text", "text": STORY}])]

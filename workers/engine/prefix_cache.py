@@ -728,7 +728,7 @@ def _fill(cache: KVCache, runs: Sequence[KeysValues], tokens: int, slots: int) -
 def _needed_bytes(state: RowState, begin: int, end: int) -> int:
     """Return the size of a copy, which is known before it is made."""
     parts = [array for layer in (*state.attention, *state.head) for array in layer]
-    run_bytes = sum(array.nbytes // array.shape[2] * (end - begin) for array in parts)
+    run_bytes = sum(array.nbytes // max(array.shape[2], 1) * (end - begin) for array in parts)
     return run_bytes + _size_bytes((state.recurrent or (), state.last_hidden))
 
 
