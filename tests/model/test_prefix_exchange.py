@@ -30,7 +30,7 @@ from workers.engine.prefix_transfer import (
     TransferFailed,
     TransferPace,
 )
-from workers.engine.types import EngineSettings
+from workers.engine.types import EngineSettings, Prompt
 from workers.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
 from workers.server.app import create_app
 from workers.server.prefix_nodes import PATH, PrefixPeers
@@ -174,6 +174,31 @@ async def test_a_worker_takes_what_its_own_nodes_lack(engine: Engine, holder: En
     kinds = {kind: after[kind] - before.get(kind, 0) for kind in ("conversation", "moved")}
     assert own.tokens - 2 <= kinds["conversation"] <= own.tokens
     assert sum(kinds.values()) == moved.cached_tokens
+
+
+async def test_a_drafting_row_takes_the_part_of_the_head_that_others_left_out(
+    engine: Engine, holder: Engine
+) -> None:
+    """A row without drafts has read the beginning that all chats share."""
+    messages = [user(STORY)]
+    async with serving(holder) as source, serving(engine) as url:
+        await ask(url, [user("Hello! " * 12)], scope="head", lane="vlm", draft_tokens=0)
+        await ask(url, [user("Who? " * 12)], scope="head", lane="vlm", draft_tokens=0)
+        node = next(engine.prefix_cache._walk("head", engine_tokens(engine, messages)))[0]
+        before_bytes = node.size_bytes
+        node.head = []
+        engine.prefix_cache.size_bytes -= before_bytes - node.size_bytes
+        first = await ask(source, messages, scope="head")
+        messages += [assistant(first.text), user("Go on.")]
+        moved = await ask(url, messages, scope="head", sources=[(source, first.tokens)])
+        cold = await ask(url, messages, scope="no head")
+    assert moved.cached_tokens >= first.tokens - 2
+    assert moved.text == cold.text
+
+
+def engine_tokens(engine: Engine, messages: Sequence[dict[str, Any]]) -> Any:
+    text = engine.prompts.chat(messages)
+    return engine.prompts.prepare(Prompt(text=text)).identity
 
 
 async def test_a_beginning_of_one_token_travels(engine: Engine, holder: Engine) -> None:

@@ -221,7 +221,7 @@ def moved_tokens(fleet: Fleet, worker_id: str) -> int:
 
 def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> None:
     """The other worker takes the earlier turns, and answers as if it had read them."""
-    story = "The red fox sees the old tree and the blue boat finds the warm stone. " * 12
+    story = "The red fox sees the old tree and the blue boat finds the warm stone. " * 80
     messages = [{"role": "user", "content": story}]
     body = {"model": fleet.model, "temperature": 0, "max_tokens": 16}
     admin = {"authorization": f"Bearer {ADMIN_KEY}"}

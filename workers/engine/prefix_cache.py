@@ -248,9 +248,12 @@ class PrefixCache:
             runs.append(run)
         return runs
 
-    def known_tokens(self, scope: str, tokens: TokenArray) -> int:
+    def known_tokens(self, scope: str, tokens: TokenArray, *, with_head: bool = False) -> int:
         """Return for how many tokens memory has keys and values; safe from any thread."""
-        return sum(common for _, common in self._walk(scope, tokens))
+        path = itertools.takewhile(
+            lambda step: step[0].head or not with_head, self._walk(scope, tokens)
+        )
+        return sum(common for _, common in path)
 
     def find_files(self, scope: str, tokens: TokenArray, known: int) -> list[FileName]:
         """Return the files that continue the first `known` tokens; safe from any thread."""
@@ -400,8 +403,7 @@ class PrefixCache:
         if ends_within_run and (begin < len(tokens) or not cuttable):
             known[-1] = self._split(known[-1], path[-1][1])
         end = known[-1] if known else root
-        if not state.begin:
-            self._complete_head(known, state)
+        self._complete_head(known, state)
         if begin < len(tokens):
             end = self._add_child(end, tokens[begin:], state)
         self._add_snapshot(end, state)
@@ -503,8 +505,9 @@ class PrefixCache:
     def _complete_head(self, path: Sequence[Node], state: RowState) -> None:
         """Add the head's keys and values where a row that did not draft left none."""
         for node in path:
-            if state.head and not node.head:
-                node.head = _copies(state.head, _pairs(node.begin), _pairs(node.end))
+            if state.head and not node.head and node.begin >= state.begin:
+                pairs = (_pairs(at) - _pairs(state.begin) for at in (node.begin, node.end))
+                node.head = _copies(state.head, *pairs)
                 mx.async_eval(node.head)
                 self.size_bytes += _size_bytes(node.head)
 

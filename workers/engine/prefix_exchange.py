@@ -191,7 +191,8 @@ class PrefixExchange:
         """Take the nodes of one source; raise `TransferFailed` unless all come in time."""
         scope, tokens = row.prompt.scope, row.prompt.identity
         assert scope is not None, "nothing of the row may be shared"
-        known = self._cache.known_tokens(scope, tokens)
+        with_head = row.draft_tokens > 0 and self._layout.has_head
+        known = self._cache.known_tokens(scope, tokens, with_head=with_head)
         limit_s = _reading_s(source.tokens - startable, read_tokens_per_s)
         size_bytes = self._layout.size_bytes(source.tokens - known, snapshots=1)
         expected_s = self._pace.estimate_s(source.name, size_bytes, self._clock())
@@ -202,7 +203,7 @@ class PrefixExchange:
             scope=scope,
             tokens=tokens,
             known=known,
-            with_head=row.draft_tokens > 0,
+            with_head=with_head,
             run_bytes=RUN_BYTES,
             run_limit_bytes=2 * RUN_BYTES + self._layout.size_bytes(MIN_TOKENS, snapshots=1),
         )

@@ -120,6 +120,11 @@ class CacheLayout:
         """Return the bytes of a snapshot."""
         return sum(_size(array) for name, array in self.arrays.items() if not has_token_axis(name))
 
+    @property
+    def has_head(self) -> bool:
+        """Return whether the nodes have a part for an MTP head."""
+        return any(name.startswith("head.") for name in self.arrays)
+
     def size_bytes(self, tokens: int, *, snapshots: int) -> int:
         """Return the most bytes that the arrays of so many tokens and snapshots may have."""
         return self.token_bytes * tokens + self.snapshot_bytes * snapshots
