@@ -25,7 +25,7 @@ from typing import Any, Final
 import httpx
 from rich.console import Console
 
-from bench.engine.conversation import SENTENCE
+from bench.engine.chat_turns import SENTENCE
 from bench.harness.blas import preload
 from bench.harness.processes import end, inherited
 from bench.harness.tables import Grid, Target, provenance, targets, write_page
