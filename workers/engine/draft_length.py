@@ -34,6 +34,9 @@ FORCED_LENGTHS: tuple[int, ...] = (4, 8)
 DECAY = 0.98
 """Weight of the past against one more verified draft token, in the acceptance of a position."""
 
+_SHORTEST_S = 1e-9
+"""A clock may show no time between two steps."""
+
 
 class DraftLength:
     """Draft length of one lane."""
@@ -85,7 +88,7 @@ class DraftLength:
 
         def speed(length: int) -> float:
             tokens = sum(min(run, length) + 1 if run else free for run in runs)
-            return tokens / median(self._samples(size, length))
+            return tokens / (median(self._samples(size, length)) or _SHORTEST_S)
 
         return max((k, *lengths), key=speed)
 
