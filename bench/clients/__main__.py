@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.clients", description=__doc__)
     add = parser.add_argument
     add("--clients", help=f"comma-separated: {', '.join(names)}; all of them write {RESULTS.name}")
+    add("--write", action="store_true", help=f"write {RESULTS.name} though only some run")
     add("--venv-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
     add("--url", help="a running gateway to use, in place of a new one")
     add("--model", default="demo", help="the model that this gateway serves")
@@ -98,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results = [*client.run(options.venv_dir.resolve(), variables)]
                 ran.append((client, results))
                 console.print(render(ran[-1:]).to_table())
+                if options.write or not options.clients:
+                    about = f"{provenance()}; {len(ran)} of {len(known)} clients, each unmodified."
+                    write_page(RESULTS, "Clients", about, render(ran))
 
     if any(client.scripted and client.name in chosen for client in known):
         with running_scripted() as at:
@@ -112,8 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             running_up(Path(folder), environment=_with_engine(engine_url, folder)) as process,
         ):
             run_all(process.url, process.model)
-    if len(ran) == len(known):
-        write_page(RESULTS, "Clients", f"{provenance()}; each client unmodified.", render(ran))
     return 0 if all(result.works for _, results in ran for result in results) else 1
 
 

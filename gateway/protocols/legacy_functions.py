@@ -14,15 +14,10 @@ from policies.request.fields import FieldError
 _FIELDS = ("functions", "function_call")
 
 
-def has_functions(body: Mapping[str, Any]) -> bool:
-    """Return whether the answer to a body may call a function."""
-    return bool(body.get("functions"))
-
-
 def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a body with tools in place of functions; raise `FieldError` for invalid ones."""
     modern = dict(body)
-    if has_functions(body):
+    if body.get("functions"):
         functions, choice = body["functions"], body.get("function_call")
         if body.get("tools") is not None or body.get("tool_choice") is not None:
             raise FieldError("functions", "'functions' and 'tools' exclude each other.")

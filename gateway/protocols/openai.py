@@ -10,7 +10,7 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.protocols.base import WORKER_PATHS
-from gateway.protocols.legacy_functions import as_function_call, has_functions, with_tools
+from gateway.protocols.legacy_functions import as_function_call, with_tools
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Header, Headers, Inspected, LimitState
@@ -54,9 +54,9 @@ class OpenAIFormat:
         requested = body.get("model")
         served = fleet.served_models
         model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
-        legacy = self.endpoint is Endpoint.CHAT and has_functions(body)
+        legacy = self.endpoint is Endpoint.CHAT and bool(body.get("functions"))
         try:
-            if self.endpoint is Endpoint.CHAT:
+            if legacy or _has_function_messages(body.get("messages")):
                 body = with_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
             profile = read_profile(body, self.endpoint, defaults)
@@ -200,6 +200,15 @@ def _finishes(frame: Mapping[str, Any]) -> bool:
 def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:
     """Return whether the client gets metrics, in a response with usage or without."""
     return request.policy.metrics.included_in(requested=request.profile.metrics, usage=usage)
+
+
+def _has_function_messages(messages: Any) -> bool:
+    """Return whether a history has calls or results of functions that are no tools."""
+    return isinstance(messages, list) and any(
+        isinstance(message, Mapping)
+        and ("function_call" in message or message.get("role") == "function")
+        for message in messages
+    )
 
 
 def parse(raw: bytes) -> dict[str, Any]:

@@ -56,10 +56,13 @@ async function text(mode, options) {
 const CASES = {
   "generateObject, streamObject": async (mode) => {
     const request = { ...settings(mode, PERSON), schema: person };
-    const object = mode.stream
-      ? await streamObject({ ...request, onError: () => {} }).object
-      : (await generateObject(request)).object;
-    return JSON.stringify(person.parse(object));
+    if (!mode.stream) return JSON.stringify(person.parse((await generateObject(request)).object));
+    const errors = [];
+    const result = streamObject({ ...request, onError: ({ error }) => errors.push(error) });
+    let last;
+    for await (const object of result.partialObjectStream) last = object;
+    if (errors.length) throw errors[0];
+    return JSON.stringify(person.parse(last));
   },
   "Output.object": async (mode) => {
     const { output } = await text(mode, { prompt: PERSON, output: Output.object({ schema: person }) });
