@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import yaml
 from rich.console import Console
 
-from bench.clients import scripted_engine
 from bench.clients.client import Client, Result, clients
 from bench.clients.scripted import MODEL as SCRIPTED_MODEL
 from bench.clients.scripted import running_scripted
@@ -49,21 +47,6 @@ def render(ran: Sequence[tuple[Client, Sequence[Result]]]) -> Grid:
     )
 
 
-def _with_engine(engine_url: str, folder: str) -> dict[str, str]:
-    """Write a configuration that adds the scripted engine; return the variable that names it."""
-    worker = {
-        "id": scripted_engine.MODEL,
-        "kind": "openai",
-        "url": engine_url,
-        "models": [scripted_engine.MODEL],
-        "pools": ["text-mtp", "vlm"],
-        "slots": 8,
-    }
-    path = Path(folder) / "clients.yaml"
-    path.write_text(yaml.safe_dump({"workers": [worker]}))
-    return {"PACELINE_CONFIG": str(path)}
-
-
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")[:_CELL_CHARS]
 
@@ -89,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         variables = {
             "BENCH_URL": url,
             "BENCH_MODEL": model,
-            "BENCH_SCRIPTED_MODEL": scripted_engine.MODEL,
             "BENCH_CHECKPOINT": str(CHECKPOINT),
             **keys,
         }
@@ -112,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif any(not client.scripted and client.name in chosen for client in known):
         with (
             tempfile.TemporaryDirectory(prefix="paceline-clients-") as folder,
-            scripted_engine.running_engine() as engine_url,
-            running_up(Path(folder), environment=_with_engine(engine_url, folder)) as process,
+            running_up(Path(folder)) as process,
         ):
             run_all(process.url, process.model)
     return 0 if all(result.works for _, results in ran for result in results) else 1

@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 URL = os.environ.get("BENCH_URL", "")
 MODEL = os.environ.get("BENCH_MODEL", "")
-SCRIPTED_MODEL = os.environ.get("BENCH_SCRIPTED_MODEL", "")
-"""A model that calls the client's own tools, see `scripted_engine`."""
 CHECKPOINT = os.environ.get("BENCH_CHECKPOINT", "")
 """The model's folder, for clients that want its tokenizer."""
 API = f"{URL}/v1"

@@ -1,8 +1,8 @@
 """A gateway over a worker that plays a model by a script, for the loops of agents.
 
-The worker speaks chat alone. It calls the client's own tool if the question says `CALL`, with the
-arguments that the client needs, and then answers with the end of the tool's result; it writes
-slowly without an end if the question says `SLOWLY`, and refuses a prompt beyond its context.
+The worker speaks chat alone. It calls the client's own tools if the question says `CALL`, one after
+another, and then answers with the end of the last result; it writes slowly without an end if the
+question says `SLOWLY`, and refuses a prompt beyond its context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ MODEL: Final = "scripted"
 CONTEXT_CHARS: Final = 150_000
 _PIECE_S: Final = 0.05
 _ECHO: Final = "echo paceline-$((40+2))"
+NOTE: Final = "note.txt"
+"""The file that it reads, in the client's folder."""
 _ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "Read": {"file_path": NOTE},
+    "Bash": {"command": _ECHO, "description": "echo"},
     "exec_command": {"cmd": _ECHO},
     "shell_command": {"command": _ECHO},
     "get_weather": {"city": "Paris"},
@@ -75,13 +79,16 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
     messages = body["messages"]
     results = [one["content"] for one in messages if one["role"] == "tool"]
     tools = {tool["function"]["name"] for tool in body.get("tools") or ()}
-    called = next((name for name in _ARGUMENTS if name in tools), None)
+    calls = [name for name in _ARGUMENTS if name in tools]
+    asked = any("CALL" in str(one["content"]) for one in messages if one["role"] == "user")
+    if asked and len(results) < len(calls):
+        name = calls[len(results)]
+        function = {"name": name, "arguments": json.dumps(_ARGUMENTS[name])}
+        identity = f"call_{len(results) + 1}"
+        call = {"id": identity, "type": "function", "index": 0, "function": function}
+        return {"content": None, "tool_calls": [call]}
     if results:
         return {"content": f"The tool said: {str(results[-1]).strip()[-40:]}"}
-    if called is not None and "CALL" in str(messages[-1]["content"]):
-        function = {"name": called, "arguments": json.dumps(_ARGUMENTS[called])}
-        call = {"id": "call_1", "type": "function", "index": 0, "function": function}
-        return {"content": None, "tool_calls": [call]}
     if (body.get("response_format") or {}).get("type") == "json_schema":
         return {"content": '{"city": "Paris"}'}
     return {"content": "Hello from the script."}

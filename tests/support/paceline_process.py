@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from urllib.parse import urlsplit
 
 import httpx
@@ -122,12 +121,10 @@ def start_paceline(
 
 
 @contextlib.contextmanager
-def running_up(
-    folder: Path, *, terminal: bool = False, environment: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[UpProcess]:
+def running_up(folder: Path, *, terminal: bool = False) -> Iterator[UpProcess]:
     """Run `paceline up` on a free port with the demo model."""
     with start_paceline(
-        "up", "--port", "0", environment=environment, folder=folder, terminal=terminal
+        "up", "--port", "0", environment={}, folder=folder, terminal=terminal
     ) as process:
         yield UpProcess(process, _state_dir(folder))
 
