@@ -100,8 +100,8 @@ class Answer:
 
     @property
     def streamed(self) -> bool:
-        """Return whether the body is a stream of events."""
-        return self.body.startswith((b"data: ", b"event: ", b": "))
+        """Return whether the body is a stream of events, however odd its first lines are."""
+        return not self.body.startswith((b"{", b"["))
 
     @property
     def stream_error(self) -> str:
