@@ -77,7 +77,8 @@ class Accounting:
             counters.missed_reuse[record.missed_reuse] += 1
         if counters.lane is not None:
             _observe(counters.lane, record)
-            if result := speculation_and_reuse.result_of(record):
+            expected = record.candidate is not None and record.candidate.cached_tokens
+            if expected and (result := speculation_and_reuse.result_of(record)):
                 counters.lane.speculation_and_reuse[result] += 1
                 counters.speculation_and_reuse[result] += 1
         if record.spent.requests:
