@@ -17,6 +17,7 @@ from bench.engine.schemas import ask_each, draw_schemas
 from policies.request.constraint import Constraint, ConstraintKind
 from policies.request.profile import Sampling
 from workers.engine import grammar
+from workers.engine.draft_length import DraftLength
 from workers.engine.engine import Engine
 from workers.engine.grammar import CACHED_GRAMMARS
 from workers.engine.types import (
@@ -219,6 +220,8 @@ async def test_forced_text_longer_than_a_draft_of_the_head_is_one_draft(engine: 
     texts = set()
     for draft_tokens, longest in ((0, 0), (2, 2), (None, 4)):
         for temperature in (0, 1):
+            for lane in engine.lanes:  # a length without samples is tried, whatever it costs
+                lane._decoder._draft_length = DraftLength(engine.settings.draft_tokens)
             text, end = await answer(
                 engine,
                 "Hello",

@@ -21,6 +21,8 @@ from workers.demo import CHECKPOINT
 
 TOKEN = "join-token"
 STREAMS = 12
+CACHE_ENTRY_TOKENS = 32
+"""No worker stores fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +250,9 @@ def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> Non
     usage = second.json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= first.json()["usage"]["prompt_tokens"]
     cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-    assert moved_tokens(fleet, taker) - moved_before[taker] == cached_tokens
+    # The taker may hold the first tokens of any chat already.
+    moved = moved_tokens(fleet, taker) - moved_before[taker]
+    assert cached_tokens - CACHE_ENTRY_TOKENS < moved <= cached_tokens
     url, headers = fleet.workers[taker].url, {"authorization": f"Bearer {TOKEN}"}
     with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
         cold = client.post("/v1/chat/completions", json={**body, "messages": messages}).json()

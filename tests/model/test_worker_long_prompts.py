@@ -53,7 +53,7 @@ def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it(
         running_worker(*flags) as worker,
         httpx.Client(base_url=worker.url, timeout=60) as client,
     ):
-        assert "from 300 tokens on, 30% of a prompt are read" in worker.start_lines[-1]
+        assert "From 300 tokens on, 30% of a prompt are read" in worker.start_lines[-1]
         body = {
             "model": worker.model,
             "messages": [{"role": "user", "content": LONG}],
