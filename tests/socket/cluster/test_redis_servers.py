@@ -121,7 +121,8 @@ def use_every_part(server: RedisServer, url: str, folder: Path, worker: Scripted
         third.use_key(key["secret"])
         wait_until(lambda: completed(third) == 2)
         assert not may_use(third, revoked)
-        assert [redis_status(one)["problem"] for one in (first, second, third)] == [""] * 3
+        # On a busy machine an exchange may miss its deadline, and the next one makes it good.
+        wait_until(lambda: not any(redis_status(one)["problem"] for one in (first, second, third)))
         assert redis_status(third)["gateways"] == 3
 
 
