@@ -193,6 +193,7 @@ def test_requests_with_one_system_prompt_run_on_the_worker_that_cached_it(fleet:
 def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -> None:
     """The usage of the worker shows that it read the new message alone."""
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
+        not_reused = client.get("/v1/status").raise_for_status().json()["prefix"]["not_reused"]
         for number in range(3):
             question = f"Chat {number}. {TEXT} " + 8 * "Ships come in with the tide. "
             messages = [{"role": "user", "content": question}]
@@ -203,14 +204,15 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
                 workers.add(response.headers["x-paceline-worker"])
                 answer, usage = response.json()["choices"][0]["message"], response.json()["usage"]
                 cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-                assert 0.9 * earlier_tokens <= cached_tokens <= earlier_tokens
+                # The first tokens of a chat may be those of another test's.
+                assert 0.9 * earlier_tokens <= cached_tokens <= max(earlier_tokens, 64)
                 assert response.headers["x-paceline-prefix"] == ("hit" if turn else "miss")
                 earlier_tokens = usage["prompt_tokens"] + usage["completion_tokens"]
                 messages += [answer, {"role": "user", "content": f"And then, {turn}?"}]
             assert len(workers) == 1
         prefix = client.get("/v1/status").raise_for_status().json()["prefix"]
     assert prefix["tokens_by_kind"]["conversation"] > 0
-    assert prefix["not_reused"] == {}
+    assert prefix["not_reused"] == not_reused
 
 
 def moved_tokens(fleet: Fleet, worker_id: str) -> int:
