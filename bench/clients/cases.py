@@ -7,6 +7,8 @@ prints a line of JSON for each case.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -14,11 +16,11 @@ import sys
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 URL = os.environ.get("BENCH_URL", "")
 MODEL = os.environ.get("BENCH_MODEL", "")
@@ -30,8 +32,12 @@ KEY, LIMITED_KEY = os.environ.get("BENCH_KEY", "none"), os.environ.get("BENCH_LI
 COUNT = "Count from 1 to 20."
 PERSON = "Tell me about a person."
 WEATHER = "What is the weather in Paris?"
+CALL = f"CALL the tools. {WEATHER}"
+SLOWLY = "Answer SLOWLY."
+HELLO = "Hello from the script."
+"""Questions for which the scripted worker calls tools, and writes without an end; its answer."""
 OVERFLOW = "word " * 40_000
-"""More tokens than the context of the demo model holds."""
+"""More tokens than the context of the demo model, or of the scripted worker, holds."""
 AT_ONCE = 8
 _WAIT_S = 30.0
 
@@ -59,6 +65,8 @@ GREEDY = (WHOLE[0], STREAMED[0])
 ONCE = WHOLE[:1]
 
 Run = Callable[[Mode], str]
+Error = TypeVar("Error", bound=Exception)
+Overflow = TypeVar("Overflow", bound=Exception)
 _cases: list[tuple[str, tuple[Mode, ...], Run]] = []
 
 
@@ -138,6 +146,51 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         check(time.monotonic() < until_s, "the gateway does not see what the client did")
         time.sleep(0.1)
+
+
+def expect(error: type[Error], run: Callable[[], object]) -> Error:
+    """Run what must raise such an error, and return the error."""
+    try:
+        result = run()
+    except error as raised:
+        return raised
+    raise Failed(f"no {error.__name__}: {result}")
+
+
+def limits(
+    ask: Callable[[str, str], object], rate_limit: type[Error], overflow: type[Overflow]
+) -> tuple[Error, Overflow]:
+    """Return the errors of a key beyond its limit, and of a prompt beyond the context.
+
+    `ask` takes a question and a key.
+    """
+
+    def ask_twice() -> None:
+        for _ in range(2):
+            ask("Hi", LIMITED_KEY)
+
+    return expect(rate_limit, ask_twice), expect(overflow, lambda: ask(OVERFLOW, KEY))
+
+
+def leave(run: Callable[[], object]) -> str:
+    """Run a client that leaves its request; wait until the gateway has cancelled that."""
+    left = clients_left()
+    run()
+    wait_until(lambda: clients_left() > left and not requests_running())
+    return "the gateway cancelled the request at its worker"
+
+
+def cancel(request: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """Start a request, and cancel its task while it runs at the gateway."""
+
+    async def start_and_cancel() -> None:
+        task = asyncio.create_task(request())
+        await asyncio.to_thread(wait_until, lambda: requests_running() > 0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(start_and_cancel())
 
 
 def _attempt(run: Run, mode: Mode) -> tuple[bool, str]:

@@ -23,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,12 +93,14 @@ class Client:
         try:
             python, folders = Path(sys.executable), []
             if self.python_packages:
-                venv = Venv(name=f"client-{self.name}", pins=self.python_packages)
+                venv = Venv(name=_folder_name(self.python_packages), pins=self.python_packages)
                 python = python_of(venv, environments)
                 folders.append(python.parent)
             program = [str(python), "-m", f"bench.clients.programs.{self.program.stem}"]
             if self.npm_packages:
-                modules = _install_npm(self.npm_packages, environments / f"client-{self.name}-npm")
+                modules = _install_npm(
+                    self.npm_packages, environments / _folder_name(self.npm_packages)
+                )
                 folders.append(modules / ".bin")
                 if self.program.suffix == ".mjs":  # it imports from the folder that it is in
                     copy = shutil.copy(self.program, modules.parent)
@@ -127,11 +130,12 @@ def _run(program: list[str], folders: list[Path], variables: Mapping[str, str]) 
             text=True,
             cwd=home,
             env={**_ENVIRONMENT, **variables, **places},
+            start_new_session=True,
         )
         try:
             printed, errors = process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # what the program started too
             printed, errors = process.communicate()
             errors += f"\nended after {_TIMEOUT_S:.0f} s"
     results = [_parse(line) for line in printed.splitlines() if line.startswith('{"case"')]
@@ -140,6 +144,11 @@ def _run(program: list[str], folders: list[Path], variables: Mapping[str, str]) 
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         reason = " / ".join(lines[-3:])[:400] or "it printed no result"
         yield Result(case="run", works=False, result=reason)
+
+
+def _folder_name(packages: tuple[str, ...]) -> str:
+    """Return a name for the environment of all programs with these packages."""
+    return "client-" + re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(packages)).strip("-")
 
 
 def _parse(line: str) -> Result:

@@ -29,6 +29,8 @@ NOTE: Final = "note.txt"
 _ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Read": {"file_path": NOTE},
     "Bash": {"command": _ECHO, "description": "echo"},
+    "read": {"filePath": NOTE},
+    "bash": {"command": _ECHO, "description": "echo"},
     "exec_command": {"cmd": _ECHO},
     "shell_command": {"command": _ECHO},
     "get_weather": {"city": "Paris"},

@@ -98,7 +98,7 @@ def preflight_headers(request: Mapping[bytes, bytes]) -> Headers:
     It may send any headers: of those that a page can set, none opens anything without a key.
     """
     headers = [
-        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
         (b"access-control-max-age", b"600"),
     ]
     if wanted := request.get(b"access-control-request-headers"):

@@ -1,38 +1,76 @@
 # /// script
 # [tool.paceline]
 # npm = ["@anthropic-ai/claude-code@2.1.197", "node@22.23.3"]
+# scripted = true
 # ///
-"""Claude Code, on Anthropic's Messages: a conversation with the demo model."""
+"""Claude Code, on Anthropic's Messages: a loop of its tools, an interrupt, and limits."""
 
 from __future__ import annotations
 
-import uuid
+import signal
+import subprocess
+from pathlib import Path
 
-from bench.clients.cases import ONCE, Mode, case, check, main
-from bench.clients.claude_code import ask
+from bench.clients.cases import (
+    CALL,
+    LIMITED_KEY,
+    ONCE,
+    OVERFLOW,
+    SLOWLY,
+    Mode,
+    case,
+    check,
+    leave,
+    main,
+    requests_running,
+    wait_until,
+)
+from bench.clients.claude_code import ask, environment_of
+
+_NOTE = "note.txt"
 
 
-@case("two tools and three turns: what is read again", ONCE)
-def conversation(_: Mode) -> str:
-    session, shares, read = str(uuid.uuid4()), [], 0
-    for turn, number in enumerate((5, 6, 7)):
-        where = ("--resume", session) if turn else ("--session-id", session)
-        result = ask(f"Count from 1 to {number}.", "--tools", "Read,Bash", *where)
-        check(not result["is_error"] and "1, 2, 3" in result["result"], result["result"])
-        usage = result["usage"]
-        if turn:
-            shares.append(usage["cache_read_input_tokens"] / read)
-        read = sum(usage[name] for name in ("input_tokens", "cache_read_input_tokens"))
-        read += usage["output_tokens"]
-    check(min(shares) >= 0.95, shares)
-    found = ", ".join(f"{share:.1%}" for share in shares)
-    return f"{read:,} tokens in the end; of the earlier ones found again: {found}"
+@case("reads a file, runs a command, answers", ONCE)
+def tools(_: Mode) -> str:
+    Path(_NOTE).write_text("the secret is 42")
+    result = ask(CALL, "--tools", "Read,Bash", "--allowedTools", "Read,Bash")
+    check("paceline-42" in result["result"], result["result"])
+    check(result["num_turns"] == 3, result["num_turns"])
+    return f"{result['num_turns']} turns: {result['result']}"
 
 
-@case("all of its tools do not fit into the demo's context", ONCE)
-def overflow(_: Mode) -> str:
-    result = ask("Count from 1 to 5.")
-    check(result["is_error"] and result["result"].startswith("Prompt is too long"), result)
+@case("is interrupted: its request ends", ONCE)
+def interrupted(_: Mode) -> str:
+    def interrupt() -> None:
+        process = subprocess.Popen(
+            ["claude", "-p", SLOWLY, "--tools", ""],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment_of(),
+        )
+        try:
+            wait_until(lambda: requests_running() > 0)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+    return leave(interrupt)
+
+
+@case("429 of a key with one request a minute", ONCE)
+def limited(_: Mode) -> str:
+    first, second = (ask("Hello.", "--tools", "", key=LIMITED_KEY) for _ in range(2))
+    check(not first["is_error"], first["result"])
+    if second["is_error"]:
+        check("limit" in second["result"].lower(), second["result"])
+        return str(second["result"])
+    return f"waited {second['duration_ms'] / 1000:.0f} s, then: {second['result']}"
+
+
+@case("the context of the model is full", ONCE)
+def full(_: Mode) -> str:
+    result = ask("Summarise this.", "--tools", "", stdin=OVERFLOW)
+    check(result["is_error"] and "too long" in result["result"], result)
     return str(result["result"])
 
 

@@ -7,84 +7,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 from bench.clients.cases import (
-    API,
-    KEY,
+    HELLO,
     LIMITED_KEY,
-    MODEL,
     ONCE,
+    OVERFLOW,
+    SLOWLY,
     Mode,
     case,
     check,
-    clients_left,
+    leave,
     main,
     requests_running,
     wait_until,
 )
-
-_CONFIG = f"""\
-model = "{MODEL}"
-model_provider = "paceline"
-
-[model_providers.paceline]
-name = "Paceline"
-base_url = "{API}"
-wire_api = "responses"
-env_key = "PACELINE_KEY"
-"""
-_TIMEOUT_S = 120.0
-
-
-@contextlib.contextmanager
-def running(question: str, key: str = KEY) -> Iterator[subprocess.Popen[str]]:
-    """Run `codex exec` in a new home."""
-    with tempfile.TemporaryDirectory() as home:
-        folder = Path(home) / ".codex"
-        folder.mkdir()
-        (folder / "config.toml").write_text(_CONFIG)
-        words = ["codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-"]
-        environment = {"PATH": os.environ["PATH"], "HOME": home, "PACELINE_KEY": key}
-        process = subprocess.Popen(
-            words,
-            cwd=home,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        process.stdin.write(question)
-        process.stdin.close()
-        process.stdin = None
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def codex(question: str, key: str = KEY) -> str:
-    """Return what Codex prints."""
-    with running(question, key) as process:
-        return process.communicate(timeout=_TIMEOUT_S)[0]
+from bench.clients.codex import TIMEOUT_S, codex, running
 
 
 @case("answers", ONCE)
 def answers(_mode: Mode) -> str:
     printed = codex("Say hello.")
-    check("Hello from the script." in printed, printed[-300:])
-    return "Hello from the script."
+    check(HELLO in printed, printed[-300:])
+    return HELLO
 
 
 @case("runs a command and tells its result", ONCE)
@@ -96,26 +43,26 @@ def tools(_mode: Mode) -> str:
 
 @case("is interrupted: the worker stops", ONCE)
 def interrupted(_mode: Mode) -> str:
-    before = clients_left()
-    with running("Answer SLOWLY.") as process:
-        wait_until(lambda: requests_running() > 0)
-        os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=_TIMEOUT_S)
-    wait_until(lambda: clients_left() > before)
-    return "the gateway cancelled the request at its worker"
+    def interrupt() -> None:
+        with running(SLOWLY) as process:
+            wait_until(lambda: requests_running() > 0)
+            os.killpg(process.pid, signal.SIGINT)
+            process.communicate(timeout=TIMEOUT_S)
+
+    return leave(interrupt)
 
 
 @case("meets a rate limit", ONCE)
 def limited(_mode: Mode) -> str:
-    codex("Say hello.", LIMITED_KEY)
-    printed = codex("Say hello.", LIMITED_KEY)
-    check("Reconnecting" in printed and "Hello from the script." in printed, printed[-300:])
+    codex("Say hello.", key=LIMITED_KEY)
+    printed = codex("Say hello.", key=LIMITED_KEY)
+    check("Reconnecting" in printed and HELLO in printed, printed[-300:])
     return "waited as long as `retry-after` says, then got its answer"
 
 
 @case("meets the end of the context", ONCE)
 def overflow(_mode: Mode) -> str:
-    printed = codex("word " * 40_000)
+    printed = codex(OVERFLOW)
     check("ran out of room in the model's context window" in printed, printed[-300:])
     return "ran out of room in the model's context window"
 

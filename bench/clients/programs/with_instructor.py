@@ -6,25 +6,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from bench.clients.cases import API, MODEL, PERSON, Mode, case, main
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=20)
-    age: int = Field(ge=0, le=120)
-    mood: Literal["merry", "sad"]
-
-
-class Anything(BaseModel, extra="allow"):
-    """Any object."""
+from bench.clients.schemas import Anything, Person
 
 
 def extract(model: type[BaseModel], kind: Any, mode: Mode) -> str:

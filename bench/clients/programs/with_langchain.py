@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from openai import LengthFinishReasonError
-from pydantic import BaseModel, Field
 
 from bench.clients.cases import (
     API,
@@ -25,16 +24,10 @@ from bench.clients.cases import (
     Mode,
     case,
     check,
+    expect,
     main,
 )
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=20)
-    age: int = Field(ge=0, le=120)
-    mood: Literal["merry", "sad"]
+from bench.clients.schemas import Person
 
 
 @tool
@@ -112,11 +105,8 @@ def completions(mode: Mode) -> str:
 
 @case("a conversation that is too long", ONCE)
 def overflow(mode: Mode) -> str:
-    try:
-        chat(mode).invoke(OVERFLOW)
-    except ContextOverflowError as error:
-        return type(error).__name__
-    raise AssertionError("no error")
+    error = expect(ContextOverflowError, lambda: chat(mode).invoke(OVERFLOW))
+    return type(error).__name__
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # before the import, which fetches one
 
 import litellm
-from pydantic import BaseModel, Field
 
 from bench.clients.cases import (
     API,
@@ -24,16 +23,10 @@ from bench.clients.cases import (
     Mode,
     case,
     check,
+    expect,
     main,
 )
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=20)
-    age: int = Field(ge=0, le=120)
-    mood: Literal["merry", "sad"]
+from bench.clients.schemas import Person
 
 
 def ask(question: str, mode: Mode, **more: Any) -> Any:
@@ -76,11 +69,8 @@ def completions(mode: Mode) -> str:
 
 @case("a conversation that is too long", ONCE)
 def overflow(mode: Mode) -> str:
-    try:
-        ask(OVERFLOW, mode)
-    except litellm.ContextWindowExceededError as error:
-        return type(error).__name__
-    raise AssertionError("no error")
+    error = expect(litellm.ContextWindowExceededError, lambda: ask(OVERFLOW, mode))
+    return type(error).__name__
 
 
 if __name__ == "__main__":

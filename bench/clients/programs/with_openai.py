@@ -1,12 +1,12 @@
 # /// script
-# dependencies = ["openai==3.54.0"]
+# dependencies = ["openai==3.57.0"]
 # ///
 """The `openai` package."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 import openai
 from openai import OpenAI
@@ -24,19 +24,13 @@ from bench.clients.cases import (
     Mode,
     case,
     check,
+    expect,
     main,
 )
+from bench.clients.schemas import Person, unknown_fields
 
-client: Any = OpenAI(base_url=API, api_key="none")
+client: Any = OpenAI(base_url=API, api_key="none", _strict_response_validation=True)
 chat: Any = client.chat.completions
-
-
-class Person(BaseModel):
-    """A schema with bounds."""
-
-    name: str = Field(max_length=20)
-    age: int = Field(ge=0, le=120)
-    mood: Literal["merry", "sad"]
 
 
 class GetWeather(BaseModel):
@@ -70,19 +64,20 @@ def finish(mode: Mode, request: dict[str, Any]) -> Any:
 def text(mode: Mode) -> str:
     request = fields(COUNT, mode, max_tokens=200)
     if not mode.stream:
-        answer = chat.create(**request)
-        content, metrics = answer.choices[0].message.content, answer.model_extra.get("metrics")
+        received = [chat.create(**request)]
+        content = received[0].choices[0].message.content
     else:
-        content, metrics = "", None
         options = {"include_usage": True}
-        for chunk in chat.create(**request, stream=True, stream_options=options):
-            content += "".join(choice.delta.content or "" for choice in chunk.choices)
-            metrics = (chunk.model_extra or {}).get("metrics") or metrics
+        received = [*chat.create(**request, stream=True, stream_options=options)]
+        deltas = [choice.delta for chunk in received for choice in chunk.choices]
+        content = "".join(delta.content or "" for delta in deltas)
     check(content, "empty")
+    unknown = unknown_fields(*received)
+    check(unknown <= {"ChatCompletion.metrics", "ChatCompletionChunk.metrics"}, unknown)
     if mode.temperature:
         return "text"
     check("1, 2, 3" in content, content)
-    counts = metrics["speculative_decoding"]
+    counts = received[-1].metrics["speculative_decoding"]
     return f"{counts['draft_acceptance_rate']:.0%} of drafts accepted"
 
 
@@ -194,12 +189,9 @@ def completions(mode: Mode) -> str:
 
 @case("a conversation that is too long", ONCE)
 def overflow(mode: Mode) -> str:
-    try:
-        chat.create(**fields(OVERFLOW, mode))
-    except openai.BadRequestError as error:
-        check(error.code == "context_length_exceeded", error)
-        return f"BadRequestError, {error.code}"
-    raise AssertionError("no error")
+    error = expect(openai.BadRequestError, lambda: chat.create(**fields(OVERFLOW, mode)))
+    check(error.code == "context_length_exceeded", error)
+    return f"BadRequestError, {error.code}"
 
 
 if __name__ == "__main__":

@@ -17,19 +17,11 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
 
 from bench.clients.cases import API, MODEL, PERSON, WEATHER, Mode, case, check, main
+from bench.clients.schemas import Person
 
 set_tracing_disabled(disabled=True)
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=20)
-    age: int = Field(ge=0, le=120)
-    mood: Literal["merry", "sad"]
 
 
 def run(mode: Mode, question: str, settings: dict[str, Any] | None = None, **fields: Any) -> Any:

@@ -20,33 +20,25 @@ from agents import (
     set_tracing_disabled,
 )
 from openai.types.shared import Reasoning
-from pydantic import BaseModel
 
 from bench.clients.cases import (
     API,
+    CALL,
     KEY,
-    LIMITED_KEY,
     MODEL,
     ONCE,
-    OVERFLOW,
+    SLOWLY,
     WEATHER,
     Mode,
     case,
     check,
-    clients_left,
+    leave,
+    limits,
     main,
-    requests_running,
-    wait_until,
 )
+from bench.clients.schemas import City
 
 set_tracing_disabled(disabled=True)
-_CALL = f"CALL the tool. {WEATHER}"
-
-
-class City(BaseModel):
-    """A city."""
-
-    city: str
 
 
 @function_tool
@@ -70,12 +62,12 @@ def run(question: str, *, key: str = KEY, agent: Any = None, **options: Any) -> 
 
 @case("a loop of tools, whole and streamed", ONCE)
 def tools(_mode: Mode) -> str:
-    whole = run(_CALL).final_output
+    whole = run(CALL).final_output
 
     async def stream() -> Any:
         use()
         result = Runner.run_streamed(
-            Agent(name="Assistant", model=MODEL, tools=[get_weather]), _CALL
+            Agent(name="Assistant", model=MODEL, tools=[get_weather]), CALL
         )
         async for _ in result.stream_events():
             pass
@@ -89,9 +81,9 @@ def tools(_mode: Mode) -> str:
 
 @case("goes on by previous_response_id", ONCE)
 def goes_on(_mode: Mode) -> str:
-    first = run(_CALL)
+    first = run(CALL)
     then = run("And now?", previous_response_id=first.last_response_id)
-    alone = run(_CALL, auto_previous_response_id=True)
+    alone = run(CALL, auto_previous_response_id=True)
     check(then.final_output == alone.final_output == first.final_output, then.final_output)
     return str(then.final_output)
 
@@ -104,7 +96,7 @@ def stateless(_mode: Mode) -> str:
         response_include=["reasoning.encrypted_content"],
     )
     agent = Agent(name="Assistant", model=MODEL, model_settings=settings, tools=[get_weather])
-    return str(run(_CALL, agent=agent).final_output)
+    return str(run(CALL, agent=agent).final_output)
 
 
 @case("output_type: a pydantic model", ONCE)
@@ -115,33 +107,22 @@ def structured(_mode: Mode) -> str:
 
 @case("is cancelled: the worker stops", ONCE)
 def cancelled(_mode: Mode) -> str:
-    left = clients_left()
-
-    async def leave() -> None:
+    async def cancel() -> None:
         async with use():
-            agent = Agent(name="Assistant", model=MODEL)
-            result = Runner.run_streamed(agent, "Answer SLOWLY.")
+            result = Runner.run_streamed(Agent(name="Assistant", model=MODEL), SLOWLY)
             async for event in result.stream_events():
                 if event.type == "raw_response_event":  # the request has begun
                     result.cancel()
 
-    asyncio.run(leave())
-    wait_until(lambda: clients_left() > left and not requests_running())
-    return "the gateway cancelled the request at its worker"
+    return leave(lambda: asyncio.run(cancel()))
 
 
 @case("meets a rate limit and the end of the context", ONCE)
-def limits(_mode: Mode) -> str:
-    try:
-        for _ in range(2):
-            run("Hi", key=LIMITED_KEY)
-    except openai.RateLimitError as error:
-        code = error.code
-    try:
-        run(OVERFLOW)
-    except openai.BadRequestError as error:
-        return f"{code}, {error.code}"
-    raise AssertionError("no overflow")
+def limited(_mode: Mode) -> str:
+    errors = limits(
+        lambda question, key: run(question, key=key), openai.RateLimitError, openai.BadRequestError
+    )
+    return ", ".join(str(error.code) for error in errors)
 
 
 if __name__ == "__main__":

@@ -10,49 +10,52 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-from pydantic import BaseModel
 
 from bench.clients.cases import (
     API,
+    CALL,
+    HELLO,
     KEY,
-    LIMITED_KEY,
     MODEL,
     ONCE,
-    OVERFLOW,
-    WEATHER,
+    SLOWLY,
     Mode,
     case,
     check,
-    clients_left,
+    expect,
+    leave,
+    limits,
     main,
-    wait_until,
 )
+from bench.clients.schemas import City, unknown_fields
 
-HELLO = "Hello from the script."
 WEATHER_TOOL: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": False,
 }
-client = openai.OpenAI(base_url=API, api_key=KEY, max_retries=0)
-responses: Any = client.responses
 
 
-class City(BaseModel):
-    """A city."""
+def client_of(key: str = KEY) -> Any:
+    """Return a client that checks every answer strictly against the package's types."""
+    return openai.OpenAI(base_url=API, api_key=key, max_retries=0, _strict_response_validation=True)
 
-    city: str
+
+client = client_of()
+responses = client.responses
 
 
 @case("create, stream", ONCE)
 def answers(_mode: Mode) -> str:
-    whole = responses.create(model=MODEL, input="Hi").output_text
+    whole = responses.create(model=MODEL, input="Hi")
     with responses.stream(model=MODEL, input="Hi") as stream:
         events = list(stream)
         streamed = stream.get_final_response().output_text
-    check(whole == streamed == HELLO, (whole, streamed))
-    return f"the same, whole and in {len(events)} events"
+    check(whole.output_text == streamed == HELLO, (whole, streamed))
+    unknown = unknown_fields(whole, *events)
+    check(not unknown, unknown)
+    return f"the same, whole and in {len(events)} events; no field that its types lack"
 
 
 @case("parse, whole and streamed", ONCE)
@@ -67,7 +70,7 @@ def structured(_mode: Mode) -> str:
 @case("a loop of tools by previous_response_id", ONCE)
 def tools(_mode: Mode) -> str:
     options = {"model": MODEL, "tools": [WEATHER_TOOL]}
-    asked = responses.create(input=f"CALL the tool. {WEATHER}", **options)
+    asked = responses.create(input=CALL, **options)
     call = asked.output[-1]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     answer = responses.create(input=[output], previous_response_id=asked.id, **options)
@@ -82,11 +85,8 @@ def kept(_mode: Mode) -> str:
     items = list(responses.input_items.list(made.id))
     tokens = responses.input_tokens.count(model=MODEL, input="Hi").input_tokens
     responses.delete(made.id)
-    try:
-        responses.retrieve(made.id)
-    except openai.NotFoundError:
-        return f"{len(items)} item, {tokens} tokens"
-    raise AssertionError("it is still there")
+    expect(openai.NotFoundError, lambda: responses.retrieve(made.id))
+    return f"{len(items)} item, {tokens} tokens"
 
 
 @case("a conversation", ONCE)
@@ -104,36 +104,28 @@ def background(_mode: Mode) -> str:
     name = stream[0].response.id
     again = list(responses.retrieve(name, stream=True, starting_after=4))
     check([one.sequence_number for one in again] == [*range(5, len(stream))], again)
-    slow = responses.create(model=MODEL, input="Answer SLOWLY.", background=True)
-    left = clients_left()
-    check(responses.cancel(slow.id).status == "cancelled", slow)
-    wait_until(lambda: clients_left() > left)
+    slow = responses.create(model=MODEL, input=SLOWLY, background=True)
+    leave(lambda: check(responses.cancel(slow.id).status == "cancelled", slow))
     return f"{len(stream)} events, {len(again)} of them again"
 
 
 @case("leaves a stream: the worker stops", ONCE)
 def leaves(_mode: Mode) -> str:
-    left = clients_left()
-    stream = responses.create(model=MODEL, input="Answer SLOWLY.", stream=True)
-    next(iter(stream))
-    stream.close()
-    wait_until(lambda: clients_left() > left)
-    return "the gateway cancelled the request at its worker"
+    def close_early() -> None:
+        stream = responses.create(model=MODEL, input=SLOWLY, stream=True)
+        next(iter(stream))
+        stream.close()
+
+    return leave(close_early)
 
 
 @case("meets a rate limit and the end of the context", ONCE)
-def limits(_mode: Mode) -> str:
-    limited: Any = openai.OpenAI(base_url=API, api_key=LIMITED_KEY, max_retries=0)
-    try:
-        for _ in range(2):
-            limited.responses.create(model=MODEL, input="Hi")
-    except openai.RateLimitError as error:
-        code = error.code
-    try:
-        responses.create(model=MODEL, input=OVERFLOW, stream=True)
-    except openai.BadRequestError as error:
-        return f"{code}, {error.code}"
-    raise AssertionError("no overflow")
+def limited(_mode: Mode) -> str:
+    def ask(question: str, key: str) -> object:
+        return client_of(key).responses.create(model=MODEL, input=question, stream=True)
+
+    errors = limits(ask, openai.RateLimitError, openai.BadRequestError)
+    return ", ".join(str(error.code) for error in errors)
 
 
 if __name__ == "__main__":

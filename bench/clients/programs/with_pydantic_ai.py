@@ -7,26 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, PromptedOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from bench.clients.cases import API, GREEDY, MODEL, PERSON, WEATHER, Mode, case, check, main
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=20)
-    age: int = Field(ge=0, le=120)
-    mood: Literal["merry", "sad"]
-
-
-class Anything(BaseModel, extra="allow"):
-    """Any object."""
+from bench.clients.schemas import Anything, Person
 
 
 def agent(mode: Mode, output: Any) -> Agent[None, Any]:

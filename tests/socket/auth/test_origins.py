@@ -327,24 +327,33 @@ def gateway_with_origin(
         yield gateway
 
 
+ASKED = {
+    "/v1/chat/completions": chat_body(),
+    "/v1/messages": {**chat_body(), "max_tokens": 9},
+    "/v1/responses": {"model": "demo", "input": "x"},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
 def test_a_page_of_an_allowed_origin_may_use_the_data_plane(
-    gateway_with_origin: RunningGateway,
+    gateway_with_origin: RunningGateway, path: str
 ) -> None:
     """Its preflight needs no key, a stream and an error can be read, and the header names it."""
-    client, path = gateway_with_origin.client, "/v1/chat/completions"
+    client, body = gateway_with_origin.client, ASKED[path]
+    wanted = "authorization,x-api-key,anthropic-version,x-stainless-os"
     asked = {
         "origin": APP,
         "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization,x-stainless-os",
+        "access-control-request-headers": wanted,
     }
     preflight = client.options(path, headers=asked)
     assert (preflight.status_code, preflight.content) == (204, b"")
-    assert preflight.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+    assert preflight.headers["access-control-allow-headers"] == wanted
     assert "POST" in preflight.headers["access-control-allow-methods"]
     answers = [
         preflight,
-        client.post(path, json=chat_body(), headers={"origin": APP}),
-        client.post(path, json=chat_body(stream=True), headers={"origin": APP}),
+        client.post(path, json=body, headers={"origin": APP}),
+        client.post(path, json={**body, "stream": True}, headers={"origin": APP}),
         client.post(path, json={}, headers={"origin": APP}),
         client.get("/v1/models", headers={"origin": APP}),
     ]
@@ -352,6 +361,21 @@ def test_a_page_of_an_allowed_origin_may_use_the_data_plane(
     for answer in answers:
         assert answer.headers["access-control-allow-origin"] == APP
         assert answer.headers["vary"] == "origin"
+
+
+def test_a_page_of_an_allowed_origin_may_delete_its_response(
+    gateway_with_origin: RunningGateway,
+) -> None:
+    client, page = gateway_with_origin.client, {"origin": APP}
+    made = client.post("/v1/responses", json=ASKED["/v1/responses"], headers=page).json()
+    path = f"/v1/responses/{made['id']}"
+    asked = {**page, "access-control-request-method": "DELETE"}
+    preflight = client.options(path, headers=asked)
+    assert preflight.status_code == 204
+    assert "DELETE" in preflight.headers["access-control-allow-methods"]
+    deleted = client.delete(path, headers=page)
+    assert deleted.is_success
+    assert deleted.headers["access-control-allow-origin"] == APP
 
 
 def test_no_other_page_and_no_admin_route_is_opened(gateway_with_origin: RunningGateway) -> None:
