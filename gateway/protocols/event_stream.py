@@ -7,6 +7,7 @@ A scanner splits the stream into events and parses those that may carry such fac
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,8 @@ class StreamScanner:
     def _read(self, event: bytes, passed: bytearray) -> None:
         """Read the facts of one event and add its encoding to what is passed on."""
         state = self.state
+        if not state.begun:
+            event = event.removeprefix(BOM_UTF8)
         if self._plain(event):
             passed += event
         elif state.done or state.broken:
@@ -111,7 +114,8 @@ class StreamScanner:
         elif len(event) > self._limit_bytes:
             self._break("an event is too long")
         elif not (text := _data_of(event)):
-            passed += event  # a comment to keep the connection alive
+            if event.startswith(b":"):
+                passed += event  # a comment to keep the connection alive
         elif text == _DONE:
             if state.finished:
                 state.done = True

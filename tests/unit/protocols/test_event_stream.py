@@ -124,6 +124,12 @@ def test_a_valid_stream_passes_unchanged_with_the_end_as_openai_writes_it(
     assert state.drafts == Drafts(steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
 
 
+@pytest.mark.parametrize("lines", [b'{"\n\r\n', b"event: ping\n\n", b"data\n\n", b"id: 4\n\n"])
+def test_lines_without_data_precede_no_text_unless_they_are_a_comment(lines: bytes) -> None:
+    first, comment = chunk({"content": "one"}), b": queued\n\n"
+    assert scan([lines + comment + lines + first])[0] == comment + first
+
+
 def test_a_histogram_may_have_every_position_that_a_worker_can_draft() -> None:
     by_accepted = tuple(range(MAX_DRAFT_TOKENS + 1))
     usage = json.loads(usage_chunk().removeprefix(b"data: "))
