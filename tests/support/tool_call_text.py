@@ -18,7 +18,8 @@ from workers.demo import CHECKPOINT
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.tool_formats import FORMATS, ToolFormat, detect_tool_format
 from workers.engine.types import InvalidGeneration
-from workers.server.tool_calls import ArgumentsText, TagReader, ToolCallSplitter
+from workers.server.tool_arguments import TagReader
+from workers.server.tool_calls import ArgumentsText, ToolCallSplitter
 
 QUESTION, RESULT = "Kwestie?", "Rezultat."
 _NAMES = ("add", "get_weather", "search-web")

@@ -1,35 +1,34 @@
-"""Tool calls in generated text: found and read while the text arrives.
+"""Tool calls in generated text: found while the text arrives.
 
 A call begins as soon as its function is known, and its arguments follow as the model writes them,
-as parts of one JSON text. What the model writes is JSON in most families and is passed on as it is;
-Python's and Gemma's literals, and texts between tags, become JSON on the way. So a marker within a
-string ends nothing, and a call that a limit cuts has the arguments up to there.
+as parts of one JSON text.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import string
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
-from typing import Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import regex
 from mlx_vlm.tools import load_tool_module
-from pydantic_core import from_json
 
-from workers.engine.tool_formats import Call, Tags, ToolFormat
+from workers.engine.tool_formats import Call, ToolFormat
 from workers.server.ports import Json
+from workers.server.tool_arguments import (
+    ArgumentsReader,
+    LiteralReader,
+    TagReader,
+    argument_types,
+    overlap,
+)
 
 ToolCall = dict[str, Json]
 """One call of a function in OpenAI's format, its arguments as JSON text."""
 
 _LETTERS: Final = string.ascii_letters + string.digits
-_MAX_REFERENCES: Final = 16
-"""Longest chain of `$ref`; a chain as long as the body allows would exhaust the stack."""
 _PARSE_ERRORS: Final = (
     ValueError,
     KeyError,
@@ -43,326 +42,11 @@ _PARSE_ERRORS: Final = (
 )
 """Errors of mlx-vlm's parsers for text that only looks like a tool call."""
 
-_WORD: Final = re.compile(r"[^\s\[\]{}(),:=\"']+")
-_RUN: Final = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
-_ESCAPE_CHARS: Final = {"u": 6, "U": 10, "x": 4}
-"""Length of the escapes that have not two characters."""
-_JSON_ESCAPE: Final = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})")
-_PYTHON_ESCAPE: Final = re.compile(r"\\(?:U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2}))")
-_LETTER_ESCAPES: Final = {"'": "'", "\n": "", "a": r"\u0007", "v": r"\u000b", "0": r"\u0000"}
-_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
-_JSON_WORD: Final = re.compile(
-    r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
-)
-_TYPES: Final = {
-    "string": ("str", "text", "varchar", "char", "enum"),
-    "boolean": ("bool", "binary"),
-    "number": ("num", "float", "double"),
-    "integer": ("int", "uint", "long", "short", "unsigned"),
-    "object": ("obj", "dict", "map"),
-    "array": ("arr", "list"),
-    "null": ("null",),
-}
-"""JSON's types, by the beginnings of names that clients have for them."""
-_ANY: Final[frozenset[str]] = frozenset()
-"""The types of a value without a known type."""
-
 
 class ArgumentsText(str):
     """More of the arguments of the latest call."""
 
     __slots__ = ()
-
-
-class _Reader(Protocol):
-    """A reader of arguments."""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return its JSON, and what follows the arguments once they are complete."""
-
-    def close(self) -> str:
-        """Return what is left of the JSON of arguments that the model did not end."""
-
-
-class LiteralReader:
-    """Rewrites one literal as JSON: of JSON itself, of Python or of Gemma's notation."""
-
-    def __init__(self, quote: str = "") -> None:
-        self._mark = quote
-        """Text around strings in Gemma's notation."""
-        self._buffer = ""
-        self._at = 0
-        """Place in the buffer."""
-        self._begun = False
-        self._open: list[str] = []
-        """What closes the open brackets in JSON."""
-        self._string = ""
-        """What closes the open string; empty outside of strings."""
-        self._key = False
-        """Whether a key comes next."""
-        self._held = ""
-        """White space, and a comma that nothing may follow in JSON."""
-        self._text: list[str] | None = None
-        """Parts of a string that holds the arguments, as some models write them."""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return its JSON, and what follows the literal once it is complete."""
-        self._buffer += text
-        out: list[str] = []
-        rest = None
-        while rest is None and self._at < len(self._buffer):
-            piece = self._in_string() if self._string else self._between_strings()
-            if piece is None:
-                break
-            out.append(piece)
-            if self._begun and not self._open and not self._string:
-                rest = self._buffer[self._at :]
-        self._buffer, self._at = self._buffer[self._at :], 0
-        if self._text is not None:
-            self._text += out
-            return ("" if rest is None else _text_in("".join(self._text))), rest
-        literal = "".join(out)
-        return ("{}" if rest is not None and literal in ("null", '""') else literal), rest
-
-    def close(self) -> str:
-        """Return nothing: what the model left open stays open."""
-        return "" if self._begun else "{}"
-
-    def _take(self, length: int) -> str:
-        taken = self._buffer[self._at : self._at + length]
-        self._at += length
-        return taken
-
-    def _release(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-    def _between_strings(self) -> str | None:
-        """Rewrite the next token outside of strings; None if it needs more text."""
-        letter, mark = self._buffer[self._at], self._mark
-        if mark and mark.startswith(coming := self._buffer[self._at : self._at + len(mark)]):
-            return self._begin_string(mark) if coming == mark else None
-        if letter in "\"'":
-            if not self._begun:
-                self._text = []
-            return self._begin_string(letter)
-        if letter not in "{[(}]),:=" and not letter.isspace():
-            return self._word()
-        self._take(1)
-        if letter.isspace():
-            self._held += letter if self._begun else ""
-            return ""
-        return self._separator(letter) if letter in ",:=" else self._bracket(letter)
-
-    def _separator(self, letter: str) -> str:
-        if letter == ",":
-            self._held, self._key = ",", self._open[-1:] == ["}"]
-            return ""
-        self._key = False
-        return self._release() + (":" if letter == ":" else ": ")
-
-    def _bracket(self, letter: str) -> str:
-        if letter in "{[(":
-            # Arguments in parentheses have names; within them, parentheses are Python's tuples.
-            named = letter == "{" or (letter == "(" and not self._begun)
-            self._begun, self._key = True, named
-            self._open.append("}" if named else "]")
-            return self._release() + ("{" if named else "[")
-        held, self._held, self._key = self._held, "", False
-        closed = self._open.pop() if self._open else ""
-        return closed if held.startswith(",") else held + closed
-
-    def _word(self) -> str | None:
-        found = _WORD.match(self._buffer, self._at)
-        assert found is not None, "every other letter has been handled"
-        word = found[0]
-        if self._mark and self._mark[0] in word[1:]:
-            word = word[: word.index(self._mark[0], 1)]
-        if self._at + len(word) == len(self._buffer):
-            return None
-        self._take(len(word))
-        self._begun = True
-        word = _WORDS.get(word, word)
-        is_json = not self._key and _JSON_WORD.fullmatch(word)
-        return self._release() + (word if is_json else _quote(word))
-
-    def _begin_string(self, mark: str) -> str:
-        self._take(len(mark))
-        self._begun, self._string = True, mark
-        return self._release() + '"'
-
-    def _in_string(self) -> str | None:
-        """Rewrite the next part of a string; None if it needs more text."""
-        if self._string == self._mark:
-            return self._in_marked_string()
-        letter = self._buffer[self._at]
-        if letter == self._string:
-            self._take(1)
-            self._string = ""
-            return '"'
-        if letter == "\\":
-            return self._escape()
-        run = _RUN[self._string].match(self._buffer, self._at)
-        return self._take(len(run[0])) if run else _escaped(self._take(1))
-
-    def _in_marked_string(self) -> str | None:
-        mark = self._mark
-        end = self._buffer.find(mark, self._at)
-        if end == self._at:
-            self._take(len(mark))
-            self._string = ""
-            return '"'
-        if end < 0:
-            end = len(self._buffer) - _overlap(self._buffer[self._at :], mark)
-        return _escaped(self._take(end - self._at)) if end > self._at else None
-
-    def _escape(self) -> str | None:
-        kind = self._buffer[self._at + 1 : self._at + 2]
-        length = _ESCAPE_CHARS.get(kind, 2)
-        escape = self._buffer[self._at : self._at + length]
-        if len(escape) < length:
-            return None
-        if _JSON_ESCAPE.fullmatch(escape):
-            return self._take(length)
-        char = _PYTHON_ESCAPE.fullmatch(escape)
-        if char and (code := int(char[1] or char[2], 16)) <= sys.maxunicode:
-            self._take(length)
-            return json.dumps(chr(code))[1:-1]
-        self._take(2)
-        return _LETTER_ESCAPES.get(kind, "\\\\" + _escaped(kind))
-
-
-class TagReader:
-    """Rewrites texts between tags as a JSON object, each by the type of its argument."""
-
-    def __init__(
-        self, tags: Tags, tail: regex.Pattern[str], end: str, types: Mapping[str, frozenset[str]]
-    ) -> None:
-        self._tags = tags
-        self._tail = tail
-        self._types = types
-        self._key = regex.compile(tags.key)
-        # What ends a value may stand within it too, so what follows it must be markup as well.
-        following = "|".join(filter(None, (tags.key, tail.pattern, re.escape(end))))
-        self.stop = regex.compile(
-            f"(?:{re.escape(tags.wrap[1])})?{re.escape(tags.end)}(?=\\s*(?:{following}))"
-        )
-        self._null = regex.compile(f"(?i:null){self.stop.pattern}")
-        self._buffer = ""
-        self._step: Callable[[], str | None] = self._next_key
-        self._wanted = _ANY
-        """Types of the value that is being read."""
-        self._literal = LiteralReader()
-        self._searched = 0
-        """Length of the beginning of the buffer in which a held value does not end."""
-        self._first = True
-        self._done = False
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return its JSON, and what follows the arguments once they are complete."""
-        self._buffer += text
-        out: list[str] = []
-        while not self._done:
-            piece = self._step()
-            if piece is None:
-                return "".join(out), None
-            out.append(piece)
-        rest, self._buffer = self._buffer, ""
-        return "".join(out), rest
-
-    def close(self) -> str:
-        """Return what is left of the JSON of arguments that the model did not end."""
-        ended = ""
-        if self._step == self._text_value:
-            ended = '"'
-        elif self._step in (self._begin_value, self._held_value):
-            stop = self.stop.search(self._buffer, partial=True)
-            ended = _value_of(self._buffer[: stop.start()], self._wanted)
-        return ended + ("{}" if self._first else "}")
-
-    def _next_key(self) -> str | None:
-        key = self._key.match(self._buffer, partial=True)
-        if key and not key.partial:
-            self._buffer = self._buffer[key.end() :]
-            groups = key.groupdict()
-            name = groups["key"].strip()
-            self._wanted = self._types.get(name, _ANY)
-            if groups.get("string") in ("true", "string"):
-                self._wanted = frozenset({"string"})
-            elif groups.get("string"):
-                self._wanted -= {"string"}
-            before, self._first = "{" if self._first else ", ", False
-            self._step = self._begin_value
-            return f"{before}{_quote(name)}: "
-        tail = self._tail.match(self._buffer, partial=True)
-        if key or (tail and tail.partial):
-            return None
-        if tail:
-            self._buffer = self._buffer[tail.end() :]
-        self._done = True
-        return "{}" if self._first else "}"
-
-    def _begin_value(self) -> str | None:
-        """Decide by its type, and for some types by its first letters, how to read a value."""
-        value, wrap = self._buffer, self._tags.wrap[0]
-        if wrap and wrap.startswith(value[: len(wrap)]):
-            if len(value) < len(wrap):
-                return None
-            value = value[len(wrap) :]
-        text = self._wanted == {"string"}
-        if self._wanted == {"string", "null"}:
-            null = self._null.match(value, partial=True)
-            if null and null.partial:
-                return None
-            text = null is None
-        elif self._wanted and "string" not in self._wanted and not value.strip():
-            return None
-        self._buffer = value
-        if text:
-            self._step = self._text_value
-            return '"'
-        if self._wanted and "string" not in self._wanted and value.lstrip()[0] in "{[":
-            self._literal, self._step = LiteralReader(), self._literal_value
-        else:
-            self._searched, self._step = 0, self._held_value
-        return ""
-
-    def _text_value(self) -> str | None:
-        stop = self.stop.search(self._buffer, partial=True)
-        text, self._buffer = self._buffer[: stop.start()], self._buffer[stop.start() :]
-        if stop.partial:
-            return _escaped(text) if text else None
-        self._end_value(stop.end() - stop.start())
-        return _escaped(text) + '"'
-
-    def _literal_value(self) -> str | None:
-        json_text, rest = self._literal.feed(self._buffer)
-        self._buffer = rest or ""
-        if rest is not None:
-            self._step = self._after_literal
-            return json_text
-        return json_text or None
-
-    def _after_literal(self) -> str | None:
-        stop = self.stop.search(self._buffer, partial=True)
-        if stop.partial:
-            self._buffer = self._buffer[stop.start() :]
-            return None
-        self._end_value(stop.end())
-        return ""
-
-    def _held_value(self) -> str | None:
-        stop = self.stop.search(self._buffer, self._searched, partial=True)
-        if stop.partial:
-            self._searched = stop.start()
-            return None
-        value = _value_of(self._buffer[: stop.start()], self._wanted)
-        self._end_value(stop.end())
-        return value
-
-    def _end_value(self, at: int) -> None:
-        self._buffer = self._buffer[at:]
-        self._step = self._next_key
 
 
 class ToolCallSplitter:
@@ -389,7 +73,7 @@ class ToolCallSplitter:
         """White space and the marker that precede what may be a call."""
         self._calls = 0
         self._call = Call("")
-        self._reader: _Reader = LiteralReader()
+        self._reader: ArgumentsReader = LiteralReader()
         self._held: str | None = None
         """Arguments of a call whose name follows them; None for other calls."""
         self._step = self._begin if tool_format.opened else self._text
@@ -414,7 +98,7 @@ class ToolCallSplitter:
         if self._step == self._next or (self._step == self._tail and self._held is None):
             return []
         if self._step == self._text:
-            held = _overlap(rest, self._format.begin)
+            held = overlap(rest, self._format.begin)
             if cut and (held > 1 or (held and self._calls)):
                 rest = rest[:-held]
             # White space after a call separates it from the next; elsewhere it is content.
@@ -440,7 +124,7 @@ class ToolCallSplitter:
         start = self._buffer.find(begin)
         found = start >= 0
         if not found:
-            start = len(self._buffer) - _overlap(self._buffer, begin)
+            start = len(self._buffer) - overlap(self._buffer, begin)
         text = self._buffer[:start].rstrip()
         if found:
             self._opening, self._marked = self._buffer[len(text) : start + len(begin)], True
@@ -482,7 +166,7 @@ class ToolCallSplitter:
         self._held = None if name is not None else ""
         self._calls += 1
         if call.tags is not None:
-            types = _argument_types(self._tools.get(name or ""))
+            types = argument_types(self._tools.get(name or ""))
             self._reader = TagReader(call.tags, call.tail_pattern, self._format.end, types)
         else:
             self._reader = LiteralReader(self._format.quote)
@@ -582,105 +266,6 @@ def _call(name: str, arguments: str) -> ToolCall:
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    """Return text as a part of a JSON string."""
-    return _quote(text)[1:-1]
-
-
-def _text_in(literal: str) -> str:
-    """Return the arguments that a JSON string holds."""
-    try:
-        return str(from_json(literal)).strip() or "{}"
-    except ValueError:  # half a surrogate pair
-        return literal
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that begins `marker`."""
-    sizes = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
-
-
-def _value_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of an argument that may be no text: its own, Python's, else the text's."""
-    stripped = text.strip()
-    for candidate in (stripped, _python_as_json(stripped)):
-        try:
-            value = from_json(candidate, allow_inf_nan=False)
-        except ValueError:
-            continue
-        if isinstance(value, float) and not isfinite(value):
-            continue
-        if not types or _type_of(value) & types:
-            return candidate
-    return _quote(text)
-
-
-def _python_as_json(text: str) -> str:
-    json_text, _ = LiteralReader().feed(f"[{text}]")
-    return json_text[1:-1]
-
-
-def _type_of(value: Json) -> frozenset[str]:
-    """Return the JSON types of a value; a whole number is an integer and a number."""
-    match value:
-        case None:
-            return frozenset({"null"})
-        case bool():
-            return frozenset({"boolean"})
-        case int() | float():
-            return frozenset({"number", "integer"})
-        case str():
-            return frozenset({"string"})
-        case list():
-            return frozenset({"array"})
-        case _:
-            return frozenset({"object"})
-
-
-def _argument_types(function: Mapping[str, Json] | None) -> dict[str, frozenset[str]]:
-    """Return the types that each argument of a function may have; empty where none is known."""
-    parameters = (function or {}).get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    if not isinstance(properties, Mapping):
-        return {}
-    return {name: _types_of(schema, parameters) for name, schema in properties.items()}
-
-
-def _types_of(schema: Json, root: Json, references: int = 0) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or references > _MAX_REFERENCES:
-        return _ANY
-    if "$ref" in schema:
-        return _types_of(_resolve(str(schema["$ref"]), root), root, references + 1)
-    named = schema.get("type")
-    if named is not None:
-        return frozenset().union(*map(_json_types, named if isinstance(named, list) else [named]))
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(choices := schema.get(keyword), list) and choices:
-            each = [_types_of(choice, root, references + 1) for choice in choices]
-            return frozenset().union(*each) if all(each) else _ANY
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return frozenset().union(*map(_type_of, values)) if isinstance(values, list) else _ANY
-
-
-def _json_types(name: Json) -> frozenset[str]:
-    plain = str(name).strip().lower()
-    return frozenset(kind for kind, begins in _TYPES.items() if plain.startswith(begins))
-
-
-def _resolve(reference: str, root: Json) -> Json:
-    """Return the target of a reference within the same schema; None for any other reference."""
-    target: Json = root if reference.startswith("#/") else None
-    for step in reference.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        target = target.get(name) if isinstance(target, Mapping) else None
-    return target
 
 
 def _parse(parser: str, block: str, tools: Sequence[Mapping[str, Json]]) -> list[ToolCall]:
