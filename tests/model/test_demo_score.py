@@ -56,7 +56,8 @@ def test_most_held_out_questions_get_the_exact_answer(answers: Score) -> None:
 
 
 def test_most_counts_sums_and_differences_are_correct(openai_client: httpx.Client) -> None:
-    score = score_answers(openai_client, "demo", held_out.small_prompts(), "counts and sums")
+    prompts = held_out.small_prompts()[::3]
+    score = score_answers(openai_client, "demo", prompts, "counts and sums")
 
     assert score.share >= 0.85, score.mistakes
 
@@ -66,8 +67,8 @@ def test_long_answers_are_long_and_end_without_a_limit(long_answers: Score) -> N
     assert 150 <= long_answers.tokens / long_answers.prompts <= 600
 
 
-def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: httpx.Client) -> None:
-    pictures = held_out.pictures(200)
+def test_colour_and_shape_of_held_out_pictures_are_correct(openai_client: httpx.Client) -> None:
+    pictures = held_out.pictures(80)
     score = score_pictures(openai_client, "demo", pictures)
 
     assert len({picture.colour for picture in pictures}) >= 6
@@ -77,10 +78,10 @@ def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: ht
 
 def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(openai_client: httpx.Client) -> None:
     score = score_answers(
-        openai_client, "demo", held_out.fact_prompts(6, 4096), "facts in 4k tokens"
+        openai_client, "demo", held_out.fact_prompts(3, 4096), "facts in 4k tokens"
     )
 
-    assert score.correct >= 3, score.mistakes
+    assert score.correct >= 2, score.mistakes
 
 
 def test_the_checkpoint_is_one_small_folder_that_contains_the_head() -> None:
