@@ -1,4 +1,4 @@
-"""Every page by keyboard alone: Tab reaches all that a mouse can use, shows where it is, and leaves."""
+"""Every page by keyboard alone: Tab reaches all that a mouse can, shows where it is, and leaves."""
 
 from __future__ import annotations
 
