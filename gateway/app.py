@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import errors
 from gateway.api import (
+    engines,
     explain,
     keys,
     messages,
@@ -124,7 +125,7 @@ class GatewayApp(PortApp):
             responses.conversations(self.responses),
         ]
         # Workers join on the main port.
-        admin_routers = [workers.router, policy.router, keys.router, usage.router]
+        admin_routers = [workers.router, engines.router, policy.router, keys.router, usage.router]
         admin_routers += [recent_errors.router]
         main_pages = [pages.START, pages.DASHBOARD, pages.TRY, pages.DOCS]
         hosts = Hosts(gateway.settings)

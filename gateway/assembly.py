@@ -30,10 +30,12 @@ from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_unique_ids, read_worker_keys
+from gateway.engines import PacelineWorker
 from gateway.errors import RecordsUnwritable, StartupError
-from gateway.fleet.backend import OpenAIBackend, PacelineBackend
 from gateway.fleet.cordons import Cordons
-from gateway.fleet.health import HealthChecker, ReportClient
+from gateway.fleet.engine_records import EngineRecords
+from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
+from gateway.fleet.health import ReportClient
 from gateway.fleet.prefix_deletion import PrefixDeletion
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
@@ -87,9 +89,8 @@ class Gateway:
         self.exit_stack = AsyncExitStack()
         """Closes the parts, the last one first; Redis is open from the start."""
         self._records = records = _records(settings, redis)
-        static = _static_backends(settings)
         join_token = settings.join_token.get_secret_value() if settings.join_token else ""
-        paceline = PacelineBackend(join_token)
+        paceline = PacelineWorker(join_token)
         self.fleet = WorkerRegistry(clock, rng.random, _listed_models(settings), paceline)
         self.prefix_index = PrefixIndex(clock)
         # Gateways that share the token give one system prompt one name.
@@ -144,7 +145,15 @@ class Gateway:
             self.prefix_hasher.cache_salt,
             wall,
         )
-        self.probes = HealthChecker(static, self.fleet, self.counters)
+        self.engine_watch = EngineWatch(self.fleet, self.counters, clock)
+        self.engine_records = EngineRecords(
+            records,
+            _listed_engines(settings),
+            self.engine_watch,
+            self.fleet,
+            environment=os.environ,
+            wall=wall,
+        )
 
     async def open(self) -> None:
         """Load keys, usage, cordons and the policy; raise `StartupError`."""
@@ -153,6 +162,7 @@ class Gateway:
             await self.usage_store.open()
             await self.key_store.refresh()
             await self.cordons.refresh()
+            await self.engine_records.refresh()
         except RecordsUnwritable:
             raise StartupError("The stored keys and their usage cannot be read.") from None
         check_binding(self.settings, keyed=self.api_keys.required)
@@ -174,7 +184,7 @@ class Gateway:
                 if part is not None:
                     await stack.enter_async_context(part)
             await stack.enter_async_context(self.control.client)
-            await stack.enter_async_context(self.probes.client)
+            await stack.enter_async_context(self.engine_watch)
             for work in reversed((self.usage_store.flush, *self.cluster_sync.final_exchanges)):
                 stack.push_async_callback(Job(work=work, period_s=0).run)
             await stack.enter_async_context(periodic_tasks([*jobs, *self._jobs()]))
@@ -208,6 +218,7 @@ class Gateway:
         return [
             Job(work=self.key_store.refresh, period_s=_REFRESH_S),
             Job(work=self.cordons.refresh, period_s=_REFRESH_S),
+            Job(work=self.engine_records.refresh, period_s=_REFRESH_S),
             Job(work=self.policy_store.refresh, period_s=_REFRESH_S),
             Job(work=self.prefix_deletion.delete_ended, period_s=_DELETION_S),
             Job(work=self.policy_file.check, period_s=_POLICY_FILE_CHECK_S),
@@ -218,7 +229,7 @@ class Gateway:
                 Job(work=work, period_s=_EXCHANGE_S, silent_errors=(RecordsUnwritable,))
                 for work in self.cluster_sync.exchanges
             ),
-            *self.probes.jobs(),
+            self.engine_watch.job(),
         ]
 
     async def _open_policy_store(self) -> PolicyStore:
@@ -243,9 +254,11 @@ class Gateway:
             ) from None
 
 
-def _static_backends(settings: Settings) -> list[OpenAIBackend]:
-    tokens = read_worker_keys(settings.workers, os.environ)
-    return [OpenAIBackend(worker, tokens.get(worker.id, "")) for worker in settings.workers]
+def _listed_engines(settings: Settings) -> list[WatchedEngine]:
+    keys = read_worker_keys(settings.workers, os.environ)
+    return [
+        WatchedEngine(entry=worker, token=keys.get(worker.id, "")) for worker in settings.workers
+    ]
 
 
 async def build_gateway(settings: Settings) -> Gateway:
@@ -269,7 +282,7 @@ def _expiring_records(
 
 
 def _listed_models(settings: Settings) -> frozenset[str]:
-    return frozenset(model for worker in settings.workers for model in worker.models)
+    return frozenset(model for worker in settings.workers for model in worker.names)
 
 
 def _records(settings: Settings, redis: RedisClient | None) -> Records:

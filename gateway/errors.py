@@ -9,6 +9,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   |   +-- PreviousUnknown 400  the response from which the request goes on is not kept
 |   +-- PolicyRefused       400  a document that is not a valid policy; every problem is named
 |   +-- TokensOverLimit     400  more tokens than the key may ever use at once
+|   +-- FeatureUntaken      400  no worker of the model takes what the request asks for
 |   +-- EndpointUnserved    400  a route of OpenAI or Anthropic that is not served here
 |   +-- KeyRefused          401  the API key is missing or unknown
 |   |   +-- AdminKeyRefused 401  the admin key is missing or wrong
@@ -21,11 +22,13 @@ GatewayError                a request that cannot be answered as the client expe
 |   |   +-- ModelUnknown    404  neither the policy nor a worker has the model
 |   |   +-- KeyUnknown      404  no key has the id
 |   |   +-- WorkerUnknown   404  no worker with the id has joined
+|   |   +-- EngineUnknown   404  no engine with the id was joined
 |   |   +-- VersionUnknown  404  the policy has no version with the number
 |   |   +-- ResponseUnknown 404  no kept response, conversation or item has the id
 |   +-- MethodRefused       405  the path does not support the method
 |   +-- BodyTooSlow         408  the body did not arrive in time
 |   +-- WorkerIdTaken       409  another live worker has the id
+|   +-- EngineListed        409  an engine of the settings cannot be changed at run time
 |   +-- KeyIsRevoked        409  a revoked key cannot be changed
 |   +-- VersionConflict     412  another edit of the policy came first
 |   +-- BodyTooLarge        413  the body is larger than the limit
@@ -179,6 +182,19 @@ class EndpointUnserved(RequestRefused, code="endpoint_not_served"):
     message = "This gateway does not serve this endpoint. GET /openapi.json lists those it serves."
 
 
+class FeatureUntaken(RequestRefused, code="unsupported_value"):
+    """No worker of the model takes what the request asks for."""
+
+    def __init__(self, model: str, feature: str, *, param: str | None) -> None:
+        super().__init__(f"No worker of the model '{model[:100]}' takes {feature}.", param=param)
+        self._feature = feature
+
+    @property
+    def reason(self) -> str:
+        """Return the message without the model as the client wrote it."""
+        return f"No worker of the model takes {self._feature}."
+
+
 class KeyRefused(RequestRefused, status=401, kind="authentication_error", code="invalid_api_key"):
     """The API key is missing or unknown; the response does not say which."""
 
@@ -259,6 +275,12 @@ class WorkerUnknown(NotFound, code="worker_not_found"):
     message = "No worker with this id has joined."
 
 
+class EngineUnknown(NotFound, code="engine_not_found"):
+    """No engine with the id was joined."""
+
+    message = "No engine with this id was joined."
+
+
 class CacheNotCleared(GatewayError, status=502, code="cache_not_cleared"):
     """A worker has not emptied its prefix cache."""
 
@@ -304,6 +326,12 @@ class WorkerIdTaken(RequestRefused, status=409, code="worker_id_taken"):
     """Another live worker, with another address, has the id."""
 
     message = "Another live worker has this id. Start this worker with another id."
+
+
+class EngineListed(RequestRefused, status=409, code="engine_in_settings"):
+    """An engine of the settings cannot be changed at run time."""
+
+    message = "The settings of the gateway list this engine: change it there, and restart."
 
 
 class WorkerUnconfirmed(RequestRefused, status=422, code="worker_unconfirmed"):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_orig
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from policies.base import NAME_PATTERN, Name, Section
+from policies.base import NAME_PATTERN, ModelName, Name, Section
 from policies.compiler import CompiledPolicy, compile_document
 from policies.error_messages import closest, message_of
 from policies.request.profile import Priority
@@ -69,7 +69,7 @@ class PolicyDocument(Section):
 
     version: Literal[1]
     """The version of this format."""
-    models: dict[Name, ModelPolicy] = Field(default_factory=dict)
+    models: dict[ModelName, ModelPolicy] = Field(default_factory=dict)
     """Models by the names under which workers serve them; an entry is optional."""
     routes: Annotated[tuple[Route, ...], Field(strict=False, min_length=1)]
     """The first route whose `when` matches takes the request; the last must match every request."""

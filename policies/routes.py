@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from policies.base import Name, NonEmptySection, OneOrMore, Section, Text, as_list
+from policies.base import ModelName, Name, NonEmptySection, OneOrMore, Section, Text, as_list
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 MediaKind = Literal["image", "video", "audio", "file"]
@@ -131,7 +131,7 @@ class When(Section):
     """Tokens that the answer may have; a request without a limit exceeds every number."""
     messages: Range | None = None
     """Messages of the conversation; a plain prompt counts as one."""
-    model: OneOrMore[Name] | None = None
+    model: OneOrMore[ModelName] | None = None
     """The name of the model; aliases do not count."""
     key: OneOrMore[Text] | None = None
     """The id of the API key, never its secret."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from policies.base import Label, Name, NonEmptySection, OneOrMore, Section
+from policies.base import Label, ModelName, Name, NonEmptySection, OneOrMore, Section
 from policies.request.content import PICTURES_LIMIT, PIXELS_LIMIT
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint, RequestProfile
@@ -47,7 +47,7 @@ class PoolWorkers(NonEmptySection):
 
     labels: OneOrMore[Label] | None = None
     """Labels of workers (`paceline worker --label`)."""
-    models: OneOrMore[Name] | None = None
+    models: OneOrMore[ModelName] | None = None
     """Models that workers serve; aliases do not count."""
 
 
@@ -209,7 +209,7 @@ class SamplingPolicy(Section):
 class ModelPolicy(Section):
     """The aliases of one model, and its sampling defaults."""
 
-    aliases: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    aliases: Annotated[tuple[ModelName, ...], Field(strict=False)] = ()
     """Further names for clients, such as gpt-4o-mini."""
     sampling: SamplingPolicy = SamplingPolicy()
     """The default sampling values of this model."""

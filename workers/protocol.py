@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from policies.base import Label, Name
+from policies.base import PRINTABLE, Label, ModelName, Name
 from policies.request.profile import Sampling
 
 PROTOCOL = 1
@@ -65,12 +65,8 @@ MAX_LABELS = 64
 EARLIER_BOOTS = "earlier:"
 """Begins the boot id of the sum of a worker's earlier boots; no worker may report one."""
 
-# No control character: names reach terminals, logs and headers.
-_PRINTABLE = r"[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
-PrefixName = Annotated[str, Field(pattern=rf"^{_PRINTABLE}{{1,{MAX_PREFIX_NAME_CHARS}}}$")]
-ModelName = Annotated[str, Field(pattern=rf"^{_PRINTABLE}{{1,255}}$")]
-"""The name of a repository or of a folder, which may have any letters and spaces."""
-_EARLIER = rf"{EARLIER_BOOTS}{_PRINTABLE}{{1,255}}"
+PrefixName = Annotated[str, Field(pattern=rf"^{PRINTABLE}{{1,{MAX_PREFIX_NAME_CHARS}}}$")]
+_EARLIER = rf"{EARLIER_BOOTS}{PRINTABLE}{{1,255}}"
 BootId = Annotated[str, Field(pattern=rf"^([A-Za-z0-9][A-Za-z0-9._-]{{0,63}}|{_EARLIER})$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 DraftTokens = Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)]

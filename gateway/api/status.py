@@ -99,9 +99,11 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
 
     async def render_metrics() -> bytes:
         await gateway.control.refresh_all()
-        reports = await gateway.counters.reports()
+        reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
         return exposition(
-            GatewayMetrics(gateway.accounting), WorkerMetrics(reports), Gauges(gateway, proxy)
+            GatewayMetrics(gateway.accounting),
+            WorkerMetrics(reports, counts),
+            Gauges(gateway, proxy),
         )
 
     metrics_text, readers = SharedRuns(render_metrics), Readers()

@@ -71,7 +71,10 @@ class WorkerDetails(TypedDict):
     in_flight: int
     lanes: list[LaneLoad]
     url: NotRequired[str]
+    kind: NotRequired[str]
+    """`paceline`, or the kind of another engine."""
     model: NotRequired[str]
+    models: NotRequired[list[str]]
     labels: NotRequired[list[str]]
     heartbeat_age_s: NotRequired[float]
     problem: NotRequired[str]
@@ -205,7 +208,9 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
     if member is not None:
         worker |= {
             "url": member.report.url,
+            "kind": member.backend.kind,
             "model": member.report.model,
+            "models": list(member.models),
             "labels": list(member.report.labels),
             "lanes": [
                 {

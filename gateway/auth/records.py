@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
-from policies.base import Name
+from policies.base import ModelName, Name
 from policies.request.profile import Priority
 
 SECRET_PREFIX = "pk-"  # noqa: S105  # the prefix of every secret
@@ -49,7 +49,7 @@ class KeyTerms(Limits):
     name: Label
     """For people; it need not be unique."""
     team: MaybeLabel = ""
-    models: _Names = ()
+    models: Annotated[tuple[ModelName, ...], Field(strict=False, max_length=100)] = ()
     """By their own names; empty: all."""
     pools: _Names = ()
     """Empty: all."""

@@ -34,6 +34,8 @@ class UsageRow(NamedTuple):
     """Of the prompt tokens."""
     guessed_tokens: int
     """Estimated, because the worker reported no usage: mostly for clients that disconnected."""
+    cached_unknown_requests: int = 0
+    """Requests whose worker told no cached tokens, so that `cached_tokens` leaves them out."""
 
     @property
     def tokens(self) -> int:

@@ -32,7 +32,7 @@ class UsageStore:
         self._wall = wall
         self._life = life
         self._days: defaultdict[int, defaultdict[tuple[str, str], list[int]]] = defaultdict(
-            lambda: defaultdict(lambda: [0, 0, 0, 0, 0])
+            lambda: defaultdict(lambda: [0, 0, 0, 0, 0, 0])
         )
         """The usage in this process by day, and by key and team."""
         self._unsaved: set[int] = set()
@@ -62,6 +62,7 @@ class UsageStore:
         counts[2] += usage.completion_tokens
         counts[3] += usage.cached_tokens
         counts[4] += cost.guessed_tokens
+        counts[5] += not usage.cached_known
         self._unsaved.add(day)
 
     async def usage(self) -> Mapping[int, tuple[UsageRow, ...]]:

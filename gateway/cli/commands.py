@@ -311,6 +311,73 @@ def key_usage(as_json: bool, as_csv: bool, **given: Any) -> int:
     return _run("keys", "usage", {**given, "as_json": as_json, "as_csv": as_csv})
 
 
+@paceline.command("join-engine")
+@click.argument("engine_url", metavar="URL", help="Its address, such as http://127.0.0.1:1234.")
+@click.option(
+    "--kind",
+    type=click.Choice(
+        [
+            *("auto", "vllm-mlx", "mlx-vlm", "mlx-lm", "omlx", "lmstudio", "ollama", "llama.cpp"),
+            *("paceline", "openai"),
+        ]
+    ),
+    default="auto",
+    help="Default: auto, the gateway asks the engine.",
+)
+@click.option("--id", "engine_id", metavar="ID", help="Default: made of its address.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME[=ENGINE_NAME]",
+    help="Serve this model, by another name for clients if two are given; repeatable "
+    "(default: all that it lists).",
+)
+@click.option("--pool", "pools", multiple=True, help="Repeatable (default: those of its kind).")
+@click.option("--label", "labels", multiple=True, help="For pools of the policy; repeatable.")
+@click.option(
+    "--slots",
+    type=_whole_number,
+    metavar="N",
+    help="Requests at a time (default: what it tells, or a number of its kind).",
+)
+@click.option(
+    "--api-key-env",
+    metavar="NAME",
+    help="The variable, at the gateway, that holds its API key; it ends in _API_KEY.",
+)
+@click.option("--cache-salt", is_flag=True, help="It isolates clients by vLLM's field cache_salt.")
+@_url
+@_as_json
+def join_engine(**given: Any) -> int:
+    """Add a running LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp.
+
+    The gateway asks it for its kind and its models, and sends it requests from then on.
+    """
+    return _run("engines", "join", given)
+
+
+@paceline.group()
+def engines() -> None:
+    """List and remove the engines of other kinds."""
+
+
+@engines.command("list")
+@_url
+@_as_json
+def list_engines(**given: Any) -> int:
+    """List those of the settings and those that were joined."""
+    return _run("engines", "list_all", given)
+
+
+@engines.command("remove")
+@click.argument("engine_id", metavar="ID", help="The id that `paceline engines list` shows.")
+@_url
+def remove_engine(**given: Any) -> int:
+    """Remove an engine that was joined; its running requests continue."""
+    return _run("engines", "remove", given)
+
+
 @paceline.group("prefix-cache")
 def prefix_cache() -> None:
     """Delete the conversations that workers have cached."""

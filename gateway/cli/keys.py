@@ -18,7 +18,7 @@ _PATH = "/admin/v1/keys"
 _USAGE_PATH = "/admin/v1/usage"
 _USAGE_COLUMNS = (
     *("day", "key", "name", "team", "requests"),
-    *("prompt_tokens", "cached_tokens", "completion_tokens", "guessed_tokens"),
+    *("prompt_tokens", "cached", "completion_tokens", "guessed_tokens"),
 )
 _LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
 _FIRST_KEY = "All clients need a key from now on; this cannot be undone."
@@ -78,9 +78,18 @@ def usage(*, first: str | None, last: str | None, url: str, as_json: bool, as_cs
     numbers = ("Requests", "Prompt", "Cached", "Completion", "Guessed")
     table = plain_table("Day", "Key", "Name", "Team", numbers=numbers)
     for row in answer["rows"]:
-        named = {**row, "name": row["name"] or ("" if row["key"] else "without a key")}
+        name = row["name"] or ("" if row["key"] else "without a key")
+        named = {**row, "name": name, "cached": _cached(row)}
         table.add_row(*(str(named[column]) for column in _USAGE_COLUMNS))
     return _print(answer, table, as_json=as_json)
+
+
+def _cached(row: Mapping[str, Any]) -> str:
+    """Return the cached tokens, marked if some requests or all left them unknown."""
+    unknown = row["cached_unknown_requests"]
+    if unknown and unknown == row["requests"]:
+        return "unknown"
+    return f"{row['cached_tokens']}{'+' if unknown else ''}"
 
 
 def _print(answer: Mapping[str, Any], shown: str | Table, *, as_json: bool) -> int:

@@ -93,14 +93,16 @@ def _load(lane: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the load and the counters of a lane or pool; tokens per step is 1 without drafts."""
     mtp = lane["mtp"]
     drafted = mtp["enabled"] and mtp["attempted"]
+    answers = lane["requests"]
+    none = "unknown" if lane["unreported"]["drafts"] else "-"
     return (
         # Our workers report requests of all gateways; for static ones this gateway counts its own.
         f"{max(lane['running'], lane['in_flight'])}/{lane['slots']}",
         str(lane["waiting"]),
         str(lane["requests"]),
-        str(lane["completion_tokens"]),
-        f"{mtp['acceptance_rate']:.1%}" if drafted else "-",
-        f"{mtp['mean_acceptance_length']:.2f}" if drafted else "-",
+        "unknown" if lane["unreported"]["usage"] >= answers > 0 else str(lane["completion_tokens"]),
+        f"{mtp['acceptance_rate']:.1%}" if drafted else none,
+        f"{mtp['mean_acceptance_length']:.2f}" if drafted else none,
     )
 
 

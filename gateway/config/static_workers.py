@@ -1,6 +1,6 @@
-"""Static workers: OpenAI-compatible servers that `paceline.yaml` lists with their capabilities.
+"""Static workers: engines of other kinds, which `paceline.yaml` lists or an admin has joined.
 
-Such a server sends no heartbeats and no reports. A probe checks whether it is up, and its load is
+Such an engine sends no heartbeats and no reports. A probe checks whether it is up, and its load is
 the number of requests that this gateway has sent it.
 """
 
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from gateway.engines import MAX_MODELS, Kind
 from gateway.errors import StartupError
 from gateway.types import fits_header
-from policies.base import Label, Name
-from workers.protocol import MAX_LABELS, MAX_LANES, MTP_LANE, BaseUrl, LaneReport, WorkerReport
+from policies.base import Label, ModelName, Name
+from workers.protocol import MAX_LABELS, MAX_LANES, BaseUrl
 
 if TYPE_CHECKING:
     # A command that only asks a gateway reads no policy, and starts in half the time.
     from policies.document import PolicyDocument
+
+
+WORKER_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
 class StaticWorker(BaseModel):
@@ -27,18 +31,23 @@ class StaticWorker(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    kind: Literal["openai"]
+    id: str = Field(pattern=WORKER_ID)
+    kind: Kind = "auto"
+    """The engine; `auto`: the gateway asks it."""
     url: BaseUrl
     """Base URL of its API, with or without the trailing /v1."""
-    models: Annotated[tuple[Name, ...], Field(min_length=1)]
-    """By the names that the server itself uses."""
-    pools: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_LANES)]
-    """Names of pools or lanes of the policy."""
+    models: Annotated[
+        tuple[ModelName, ...] | dict[ModelName, ModelName], Field(max_length=MAX_MODELS)
+    ] = ()
+    """Those of its models to serve, by the names that the engine itself uses, or a map from names
+    for clients to these; empty: all that it lists."""
+    pools: Annotated[tuple[Name, ...], Field(max_length=MAX_LANES)] = ()
+    """Names of pools or lanes of the policy; empty: those of its kind."""
     labels: tuple[Label, ...] = Field(default=(), max_length=MAX_LABELS)
     """Labels by which pools of the policy select workers."""
-    slots: int = Field(ge=1, le=1_000_000)
-    """The most requests at a time, over all its pools."""
+    slots: int | None = Field(default=None, ge=1, le=1_000_000)
+    """The most requests at a time, over all its pools and models; None: what the engine tells, or
+    a number of its kind."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?[A-Za-z0-9_]*$")
     """The environment variable that holds its API key, so that no key is in the file."""
     cache_salt: bool = False
@@ -50,20 +59,10 @@ class StaticWorker(BaseModel):
         return value.rstrip("/").removesuffix("/v1").rstrip("/")
 
     @property
-    def report(self) -> WorkerReport:
-        """The report that the server would send; one lane for each pool, with the pool's name."""
-        return WorkerReport(
-            worker_id=self.id,
-            boot_id="static",
-            url=self.url,
-            model=self.models[0],
-            context_tokens=0,
-            labels=self.labels,
-            lanes=tuple(
-                LaneReport(name=pool, slots=self.slots, mtp_enabled=pool == MTP_LANE)
-                for pool in dict.fromkeys(self.pools)
-            ),
-        )
+    def names(self) -> Mapping[str, str]:
+        """Return the names of its models at the engine, by those for clients."""
+        models = self.models
+        return models if isinstance(models, dict) else {name: name for name in models}
 
 
 def read_worker_keys(
@@ -73,20 +72,25 @@ def read_worker_keys(
     keys = {}
     for worker in workers:
         if worker.api_key_env:
-            # Secret files often end with a newline.
-            key = environment.get(worker.api_key_env, "").strip()
-            if not key:
-                raise StartupError(
-                    f"The worker '{worker.id}' needs an API key in the environment variable "
-                    f"{worker.api_key_env}, which is not set."
-                )
-            if not fits_header(key):
-                raise StartupError(
-                    f"{worker.api_key_env}, the API key of the worker '{worker.id}', contains "
-                    "characters that an HTTP header cannot carry."
-                )
-            keys[worker.id] = key
+            keys[worker.id] = read_worker_key(worker, environment)
     return keys
+
+
+def read_worker_key(worker: StaticWorker, environment: Mapping[str, str]) -> str:
+    """Return the API key of a worker that needs one; raise `StartupError`."""
+    # Secret files often end with a newline.
+    key = environment.get(worker.api_key_env, "").strip()
+    if not key:
+        raise StartupError(
+            f"The worker '{worker.id}' needs an API key in the environment variable "
+            f"{worker.api_key_env}, which is not set."
+        )
+    if not fits_header(key):
+        raise StartupError(
+            f"{worker.api_key_env}, the API key of the worker '{worker.id}', contains "
+            "characters that an HTTP header cannot carry."
+        )
+    return key
 
 
 def check_unique_ids(workers: Iterable[StaticWorker]) -> None:
@@ -115,6 +119,6 @@ def _accepting_pools(worker: StaticWorker, policy: PolicyDocument) -> set[str]:
     return {
         name
         for pool_name, pool in policy.pools.items()
-        if pool.accepts(worker.labels, worker.models)
+        if pool.accepts(worker.labels, tuple(worker.names))
         for name in (pool_name, *pool.lanes)
     }

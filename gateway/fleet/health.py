@@ -1,10 +1,9 @@
-"""Health checks: probes of static workers, and reports that Paceline's workers return on demand."""
+"""The reports that Paceline's workers return on demand."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import logging
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,17 +13,16 @@ import httpx
 from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from gateway.errors import WorkerIdTaken
-from gateway.fleet.backend import OpenAIBackend, PacelineBackend
-from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
-from gateway.periodic import Job, SharedRuns
+from gateway.engines import PacelineWorker
+from gateway.engines.paceline import REPORT_PATH
+from gateway.fleet.registry import WorkerRegistry
+from gateway.periodic import SharedRuns
 from gateway.storage.counters import CounterStore
 from workers.http import certificate_authorities, system_error
 from workers.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
 
 log = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 1.5
 CALL_BACK_TIMEOUT_S = 3.0
 """Shorter than a worker waits for the response to its heartbeat."""
 REPORT_TIMEOUT_S = 0.5
@@ -37,73 +35,10 @@ _MAX_CALL_BACKS = 64
 _RETRY_DELAY_S = 0.05
 
 
-class HealthChecker:
-    """Probes static workers within `client`; a successful probe counts as a heartbeat."""
-
-    def __init__(
-        self, backends: Sequence[OpenAIBackend], fleet: WorkerRegistry, store: CounterStore
-    ) -> None:
-        self._backends = backends
-        self._fleet = fleet
-        self._store = store
-        self._unhealthy: set[str] = set()
-        self.client = httpx.AsyncClient(
-            timeout=PROBE_TIMEOUT_S, verify=certificate_authorities(), trust_env=False
-        )
-
-    def jobs(self) -> list[Job]:
-        """Return the periodic job of each worker, so that none delays another."""
-        return [
-            Job(
-                work=functools.partial(self._check, backend),
-                period_s=HEARTBEAT_INTERVAL_S,
-                name=f"probe {backend.worker_id}",
-                at_start=True,
-            )
-            for backend in self._backends
-        ]
-
-    async def _check(self, backend: OpenAIBackend) -> None:
-        """Probe a worker, record a heartbeat if it is healthy, and log a change."""
-        failure = await self._probe(backend)
-        if not failure:
-            try:
-                self._fleet.heartbeat(backend.report, backend)
-            except WorkerIdTaken:
-                failure = "another worker has joined with its id"
-            else:
-                await self._store.store_report(backend.report)
-        worker_id = backend.worker_id
-        if failure and worker_id not in self._unhealthy:
-            self._unhealthy.add(worker_id)
-            log.warning("worker.unhealthy worker=%s reason=%s", worker_id, failure)
-        elif not failure and worker_id in self._unhealthy:
-            self._unhealthy.discard(worker_id)
-            log.info("worker.healthy worker=%s", worker_id)
-
-    async def _probe(self, backend: OpenAIBackend) -> str:
-        """Return why a worker is unhealthy; empty if it is healthy."""
-        url = backend.report.url + backend.probe_path
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S * MAX_ATTEMPTS):
-                status, _ = await _get_with_retry(self.client, url, backend.authorization)
-        except (httpx.TimeoutException, TimeoutError) as error:
-            # A server with one thread answers no probe while it answers a request; the timeouts of
-            # requests show whether it still works on that.
-            return "" if self._fleet.local_requests(backend.worker_id) else repr(error)
-        except Exception as error:  # noqa: BLE001  # the job must go on after any error
-            return repr(error)
-        # Not every server lists its models, but a rejected API key fails every request.
-        return f"status {status}" if status >= 500 or status in (401, 403) else ""
-
-
 class ReportClient:
     """Requests reports from the workers that send heartbeats, within `client`."""
 
-    def __init__(
-        self, backend: PacelineBackend, fleet: WorkerRegistry, store: CounterStore
-    ) -> None:
-        self._backend = backend
+    def __init__(self, backend: PacelineWorker, fleet: WorkerRegistry, store: CounterStore) -> None:
         self._fleet = fleet
         self._store = store
         self._call_backs = asyncio.Semaphore(_MAX_CALL_BACKS)
@@ -145,7 +80,7 @@ class ReportClient:
                     "POST", url, content=body, headers=headers, timeout=CHECK_TIMEOUT_S
                 ) as response,
             ):
-                return response.status_code, from_json(await _read(response))
+                return response.status_code, from_json(await read_bounded(response))
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
             log.warning("check.failed worker=%s error=%.300r", worker.worker_id, error)
             return None
@@ -200,7 +135,7 @@ class ReportClient:
 
     async def _fetch(self, worker: WorkerReport, timeout_s: float) -> WorkerReport:
         """Return the present report of a worker; raise `_NoReport`."""
-        url = worker.url + self._backend.probe_path
+        url = worker.url + REPORT_PATH
         try:
             async with asyncio.timeout(timeout_s):
                 status, body = await _get_with_retry(self.client, url)
@@ -268,9 +203,7 @@ def _problem(error: BaseException) -> str:
     return _OTHER_PROGRAM
 
 
-async def _get_with_retry(
-    client: httpx.AsyncClient, url: str, headers: Mapping[str, str] | None = None
-) -> tuple[int, bytes]:
+async def _get_with_retry(client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
     """Return the status and the first bytes of the body; raise httpx's error of the last attempt.
 
     The caller limits the time of all attempts together.
@@ -281,17 +214,16 @@ async def _get_with_retry(
         retry=retry_if_exception_type(httpx.TransportError),
         reraise=True,
     )
-    return await retrying(_get, client, url, headers)
+    return await retrying(_get, client, url)
 
 
-async def _get(
-    client: httpx.AsyncClient, url: str, headers: Mapping[str, str] | None
-) -> tuple[int, bytes]:
-    async with client.stream("GET", url, headers=headers) as response:
-        return response.status_code, await _read(response)
+async def _get(client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
+    async with client.stream("GET", url) as response:
+        return response.status_code, await read_bounded(response)
 
 
-async def _read(response: httpx.Response) -> bytes:
+async def read_bounded(response: httpx.Response) -> bytes:
+    """Return the body up to the size of the largest report."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece

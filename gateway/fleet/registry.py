@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 from urllib.parse import urlsplit
 
+from gateway.engines import Engine, PacelineWorker
 from gateway.errors import TooManyWorkers, WorkerIdTaken
-from gateway.fleet.backend import Backend, PacelineBackend
 from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing
 from gateway.routing.select import Candidate
@@ -48,7 +48,7 @@ class WorkerRegistry:
         clock: Callable[[], float],
         jitter: Callable[[], float],
         known_models: frozenset[str] = frozenset(),
-        backend: Backend | None = None,
+        backend: Engine | None = None,
     ) -> None:
         self._clock = clock
         self._jitter = jitter
@@ -59,7 +59,7 @@ class WorkerRegistry:
         """Models of workers that send heartbeats, also of those that are gone."""
         self._logged_full = False
         self.on_capacity: Callable[[], None] = lambda: None
-        self._backend = backend or PacelineBackend()
+        self._backend = backend or PacelineWorker()
         self._workers: dict[str, WorkerState] = {}
         self._absences: dict[str, tuple[AbsenceKind, float]] = {}
         """Why the last workers that are gone are, and since when, by the clock. One whose process
@@ -70,7 +70,7 @@ class WorkerRegistry:
         self._views = _ViewCache()
 
     def heartbeat(
-        self, report: WorkerReport, backend: Backend | None = None, *, reached: bool = False
+        self, report: WorkerReport, backend: Engine | None = None, *, reached: bool = False
     ) -> None:
         """Record a heartbeat; raise `WorkerIdTaken` if another live worker has the id.
 
@@ -263,6 +263,7 @@ class WorkerRegistry:
             fleet.positions,
             now_s,
             sampling=self._sampling,
+            takes_all=fleet.takes_all,
         )
 
     def node_sources(
@@ -332,7 +333,7 @@ class WorkerRegistry:
         return max(0.0, worker.breaker.busy_until_s - self._clock())
 
     def _record(
-        self, report: WorkerReport, heartbeat_at_s: float, backend: Backend | None = None
+        self, report: WorkerReport, heartbeat_at_s: float, backend: Engine | None = None
     ) -> WorkerState | None:
         """Record a heartbeat; return None, and keep the first, for two live workers with one id.
 
@@ -348,11 +349,14 @@ class WorkerRegistry:
             and worker.backend is backend
             and worker.report.boot_id == report.boot_id
         ):
-            before = worker.report
+            before, models_before = worker.report, (worker.models, worker.model_views)
             worker.confirmed &= _same_address(before, report)
             worker.update(report, now_s)
             worker.heartbeat_at_s = heartbeat_at_s
-            if same_routing(before, report):
+            if same_routing(before, report) and models_before == (
+                worker.models,
+                worker.model_views,
+            ):
                 self._views.add_changed(worker)
             else:
                 self._views.invalidate()
@@ -404,7 +408,7 @@ class WorkerRegistry:
             log.error("fleet.full workers=%d rejected=%s", joined, report.worker_id)
         raise TooManyWorkers
 
-    def _is_taken(self, worker: WorkerState, report: WorkerReport, backend: Backend) -> bool:
+    def _is_taken(self, worker: WorkerState, report: WorkerReport, backend: Engine) -> bool:
         """Return whether the id of a report belongs to this live worker, which is another one."""
         same = (worker.report.boot_id, worker.report.url)
         # A heartbeat of the id of a static worker must not get the key of that worker.
@@ -512,11 +516,12 @@ class _ViewCache:
             if index is None:
                 continue  # it is not available
             view = workers[index] = changed.view()
-            for cost in view.lane_costs:
-                for model in view.models:
+            for model in view.models:
+                for cost in view.costs_of(model):
                     key = model, cost.ref.lane.name
                     group = list(costs[key])
                     group[positions[key][view.worker_id]] = cost
                     costs[key] = tuple(group)
         self._changed.clear()
-        self.fleet = FleetView(tuple(workers), frozenset(), costs, positions)
+        takes_all = self.fleet.takes_all
+        self.fleet = FleetView(tuple(workers), frozenset(), costs, positions, takes_all=takes_all)

@@ -21,6 +21,7 @@ from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.fair_queue import FairQueue
 from gateway.fleet.registry import NO_WORKERS, WorkerRegistry
 from gateway.fleet.worker import Lease
+from gateway.routing.features import FIELDS
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.types import Caller
@@ -91,8 +92,9 @@ class Scheduler:
         """Decide which lane takes a request and acquire a slot there, in the queue if need be.
 
         `tried` excludes workers. `on_decision` gets the decision before any wait. Raise
-        `PoolsNotAllowed`, `NoWorker` or `WorkerBusy` if no worker is left, `QueueFull` or
-        `QueueTimeout`. The caller must `release` the lease in the same function, however it ends.
+        `PoolsNotAllowed`, `FeatureUntaken`, `NoWorker` or `WorkerBusy` if no worker is left,
+        `QueueFull` or `QueueTimeout`. The caller must `release` the lease in the same function,
+        however it ends.
         """
         decision = self._decide(request, tried, first_only=True)
         if on_decision is not None:
@@ -107,6 +109,9 @@ class Scheduler:
             return lease
         if not decision.candidates:
             model = request.profile.model
+            if decision.lacking:
+                feature = min(decision.lacking)
+                raise errors.FeatureUntaken(model, feature.value, param=FIELDS[feature])
             if (available_in_s := self._fleet.available_in_s(model)) is not None:
                 raise errors.WorkerBusy(retry_after_s=available_in_s)
             raise errors.NoWorker(f"No worker can take requests for the model '{model}' now.")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gateway.fleet.backend import Backend
+from gateway.engines import Engine
 from gateway.fleet.circuit_breaker import HEALTHY, CircuitBreaker
 from gateway.routing.cost import Throughput, throughput_of
 from gateway.routing.select import Candidate
-from gateway.routing.view import LaneView, WorkerView
+from gateway.routing.view import LaneView, ModelView, WorkerView
 from gateway.types import WorkerBoot
 from workers.protocol import WorkerReport
 
@@ -23,7 +24,7 @@ class WorkerState:
 
     report: WorkerReport
     heartbeat_at_s: float
-    backend: Backend
+    backend: Engine
     cordoned: bool
     """An admin has stopped new requests."""
     breaker: CircuitBreaker = HEALTHY
@@ -52,6 +53,10 @@ class WorkerState:
     throughput: Throughput = field(init=False)
     slots: dict[str, int] = field(default_factory=dict)
     """By lane, by the last report."""
+    models: tuple[str, ...] = ()
+    """The models that it serves, by the last report."""
+    model_views: Mapping[str, ModelView] = field(default_factory=dict)
+    """Those of its models that lack a feature or are not in memory."""
     _view: WorkerView | None = None
     _views: dict[tuple[int, ...], WorkerView] = field(default_factory=dict)
     """Views since the last report by the requests of each lane: the same few recur."""
@@ -65,6 +70,8 @@ class WorkerState:
         self.report = report
         self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
+        self.models = self.backend.models(report)
+        self.model_views = self.backend.model_views()
         self._views.clear()
         self._view = None
         if not self.backend.sends_reports:
@@ -107,11 +114,6 @@ class WorkerState:
         report = self.report
         return report.ready and not report.draining and not self.cordoned and not self.problem
 
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Return the models that the worker serves."""
-        return self.backend.models(self.report)
-
     def occupied(self, lane: str) -> int:
         """Return how many slots of a lane this gateway's requests occupy."""
         if self.backend.shares_slots:
@@ -136,6 +138,7 @@ class WorkerState:
                     report.labels,
                     report.boot_id,
                     throughput=self.throughput,
+                    by_model=self.model_views,
                 )
             self._view = view.at_time(self.prefill_until_s, self.answered_at_s)
         return self._view

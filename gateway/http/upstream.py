@@ -16,11 +16,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
-from pydantic_core import from_json
 
 from gateway import errors
 from workers.http import certificate_authorities
@@ -45,7 +44,6 @@ _IDLE_CONNECTION_S = 3.0
 # A connection that the worker was closing at the time of the write breaks at once. If it breaks
 # later, the worker may have read the request and begun it.
 _STALE_WITHIN_S = 0.25
-_REFUSALS = frozenset((400, 413, 422))
 _BUSY = frozenset((429, 503))
 _TOKENS_HEADER = TOKENS_HEADER.encode()
 _TOKENS_DIGITS = 16
@@ -524,25 +522,23 @@ class ReadTimer:
             self._set_timer()
 
 
-async def refusal(response: UpstreamConnection, timeout_s: float) -> errors.GatewayError:
-    """Read a refusal by a worker and return the error for it."""
+Judge = Callable[[int, bytes, Mapping[str, Any]], errors.GatewayError]
+"""Returns the error for a status and a body, given the fields of the request."""
+
+
+async def refusal(
+    response: UpstreamConnection, timeout_s: float, judge: Judge, fields: Mapping[str, Any]
+) -> errors.GatewayError:
+    """Read a refusal by a worker and return the error for it, as its kind of engine judges."""
     if response.status in _BUSY:
         return errors.WorkerBusy(retry_after_s=retry_after_s(response.retry_after, time.time()))
-    if response.status not in _REFUSALS:
-        log.warning("worker.failed status=%d", response.status)
-        return errors.WorkerFailed()
     try:
         response.set_read_timeout(timeout_s)
-        error = from_json(await response.read(_ERROR_LIMIT_BYTES))["error"]
-        param, code = error.get("param"), error.get("code")
-        return errors.RefusedByWorker(
-            response.status,
-            str(error["message"]),
-            param=param if isinstance(param, str) else None,
-            code=code if isinstance(code, str) else None,
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, ConnectionLost):
-        return errors.WorkerFailed()  # not in OpenAI's shape, so not for a client
+        body = await response.read(_ERROR_LIMIT_BYTES)
+    except ConnectionLost:
+        log.warning("worker.failed status=%d", response.status)
+        return errors.WorkerFailed()
+    return judge(response.status, body, fields)
 
 
 def retry_after_s(value: str | None, now_s: float) -> float:

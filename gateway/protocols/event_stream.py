@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from gateway.protocols.base import AnswerMalformed, StreamEncoder
 from gateway.types import Drafts, Header, Usage
@@ -24,24 +24,45 @@ EVENT_LIMIT_BYTES = 1024 * 1024
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
-# A key with a value other than null. A match inside the model's text is harmless, because the event
-# is then parsed. Possessive, so that the time is linear.
-_FACT = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]')
+_KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
-# mlx-lm calls it `reasoning`, other engines `reasoning_content`.
-_CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
+_CONTENT = ("content", "reasoning_content", "tool_calls")
 # More than any context.
 _TOKENS_LIMIT = 10_000_000
 # More than any worker drafts at once.
 _DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
 
 
-class StreamScanner:
-    """Scans one stream, incrementally and bounded; any split of the bytes gives the same output."""
+def fact_pattern(*more_keys: str) -> re.Pattern[bytes]:
+    """Return a pattern of the keys that carry facts, with a value other than null.
 
-    def __init__(self, encoder: StreamEncoder, *, limit_bytes: int = EVENT_LIMIT_BYTES) -> None:
+    A match inside the model's text is harmless, because the event is then parsed.
+    """
+    keys = "|".join((*_KEYS, *more_keys)).encode()
+    # Possessive, so that the time is linear.
+    return re.compile(rb'"(?:%b)"\s*+:\s*+[^\sn]' % keys)
+
+
+_FACT = fact_pattern()
+
+
+class StreamScanner:
+    """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
+
+    `reader` reads the facts as the engine of the stream spells them.
+    """
+
+    def __init__(
+        self,
+        encoder: StreamEncoder,
+        reader: AnswerReader | None = None,
+        *,
+        limit_bytes: int = EVENT_LIMIT_BYTES,
+    ) -> None:
         self.state = StreamState()
         self._encoder = encoder
+        self._reader = reader or _READER
+        self._facts = self._reader.facts
         self._passthrough = encoder.passthrough
         self._limit_bytes = limit_bytes
         self._pending = b""
@@ -51,6 +72,13 @@ class StreamScanner:
     def quiet(self) -> bool:
         """Return whether whole text events may pass unparsed from here on."""
         return self._passthrough and self.state.under_way and not self._pending
+
+    def has_facts(self, events: bytes) -> bool:
+        """Return whether these events, however framed, may carry facts, or are no text."""
+        # `in` would create and drop an error for each call
+        if events.find(_DONE) >= 0 or self._facts.search(events) is not None:
+            return True
+        return not (events.isascii() or _is_utf8(events))
 
     def feed(self, chunk: bytes) -> bytes:
         """Scan bytes and return those for the client; none once the stream is broken."""
@@ -86,7 +114,7 @@ class StreamScanner:
     def _plain(self, data: bytes) -> bool:
         """Return whether these events are text alone."""
         small = len(data) <= self._limit_bytes
-        return self._passthrough and self.state.under_way and small and not has_facts(data)
+        return self._passthrough and self.state.under_way and small and not self.has_facts(data)
 
     def _plain_up_to(self, data: bytes, start: int) -> int:
         """Return where the whole text events from `start` end; 0 if there is none."""
@@ -96,7 +124,7 @@ class StreamScanner:
             or len(data) - start > self._limit_bytes
         ):
             return 0
-        fact = _FACT.search(data, start)
+        fact = self._facts.search(data, start)
         upto = fact.start() if fact else len(data)
         done = data.find(_DONE, start, upto)
         end = data.rfind(b"\n\n", start, done if done >= 0 else upto)
@@ -133,19 +161,22 @@ class StreamScanner:
             frame = None
         if not isinstance(frame, dict):
             return self._break("an event is no JSON object")
+        state = self.state
         if frame.get("error") is not None:
+            state.error = text
             # Without its message: engines quote the prompt in it.
             return self._break("the worker sent an error")
-        state = self.state
         state.begun = True
+        if self._reader.normalise(frame):
+            event = b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n"
         choices = frame.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
                 state.finished |= choice.get("finish_reason") is not None
                 state.content_seen |= _has_content(choice)
-        if (drafts := read_drafts(frame)) is not None:
+        if (drafts := self._reader.drafts(frame)) is not None:
             state.drafts = drafts
-        state.usage = read_usage(frame) or state.usage
+        state.usage = self._reader.usage(frame) or state.usage
         try:
             return self._encoder.event(event, frame)
         except AnswerMalformed:
@@ -171,6 +202,8 @@ class StreamState:
     drafts: Drafts | None = None
     broken: str = ""
     """Why nothing more may be passed on; for the log, not for the client."""
+    error: bytes = b""
+    """The event in which the engine sent an error, as JSON; it may quote the prompt."""
 
     @property
     def under_way(self) -> bool:
@@ -181,14 +214,6 @@ class StreamState:
     def complete(self) -> bool:
         """Return whether the response is complete."""
         return self.finished and self.done
-
-
-def has_facts(events: bytes) -> bool:
-    """Return whether these events, however framed, may carry facts, or are no text."""
-    # `in` would create and drop an error for each call
-    if events.find(_DONE) >= 0 or _FACT.search(events) is not None:
-        return True
-    return not (events.isascii() or _is_utf8(events))
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -236,6 +261,25 @@ def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
     if accepted > drafted:
         return None
     return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
+
+
+class AnswerReader:
+    """Reads the facts of answers and of chunks as OpenAI and vLLM spell them.
+
+    An engine that spells them in another way has a reader of its own.
+    """
+
+    facts: re.Pattern[bytes] = _FACT
+    """Events without a match are text alone, so that no step need read them."""
+    usage: Callable[[Mapping[str, Any]], Usage | None] = staticmethod(read_usage)
+    drafts: Callable[[Mapping[str, Any]], Drafts | None] = staticmethod(read_drafts)
+
+    def normalise(self, answer: dict[str, Any]) -> bool:  # noqa: ARG002
+        """Change what clients would not understand; return whether anything has changed."""
+        return False
+
+
+_READER = AnswerReader()
 
 
 def _event_end(data: bytes, search_from: int) -> int:

@@ -471,7 +471,7 @@ def _message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
 
 
 def _content_of(message: Mapping[str, Any], sign: Callable[[str], str]) -> Iterator[Json]:
-    if reasoning := _reasoning_in(message):
+    if reasoning := text_in(message, "reasoning_content"):
         yield {"type": "thinking", "thinking": reasoning, "signature": sign(reasoning)}
     if text := text_in(message, "content"):
         yield {"type": "text", "text": text}
@@ -490,10 +490,6 @@ def _content_of(message: Mapping[str, Any], sign: Callable[[str], str]) -> Itera
             "name": text_in(function, "name"),
             "input": given,
         }
-
-
-def _reasoning_in(message: Mapping[str, Any]) -> str:
-    return text_in(message, "reasoning_content") or text_in(message, "reasoning")
 
 
 def _stop_of(choice: Mapping[str, Any]) -> Json:
@@ -560,7 +556,7 @@ class MessageEncoder:
         return b"".join((*self._close(), _event(end), _event({"type": "message_stop"})))
 
     def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
-        if reasoning := _reasoning_in(delta):
+        if reasoning := text_in(delta, "reasoning_content"):
             yield from self._continue("thinking", {"thinking": "", "signature": ""})
             self._reasoning.append(reasoning)
             yield self._delta({"type": "thinking_delta", "thinking": reasoning})

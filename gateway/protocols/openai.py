@@ -29,11 +29,6 @@ _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
 _VALUES_LIMIT = 1_000_000
-# These are not OpenAI's, and strict servers reject unknown fields. At these values they change
-# nothing, so they can be left out.
-_NEUTRAL = {"top_k": 0, "min_p": 0.0}
-# Only Paceline's engine knows them. Without them the answer is the same.
-_REPORTS = frozenset(("token_sources",))
 
 
 class OpenAIFormat:
@@ -258,18 +253,6 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
         # Every request is accounted; the encoder removes usage that the client did not request.
         # A key pays for a stream that its client leaves by the usage so far.
         sent["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    return sent
-
-
-def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body without the fields that only Paceline's workers need."""
-    sent = {
-        name: value
-        for name, value in body.items()
-        if name not in _REPORTS and (name not in _NEUTRAL or value != _NEUTRAL[name])
-    }
-    if "stream_options" in sent:
-        sent["stream_options"] = {"include_usage": True}
     return sent
 
 

@@ -84,12 +84,15 @@ class RequestContext(RequestRecord):
     def cache_result(self) -> str:
         """Return whether the worker had a beginning of the prompt cached: hit, miss or none.
 
-        Before the worker has reported usage, this is the expected result.
+        Before the worker has reported usage, this is the expected result; `unknown` if the usage
+        tells no cached tokens.
         """
         if not self.prefix_keys.ends:
             return NO_PREFIX
         if self.usage is not UNUSED and self.usage.cached_known:
             return "hit" if self.usage.cached_tokens else "miss"
+        if self.usage is not UNUSED:
+            return "unknown"
         return "hit" if self.candidate and self.candidate.prefix_cached else "miss"
 
     def limit_answer(self, max_tokens: int | None) -> None:

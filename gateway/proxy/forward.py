@@ -15,19 +15,14 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.assembly import Gateway
+from gateway.engines import Engine
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.worker import Lease
 from gateway.http import upstream
 from gateway.http.downstream import AnswerWriter
 from gateway.protocols import WORKER_PATHS
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.event_stream import (
-    StreamScanner,
-    comment_of,
-    has_facts,
-    read_drafts,
-    read_usage,
-)
+from gateway.protocols.event_stream import StreamScanner, comment_of
 from gateway.proxy.context import RequestContext
 from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
@@ -51,6 +46,8 @@ _NEVER_BEGUN = (errors.WorkerUnreachable, errors.WorkerBusy)
 _WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 # The end of the stream follows the last event; a worker that does not end it is not waited for.
 _AFTER_DONE_S = 1.0
+# The status for an error in a stream whose own status was 200.
+_REFUSED = 400
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -148,6 +145,8 @@ class Forwarder:
             request, context.caller, tried, on_decision=context.record_decision
         )
         context.candidate = lease.candidate
+        backend = lease.state.backend
+        context.engine = "" if backend.sends_reports else backend.kind
         if request.prefix.ends:
             context.expected_reuse = self._prefix_index.record_dispatch(
                 request.prefix, lease.boot, context.policy.prefix
@@ -191,10 +190,10 @@ class Forwarder:
         """Send the request to one worker and relay its response."""
         assert context.inspected is not None
         backend, fields = lease.state.backend, context.inspected.body
-        if backend.takes_cache_salt:
+        salt = ""
+        if not backend.sends_reports:
             salt = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix)
-            fields = {**fields, "cache_salt": salt} if salt else fields
-        body = backend.body(body, fields)
+        body = backend.body(body, fields, salt)
         try:
             response = await self._send(lease, body, context)
         except upstream.StaleConnection:
@@ -207,11 +206,12 @@ class Forwarder:
                 raise errors.WorkerLost from error
         try:
             if response.status != 200:
-                raise await upstream.refusal(response, self._settings.idle_timeout_s)
+                idle_timeout_s = self._settings.idle_timeout_s
+                raise await upstream.refusal(response, idle_timeout_s, backend.refusal, fields)
             if context.profile.stream:
-                await self._relay_stream(response, writer, context)
+                await self._relay_stream(response, writer, context, backend)
             else:
-                await self._relay_whole(response, writer, context)
+                await self._relay_whole(response, writer, context, backend)
         finally:
             response.release()
 
@@ -251,7 +251,11 @@ class Forwarder:
         return await send(url, body, headers, context.begin)
 
     async def _relay_whole(
-        self, response: upstream.UpstreamConnection, writer: AnswerWriter, context: RequestContext
+        self,
+        response: upstream.UpstreamConnection,
+        writer: AnswerWriter,
+        context: RequestContext,
+        backend: Engine,
     ) -> None:
         """Relay a response that is one JSON object; raise a `WorkerError`."""
         response.set_read_timeout(self._settings.idle_timeout_s)  # the rest is on its way
@@ -269,8 +273,10 @@ class Forwarder:
         if not (isinstance(answer, dict) and answer.get("choices")):
             log.warning("answer.broken request=%s", context.request_id)
             raise errors.WorkerFailed
-        context.usage = read_usage(answer) or context.usage
-        context.drafts = read_drafts(answer)
+        context.usage = backend.usage(answer) or context.usage
+        context.drafts = backend.drafts(answer)
+        if backend.normalise(answer):
+            body = to_json(answer, inf_nan_mode="null")
         assert context.routing_request is not None
         try:
             encoded = context.wire_format.encode(context.routing_request, answer, body)
@@ -281,14 +287,19 @@ class Forwarder:
         await writer.whole(200, [*_JSON_HEADERS, *context.route_headers()], encoded)
 
     async def _relay_stream(
-        self, response: upstream.UpstreamConnection, writer: AnswerWriter, context: RequestContext
+        self,
+        response: upstream.UpstreamConnection,
+        writer: AnswerWriter,
+        context: RequestContext,
+        backend: Engine,
     ) -> None:
         """Relay events as they come; raise a `WorkerError` unless the stream is complete."""
         assert context.routing_request is not None
+        assert context.inspected is not None
         route_headers = context.route_headers()
         late_headers = route_headers if writer.started else ()
         encoder = context.wire_format.encoder(context.routing_request, late_headers)
-        scanner = StreamScanner(encoder)
+        scanner = StreamScanner(encoder, backend)
         state, last = scanner.state, b""
         idle_timeout_s = self._settings.idle_timeout_s
         relay = StreamRelay(response, writer, context, scanner, idle_timeout_s, self._clock)
@@ -317,6 +328,9 @@ class Forwarder:
             writer.write(last)
         if state.broken:
             log.warning("stream.broken request=%s why=%s", context.request_id, state.broken)
+            if state.error and not state.begun:
+                # Some engines begin each stream with 200, and then refuse the request.
+                raise backend.refusal(_REFUSED, state.error, context.inspected.body)
             raise errors.WorkerFailed
         raise failure
 
@@ -352,7 +366,11 @@ class StreamRelay:
 
         Nearly every token takes this path, which changes no state.
         """
-        if self.send_chunk is None or not chunk.endswith(b"\n\n\r\n") or has_facts(chunk):
+        if (
+            self.send_chunk is None
+            or not chunk.endswith(b"\n\n\r\n")
+            or self.scanner.has_facts(chunk)
+        ):
             return False
         self.writer.idle = False
         self.send_chunk(chunk)

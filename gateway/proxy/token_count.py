@@ -68,7 +68,8 @@ class TokenCounter:
             response = await send(fresh=True)
         try:
             if response.status != 200:
-                raise await refusal(response, _TIMEOUT_S)
+                judge = worker.backend.refusal
+                raise await refusal(response, _TIMEOUT_S, judge, inspected.body)
             answer = from_json(await response.read(_RESPONSE_LIMIT_BYTES))
         except ConnectionLost as error:
             raise errors.WorkerLost from error

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from math import log1p
 from typing import TYPE_CHECKING, NamedTuple
 
+from gateway.routing.features import Feature, features_of
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
-from gateway.routing.view import CachedPrefix, CachedPrefixes, FleetView, LaneCost, LaneView
+from gateway.routing.view import (
+    TAKES_ALL,
+    CachedPrefix,
+    CachedPrefixes,
+    FleetView,
+    LaneCost,
+    LaneView,
+)
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import match_route
@@ -88,6 +96,8 @@ class Decision(NamedTuple):
     """The API key may use none of the route's pools."""
     complete: bool = True
     """All candidates are listed, not just the best ones."""
+    lacking: frozenset[Feature] = TAKES_ALL
+    """Features of the request that no worker takes which could serve it otherwise."""
 
 
 @dataclass(slots=True)
@@ -129,6 +139,8 @@ def decide(
     found: list[Candidate] = []
     last_resort: list[Candidate] = []
     complete = True
+    needs = TAKES_ALL if fleet.takes_all else features_of(profile)
+    lacking: list[frozenset[Feature]] = []
     for name in pools:
         spill = bool(found)
         if spill and first_only:
@@ -138,6 +150,9 @@ def decide(
         costs, positions = _pool_lanes(
             fleet, profile.model, name, pool, speculation_barred=speculation_barred
         )
+        if needs and costs:
+            lacking += [cost.ref.lacks & needs for cost in costs]
+            costs, positions = _taking(costs, positions, needs)
         if not costs:
             continue
         ranking = _rank(
@@ -157,7 +172,8 @@ def decide(
     if found and last_resort:
         last_resort = [one._replace(reason=SPILLED, spill=True) for one in last_resort]
     candidates = (*found, *last_resort)
-    return Decision(route.name, bypass, candidates, spill_after_s, not pools, complete)
+    lacks = TAKES_ALL if candidates or not lacking else min(lacking, key=len)
+    return Decision(route.name, bypass, candidates, spill_after_s, not pools, complete, lacks)
 
 
 def _fleet_bypass(fleet: FleetView, model: str) -> tuple[Bypass, ...]:
@@ -192,6 +208,16 @@ def _pool_lanes(
     if pool.workers is None:
         return found, positions
     return tuple([cost for cost in found if pool.accepts(cost.ref.labels, cost.ref.models)]), None
+
+
+def _taking(
+    costs: tuple[LaneCost, ...],
+    positions: Mapping[str, int] | None,
+    needs: frozenset[Feature],
+) -> tuple[tuple[LaneCost, ...], Mapping[str, int] | None]:
+    """Return the lanes that take all these features, and the index of each worker if known."""
+    taking = tuple([cost for cost in costs if not cost.ref.lacks & needs])
+    return (costs, positions) if len(taking) == len(costs) else (taking, None)
 
 
 def _rank(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from gateway.routing.cost import FULL_LANE_FACTOR, UNMEASURED, Throughput, load_cost_s
+from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
 from policies.request.profile import Sampling
@@ -53,6 +55,18 @@ class LaneView:
         )
 
 
+TAKES_ALL: frozenset[Feature] = frozenset()
+
+
+class ModelView(NamedTuple):
+    """How one model of an engine differs from the model of a worker of Paceline."""
+
+    lacks: frozenset[Feature] = TAKES_ALL
+    """Features whose requests the engine does not take for it."""
+    load_s: float = 0.0
+    """Time that the engine needs to load it first; 0 if it is in memory."""
+
+
 @dataclass(slots=True)
 class LaneRef:
     """One lane together with the properties of its worker that decisions read."""
@@ -62,6 +76,8 @@ class LaneRef:
     labels: tuple[str, ...]
     models: tuple[str, ...]
     lane: LaneView
+    lacks: frozenset[Feature] = TAKES_ALL
+    """Features whose requests the worker does not take for this model."""
 
 
 @dataclass(slots=True)
@@ -79,6 +95,7 @@ class LaneCost:
     """Time of the last answer."""
 
 
+NO_MODELS: Mapping[str, ModelView] = MappingProxyType({})
 LaneKey = tuple[str, str]
 """Model and name of a lane."""
 LaneCosts = Mapping[LaneKey, tuple[LaneCost, ...]]
@@ -94,6 +111,8 @@ class WorkerView:
     models: tuple[str, ...]
     lane_costs: tuple[LaneCost, ...]
     """One for each lane, in the order of the report."""
+    by_model: Mapping[str, ModelView] = field(default_factory=lambda: NO_MODELS)
+    """The models of an engine that differ."""
 
     @classmethod
     def of(
@@ -105,6 +124,7 @@ class WorkerView:
         boot_id: str = "",
         *,
         throughput: Throughput = UNMEASURED,
+        by_model: Mapping[str, ModelView] = NO_MODELS,
     ) -> Self:
         """Return the view of a worker; its lanes share one machine."""
         busy_rows = sum([lane.busy_rows for lane in lanes])
@@ -122,7 +142,23 @@ class WorkerView:
             )
             for lane in lanes
         ]
-        return cls(worker_id, models, tuple(costs))
+        return cls(worker_id, models, tuple(costs), by_model)
+
+    def costs_of(self, model: str) -> tuple[LaneCost, ...]:
+        """Return the cost terms of each lane for one of the models."""
+        view = self.by_model.get(model)
+        if view is None:
+            return self.lane_costs
+        return tuple(
+            [
+                replace(
+                    cost,
+                    ref=replace(cost.ref, lacks=view.lacks),
+                    load_cost_s=cost.load_cost_s + view.load_s,
+                )
+                for cost in self.lane_costs
+            ]
+        )
 
     def at_time(self, prefill_until_s: float, answered_at_s: float) -> WorkerView:
         """Return a view with the same requests and these times."""
@@ -132,7 +168,7 @@ class WorkerView:
             )
             for cost in self.lane_costs
         ]
-        return WorkerView(self.worker_id, self.models, tuple(costs))
+        return WorkerView(self.worker_id, self.models, tuple(costs), self.by_model)
 
 
 class CachedPrefix(NamedTuple):
@@ -166,6 +202,8 @@ class FleetView:
     """What boots have cached of the request's prompt; None for nothing."""
     sampling: Mapping[str, Sampling] = field(default_factory=dict)
     """Model -> what its workers report as its defaults."""
+    takes_all: bool = True
+    """No worker lacks a feature, so that decisions need not compute those of a request."""
 
     @classmethod
     def of(
@@ -175,14 +213,15 @@ class FleetView:
         grouped: defaultdict[LaneKey, list[LaneCost]] = defaultdict(list)
         for worker in workers:
             for model in worker.models:
-                for cost in worker.lane_costs:
+                for cost in worker.costs_of(model):
                     grouped[model, cost.ref.lane.name].append(cost)
         costs = {key: tuple(group) for key, group in grouped.items()}
         positions = {
             key: {cost.ref.worker_id: index for index, cost in enumerate(group)}
             for key, group in costs.items()
         }
-        return cls(workers, known_models, costs, positions, now_s)
+        takes_all = not any(view.lacks for worker in workers for view in worker.by_model.values())
+        return cls(workers, known_models, costs, positions, now_s, takes_all=takes_all)
 
     def with_cached(self, cached: CachedPrefixes) -> FleetView:
         """Return the same fleet with what boots have cached of a request's prompt."""
@@ -194,6 +233,7 @@ class FleetView:
             self.now_s,
             cached,
             self.sampling,
+            self.takes_all,
         )
 
     @property

@@ -111,6 +111,8 @@ class PrefixResults(StatusModel):
     miss: NonNegativeInt
     none: NonNegativeInt
     """The prompt was too short to be worth a lookup."""
+    unknown: NonNegativeInt
+    """The engine tells no cached tokens."""
 
 
 class Recent(StatusModel):
@@ -201,9 +203,22 @@ WorkerCondition = Literal[
 ]
 
 
+class Unreported(StatusModel):
+    """Complete answers of engines that did not tell a number; sums leave these answers out.
+
+    If nearly all requests are among them, the number is unknown and not zero.
+    """
+
+    usage: NonNegativeInt
+    """Prompt and completion tokens."""
+    cached_tokens: NonNegativeInt
+    drafts: NonNegativeInt
+
+
 class WorkStatus(StatusModel):
     """The work of a lane, a worker, a pool or a model."""
 
+    unreported: Unreported
     prefix: LanePrefix
     savings: Savings
     mtp: Mtp
@@ -272,7 +287,11 @@ class WorkerStatus(WorkStatus):
     heartbeats and no connection to it."""
     problem: str
     """Why the worker is unreachable, and what to do; empty if it is not."""
+    kind: str
+    """`paceline`, or the kind of another engine; empty if the worker is gone."""
     model: str
+    models: tuple[str, ...]
+    """All models that it serves now."""
     labels: tuple[str, ...]
     boots: NonNegativeInt
     boot_id: str

@@ -18,7 +18,7 @@ from gateway.fleet.worker import WorkerState
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.status import model
 from gateway.storage.counters import CounterKey, sum_lanes
-from gateway.telemetry import stats
+from gateway.telemetry import engine_counts, stats
 from gateway.telemetry.speculation_and_reuse import alarm_of
 from gateway.types import Outcome
 from policies.document import PolicyDocument
@@ -78,7 +78,14 @@ class FleetRenderer:
         stored = {report.worker_id for report in self.reports}
         # The counts of a worker that was never reached are not stored.
         unproven = [one.report for id_, one in self._workers.items() if id_ not in stored]
-        self.reports = _mark_past_boots((*self.reports, *unproven), self._workers)
+        known = (*self.reports, *unproven)
+        labels = {report.worker_id: report.labels for report in known}
+        counted = [
+            report.model_copy(update={"labels": labels.get(report.worker_id, ())})
+            for report in engine_counts.engine_reports(self.counts)
+        ]
+        self.reports = _mark_past_boots((*counted, *known), self._workers)
+        self._untold = engine_counts.untold_by_place(self.counts)
 
     def render(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -119,6 +126,7 @@ class FleetRenderer:
         present = self.fleet.pool_lanes(name, pool)
         accepting = [(worker, lane) for worker, lane in present if self.fleet.is_available(worker)]
         lanes = self._all_pool_lanes(name, pool)
+        members = {one.worker_id for one in self.reports if self._belongs(one, pool)}
         return model.PoolStatus(
             lanes=pool.lanes,
             workers=tuple(sorted({worker.report.worker_id for worker, _ in accepting})),
@@ -131,19 +139,26 @@ class FleetRenderer:
             prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
             completion_tokens=sum(lane.completion_tokens for lane in lanes),
             decisions=_decisions(self.counts, name).reasons,
-            **self._sums(lanes, lambda key: key.pool == name),
+            **self._sums(
+                lanes,
+                lambda key: key.pool == name,
+                lambda place: place.worker_id in members and place.lane in (name, *pool.lanes),
+            ),
         )
 
     def _all_pool_lanes(self, name: str, pool: Pool) -> tuple[protocol.LaneReport, ...]:
         """List the lanes of all boots of a pool's workers, including those that are gone."""
-        models = {worker_id: worker.models for worker_id, worker in self._workers.items()}
         return tuple(
             lane
             for report in self.reports
-            if pool.accepts(report.labels, models.get(report.worker_id, (report.model,)))
+            if self._belongs(report, pool)
             for lane in report.lanes
             if lane.name == name or lane.name in pool.lanes
         )
+
+    def _belongs(self, report: protocol.WorkerReport, pool: Pool) -> bool:
+        worker = self._workers.get(report.worker_id)
+        return pool.accepts(report.labels, worker.models if worker else (report.model,))
 
     def _model(self, name: str) -> model.ModelStatus:
         lanes = _lanes(report for report in self.reports if report.model == name)
@@ -154,7 +169,7 @@ class FleetRenderer:
             tokens=model.Tokens(
                 **{kind: self.counts.get(("tokens", name, kind), 0) for kind in kinds}
             ),
-            **self._sums(lanes, lambda key: key.model == name),
+            **self._sums(lanes, lambda key: key.model == name, lambda place: place.model == name),
         )
 
     def _worker(self, worker_id: str) -> model.WorkerStatus:
@@ -166,9 +181,11 @@ class FleetRenderer:
         return model.WorkerStatus(
             state=worker_state(self.fleet, worker),
             problem=worker.problem if worker else "",
+            kind=worker.backend.kind if worker else "",
             model=latest.model,
+            models=worker.models if worker else (),
             labels=latest.labels,
-            boots=len(reports),
+            boots=sum(report.boot_id != engine_counts.BOOT_ID for report in reports),
             boot_id=latest.boot_id if worker else "",
             context_tokens=latest.context_tokens,
             memory_bytes=latest.memory_bytes if worker else 0,
@@ -179,7 +196,11 @@ class FleetRenderer:
             ejection=_ejection(self.fleet, worker),
             retry_after_s=round(self.fleet.busy_for_s(worker), 3) if worker else 0.0,
             lanes={lane.name: self._lane(lane, worker_id) for lane in sum_lanes(lanes)},
-            **self._sums(lanes, lambda key: key.worker_id == worker_id),
+            **self._sums(
+                lanes,
+                lambda key: key.worker_id == worker_id,
+                lambda place: place.worker_id == worker_id,
+            ),
         )
 
     def _absence(self, worker_id: str) -> model.Absence:
@@ -194,16 +215,33 @@ class FleetRenderer:
         return model.LaneStatus(
             **lane.model_dump(include=_LANE_FIELDS),
             in_flight=worker.in_flight[lane.name] if worker else 0,
-            **self._sums((lane,), lambda key: key.worker_id == worker_id and key.lane == lane.name),
+            **self._sums(
+                (lane,),
+                lambda key: key.worker_id == worker_id and key.lane == lane.name,
+                lambda place: place.worker_id == worker_id and place.lane == lane.name,
+            ),
         )
 
     def _sums(
-        self, lanes: tuple[protocol.LaneReport, ...], matches: Callable[[stats.LaneKey], bool]
+        self,
+        lanes: tuple[protocol.LaneReport, ...],
+        matches: Callable[[stats.LaneKey], bool],
+        untold_at: Callable[[engine_counts.LanePlace], bool],
     ) -> dict[str, Any]:
-        """Return the fields of `WorkStatus`; `matches` selects the lanes of the window."""
+        """Return the fields of `WorkStatus`.
+
+        `matches` selects the lanes of the window, `untold_at` those of engines.
+        """
         prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
         mtp = mtp_status(lanes)
+        untold = Counter[str]()
+        for place, counts in self._untold.items():
+            if untold_at(place):
+                untold.update(counts)
         return {
+            "unreported": model.Unreported(
+                **{name: untold[name] for name in model.Unreported.model_fields}
+            ),
             "prefix": model.LanePrefix(**prefix.model_dump()),
             "savings": _savings(lanes),
             "mtp": mtp,
@@ -428,7 +466,7 @@ def _not_reused(counts: Mapping[CounterKey, int], prefix: protocol.PrefixCounts)
 
 
 def _prefix_results(counts: Mapping[str, int]) -> dict[str, int]:
-    return {result: counts.get(result, 0) for result in ("hit", "miss", "none")}
+    return {result: counts.get(result, 0) for result in ("hit", "miss", "none", "unknown")}
 
 
 def _percentiles(buckets: stats.Buckets) -> model.Percentiles:

@@ -17,7 +17,7 @@ from gateway.errors import is_plain_name
 from gateway.routing.prefix_affinity import ISOLATED
 from gateway.storage.counters import CounterKey
 from gateway.storage.recent_errors import MAX_TEXT_CHARS, ErrorRecord, RecentErrors
-from gateway.telemetry import speculation_and_reuse
+from gateway.telemetry import engine_counts, speculation_and_reuse
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import LaneKey, LaneStats, LaneTotals
@@ -65,6 +65,7 @@ class Accounting:
             *(candidate[:4] if candidate else _NO_CANDIDATE),
             inspected.profile.model if candidate and inspected else "",
             *(decision[:2] if decision else _NO_DECISION),
+            record.engine,
         )
         counters = self._counters.get(key) or self._add_counters(key)
         counters.requests += 1
@@ -75,6 +76,8 @@ class Accounting:
             counters.retries += record.attempts - 1
         if record.missed_reuse:
             counters.missed_reuse[record.missed_reuse] += 1
+        if record.engine:
+            _count_answer(counters.told, record)
         if counters.lane is not None:
             _observe(counters.lane, record)
             expected = record.candidate is not None and record.candidate.cached_tokens
@@ -156,6 +159,8 @@ class _Labels(NamedTuple):
     route: str
     """The first of the two fields that begin a `Decision`."""
     bypass: tuple[Bypass, ...]
+    engine: str
+    """Empty for a worker that sends its own counts."""
 
     @property
     def bypass_reasons(self) -> set[str]:
@@ -179,6 +184,8 @@ class _Counters:
     cached_tokens: int = 0
     missed_reuse: Counter[str] = field(default_factory=Counter)
     speculation_and_reuse: Counter[str] = field(default_factory=Counter)
+    told: Counter[str] = field(default_factory=Counter)
+    """What an engine of another kind has told in its answers, and how often it told nothing."""
 
 
 def _error_record(record: RequestRecord, unix_s: float) -> ErrorRecord:
@@ -217,6 +224,20 @@ def _observe(lane: LaneStats, record: RequestRecord) -> None:
             lane.histogram[accepted] += steps
 
 
+def _count_answer(told: Counter[str], record: RequestRecord) -> None:
+    """Count what the answer of an engine tells; without it nobody would count the drafts."""
+    if record.outcome is Outcome.COMPLETED:
+        told[engine_counts.UNTOLD_USAGE] += record.usage is UNUSED
+        told[engine_counts.UNTOLD_CACHED] += record.usage is UNUSED or not record.usage.cached_known
+        told[engine_counts.UNTOLD_DRAFTS] += record.drafts is None
+    if record.drafts is not None:
+        told[engine_counts.STEPS] += record.drafts.steps
+        told[engine_counts.DRAFTED] += record.drafts.drafted
+        told[engine_counts.ACCEPTED] += record.drafts.accepted
+        for accepted, steps in enumerate(record.drafts.histogram):
+            told[engine_counts.accepted_name(accepted)] += steps
+
+
 def _add(lane: LaneStats, counters: _Counters) -> None:
     """Add flushed counters to the statistics of their lane."""
     labels = counters.labels
@@ -248,6 +269,7 @@ def _counts(counters: _Counters) -> dict[CounterKey, int]:
         counts["tokens", labels.model, "cached"] = counters.cached_tokens
     if labels.prefix:
         counts["prefix", labels.prefix] = requests
+    counts |= _engine_counts(counters)
     for reason, missed in counters.missed_reuse.items():
         # A count of these would tell a client that another team has the same system prompt.
         if reason != ISOLATED:
@@ -257,3 +279,21 @@ def _counts(counters: _Counters) -> dict[CounterKey, int]:
     if counters.retries:
         counts["retries",] = counters.retries
     return counts
+
+
+def _engine_counts(counters: _Counters) -> dict[CounterKey, int]:
+    """Return the counts of an engine that sends no reports; none for other workers."""
+    labels = counters.labels
+    if not labels.engine or counters.lane is None:
+        return {}
+    named = {
+        engine_counts.REQUESTS: counters.requests,
+        engine_counts.PROMPT: counters.prompt_tokens,
+        engine_counts.COMPLETION: counters.completion_tokens,
+        engine_counts.CACHED: counters.cached_tokens,
+        **counters.told,
+    }
+    if labels.prefix in engine_counts.RESULTS:
+        named[labels.prefix] = counters.requests
+    place = (engine_counts.FAMILY, labels.worker_id, labels.model, labels.lane)
+    return {(*place, name): count for name, count in named.items() if count}

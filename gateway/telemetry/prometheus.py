@@ -7,7 +7,9 @@ The speculative decoding metrics have vLLM's names, so `vllm bench serve` and AI
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -19,6 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gateway.storage.counters import CounterKey
+from gateway.telemetry import engine_counts
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import BOUNDS_S, LaneKey, LaneStats, LogHistogram, cumulative
 from workers import protocol
@@ -40,7 +43,7 @@ _COUNTERS = (  # family of counts, name, help, labels
     (
         "prefix",
         "prefixes",
-        "Answered requests by the prefix cache result of their prompt (hit, miss, none).",
+        "Answered requests by the prefix cache result of their prompt (hit, miss, none, unknown).",
         ("result",),
     ),
     (
@@ -130,18 +133,53 @@ class GatewayMetrics(Collector):
 
 
 class WorkerMetrics(Collector):
-    """Sums over all boots of each worker, so that counters do not fall when a worker restarts."""
+    """Sums over all boots of each worker, so that counters do not fall when a worker restarts.
 
-    def __init__(self, reports: Iterable[protocol.WorkerReport]) -> None:
+    `counts` hold what gateways count of engines that send no reports. What such an engine does not
+    tell has no sample: 0 would be wrong.
+    """
+
+    def __init__(
+        self,
+        reports: Iterable[protocol.WorkerReport],
+        counts: Mapping[CounterKey, int] = MappingProxyType({}),
+    ) -> None:
         self._lanes: dict[tuple[str, str], list[protocol.LaneReport]] = {}
-        for report in reports:
+        self._untold = engine_counts.untold_by_place(counts)
+        self._engines = {place.worker_id for place in self._untold}
+        for report in (*reports, *engine_counts.engine_reports(counts)):
             lanes = self._lanes.setdefault((report.model, report.worker_id), [])
             lanes.extend(report.lanes)
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each metric."""
+        yield from self._work()
         yield from self._speculation()
         yield from self._prefix_and_savings()
+
+    def _work(self) -> Iterator[Metric]:
+        requests = _worker_counter("requests", "Requests that have ended.")
+        tokens = CounterMetricFamily(
+            "paceline_worker_tokens",
+            "Tokens of requests that have ended (prompt, completion).",
+            labels=(*_WORKER_LABELS, "kind"),
+        )
+        for key, lanes in sorted(self._lanes.items()):
+            requests.add_metric(key, sum(lane.requests for lane in lanes))
+            tokens.add_metric((*key, "prompt"), sum(lane.prompt_tokens for lane in lanes))
+            tokens.add_metric((*key, "completion"), sum(lane.completion_tokens for lane in lanes))
+        unreported = CounterMetricFamily(
+            "paceline_worker_unreported_answers",
+            "Answers of engines that did not tell their usage, cached_tokens or drafts.",
+            labels=(*_WORKER_LABELS, "number"),
+        )
+        untold: Counter[tuple[str, ...]] = Counter()
+        for place, numbers in self._untold.items():
+            for number, answers in numbers.items():
+                untold[place.model, place.worker_id, number] += answers
+        for labels, answers in sorted(untold.items()):
+            unreported.add_metric(labels, answers)
+        yield from (requests, tokens, unreported)
 
     def _speculation(self) -> Iterator[Metric]:
         counters = {
@@ -180,6 +218,8 @@ class WorkerMetrics(Collector):
         )
         for key, lanes in sorted(self._lanes.items()):
             prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
+            if key[1] in self._engines and not prefix.hits + prefix.misses:
+                continue
             time_saved = sum((lane.time_saved for lane in lanes), protocol.TimeSaved())
             hits.add_metric(key, prefix.hits)
             misses.add_metric(key, prefix.misses)

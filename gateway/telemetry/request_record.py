@@ -33,6 +33,8 @@ class RequestRecord:
     inspected: Inspected | None = None
     decision: Decision | None = None
     candidate: Candidate | None = None
+    engine: str = ""
+    """The kind of the engine, if it is none of Paceline's workers: those send their own counts."""
     attempts: int = 0
     usage: Usage = UNUSED
     waited_s: float = 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.config.static_workers import StaticWorker
+from gateway.engines import OpenAIEngine
+from gateway.fleet.engine_watch import WatchedEngine
 
 ENTRY: dict[str, Any] = {
     "id": "studio",
@@ -19,3 +21,9 @@ ENTRY: dict[str, Any] = {
 def static_worker(**changes: Any) -> StaticWorker:
     """Return the static worker of `ENTRY` with these changes."""
     return StaticWorker.model_validate({**ENTRY, **changes})
+
+
+def watched_engine(**changes: Any) -> WatchedEngine:
+    """Return the static worker of `ENTRY` with these changes, found out as an OpenAI server."""
+    entry = static_worker(**changes)
+    return WatchedEngine(entry=entry, engine=OpenAIEngine("", entry.names))

@@ -58,6 +58,12 @@ function byDay(from, to, rows, ids, nameOf) {
   );
 }
 
+// Some engines do not tell how much of a prompt they had cached: that is unknown, and not zero.
+function cached({ requests, cached_tokens, cached_unknown_requests: unknown }) {
+  if (unknown && unknown === requests) return "unknown";
+  return `${amount(cached_tokens)}${unknown ? " and more" : ""}`;
+}
+
 function segment(share, shade) {
   const part = make("span", { class: `shade-${shade}` });
   part.style.blockSize = `${100 * share}%`;
@@ -67,7 +73,7 @@ function segment(share, shade) {
 function table(kind, entries, nameOf) {
   const sorted = [...entries].sort(([, one], [, other]) => tokens(other) - tokens(one));
   const most = tokens(sorted[0][1]);
-  const head = [kind, "Requests", "Tokens"].map((name) => make("th", { scope: "col" }, name));
+  const head = [kind, "Requests", "Tokens", "Of them cached"].map((name) => make("th", { scope: "col" }, name));
   const rows = sorted.map(([id, counts]) =>
     make(
       "tr",
@@ -75,6 +81,7 @@ function table(kind, entries, nameOf) {
       make("td", {}, nameOf(id)),
       make("td", { class: "number" }, amount(counts.requests)),
       make("td", { class: "bars" }, bar(tokens(counts), most, "calm"), amount(tokens(counts))),
+      make("td", { class: "number" }, cached(counts)),
     ),
   );
   return make("table", { class: "moves" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows));

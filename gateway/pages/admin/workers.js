@@ -49,9 +49,9 @@ function show(all) {
 }
 
 function card(worker) {
-  const { worker_id: id, state, lanes, labels = [] } = worker;
+  const { worker_id: id, state, lanes, labels = [], kind } = worker;
   const beat = worker.heartbeat_age_s;
-  const details = [worker.model, ...labels, beat !== undefined && `last heartbeat ${beat < 1 ? "now" : `${Math.round(beat)} s ago`}`];
+  const details = [worker.model, kind !== "paceline" && kind, ...labels, beat !== undefined && `last heartbeat ${beat < 1 ? "now" : `${Math.round(beat)} s ago`}`];
   return make(
     "article",
     { class: "card worker", "aria-label": id },

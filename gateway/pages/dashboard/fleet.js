@@ -13,18 +13,19 @@ export function workers({ workers: all }) {
 
 function card(name, worker) {
   const of = (path, kind) => place(`workers/${name}/${path}`, kind);
-  const { state, model, labels, heartbeat_age_s: beat } = worker;
+  const { state, kind, model, models, labels, unreported, heartbeat_age_s: beat } = worker;
+  const other = kind && kind !== "paceline";
   const gone = state === "gone";
   const seen = gone ? [] : [beat < 2 ? "seen now" : `seen ${Math.round(beat)} s ago`];
   return make(
     "article",
     { class: "card worker", "aria-label": name },
     make("div", { class: "card-head" }, make("h3", { class: "title" }, name), pill(state, TONES[state] ?? "warn")),
-    make("p", { class: "muted small" }, [model, ...labels, ...seen].join(" · ")),
+    make("p", { class: "muted small" }, [...(models.length ? models : [model]), ...(other ? [kind] : []), ...labels, ...seen].join(" · ")),
     worker.ejection.reason && ejection(worker.ejection),
     worker.start.description && make("p", { class: "said warn" }, `Starting: ${worker.start.description}, ${Math.round(worker.start.elapsed_s)} s.`),
     !gone && Object.entries(worker.lanes).map(([lane, told]) => batch(of, lane, told)),
-    make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && accepted(of), saved(of)),
+    make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && accepted(of), !worker.mtp.enabled && unreported.drafts > 0 && unknown("Accepted"), unreported.cached_tokens > 0 && !worker.prefix.cached_tokens ? unknown("Cached") : saved(of)),
   );
 }
 
@@ -37,6 +38,8 @@ function memory(of, { memory_bytes: held, prefix_cache_bytes: kept }) {
 
 const accepted = (of) =>
   entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens per step"]);
+
+const unknown = (name) => entry(name, "unknown: the engine does not tell");
 
 const saved = (of) =>
   entry("Saved", of("savings/decode_s", "duration"), [" by drafting, ", of("savings/prompt_s", "duration"), " by cached prompts"]);

@@ -129,8 +129,9 @@ function lap(tokensPerS, fastest) {
   return Math.min(SLOWEST_LAP_MS, (FASTEST_LAP_MS * fastest) / tokensPerS);
 }
 
-function kindOf({ slots, mtp }) {
+function kindOf({ slots, mtp, unreported }) {
   if (slots === 0) return "no available worker";
+  if (!mtp.enabled && unreported.drafts) return "drafts unknown: the engines do not tell";
   if (!mtp.enabled || !mtp.requested_draft_tokens) return "no drafts";
   const ahead = mtp.effective_draft_tokens;
   return ahead ? `drafts ${several(ahead, "token")} ahead` : "drafting does not pay at present";

@@ -87,8 +87,7 @@ class ResponseBuilder:
         if usage := _usage_of(frame):
             self.response["usage"] = usage
         choice = choice_of(frame)
-        reasoning = text_in(message, "reasoning_content") or text_in(message, "reasoning")
-        if reasoning:
+        if reasoning := text_in(message, "reasoning_content"):
             opened, events = self._continue("reasoning")
             yield from events
             yield from opened.add(reasoning, ())

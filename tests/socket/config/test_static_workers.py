@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -21,11 +22,10 @@ from gateway.config.static_workers import (
     pool_problems,
     read_worker_keys,
 )
+from gateway.engines import OpenAIEngine
 from gateway.errors import StartupError
-from gateway.fleet.backend import OpenAIBackend
-from gateway.fleet.health import HealthChecker
+from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry
-from gateway.protocols.openai import for_openai
 from gateway.storage.counters import MemoryCounters
 from policies.document import default_policy
 from tests.support.policies import gateway_with_policy
@@ -191,8 +191,6 @@ def test_an_unknown_setting_fails_the_start_and_is_named(tmp_path: Path) -> None
         ({"url": "http://user:secret@a"}, "url"),
         ({"url": "http://a/v1?key=secret"}, "url"),
         ({"url": "http://a:99999"}, "url"),
-        ({"models": []}, "models"),
-        ({"pools": []}, "pools"),
         ({"slots": 0}, "slots"),
         ({"id": "../x"}, "id"),
         ({"api_key": "secret"}, "api_key"),
@@ -209,8 +207,8 @@ def test_an_invalid_entry_is_named_by_field_without_its_value(
 
 
 def test_a_missing_field_of_an_entry_is_named() -> None:
-    with pytest.raises(ValidationError, match="models"):
-        StaticWorker.model_validate({name: ENTRY[name] for name in ENTRY if name != "models"})
+    with pytest.raises(ValidationError, match="url"):
+        StaticWorker.model_validate({name: ENTRY[name] for name in ENTRY if name != "url"})
 
 
 @pytest.mark.parametrize(
@@ -242,27 +240,31 @@ def test_an_unset_key_is_named_by_its_environment_variable() -> None:
         read_worker_keys((with_key,), {})
 
 
-def test_for_openai_drops_only_fields_without_effect() -> None:
-    body = {"top_k": 0, "min_p": 0.0, "temperature": 0.0, "messages": []}
-    assert for_openai(body) == {"temperature": 0.0, "messages": []}
-    assert for_openai({"top_k": 5, "min_p": 0.1}) == {"top_k": 5, "min_p": 0.1}
-    assert for_openai({"token_sources": True}) == {}
+def test_an_engine_gets_no_fields_without_effect() -> None:
+    def sent(**fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(OpenAIEngine().body(b"", {"model": "demo", **fields}, ""))
+        del body["model"]
+        return body
+
+    assert sent(top_k=0, min_p=0.0, temperature=0.0) == {"temperature": 0.0}
+    assert sent(top_k=5, min_p=0.1) == {"top_k": 5, "min_p": 0.1}
+    assert sent(token_sources=True, draft_tokens=2, metrics="summary") == {}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    assert for_openai({"stream_options": options}) == {"stream_options": {"include_usage": True}}
+    assert sent(stream_options=options) == {"stream_options": {"include_usage": True}}
 
 
 async def test_a_worker_that_cannot_be_reached_is_logged_once_as_unhealthy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet = WorkerRegistry(lambda: 1_000_000.0, jitter=lambda: 0.0)
-    backend = OpenAIBackend(static_worker(url="http://127.0.0.1:1"))
-    checker = HealthChecker([backend], fleet, MemoryCounters())
-    async with checker.client:
+    watched = WatchedEngine(entry=static_worker(url="http://127.0.0.1:1"))
+    async with EngineWatch(fleet, MemoryCounters(), lambda: 1_000_000.0) as watch:
+        watch.replace([watched])
         for _ in range(2):
-            await checker.jobs()[0].run()
+            await watch.probe_now("studio")
     warnings = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("worker.unhealthy worker=studio reason=ConnectError(")
+    reason = "The engine does not answer: nothing listens at its URL."
+    assert warnings == [f"worker.unhealthy worker=studio reason={reason}"]
 
 
 def test_a_key_is_read_without_its_line_break() -> None:

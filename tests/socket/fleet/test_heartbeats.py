@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.fleet.backend import PacelineBackend
+from gateway.engines import PacelineWorker
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.storage.counters import MemoryCounters
@@ -320,7 +320,7 @@ async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: Script
         writer.close()
 
     fleet = WorkerRegistry(time.monotonic, lambda: 0.0)
-    client = ReportClient(PacelineBackend(JOIN_TOKEN), fleet, MemoryCounters())
+    client = ReportClient(PacelineWorker(JOIN_TOKEN), fleet, MemoryCounters())
     server = await asyncio.start_server(send_without_end, "127.0.0.1", 0)
     async with server, client.client:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -364,7 +364,7 @@ def test_c5_a_heartbeat_under_the_id_of_a_static_worker_gets_neither_its_place_n
 
 async def test_c5_call_backs_are_bounded_in_time_and_number(worker: ScriptedWorker) -> None:
     fleet = WorkerRegistry(time.monotonic, lambda: 0.0)
-    client = ReportClient(PacelineBackend(JOIN_TOKEN), fleet, MemoryCounters())
+    client = ReportClient(PacelineWorker(JOIN_TOKEN), fleet, MemoryCounters())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         begun_s = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gateway.errors import TooManyWorkers, WorkerIdTaken
-from gateway.fleet.backend import OpenAIBackend
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, MAX_KNOWN_MODELS, WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, same_routing
@@ -14,7 +13,7 @@ from gateway.storage.counters import MAX_WORKERS
 from policies.sections import Pool
 from tests.support.fake_clock import START_S, FakeClock
 from tests.support.scripted_worker import lane_report
-from tests.support.static_workers import static_worker
+from tests.support.static_workers import watched_engine
 from workers.protocol import MAX_SOURCES, WorkerReport
 
 
@@ -526,11 +525,11 @@ class TestHeartbeatsOfOtherGateways:
     def test_a_static_worker_ignores_reports_under_its_id(
         self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
-        backend = OpenAIBackend(static_worker(id="mac"))
-        fleet.heartbeat(backend.report, backend)
+        watched = watched_engine(id="mac")
+        fleet.heartbeat(watched.report, watched.engine)
         clock.advance(1.0)
         assert not fleet.merge_remote(report(), 0.0)
-        assert fleet.workers()[0].report == backend.report
+        assert fleet.workers()[0].report == watched.report
 
 
 def test_c5_further_workers_are_rejected_until_one_is_gone(
@@ -550,8 +549,8 @@ def test_c5_further_workers_are_rejected_until_one_is_gone(
         f"fleet.full workers={MAX_WORKERS} rejected=late"
     ]
     fleet.heartbeat(report(worker_id="mac-1"))
-    static = OpenAIBackend(static_worker())
-    fleet.heartbeat(static.report, static)
+    static = watched_engine()
+    fleet.heartbeat(static.report, static.engine)
     clock.now_s += HEARTBEAT_TIMEOUT_S
     fleet.heartbeat(report(worker_id="late"))
     assert "late" in worker_ids(fleet)
@@ -637,9 +636,9 @@ def test_nodes_come_from_live_workers_that_the_taker_can_reach(
 
 
 def test_no_nodes_come_from_or_to_a_server_of_another_kind(fleet: WorkerRegistry) -> None:
-    backend = OpenAIBackend(static_worker())
+    static = watched_engine()
     fleet.heartbeat(report())
-    fleet.heartbeat(backend.report, backend)
+    fleet.heartbeat(static.report, static.engine)
     ours, theirs = fleet.workers()
     boots = [(state.report.worker_id, state.report.boot_id) for state in (ours, theirs)]
     assert fleet.node_sources(ours, [(boots[1], 100)]) == ()

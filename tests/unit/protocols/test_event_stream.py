@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocols.event_stream import StreamScanner, StreamState, has_facts
+from gateway.protocols.event_stream import StreamScanner, StreamState
 from gateway.protocols.openai import OpenAIStreamEncoder
 from gateway.types import Drafts, Usage
 from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
@@ -53,7 +53,8 @@ def scanner_of(
 def test_events_with_the_sources_of_tokens_pass_unparsed() -> None:
     source = {"text": "a", "source": "draft"}
     choice = {"index": 0, "delta": {"content": "a"}, "token_sources": [source]}
-    assert not has_facts(event({"choices": [{**choice, "finish_reason": None}]}))
+    scanner = scanner_of(limit_bytes=4096)
+    assert not scanner.has_facts(event({"choices": [{**choice, "finish_reason": None}]}))
 
 
 LINE_END = st.sampled_from([b"\n", b"\r\n", b"\r"])

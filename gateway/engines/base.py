@@ -1,0 +1,193 @@
+"""What the gateway must know of a kind of engine, and what an engine tells of itself."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic_core import from_json
+
+from gateway.errors import GatewayError
+from gateway.protocols.event_stream import AnswerReader
+from gateway.routing.features import Feature
+from gateway.routing.prefix_keys import PrefixKeys
+from gateway.routing.view import NO_MODELS, TAKES_ALL, ModelView
+from policies.base import MODEL_PATTERN
+from workers.protocol import NodeSource, Speculation, WorkerReport
+
+MAX_MODELS = 256
+"""The models of one engine that the gateway lists; an engine may have more on its disk."""
+_MODEL_NAME = re.compile(MODEL_PATTERN)
+# Reading weights from the disk of a Mac, and the start of a model whose size is unknown.
+_LOAD_BYTES_PER_S = 2e9
+_LOAD_LEAST_S = 2.0
+_LOAD_UNKNOWN_S = 10.0
+
+
+class HttpAnswer(NamedTuple):
+    """The answer of an engine to one question of the gateway."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    text: str
+
+    def json(self) -> Any:
+        """Return the body as JSON; None if it is none, or no success."""
+        return read_json(self.text.encode()) if self.status == 200 else None
+
+    def object(self) -> Mapping[str, Any]:
+        """Return the body as a JSON object, empty if it is none."""
+        body = self.json()
+        return body if isinstance(body, dict) else {}
+
+
+class Question(NamedTuple):
+    """A request of the gateway to an engine, in its own name: it carries nothing of a client."""
+
+    path: str
+    body: Mapping[str, Any] | None = None
+    """Sent as JSON by POST; None: GET."""
+
+
+Ask = Callable[[Question], Awaitable[HttpAnswer]]
+"""Asks an engine; raises `EngineSilent` if it does not answer in time."""
+
+
+class EngineSilent(Exception):
+    """An engine gave no answer; the message is the end of a sentence for admins.
+
+    `timed_out`: it may be busy, for it has a connection.
+    """
+
+    def __init__(self, why: str, *, timed_out: bool = False) -> None:
+        super().__init__(why)
+        self.timed_out = timed_out
+
+
+class EngineUnusable(Exception):
+    """An engine answers, and cannot be used as it is; the message is a sentence for admins."""
+
+
+class EngineModel(NamedTuple):
+    """One model of an engine."""
+
+    name: str
+    """As the engine spells it: a name, `org/name:tag`, or the path of a folder."""
+    lacks: frozenset[Feature] = TAKES_ALL
+    """Features that this model lacks, beside those that the kind lacks."""
+    loaded: bool = True
+    """Whether it is in memory; True if the engine does not tell."""
+    size_bytes: int = 0
+    """Of its weights; 0 if unknown."""
+    context_tokens: int = 0
+    """0 if unknown."""
+
+    @property
+    def load_s(self) -> float:
+        """Return the estimated time to load it; 0 if it is in memory."""
+        if self.loaded:
+            return 0.0
+        if not self.size_bytes:
+            return _LOAD_UNKNOWN_S
+        return max(_LOAD_LEAST_S, self.size_bytes / _LOAD_BYTES_PER_S)
+
+
+class EngineState(NamedTuple):
+    """What an engine tells of itself at one time."""
+
+    models: tuple[EngineModel, ...] = ()
+    slots: int | None = None
+    """Requests that it runs at a time; None if it does not tell."""
+    drafts: bool = False
+    """It decodes speculatively."""
+    speculation: Speculation | None = None
+    """Its own counts of drafts since its start, of all its clients; None if it tells none."""
+
+
+class Isolation(Enum):
+    """How an engine keeps the cached prompts of isolation scopes apart."""
+
+    CACHE_SALT = "cache_salt"
+    """By the field `cache_salt` of vLLM."""
+    NO_REUSE = "no reuse"
+    """By reading prompts again, once it has served two scopes."""
+    NONE = "none"
+    """Not at all: the time to the first token tells whether somebody has sent a prompt before."""
+
+
+class Engine(AnswerReader, ABC):
+    """One worker, as its kind of engine wants to be called. `token` authorizes the gateway."""
+
+    kind: ClassVar[str]
+    sends_reports: ClassVar[bool] = False
+    """The worker sends heartbeats with reports, which the gateways share."""
+    shares_slots: ClassVar[bool] = True
+    """The lanes and the models of the worker share its slots."""
+    isolation: Isolation = Isolation.NONE
+
+    def __init__(self, token: str = "") -> None:
+        self.authorization = {"authorization": f"Bearer {token}"} if token else {}
+
+    @abstractmethod
+    def models(self, report: WorkerReport) -> tuple[str, ...]:
+        """Return the models that a worker serves, by their names in the fleet."""
+
+    def model_views(self) -> Mapping[str, ModelView]:
+        """Return the models that lack a feature or are not in memory."""
+        return NO_MODELS
+
+    @abstractmethod
+    def headers(
+        self,
+        lane: str,
+        prefix: PrefixKeys,
+        scope: str,
+        token_limit: int | None,
+        *,
+        sources: Sequence[NodeSource] = (),
+    ) -> Mapping[str, str]:
+        """Return the headers that a request needs beside those of every request."""
+
+    @abstractmethod
+    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:
+        """Return the body to send, given the serialized body and its fields.
+
+        `salt` names the isolation scope of the request; empty if all share what is cached.
+        """
+
+    @abstractmethod
+    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+        """Return the error for an answer that is none; `fields` are those of the request.
+
+        A `RefusedByWorker` is the client's fault and counts as an answer of the engine.
+        """
+
+
+def model_name(value: object) -> str:
+    """Return the name of a model, empty for one that no label or header can carry."""
+    return value if isinstance(value, str) and _MODEL_NAME.fullmatch(value) else ""
+
+
+def objects(value: object) -> list[dict[str, Any]]:
+    """Return the objects of a list, at most `MAX_MODELS`; none if it is no list."""
+    if not isinstance(value, list):
+        return []
+    return [one for one in value[:MAX_MODELS] if isinstance(one, dict)]
+
+
+def count(value: object) -> int:
+    """Return a whole number, 0 for anything else."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return value if ok and isinstance(value, int) else 0
+
+
+def read_json(body: bytes) -> Any:
+    """Parse JSON; None for anything else."""
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError:
+        return None

@@ -1,0 +1,124 @@
+"""LM Studio: several models of one Mac, loaded as they are requested.
+
+By its published API description (REST API v1, and v0 of older versions); not run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from gateway.engines.base import (
+    TAKES_ALL,
+    Ask,
+    EngineModel,
+    EngineState,
+    EngineUnusable,
+    HttpAnswer,
+    Question,
+    count,
+    model_name,
+    objects,
+)
+from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_tokens
+from gateway.engines.openai import OpenAIEngine
+from gateway.engines.refusals import phrase
+from gateway.routing.features import Feature
+
+_V0 = Question("/api/v0/models")
+_V1 = Question("/api/v1/models")
+_NO_PICTURES = frozenset((Feature.IMAGE,))
+
+
+class LmStudio(OpenAIEngine):
+    """The server of LM Studio. It tells no cached tokens and knows no scopes."""
+
+    kind = "lmstudio"
+    sign = _V0
+    lacks = frozenset(
+        (
+            *(Feature.VIDEO, Feature.AUDIO, Feature.FILE, Feature.CHOICES, Feature.PROMPTS),
+            *(Feature.ECHO, Feature.LOGPROBS, Feature.STOP_TOKENS, Feature.MIN_TOKENS),
+            *(Feature.IGNORE_EOS, Feature.TRUNCATION, Feature.THINKING_BUDGET, Feature.MIN_P),
+        )
+    )
+    default_slots = 4
+    facts = REASONING_FACTS
+    phrases = (
+        phrase(
+            "greater than the context length|initial prompt",
+            "This model's maximum context length is exceeded: the prompt has too many tokens.",
+            "messages",
+            "context_length_exceeded",
+        ),
+    )
+
+    @classmethod
+    def is_sign(cls, answer: HttpAnswer) -> bool:
+        """Return whether the models have fields that only LM Studio lists."""
+        return any("compatibility_type" in one for one in objects(answer.object().get("data")))
+
+    async def read(self, ask: Ask) -> EngineState:
+        """List its models that chat, and which are in memory."""
+        newer = await ask(_V1)
+        if newer.status in (401, 403):
+            raise EngineUnusable("The engine asks for another API key.")
+        if models := objects(newer.object().get("models")):
+            found = [_model(one) for one in models if one.get("type") == "llm"]
+            loaded = [
+                objects(one.get("loaded_instances")) for one in models if one.get("type") == "llm"
+            ]
+            parallel = [
+                count(one["config"].get("parallel"))
+                for instances in loaded
+                for one in instances
+                if isinstance(one.get("config"), dict)
+            ]
+            state = EngineState(
+                tuple(model for model in found if model.name), max(parallel, default=0) or None
+            )
+        else:
+            listed = objects((await ask(_V0)).object().get("data"))
+            older = [_older_model(one) for one in listed if one.get("type") in ("llm", "vlm")]
+            state = EngineState(tuple(model for model in older if model.name))
+        if not state.models and not self._names:
+            raise EngineUnusable("The engine lists no models; download one there.")
+        return state
+
+    def listed_as(self, name: str, listed: Collection[str]) -> str:
+        """Return a listed name; the engine has no others."""
+        return name if name in listed else ""
+
+    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
+        """Limit the answer, and penalise repetition, by the fields that it knows."""
+        use_max_tokens(fields)
+        if "repetition_penalty" in fields:
+            fields["repeat_penalty"] = fields.pop("repetition_penalty")
+
+    def normalise(self, answer: dict[str, Any]) -> bool:
+        """Spell reasoning as clients expect it."""
+        return spell_reasoning(answer)
+
+
+def _model(entry: dict[str, Any]) -> EngineModel:
+    """Return a model of the API v1."""
+    abilities = entry.get("capabilities")
+    vision = isinstance(abilities, dict) and abilities.get("vision") is True
+    return EngineModel(
+        model_name(entry.get("key")),
+        TAKES_ALL if vision else _NO_PICTURES,
+        loaded=bool(objects(entry.get("loaded_instances"))),
+        size_bytes=count(entry.get("size_bytes")),
+        context_tokens=count(entry.get("max_context_length")),
+    )
+
+
+def _older_model(entry: dict[str, Any]) -> EngineModel:
+    """Return a model of the API v0."""
+    return EngineModel(
+        model_name(entry.get("id")),
+        TAKES_ALL if entry.get("type") == "vlm" else _NO_PICTURES,
+        loaded=entry.get("state") != "not-loaded",
+        context_tokens=count(entry.get("loaded_context_length"))
+        or count(entry.get("max_context_length")),
+    )

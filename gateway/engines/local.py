@@ -1,0 +1,58 @@
+"""What the engines of one machine share, beside OpenAI's API: spellings and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gateway.engines.base import count
+from gateway.protocols.event_stream import fact_pattern
+from gateway.types import Drafts
+
+REASONING_FACTS = fact_pattern("reasoning")
+"""Also chunks with the field `reasoning`, which clients know as `reasoning_content`."""
+
+
+def messages_of(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages, or deltas, of an answer or a chunk."""
+    choices = answer.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        for name in ("message", "delta"):
+            if isinstance(choice, dict) and isinstance(choice.get(name), dict):
+                yield choice[name]
+
+
+def spell_reasoning(answer: Mapping[str, Any]) -> bool:
+    """Spell reasoning in both ways that clients know; return whether anything has changed."""
+    changed = False
+    for message in messages_of(answer):
+        text = message.get("reasoning")
+        if isinstance(text, str) and text and "reasoning_content" not in message:
+            message["reasoning_content"] = text
+            changed = True
+    return changed
+
+
+def use_max_tokens(fields: dict[str, Any]) -> None:
+    """Limit the answer by the older field, which all engines of one machine know."""
+    limit = fields.pop("max_completion_tokens", None)
+    if limit is not None:
+        fields["max_tokens"] = limit
+
+
+def drafts_of_timings(answer: Mapping[str, Any]) -> Drafts | None:
+    """Read the draft counts of the object `timings`, whose names are those of llama.cpp.
+
+    None if it has none. Without `draft_rounds`, every token that was no accepted draft counts as a
+    step, so that the mean length of a step is rather too low.
+    """
+    timings = answer.get("timings")
+    if not isinstance(timings, dict) or timings.get("draft_n") is None:
+        return None
+    drafted, accepted = count(timings.get("draft_n")), count(timings.get("draft_n_accepted"))
+    if accepted > drafted:
+        return None
+    steps = count(timings.get("draft_rounds")) or max(
+        0, count(timings.get("predicted_n")) - accepted
+    )
+    return Drafts(steps, drafted, accepted, ())

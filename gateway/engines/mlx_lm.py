@@ -1,0 +1,70 @@
+"""`mlx_lm.server`: text alone, one model in memory, and 404 for whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from gateway.engines.base import Ask, EngineModel, EngineState, HttpAnswer, Question
+from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_tokens
+from gateway.engines.openai import OpenAIEngine
+from gateway.routing.features import Feature
+
+
+class MlxLm(OpenAIEngine):
+    """An `mlx_lm.server`.
+
+    It loads whatever model a request names, and lists all that it finds on its disk. Its thread for
+    HTTP answers while the one that generates has died; `/health` knows.
+    """
+
+    kind = "mlx-lm"
+    sign = health = Question("/health")
+    lacks = frozenset(
+        (
+            *(Feature.IMAGE, Feature.VIDEO, Feature.AUDIO, Feature.FILE),
+            *(Feature.STRUCTURED_OUTPUT, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO),
+            *(Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
+            Feature.THINKING_BUDGET,
+        )
+    )
+    facts = REASONING_FACTS
+
+    def __init__(
+        self, token: str = "", names: Mapping[str, str] | None = None, *, cache_salt: bool = False
+    ) -> None:
+        self._last_model = ""
+        super().__init__(token, names, cache_salt=cache_salt)
+
+    @classmethod
+    def is_sign(cls, answer: HttpAnswer) -> bool:
+        """Return whether the standard library's server answers with a state of health."""
+        try:
+            status = json.loads(answer.text)
+        except ValueError:
+            return False
+        by_library = answer.headers.get("server", "").startswith("BaseHTTP/")
+        return by_library and status in ({"status": "ok"}, {"status": "unavailable"})
+
+    async def read(self, ask: Ask) -> EngineState:
+        """List its models; the last one that a request named is in memory."""
+        state = await super().read(ask)
+        last = self._last_model
+        models = [
+            EngineModel(model.name, loaded=last in ("", model.name)) for model in state.models
+        ]
+        return state._replace(models=tuple(models))
+
+    def listed_as(self, name: str, listed: Collection[str]) -> str:
+        """Return a listed name, or its own name of the model with which it was started."""
+        return name if name in listed or name == "default_model" else ""
+
+    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
+        """Remember the model, which the engine keeps in memory from now on."""
+        self._last_model = fields["model"]
+        use_max_tokens(fields)
+
+    def normalise(self, answer: dict[str, Any]) -> bool:
+        """Spell reasoning as clients expect it."""
+        return spell_reasoning(answer)

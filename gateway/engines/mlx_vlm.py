@@ -1,0 +1,91 @@
+"""`mlx_vlm.server`: text and pictures, drafts told in each answer, a cache apart for tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from gateway.engines.base import (
+    Ask,
+    EngineModel,
+    EngineState,
+    HttpAnswer,
+    Isolation,
+    Question,
+    count,
+    model_name,
+    objects,
+)
+from gateway.engines.local import drafts_of_timings, spell_reasoning, use_max_tokens
+from gateway.engines.openai import OpenAIEngine
+from gateway.protocols.event_stream import fact_pattern
+from gateway.routing.features import Feature
+from gateway.routing.prefix_keys import PrefixKeys
+from workers.protocol import NodeSource
+
+_TENANT = "x-apc-tenant"
+"""The header by which its prefix cache tells tenants apart."""
+
+
+class MlxVlm(OpenAIEngine):
+    """An `mlx_vlm.server`, with a drafter or without."""
+
+    kind = "mlx-vlm"
+    sign = health = Question("/health")
+    lacks = frozenset(
+        (
+            *(Feature.COMPLETIONS, Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO),
+            *(Feature.STOP, Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS),
+            Feature.TRUNCATION,
+        )
+    )
+    facts = fact_pattern("timings")
+    drafts = staticmethod(drafts_of_timings)
+    isolation = Isolation.CACHE_SALT
+
+    @classmethod
+    def is_sign(cls, answer: HttpAnswer) -> bool:
+        """Return whether the state of health has fields that only this server has."""
+        return {"loaded_tool_parser", "apc_enabled"} <= answer.object().keys()
+
+    async def read(self, ask: Ask) -> EngineState:
+        """List its models, in memory or on its disk."""
+        await super().read(ask)
+        listed = (await ask(Question(self.models_path))).object().get("data")
+        health = (await ask(self.health)).object()
+        context = count(health.get("effective_context_limit"))
+        models = [
+            EngineModel(name, loaded=bool(entry.get("loaded", True)), context_tokens=context)
+            for entry in objects(listed)
+            if (name := model_name(entry.get("id")))
+        ]
+        return EngineState(tuple(models))
+
+    def listed_as(self, name: str, listed: Collection[str]) -> str:
+        """Return a listed name; the engine has no others."""
+        return name if name in listed else ""
+
+    def headers(
+        self,
+        lane: str,
+        prefix: PrefixKeys,
+        scope: str,
+        token_limit: int | None,
+        *,
+        sources: Sequence[NodeSource] = (),
+    ) -> Mapping[str, str]:
+        """Return the key, and the isolation scope as the tenant."""
+        headers = super().headers(lane, prefix, scope, token_limit, sources=sources)
+        return {**headers, _TENANT: scope}
+
+    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+        """Return the body without a salt: the header isolates."""
+        return super().body(body, fields, "")
+
+    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
+        """Limit the answer by the field that it knows."""
+        use_max_tokens(fields)
+
+    def normalise(self, answer: dict[str, Any]) -> bool:
+        """Spell reasoning as clients expect it."""
+        return spell_reasoning(answer)

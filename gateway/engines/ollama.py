@@ -1,0 +1,117 @@
+"""Ollama: several models of one machine, loaded as they are requested.
+
+By its published API description and source; not run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from gateway.engines.base import (
+    Ask,
+    EngineModel,
+    EngineState,
+    EngineUnusable,
+    HttpAnswer,
+    Question,
+    count,
+    model_name,
+    objects,
+)
+from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_tokens
+from gateway.engines.openai import OpenAIEngine
+from gateway.routing.features import Feature
+
+_TAGS = Question("/api/tags")
+_LOADED = Question("/api/ps")
+_FEATURES = {"vision": Feature.IMAGE, "tools": Feature.TOOLS}
+"""Names of abilities, and the features of requests that need them."""
+
+
+class Ollama(OpenAIEngine):
+    """A server of Ollama. It tells neither cached tokens nor drafts and knows no scopes."""
+
+    kind = "ollama"
+    sign = health = Question("/api/version")
+    lacks = frozenset(
+        (
+            *(Feature.VIDEO, Feature.AUDIO, Feature.FILE, Feature.CHOICES, Feature.PROMPTS),
+            *(Feature.ECHO, Feature.LOGPROBS, Feature.STOP_TOKENS, Feature.MIN_TOKENS),
+            *(Feature.IGNORE_EOS, Feature.TRUNCATION, Feature.THINKING_BUDGET, Feature.TOP_K),
+            *(Feature.MIN_P, Feature.REPETITION_PENALTY, Feature.LOGIT_BIAS),
+        )
+    )
+    default_slots = 4
+    facts = REASONING_FACTS
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        self._abilities: dict[str, EngineModel] = {}
+        """What `/api/show` tells of each model, by the digest of its weights."""
+        super().__init__(*args, **given)
+
+    @classmethod
+    def is_sign(cls, answer: HttpAnswer) -> bool:
+        """Return whether the server tells a version, and nothing else."""
+        return answer.object().keys() == {"version"}
+
+    async def read(self, ask: Ask) -> EngineState:
+        """List its models that chat, and which are in memory."""
+        tags = await ask(_TAGS)
+        if tags.status in (401, 403):
+            raise EngineUnusable("The engine asks for another API key.")
+        loaded = {one.get("name") for one in objects((await ask(_LOADED)).object().get("models"))}
+        models = []
+        for entry in objects(tags.object().get("models")):
+            name = model_name(entry.get("name"))
+            wanted = set(self._names.values())
+            if not name or (wanted and wanted.isdisjoint((name, name.removesuffix(":latest")))):
+                continue
+            shown = await self._shown(ask, name, str(entry.get("digest", ""))[:128])
+            if shown is not None:
+                models.append(
+                    shown._replace(
+                        name=name, loaded=name in loaded, size_bytes=count(entry.get("size"))
+                    )
+                )
+        if not models and not self._names:
+            raise EngineUnusable("The engine lists no models; `ollama pull` loads one.")
+        return EngineState(tuple(models))
+
+    async def _shown(self, ask: Ask, name: str, digest: str) -> EngineModel | None:
+        """Return what a model can do; None if it does not chat."""
+        if digest not in self._abilities:
+            shown = (await ask(Question("/api/show", {"model": name}))).object()
+            abilities = shown.get("capabilities")
+            info = shown.get("model_info")
+            lacks = frozenset[Feature]()
+            chats = True
+            if isinstance(abilities, list):
+                chats = "completion" in abilities
+                lacks = frozenset(
+                    feature for ability, feature in _FEATURES.items() if ability not in abilities
+                )
+            contexts = [
+                count(value)
+                for key, value in (info.items() if isinstance(info, dict) else ())
+                if str(key).endswith(".context_length")
+            ]
+            context = max(contexts, default=0)
+            found = EngineModel(name if chats else "", lacks, context_tokens=context)
+            if not digest:
+                return found if chats else None
+            self._abilities[digest] = found
+        model = self._abilities[digest]
+        return model if model.name else None
+
+    def listed_as(self, name: str, listed: Collection[str]) -> str:
+        """Return a listed name; one without a tag is the latest."""
+        return next((one for one in (name, f"{name}:latest") if one in listed), "")
+
+    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
+        """Limit the answer by the field that it knows."""
+        use_max_tokens(fields)
+
+    def normalise(self, answer: dict[str, Any]) -> bool:
+        """Spell reasoning as clients expect it."""
+        return spell_reasoning(answer)

@@ -1,0 +1,172 @@
+"""Any server with OpenAI's API, and what all kinds of such engines share; vLLM is one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic_core import to_json
+
+from gateway.engines.base import (
+    Ask,
+    Engine,
+    EngineModel,
+    EngineState,
+    EngineUnusable,
+    HttpAnswer,
+    Isolation,
+    Question,
+    model_name,
+    objects,
+)
+from gateway.engines.base import count as count_of
+from gateway.engines.refusals import Phrase, read_refusal
+from gateway.errors import GatewayError
+from gateway.routing.features import Feature
+from gateway.routing.prefix_keys import PrefixKeys
+from gateway.routing.view import ModelView
+from workers.protocol import NodeSource, WorkerReport
+
+# What a request asks of Paceline alone; without these fields the answer is the same.
+_OURS = frozenset("draft_tokens metrics specprefill specprefill_keep_pct token_sources".split())
+# These are not OpenAI's, and strict servers reject unknown fields. At these values they change
+# nothing, so they can be left out.
+_NEUTRAL = {"top_k": 0, "min_p": 0.0}
+
+
+class OpenAIEngine(Engine):
+    """An engine with OpenAI's API, which an admin has listed.
+
+    `names` maps the names of models in the fleet to those of the engine; empty: all that it lists,
+    under its names.
+    """
+
+    kind = "openai"
+    sign: ClassVar[Question] = Question("/v1/models")
+    """The question whose answer tells this kind from others."""
+    models_path: ClassVar[str] = "/v1/models"
+    health: ClassVar[Question] = Question("/v1/models")
+    """The question that an engine answers while it works."""
+    lacks: ClassVar[frozenset[Feature]] = frozenset()
+    """Features that no model of this kind takes."""
+    default_pools: ClassVar[tuple[str, ...]] = ("vlm",)
+    default_slots: ClassVar[int] = 8
+    """Requests at a time, if neither the engine tells it nor the admin."""
+    phrases: ClassVar[Sequence[Phrase]] = ()
+    """Errors of this kind in words that others do not use."""
+
+    def __init__(
+        self, token: str = "", names: Mapping[str, str] | None = None, *, cache_salt: bool = False
+    ) -> None:
+        super().__init__(token)
+        self._names = dict(names or {})
+        self._scope = ""
+        if cache_salt:
+            self.isolation = Isolation.CACHE_SALT
+        self.update(EngineState(tuple(map(EngineModel, self._names.values()))))
+
+    @classmethod
+    def is_sign(cls, answer: HttpAnswer) -> bool:
+        """Return whether the answer to `sign` is that of this kind."""
+        return isinstance(answer.object().get("data"), list)
+
+    async def read(self, ask: Ask) -> EngineState:
+        """Ask the engine for its state; raise `EngineSilent` or `EngineUnusable`."""
+        answer = await ask(Question(self.models_path))
+        if answer.status in (401, 403):
+            raise EngineUnusable("The engine asks for another API key.")
+        state = self.state_of(answer.object().get("data"))
+        if not state.models and not self._names:
+            raise EngineUnusable("The engine lists no models; name them, or load one there.")
+        return state
+
+    def update(self, state: EngineState) -> None:
+        """Replace what is known of the engine."""
+        self.state = state
+        by_name = {model.name: model for model in state.models}
+        names = self._names or {name: name for name in by_name}
+        self.names: Mapping[str, str] = {
+            name: listed
+            for name, there in names.items()
+            if (listed := self.listed_as(there, by_name) if by_name else there)
+        }
+        """The models that it has now, by their names in the fleet."""
+        self._views = {
+            name: ModelView(self.lacks | model.lacks, model.load_s)
+            for name, there in self.names.items()
+            for model in (by_name.get(there, EngineModel(there)),)
+            if self.lacks or model.lacks or model.load_s
+        }
+
+    def listed_as(self, name: str, listed: Collection[str]) -> str:  # noqa: ARG002
+        """Return under which listed name the engine has a model; empty if it lacks it.
+
+        Servers in general take more names than they list.
+        """
+        return name
+
+    def model(self, name: str) -> EngineModel:
+        """Return what is known of a model, by its name in the fleet."""
+        there = self.names.get(name, name)
+        found = (one for one in self.state.models if one.name == there)
+        return next(found, EngineModel(there))
+
+    def models(self, report: WorkerReport) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the models that the engine has now."""
+        return tuple(self.names)
+
+    def model_views(self) -> Mapping[str, ModelView]:
+        """Return the models that lack a feature or are not in memory."""
+        return self._views
+
+    def headers(
+        self,
+        lane: str,  # noqa: ARG002
+        prefix: PrefixKeys,  # noqa: ARG002
+        scope: str,  # noqa: ARG002
+        token_limit: int | None,  # noqa: ARG002
+        *,
+        sources: Sequence[NodeSource] = (),  # noqa: ARG002
+    ) -> Mapping[str, str]:
+        """Return the key alone: no other header is of use to it."""
+        return self.authorization
+
+    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+        """Return the body with the engine's name of the model and the fields that it knows."""
+        sent = {
+            name: value
+            for name, value in fields.items()
+            if name not in _OURS and (name not in _NEUTRAL or value != _NEUTRAL[name])
+        }
+        sent["model"] = self.names.get(fields["model"], fields["model"])
+        if "stream_options" in sent:
+            sent["stream_options"] = {"include_usage": True}
+        if salt and self.isolation is Isolation.CACHE_SALT:
+            sent["cache_salt"] = salt
+        self.adapt(sent, salt)
+        return to_json(sent, inf_nan_mode="null")
+
+    def adapt(self, fields: dict[str, Any], salt: str) -> None:
+        """Change the fields of a request that this kind spells in another way."""
+
+    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+        """Return words of ours for an error of the engine."""
+        return read_refusal(status, body, fields, self.phrases)
+
+    def state_of(self, listed: object, *, root: bool = False) -> EngineState:
+        """Return the models of a list in OpenAI's shape; `root`: without aliases."""
+        models = [
+            EngineModel(name, context_tokens=count_of(entry.get("max_model_len")))
+            for entry in objects(listed)
+            if (name := model_name(entry.get("id")))
+            and (not root or entry.get("root", name) == name)
+        ]
+        return EngineState(tuple(models))
+
+    def serves_another_scope(self, salt: str) -> bool:
+        """Return whether the engine has served prompts of another isolation scope than this."""
+        if not self._scope:
+            self._scope = salt
+        elif salt and self._scope != salt:
+            self._scope = "*"  # equal to no salt: two scopes from here on
+        return bool(salt) and self._scope == "*"

@@ -1,0 +1,118 @@
+"""Workers of Paceline, which join by heartbeats, and other gateways of Paceline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from gateway.engines.base import (
+    Ask,
+    Engine,
+    EngineState,
+    EngineUnusable,
+    HttpAnswer,
+    Isolation,
+    Question,
+    objects,
+)
+from gateway.engines.openai import OpenAIEngine
+from gateway.engines.refusals import read_refusal
+from gateway.errors import GatewayError
+from gateway.routing.prefix_keys import PrefixKeys
+from workers.protocol import (
+    KEYS_HEADER,
+    NO_PREFIX,
+    SCOPE_HEADER,
+    SOURCES_HEADER,
+    TOKENS_LIMIT_HEADER,
+    NodeSource,
+    WorkerReport,
+)
+
+REPORT_PATH = "/v1/status"
+"""At which a worker returns its report."""
+
+
+class PacelineWorker(Engine):
+    """A worker of Paceline that sends heartbeats, authorized by the join token."""
+
+    kind = "paceline"
+    sends_reports = True
+    shares_slots = False
+    isolation = Isolation.CACHE_SALT
+
+    def models(self, report: WorkerReport) -> tuple[str, ...]:
+        """Return the one model of the report."""
+        return (report.model,)
+
+    def headers(
+        self,
+        lane: str,
+        prefix: PrefixKeys,
+        scope: str,
+        token_limit: int | None,
+        *,
+        sources: Sequence[NodeSource] = (),
+    ) -> Mapping[str, str]:
+        """Return the token, the lane, what isolates the prompt, its sources and its limit."""
+        headers = {
+            **self.authorization,
+            "x-paceline-lane": lane,
+            KEYS_HEADER: _keys_text(prefix),
+            SCOPE_HEADER: scope,
+        }
+        if sources:
+            headers[SOURCES_HEADER] = to_json(sources).decode()
+        if token_limit is not None:
+            headers[TOKENS_LIMIT_HEADER] = str(token_limit)
+        return headers
+
+    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+        """Return the serialized body: the headers carry the rest."""
+        return body
+
+    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+        """Return the worker's own words: they are ours."""
+        return read_refusal(status, body, fields, ours=True)
+
+
+class PacelineGateway(OpenAIEngine):
+    """Another gateway of Paceline: an OpenAI server that tells drafts and cached tokens."""
+
+    kind = "paceline"
+    default_pools = ("text-mtp", "vlm")
+    default_slots = 16
+
+    @classmethod
+    def is_sign(cls, answer: HttpAnswer) -> bool:
+        """Return whether the models are those of a Paceline."""
+        return any(
+            one.get("owned_by") == "paceline" for one in objects(answer.object().get("data"))
+        )
+
+    async def read(self, ask: Ask) -> EngineState:
+        """Return its models without their aliases, which would name each twice."""
+        listed = (await ask(Question(self.models_path))).object().get("data")
+        state = self.state_of(listed, root=True)
+        if not state.models:
+            raise EngineUnusable("The gateway at this URL serves no model now.")
+        return state
+
+    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+        """Return the whole body with the draft counts requested, which this gateway counts."""
+        model = self.names.get(fields["model"], fields["model"])
+        return to_json({"metrics": "summary", **fields, "model": model}, inf_nan_mode="null")
+
+    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+        """Return the gateway's own words: they are ours."""
+        return read_refusal(status, body, fields, ours=True)
+
+
+def _keys_text(prefix: PrefixKeys) -> str:
+    """Return the keys of a prompt as a header: that of the system prompt is always last."""
+    if not prefix.ends:
+        return NO_PREFIX
+    keys = [end.key.hex() for end in prefix.claimed]
+    return ",".join(keys if prefix.has_system else [*keys, NO_PREFIX])

@@ -1,0 +1,175 @@
+"""The errors of engines: which are the client's, and what the client is told.
+
+Engines word and shape their errors in many ways: OpenAI's object, FastAPI's `detail`, a plain text.
+They quote prompts, paths and libraries, so a client gets words of the gateway and the name of the
+field at fault, which is read from the error but never copied from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from gateway import errors
+from gateway.errors import is_plain_name
+
+log = logging.getLogger(__name__)
+
+_TEXT_CHARS = 4096
+# The gateway's own key, or its account: no client can mend that.
+_OF_THE_GATEWAY = frozenset((401, 402, 403, 407))
+_UNSERVED = frozenset((404, 405, 415, 501))
+OVERFLOW = "context_length_exceeded"
+_UNSUPPORTED = "unsupported_value"
+
+
+class Phrase(NamedTuple):
+    """Words by which engines tell of one fault, and what the client is told instead."""
+
+    pattern: re.Pattern[str]
+    message: str
+    param: str
+    code: str = _UNSUPPORTED
+
+
+def phrase(words: str, message: str, param: str, code: str = _UNSUPPORTED) -> Phrase:
+    """Return a phrase for these words, in any case."""
+    return Phrase(re.compile(words, re.IGNORECASE), message, param, code)
+
+
+_PHRASES = (
+    phrase(
+        r"context (length|size|window|budget)|n_ctx|maximum context|available context|"
+        r"(prompt|input|request)[^.]{0,60}(too long|too large|exceeds?\b)|"
+        r"exceeds?[^.]{0,40}context",
+        # LiteLLM and LangChain look for these words.
+        "This model's maximum context length is exceeded: the prompt has too many tokens.",
+        "messages",
+        OVERFLOW,
+    ),
+    phrase(
+        r"\bimages?\b|image_url|\bvision\b|multimodal|multi-modal|mmproj|only 'text' content|"
+        r"\baudio\b|\bvideos?\b",
+        "The engine takes no such media with this model.",
+        "messages",
+    ),
+    phrase(
+        r"json.?schema|response_format|grammar|structured output",
+        "The engine does not take this schema or grammar.",
+        "response_format",
+    ),
+    phrase(r"logprobs", "The engine gives no log-probabilities here.", "logprobs"),
+    phrase(
+        r"does not support tools|tool_choice|tool.?call|\btools?\b",
+        "The engine does not take these tools with this model.",
+        "tools",
+    ),
+    phrase(
+        r"chat.?template|jinja|roles must alternate|conversation roles",
+        "The chat template of the model does not take these messages.",
+        "messages",
+    ),
+)
+_MODEL_GONE = re.compile(
+    r"model[^.]{0,300}(not found|not loaded|does not exist|unknown|no such|not available|invalid)|"
+    r"(no such|unknown|invalid|failed to load|error loading|not found)[^.]{0,40}model|"
+    r"repo(sitory)? (id|not found)|404 client error|huggingface",
+    re.IGNORECASE,
+)
+
+
+def read_refusal(
+    status: int,
+    body: bytes,
+    fields: Mapping[str, Any],
+    phrases: Sequence[Phrase] = (),
+    *,
+    ours: bool = False,
+) -> errors.GatewayError:
+    """Return the error for an answer with another status than 200, or for an error in a stream.
+
+    `fields` are those of the request, `phrases` those of the engine. `ours`: the message is that of
+    another Paceline, which a client may read.
+    """
+    text, param, code = _read(body)
+    if ours:
+        if status < 500 and status not in _OF_THE_GATEWAY | _UNSERVED and text:
+            return errors.RefusedByWorker(status, text, param=param, code=code)
+        return _failed(status, text)
+    of_client = 400 <= status < 500 or status == HTTPStatus.NOT_IMPLEMENTED
+    # The gateway asks for models that the engine lists, so one that is gone is no client's fault.
+    if not of_client or status in _OF_THE_GATEWAY or _MODEL_GONE.search(text):
+        return _failed(status, text)
+    log.info("engine.refused status=%d error=%.300r", status, text)
+    shown = HTTPStatus.BAD_REQUEST if status in _UNSERVED else HTTPStatus(status)
+    message, param, code = _words(status, text, param, fields, phrases)
+    return errors.RefusedByWorker(shown, message, param=param, code=code)
+
+
+def _words(
+    status: int,
+    text: str,
+    param: str | None,
+    fields: Mapping[str, Any],
+    phrases: Sequence[Phrase],
+) -> tuple[str, str | None, str]:
+    """Return the message, the field and the code for a fault of the client."""
+    for one in (*phrases, *_PHRASES):
+        if one.pattern.search(text):
+            return one.message, _of_prompt(one.param, fields), one.code
+    if status in _UNSERVED and param is None:
+        return "The engine does not serve this kind of request.", None, "endpoint_not_served"
+    param = param or _named(text, fields)
+    what = f"the value of '{param}'" if param else "this request"
+    return f"The engine does not take {what}.", param, "invalid_value"
+
+
+def _failed(status: int, text: str) -> errors.WorkerFailed:
+    log.warning("worker.failed status=%d error=%.300r", status, text)
+    return errors.WorkerFailed()
+
+
+def _read(body: bytes) -> tuple[str, str | None, str | None]:
+    """Return the text of an error, and the field and the code that it names."""
+    try:
+        answer = from_json(body)
+    except ValueError:
+        return body[:_TEXT_CHARS].decode(errors="replace"), None, None
+    if not isinstance(answer, Mapping):
+        return str(answer)[:_TEXT_CHARS], None, None
+    error = answer.get("error", answer.get("detail", answer.get("message", "")))
+    match error:
+        case Mapping():
+            message = error.get("message", error.get("detail", ""))
+            return str(message)[:_TEXT_CHARS], _plain(error.get("param")), _plain(error.get("code"))
+        case [Mapping() as first, *_]:  # FastAPI's list of invalid fields
+            where = first.get("loc")
+            steps = where if isinstance(where, list) else []
+            names = [step for step in steps if isinstance(step, str) and step != "body"]
+            return (
+                str(first.get("msg", ""))[:_TEXT_CHARS],
+                _plain(names[0]) if names else None,
+                None,
+            )
+    return str(error)[:_TEXT_CHARS], None, None
+
+
+def _plain(value: object) -> str | None:
+    return value if isinstance(value, str) and is_plain_name(value) else None
+
+
+def _named(text: str, fields: Mapping[str, Any]) -> str | None:
+    """Return the longest name of a field of the request that stands in the text."""
+    words = set(re.findall(r"[a-z_]+", text.lower()))
+    names = [name for name in fields if name in words and name not in ("model", "stream", "stop")]
+    return max(names, key=len, default=None)
+
+
+def _of_prompt(param: str, fields: Mapping[str, Any]) -> str:
+    """Return the field of the prompt, which completions name otherwise."""
+    return "prompt" if param == "messages" and "messages" not in fields else param

@@ -1,0 +1,292 @@
+"""The engines that send no heartbeats: found out, probed, and asked for their models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+import httpx
+from pydantic_core import to_json
+
+from gateway.config.static_workers import StaticWorker
+from gateway.engines import (
+    KINDS,
+    EngineSilent,
+    EngineUnusable,
+    HttpAnswer,
+    OpenAIEngine,
+    Question,
+    detect,
+)
+from gateway.errors import WorkerIdTaken
+from gateway.fleet.health import read_bounded
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
+from gateway.periodic import Job
+from gateway.storage.counters import CounterStore
+from workers.http import certificate_authorities
+from workers.protocol import MTP_LANE, LaneReport, WorkerReport
+
+log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 1.5
+READ_TIMEOUT_S = 10.0
+"""For all questions about the models of an engine."""
+_READ_INTERVAL_S = 10.0
+_RETRIES = 1
+_BOOT_ID = "static"
+_FORBIDDEN = frozenset((401, 403))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class WatchedEngine:
+    """One engine of the settings or of an admin."""
+
+    entry: StaticWorker
+    token: str = field(default="", repr=False)
+    """Its API key; empty if it needs none."""
+    problem: str = ""
+    """Why the engine gets no requests, for admins; empty if it does."""
+    missing_key: bool = False
+    """The variable of its key is not set here, so that the engine is not asked."""
+    engine: OpenAIEngine | None = None
+    """None until the engine is found out."""
+    read_at_s: float = float("-inf")
+    """The time of the last answer about its models."""
+
+    @property
+    def report(self) -> WorkerReport:
+        """Return the report that the engine would send: one lane for each pool."""
+        engine, entry = self.engine, self.entry
+        assert engine is not None, "the engine has not been found out"
+        state = engine.state
+        pools = entry.pools or engine.default_pools
+        if state.drafts and not entry.pools and MTP_LANE not in pools:
+            pools = (MTP_LANE, *pools)
+        slots = entry.slots or state.slots or engine.default_slots
+        lanes = [
+            LaneReport(name=pool, slots=slots, mtp_enabled=pool == MTP_LANE)
+            for pool in dict.fromkeys(pools)
+        ]
+        if state.speculation is not None:
+            lanes[0] = lanes[0].model_copy(
+                update={"mtp_enabled": True, "speculation": state.speculation}
+            )
+        names = tuple(engine.names)
+        return WorkerReport(
+            worker_id=entry.id,
+            boot_id=_BOOT_ID,
+            url=entry.url,
+            model=names[0],
+            context_tokens=engine.model(names[0]).context_tokens,
+            labels=entry.labels,
+            lanes=tuple(lanes),
+        )
+
+
+class EngineWatch:
+    """Probes engines; a successful probe counts as a heartbeat. An async context.
+
+    `clock` returns monotonic seconds.
+    """
+
+    def __init__(
+        self, fleet: WorkerRegistry, store: CounterStore, clock: Callable[[], float]
+    ) -> None:
+        self._fleet = fleet
+        self._store = store
+        self._clock = clock
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self.engines: dict[str, WatchedEngine] = {}
+        """By the id of the worker."""
+        self._client = httpx.AsyncClient(
+            # Not compressed: a small response could hold a large list.
+            headers={"accept-encoding": "identity"},
+            timeout=PROBE_TIMEOUT_S,
+            verify=certificate_authorities(),
+            follow_redirects=False,  # a redirect would take the key of the engine elsewhere
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        probes = tuple(self._probes.values())
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+        await self._client.aclose()
+
+    def job(self) -> Job:
+        """Return the periodic job that starts the probes."""
+        return Job(work=self.probe_all, period_s=HEARTBEAT_INTERVAL_S, at_start=True)
+
+    def replace(self, engines: Iterable[WatchedEngine]) -> None:
+        """Watch these engines and no others; those that have not changed keep their state."""
+        wanted = {one.entry.id: one for one in engines}
+        for worker_id, old in tuple(self.engines.items()):
+            new = wanted.get(worker_id)
+            if new is not None and (new.entry, new.token) == (old.entry, old.token):
+                wanted[worker_id] = old
+            else:
+                self._stop(worker_id)
+        self.engines = wanted
+
+    async def probe_all(self) -> None:
+        """Start a probe of each engine that has none running, so that none delays another."""
+        for worker_id, watched in self.engines.items():
+            running = self._probes.get(worker_id)
+            if not watched.missing_key and (running is None or running.done()):
+                self._probes[worker_id] = asyncio.create_task(
+                    self.probe(watched), name=f"probe {worker_id}"
+                )
+
+    async def probe_now(self, worker_id: str) -> None:
+        """Probe one engine, or await the probe of it that runs."""
+        await self.probe_all()
+        if (probe := self._probes.get(worker_id)) is not None:
+            await asyncio.wait((probe,))
+
+    async def probe(self, watched: WatchedEngine) -> None:
+        """Probe an engine once, record a heartbeat if it is healthy, and log a change."""
+        try:
+            problem = await self._check(watched)
+        except EngineUnusable as unusable:
+            problem = str(unusable)
+        except EngineSilent as silent:
+            if watched.entry.kind == "auto" and not self._is_live(watched):
+                watched.engine = None  # another engine may start at this URL
+            problem = f"The engine does not answer: {silent}."
+        except Exception:
+            log.exception("engine.probe_failed worker=%s", watched.entry.id)
+            problem = "The answers of the engine cannot be read."
+        if self.engines.get(watched.entry.id) is not watched:
+            return
+        if problem and not watched.problem:
+            log.warning("worker.unhealthy worker=%s reason=%s", watched.entry.id, problem)
+        elif watched.problem and not problem:
+            log.info("worker.healthy worker=%s", watched.entry.id)
+        watched.problem = problem
+
+    async def examine(self, watched: WatchedEngine) -> None:
+        """Find out an engine and its models; raise `EngineSilent` or `EngineUnusable`."""
+        if watched.engine is None:
+            await self._find_out(watched)
+        await self._read(watched)
+
+    async def _check(self, watched: WatchedEngine) -> str:
+        """Return why an engine gets no requests; empty if it does."""
+        if watched.engine is None:
+            await self._find_out(watched)
+        engine = watched.engine
+        assert engine is not None, "just found out"
+        busy = False
+        try:
+            answer = await self._ask(watched, engine.health)
+        except EngineSilent as silent:
+            # A server with one thread answers no probe while it answers a request; the timeouts of
+            # requests show whether it still works on that.
+            busy = silent.timed_out and self._fleet.local_requests(watched.entry.id) > 0
+            if not busy:
+                raise
+        else:
+            # Not every server has the path, but a rejected API key fails every request.
+            if answer.status >= 500 or answer.status in _FORBIDDEN:
+                return f"The engine answers with the status {answer.status}."
+        if engine.names and self._is_live(watched):
+            await self._heartbeat(watched)
+        if not busy and self._clock() - watched.read_at_s >= _READ_INTERVAL_S:
+            await self._read(watched)
+        if not engine.names:
+            return "The engine has none of the models that it is listed for."
+        return await self._heartbeat(watched)
+
+    async def _find_out(self, watched: WatchedEngine) -> None:
+        kind = watched.entry.kind
+        if kind == "auto":
+            engine_class = await detect(lambda question: self._ask(watched, question))
+            log.info("engine.detected worker=%s kind=%s", watched.entry.id, engine_class.kind)
+        else:
+            engine_class = KINDS[kind]
+        watched.engine = engine_class(
+            watched.token, watched.entry.names, cache_salt=watched.entry.cache_salt
+        )
+        watched.read_at_s = float("-inf")
+
+    async def _read(self, watched: WatchedEngine) -> None:
+        """Ask an engine for its models and counts."""
+        engine = watched.engine
+        assert engine is not None, "the engine has not been found out"
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                state = await engine.read(lambda question: self._ask(watched, question))
+        except TimeoutError:
+            raise EngineSilent("no answer in time", timed_out=True) from None
+        engine.update(state)
+        watched.read_at_s = self._clock()
+
+    async def _heartbeat(self, watched: WatchedEngine) -> str:
+        """Record a heartbeat; return why that is impossible, empty if it is not."""
+        report = watched.report
+        if self.engines.get(watched.entry.id) is not watched:
+            return ""  # removed meanwhile
+        try:
+            self._fleet.heartbeat(report, watched.engine)
+        except WorkerIdTaken:
+            return "Another worker has joined with this id."
+        told = watched.engine is not None and watched.engine.state.speculation is not None
+        # What is stored counts: a lane whose engine tells no drafts has no count of them.
+        lanes = tuple(
+            lane.model_copy(update={"mtp_enabled": told and lane.mtp_enabled})
+            for lane in report.lanes
+        )
+        await self._store.store_report(report.model_copy(update={"lanes": lanes}))
+        return ""
+
+    def _is_live(self, watched: WatchedEngine) -> bool:
+        return any(
+            one.backend is watched.engine and one.report.worker_id == watched.entry.id
+            for one in self._fleet.workers()
+        )
+
+    def _stop(self, worker_id: str) -> None:
+        """Stop watching an engine, which gets no further requests."""
+        if (probe := self._probes.pop(worker_id, None)) is not None:
+            probe.cancel()
+        watched = self.engines.pop(worker_id)
+        if self._is_live(watched):
+            self._fleet.remove(worker_id)
+
+    async def _ask(self, watched: WatchedEngine, question: Question) -> HttpAnswer:
+        """Ask an engine in the name of the gateway, twice if the connection fails."""
+        url = watched.entry.url + question.path
+        headers = {"authorization": f"Bearer {watched.token}"} if watched.token else {}
+        method, content = "GET", None
+        if question.body is not None:
+            method, content = "POST", to_json(question.body)
+            headers["content-type"] = "application/json"
+        for attempt in range(_RETRIES + 1):
+            try:
+                async with (
+                    asyncio.timeout(PROBE_TIMEOUT_S),
+                    self._client.stream(method, url, headers=headers, content=content) as response,
+                ):
+                    body = await read_bounded(response)
+                    names = {name.lower(): value for name, value in response.headers.items()}
+                    return HttpAnswer(response.status_code, names, body.decode(errors="replace"))
+            except (httpx.TimeoutException, TimeoutError):
+                if attempt == _RETRIES:
+                    raise EngineSilent("no answer in time", timed_out=True) from None
+            except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
+                if attempt == _RETRIES:
+                    log.info("engine.silent worker=%s error=%.300r", watched.entry.id, error)
+                    raise EngineSilent(_reason(error)) from None
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _reason(error: Exception) -> str:
+    return "nothing listens at its URL" if isinstance(error, httpx.ConnectError) else "no HTTP"

@@ -1,0 +1,262 @@
+"""Engines that admins join, list and remove at run time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config.static_workers import StaticWorker
+from tests.support.gateway_fixtures import MakeClusterGateway
+from tests.support.http_server import Request, ServerConnection
+from tests.support.recorded_engine import RecordedEngine, recorded_engine
+from tests.support.running_gateway import (
+    RunningGateway,
+    make_settings,
+    running_server,
+    status_and_code,
+    wait_until,
+)
+
+ROOT = Path(__file__).parents[3]
+PATH = "/admin/v1/engines"
+WORD = [{"role": "user", "content": "Say a word."}]
+
+
+def paceline(gateway: RunningGateway, *arguments: str) -> str:
+    """Return the output of a command of an admin of this gateway."""
+    process = subprocess.run(
+        [sys.executable, "-m", "gateway", *arguments, "--url", gateway.url],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PACELINE_ADMIN_KEY": gateway.admin_key},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def engines(gateway: RunningGateway) -> dict[str, Any]:
+    listed = gateway.admin.get(PATH).json()["engines"]
+    return {one["id"]: one for one in listed}
+
+
+def test_the_command_joins_lists_and_removes_an_engine(gateway: RunningGateway) -> None:
+    with recorded_engine("ollama") as engine:
+        assert "Joined mac (ollama), 4 requests" in paceline(
+            gateway, "join-engine", engine.url, "--id", "mac"
+        )
+        assert gateway.chat(model="qwen3:8b", messages=WORD).status_code == 200
+        assert "qwen3:8b, gemma3:4b" in paceline(gateway, "engines", "list")
+        assert paceline(gateway, "engines", "remove", "mac") == "Removed mac.\n"
+        assert status_and_code(gateway.chat(model="qwen3:8b", messages=WORD)) == (503, "no_worker")
+        assert engines(gateway) == {}
+        assert status_and_code(gateway.admin.delete(f"{PATH}/mac")) == (404, "engine_not_found")
+
+
+def test_a_joined_engine_outlives_the_gateway(tmp_path: Path) -> None:
+    with recorded_engine("llama_cpp") as engine:
+        with RunningGateway(make_settings(tmp_path)) as gateway:
+            joined = gateway.admin.post(
+                PATH,
+                json={
+                    "url": f"{engine.url}/v1",
+                    "models": {"small": "gpt-oss-20b.gguf"},
+                    "labels": ["spare"],
+                },
+            )
+            assert joined.status_code == 201, joined.text
+            details = joined.json()
+            assert details["kind"] == "llama.cpp"
+            assert details["slots"] == 2, "as its /props tell"
+            assert details["isolation"] == "no reuse"
+            (model,) = details["models"]
+            assert (model["name"], model["engine_name"]) == ("small", "gpt-oss-20b.gguf")
+            assert "pictures" in model["lacks"]
+        with RunningGateway(make_settings(tmp_path)) as gateway:
+            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+            assert gateway.chat(model="small", messages=WORD).status_code == 200
+            assert engine.generated()[-1]["model"] == "gpt-oss-20b.gguf"
+
+
+def test_gateways_that_share_redis_share_joined_engines(
+    make_cluster_gateway: MakeClusterGateway,
+) -> None:
+    one, other = make_cluster_gateway(), make_cluster_gateway()
+    with recorded_engine("omlx") as engine:
+        joined = one.admin.post(PATH, json={"url": engine.url, "id": "mac"})
+        assert joined.status_code == 201, joined.text
+        wait_until(lambda: other.client.get("/readyz").status_code == 200)
+        for gateway in (one, other):
+            assert gateway.chat(model="Qwen3.5-9B-4bit", messages=WORD).status_code == 200
+
+        def counted() -> int:
+            return int(one.status()["workers"]["mac"]["lanes"]["vlm"]["requests"])
+
+        wait_until(lambda: counted() == 2)
+        assert other.admin.delete(f"{PATH}/mac").status_code == 204
+        wait_until(lambda: not one.client.get("/v1/models").json()["data"])
+
+
+@pytest.mark.parametrize(
+    ("terms", "param"),
+    [
+        ({"url": "http://127.0.0.1:1"}, "url"),
+        ({"url": "ftp://x"}, "url"),
+        ({"api_key_env": "PACELINE_ADMIN_KEY"}, "api_key_env"),
+        ({"api_key_env": "HOME"}, "api_key_env"),
+        ({"api_key_env": "UNSET_API_KEY"}, "api_key_env"),
+        ({"models": ["missing"]}, "models"),
+        ({"pools": ["fast"]}, "pools"),
+        ({"kind": "magic"}, "kind"),
+    ],
+)
+def test_an_engine_that_cannot_be_used_is_refused_with_a_sentence(
+    gateway: RunningGateway, terms: dict[str, Any], param: str
+) -> None:
+    with recorded_engine("omlx") as engine:
+        refused = gateway.admin.post(PATH, json={"url": engine.url, **terms})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, param), error
+    assert error["message"].endswith(".")
+    assert engines(gateway) == {}
+
+
+def test_an_engine_gets_its_own_key_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAC_API_KEY", "sk-of-the-mac")
+    with recorded_engine("lmstudio") as engine, RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.use_key(gateway.create_key()["secret"])
+        joined = gateway.admin.post(PATH, json={"url": engine.url, "api_key_env": "MAC_API_KEY"})
+        assert joined.status_code == 201, joined.text
+        gateway.chat(model="qwen/qwen3-8b", messages=WORD)
+        seen = {one.headers.get("authorization") for one in engine.requests}
+    assert seen == {"Bearer sk-of-the-mac"}
+    assert "sk-of-the-mac" not in (tmp_path / "state.json").read_text()
+
+
+def test_no_redirect_takes_the_gateway_elsewhere(gateway: RunningGateway) -> None:
+    async def redirect(connection: ServerConnection, request: Request) -> None:
+        location = f"http://127.0.0.1:{trap.getsockname()[1]}{request.path}".encode()
+        await connection.send_head(307, ((b"location", location),), length=0)
+
+    reached: list[str] = []
+
+    async def reach(connection: ServerConnection, request: Request) -> None:
+        reached.append(request.path)
+        await connection.send_head(200, (), length=0)
+
+    listener, trap = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    with running_server(redirect, sockets=[listener]), running_server(reach, sockets=[trap]):
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        refused = gateway.admin.post(PATH, json={"url": url})
+    assert refused.status_code == 400
+    assert "redirects" in refused.json()["error"]["message"]
+    assert reached == []
+
+
+def test_models_are_read_again_when_they_change(tmp_path: Path) -> None:
+    with recorded_engine("omlx") as engine:
+        entry = StaticWorker(id="mac", url=engine.url)
+        with RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway:
+            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+            listed = engine.recording["exchanges"][0]
+            listed["body"] = listed["body"].replace("Qwen3-VL-8B", "Qwen3-VL-30B")
+
+            def models() -> set[str]:
+                return {one["id"] for one in gateway.client.get("/v1/models").json()["data"]}
+
+            wait_until(lambda: "Qwen3-VL-30B" in models(), within_s=20)
+            assert "Qwen3-VL-8B" not in models()
+
+
+def test_a_fleet_of_four_kinds_under_one_name_serves_mixed_requests_at_once(
+    tmp_path: Path,
+) -> None:
+    names = {
+        "ollama": "qwen3:8b",
+        "lmstudio": "qwen/qwen3-8b",
+        "omlx": "Qwen3.5-9B-4bit",
+        "llama_cpp": "gpt-oss-20b.gguf",
+    }
+    with _engines(*names) as running:
+        entries = tuple(
+            StaticWorker(id=name, url=running[name].url, models={"team": there}, slots=2)
+            for name, there in names.items()
+        )
+        with RunningGateway(make_settings(tmp_path, workers=entries)) as gateway:
+            wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 4)
+
+            def ask(number: int) -> bool:
+                messages = {"model": "team", "messages": WORD}
+                if number % 3 == 2:
+                    body = {**messages, "max_tokens": 9}
+                    return gateway.client.post("/v1/messages", json=body).status_code == 200
+                response = gateway.chat(**messages, stream=bool(number % 3))
+                return response.status_code == 200 and (
+                    not number % 3 or response.text.endswith("data: [DONE]\n\n")
+                )
+
+            with ThreadPoolExecutor(32) as executor:
+                assert all(executor.map(ask, range(150)))
+            status = gateway.status()
+            lanes = [one["lanes"]["vlm"] for one in status["workers"].values()]
+            assert sum(lane["requests"] for lane in lanes) == 150
+            assert all(lane["requests"] for lane in lanes), "each engine has served some"
+            assert status["models"]["team"]["tokens"]["completion"] == 450
+            assert status["pools"]["vlm"]["requests"] == 150
+
+
+def test_a_picture_goes_to_the_engine_that_takes_pictures(tmp_path: Path) -> None:
+    picture = [{"type": "image_url", "image_url": {"url": PIXEL}}]
+    with _engines("lmstudio", "llama_cpp") as running:
+        seeing = running["lmstudio"]
+        entries = (
+            StaticWorker(
+                id="blind", url=running["llama_cpp"].url, models={"team": "gpt-oss-20b.gguf"}
+            ),
+            StaticWorker(id="seeing", url=seeing.url, models={"team": "qwen2-vl-7b-instruct"}),
+        )
+        with RunningGateway(make_settings(tmp_path, workers=entries)) as gateway:
+            wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 2)
+            asked = {"model": "team", "messages": [{"role": "user", "content": picture}]}
+            explained = gateway.client.post("/v1/route/explain", json=asked).json()
+            assert [one["worker_id"] for one in explained["candidates"]] == ["seeing"]
+            plain = gateway.client.post(
+                "/v1/route/explain", json={"model": "team", "messages": WORD}
+            ).json()
+            scores = {one["worker_id"]: one["score_s"] for one in plain["candidates"]}
+            assert scores["seeing"] - scores["blind"] > 2, "it would have to load the model"
+
+
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
+    "WjR9awAAAABJRU5ErkJggg=="
+)
+
+
+@contextlib.contextmanager
+def _engines(*names: str) -> Iterator[dict[str, RecordedEngine]]:
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(recorded_engine(name)) for name in names}
+
+
+def test_a_second_isolation_scope_ends_the_reuse_of_prompts_at_llama_cpp(tmp_path: Path) -> None:
+    with recorded_engine("llama_cpp") as engine:
+        entry = StaticWorker(id="mac", url=engine.url)
+        with RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway:
+            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+            for team in ("red", "red", "blue", "red"):
+                gateway.use_key(gateway.create_key(team=team)["secret"])
+                assert gateway.chat(model="gpt-oss-20b.gguf", messages=WORD).status_code == 200
+        reuses = [body.get("cache_prompt", True) for body in engine.generated()]
+    assert reuses == [True, True, False, False]
+    assert json.dumps(engine.generated()).count("max_completion_tokens") == 0

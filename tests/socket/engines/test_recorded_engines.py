@@ -1,0 +1,141 @@
+"""Engines of other kinds, played from recordings of real ones or from their published API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config.static_workers import StaticWorker
+from tests.support.recorded_engine import FOLDER, RecordedEngine, recorded_engine
+from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+WORD = "Say a word."
+WEATHER = "What is the weather in Paris?"
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+LONG = ("word " * 40)[:100] + " and more" * 10
+TELLS_CACHED = {"llama_cpp", "mlx_lm", "mlx_vlm", "omlx"}
+TELLS_DRAFTS = {"llama_cpp", "mlx_vlm"}
+
+
+class Served:
+    """A gateway whose only worker is a recorded engine that it has found out itself."""
+
+    def __init__(self, name: str, engine: RecordedEngine, gateway: RunningGateway) -> None:
+        self.name, self.engine, self.gateway = name, engine, gateway
+        self.model: str = engine.recording["models"][0]
+
+    def chat(self, text: str, **fields: Any) -> Any:
+        messages = [{"role": "user", "content": text}]
+        return self.gateway.chat(model=self.model, messages=messages, **fields)
+
+    def worker(self) -> Any:
+        return self.gateway.status()["workers"]["studio"]
+
+
+@pytest.fixture(params=NAMES)
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    with recorded_engine(request.param) as engine:
+        entry = StaticWorker(id="studio", url=engine.url)
+        with RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway:
+            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+            yield Served(request.param, engine, gateway)
+
+
+def test_an_engine_of_each_kind_is_found_out_and_serves(served: Served) -> None:
+    kind = served.engine.recording["engine"]
+    assert served.worker()["kind"] == kind
+    listed = [one["id"] for one in served.gateway.client.get("/v1/models").json()["data"]]
+    assert set(served.engine.recording["models"]) <= set(listed)
+    assert not [name for name in listed if "embed" in name or "bge" in name]
+    assert all("authorization" not in one.headers for one in served.engine.requests)
+
+    whole = served.chat(WORD)
+    assert whole.status_code == 200, whole.text
+    message = whole.json()["choices"][0]["message"]
+    assert message["content"]
+    with served.gateway.stream(
+        model=served.model, messages=[{"role": "user", "content": WORD}]
+    ) as stream:
+        events = stream.read()
+    assert events.endswith(b"data: [DONE]\n\n")
+    deltas = [
+        choice["delta"]
+        for line in events.decode().splitlines()
+        if line.startswith("data: {")
+        for choice in json.loads(line[6:])["choices"]
+    ]
+    assert "".join(delta.get("content") or "" for delta in deltas)
+    for part in (message, *deltas):
+        assert bool(part.get("reasoning")) <= bool(part.get("reasoning_content"))
+
+    worker = served.worker()
+    lane = worker["lanes"]["vlm"]
+    assert lane["requests"] == 2
+    usage = whole.json()["usage"]
+    assert lane["completion_tokens"] >= usage["completion_tokens"] > 0
+    assert worker["unreported"]["usage"] == 0
+    assert worker["unreported"]["cached_tokens"] == (0 if kind_tells(served, TELLS_CACHED) else 2)
+    drafted = served.engine.recording.get("drafts", served.name == "llama_cpp")
+    assert (worker["unreported"]["drafts"] == 0) == drafted
+    assert worker["mtp"]["enabled"] == drafted
+    metrics = served.gateway.client.get("/metrics").text
+    assert ("vllm:spec_decode_num_drafts_total{" in metrics) == drafted
+    assert "paceline_worker_requests_total{" in metrics
+    untold = f'number="cached_tokens",worker="studio"}} {worker["unreported"]["cached_tokens"]}.0'
+    assert untold in metrics
+
+
+def kind_tells(served: Served, tellers: set[str]) -> bool:
+    return served.name in tellers
+
+
+def test_tool_calls_of_each_kind_reach_clients(served: Served) -> None:
+    whole = served.chat(WEATHER, tools=[TOOL])
+    assert whole.status_code == 200, whole.text
+    (call,) = whole.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])
+    assert whole.json()["choices"][0]["finish_reason"] == "tool_calls"
+    with served.gateway.stream(
+        model=served.model, messages=[{"role": "user", "content": WEATHER}], tools=[TOOL]
+    ) as stream:
+        assert b'"weather"' in stream.read()
+    anthropic = served.gateway.client.post(
+        "/v1/messages",
+        json={
+            "model": served.model,
+            "max_tokens": 50,
+            "messages": [{"role": "user", "content": WEATHER}],
+            "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
+        },
+    )
+    assert anthropic.json()["stop_reason"] == "tool_use", anthropic.text
+
+
+def test_a_mistake_of_a_client_is_its_own_and_ejects_no_engine(served: Served) -> None:
+    if not any(
+        one.get("request") and LONG[:100] in str(one["request"])
+        for one in served.engine.recording["exchanges"]
+    ):
+        pytest.skip("the engine takes a prompt of any length")
+    for stream in (False, True) * 4:
+        refused = served.chat(LONG, stream=stream)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        assert "Users" not in refused.text
+        assert "tmp" not in refused.text
+    assert served.worker()["state"] == "ready"
+    assert served.chat(WORD).status_code == 200
+
+
+def test_a_feature_that_no_engine_takes_is_refused_by_name(served: Served) -> None:
+    refused = served.chat(WORD, stop_token_ids=[7])
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "stop_token_ids"
+    assert not [body for body in served.engine.generated() if "stop_token_ids" in body]

@@ -1,0 +1,80 @@
+"""Which errors of engines are the client's, and what the client is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway import errors
+from gateway.engines import KINDS
+from gateway.engines.refusals import read_refusal
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [], "temperature": 1.0, "tools": []}
+SECRET = "/Users/ann/models/demo and the prompt"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "shown", "param", "code"),
+    [
+        (400, {"detail": "Protected conversation exceeds the available context budget."},
+         400, "messages", "context_length_exceeded"),
+        (404, {"error": "Only 'text' content type is supported."},
+         400, "messages", "unsupported_value"),
+        (404, {"detail": "Not Found"}, 400, None, "endpoint_not_served"),
+        (405, "Method Not Allowed", 400, None, "endpoint_not_served"),
+        (422, {"detail": [{"loc": ["body", "temperature"], "msg": SECRET, "type": "x"}]},
+         422, "temperature", "invalid_value"),
+        (400, {"error": {"message": SECRET, "param": "temperature"}},
+         400, "temperature", "invalid_value"),
+        (400, {"error": "temperature must be of type float"}, 400, "temperature", "invalid_value"),
+        (400, {"error": {"message": "qwen does not support tools"}},
+         400, "tools", "unsupported_value"),
+        (400, {"error": {"message": "Conversation roles must alternate user/assistant"}},
+         400, "messages", "unsupported_value"),
+        (400, SECRET, 400, None, "invalid_value"),
+        (413, {"error": SECRET}, 413, None, "invalid_value"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_client_keeps_its_class_and_gets_words_of_ours(
+    status: int, body: object, shown: int, param: str | None, code: str
+) -> None:
+    raw = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    error = read_refusal(status, raw, CHAT)
+    assert isinstance(error, errors.RefusedByWorker)
+    assert (error.status, error.param, error.code) == (shown, param, code)
+    assert "Users" not in error.message
+    assert "prompt and" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (401, {"error": "bad key"}),
+        (403, {"error": "bad key"}),
+        (402, {"error": "no credit"}),
+        (500, {"error": "Failed to process image"}),
+        (404, {"error": "no such model: /Users/me/x"}),
+        (404, {"error": {"message": 'model "demo" not found, try pulling it first'}}),
+        (404, {"error": "404 Client Error. Repository Not Found for url: https://x"}),
+        (302, ""),
+        (200, {"error": "x"}),
+    ],
+)
+def test_an_error_of_the_engine_or_of_its_admin_is_no_clients(status: int, body: object) -> None:
+    error = read_refusal(status, json.dumps(body).encode(), CHAT)
+    assert isinstance(error, errors.WorkerFailed)
+
+
+def test_the_field_of_a_prompt_is_that_of_the_request() -> None:
+    error = read_refusal(400, b'{"error": "prompt is too long"}', {"prompt": "x", "model": "demo"})
+    assert error.param == "prompt"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_each_kind_survives_any_answer(kind: str) -> None:
+    engine = KINDS[kind]()
+    for body in (b"", b"\xff", b"[]", b"null", b'{"error": []}', b'{"detail": [[]]}', b"7"):
+        for status in (200, 302, 400, 404, 422, 500, 599):
+            assert isinstance(engine.refusal(status, body, CHAT), errors.GatewayError)

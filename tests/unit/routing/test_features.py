@@ -1,0 +1,91 @@
+"""Features that not every engine takes, and models that an engine would have to load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from gateway.routing.features import FIELDS, Feature, features_of
+from gateway.routing.select import Decision, RoutingRequest, decide
+from gateway.routing.view import ModelView, WorkerView
+from policies.document import default_policy
+from policies.request.profile import Endpoint, RequestProfile, Sampling
+from tests.support.fleet_views import fleet_view, worker_view
+from tests.support.request_profiles import GREEDY, SAMPLED
+
+BLIND = ModelView(frozenset((Feature.IMAGE, Feature.CHOICES)))
+PICTURE = SAMPLED._replace(media=(("image", 2),))
+
+
+def engine(name: str, view: ModelView | None = None) -> WorkerView:
+    """Return a worker whose model differs as the view says."""
+    return replace(worker_view(name), by_model={"demo": view} if view else {})
+
+
+def decision(profile: RequestProfile, *workers: WorkerView) -> Decision:
+    return decide(RoutingRequest(default_policy(), profile), fleet_view(*workers), Random(1))
+
+
+def chosen(profile: RequestProfile, *workers: WorkerView) -> set[str]:
+    return {one.worker_id for one in decision(profile, *workers).candidates}
+
+
+def test_a_request_goes_to_the_workers_that_take_what_it_asks_for() -> None:
+    fleet = engine("blind", BLIND), engine("seeing")
+    assert chosen(PICTURE, *fleet) == {"seeing"}
+    assert chosen(SAMPLED, *fleet) == {"blind", "seeing"}
+    assert chosen(SAMPLED._replace(choices=2), *fleet) == {"seeing"}
+
+
+def test_a_decision_names_the_feature_that_no_worker_takes() -> None:
+    refused = decision(PICTURE, engine("blind", BLIND))
+    assert not refused.candidates
+    assert refused.lacking == {Feature.IMAGE}
+    assert not decision(SAMPLED, engine("blind", BLIND)).lacking
+
+
+def test_a_model_that_must_be_loaded_first_costs_that_time() -> None:
+    cold = engine("cold", ModelView(load_s=7.0))
+    first, second = decision(SAMPLED, cold, engine("warm")).candidates
+    assert (first.worker_id, second.worker_id) == ("warm", "cold")
+    assert second.score_s - first.score_s == pytest.approx(7.0)
+
+
+def test_other_models_of_the_engine_keep_their_cost() -> None:
+    worker = replace(worker_view("mac"), models=("demo", "other"),
+                     by_model={"demo": ModelView(load_s=7.0)})  # fmt: skip
+    costs = {
+        model: decision(SAMPLED._replace(model=model), worker).candidates[0].score_s
+        for model in worker.models
+    }
+    assert costs["demo"] - costs["other"] == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(
+    ("profile", "feature"),
+    [
+        (GREEDY._replace(endpoint=Endpoint.COMPLETIONS), Feature.COMPLETIONS),
+        (GREEDY._replace(media=(("audio", 1),)), Feature.AUDIO),
+        (GREEDY._replace(tools=True), Feature.TOOLS),
+        (GREEDY._replace(structured_output=True), Feature.STRUCTURED_OUTPUT),
+        (GREEDY._replace(top_logprobs=0), Feature.LOGPROBS),
+        (GREEDY._replace(stop=("x",)), Feature.STOP),
+        (SAMPLED._replace(sampling=Sampling(top_k=5)), Feature.TOP_K),
+        (SAMPLED._replace(sampling=Sampling(min_p=0.1)), Feature.MIN_P),
+        (GREEDY._replace(sampling=Sampling(repetition_penalty=1.1)), Feature.REPETITION_PENALTY),
+    ],
+)
+def test_each_feature_is_seen_in_a_request(profile: RequestProfile, feature: Feature) -> None:
+    assert feature in features_of(profile)
+    assert feature not in features_of(GREEDY)
+
+
+def test_a_sampler_field_that_changes_no_greedy_answer_is_no_feature() -> None:
+    greedy = GREEDY._replace(sampling=Sampling(temperature=0, top_k=5, min_p=0.5))
+    assert not features_of(greedy)
+
+
+def test_each_feature_names_its_field() -> None:
+    assert set(FIELDS) == set(Feature)
