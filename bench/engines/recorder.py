@@ -86,7 +86,9 @@ class Recorder:
 
 def _shortened(body: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a request that tell it from others."""
-    kept = {name: body[name] for name in ("model", "prompt", "stream", "tools") if name in body}
+    kept: dict[str, Any] = {
+        name: body[name] for name in ("model", "prompt", "stream", "tools") if name in body
+    }
     if "messages" in body:
         kept["messages"] = [_short_message(body["messages"][-1])]
     return kept

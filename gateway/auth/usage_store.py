@@ -16,7 +16,7 @@ from gateway.auth.usage import (
     sum_by,
 )
 from gateway.storage.records import Records
-from gateway.types import Caller, Spent, Usage
+from gateway.types import UNUSED, Caller, Spent, Usage
 
 _KIND = "usage"
 
@@ -62,7 +62,7 @@ class UsageStore:
         counts[2] += usage.completion_tokens
         counts[3] += usage.cached_tokens
         counts[4] += cost.guessed_tokens
-        counts[5] += not usage.cached_known
+        counts[5] += usage is UNUSED or not usage.cached_known
         self._unsaved.add(day)
 
     async def usage(self) -> Mapping[int, tuple[UsageRow, ...]]:

@@ -9,7 +9,6 @@ from collections.abc import Collection
 from typing import Any
 
 from gateway.engines.base import (
-    TAKES_ALL,
     Ask,
     EngineModel,
     EngineState,
@@ -24,6 +23,7 @@ from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_toke
 from gateway.engines.openai import OpenAIEngine
 from gateway.engines.refusals import phrase
 from gateway.routing.features import Feature
+from gateway.routing.view import TAKES_ALL
 
 _V0 = Question("/api/v0/models")
 _V1 = Question("/api/v1/models")

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from gateway.engines.base import (
-    TAKES_ALL,
     Ask,
     EngineModel,
     EngineState,
@@ -23,6 +22,7 @@ from gateway.engines.local import spell_reasoning, use_max_tokens
 from gateway.engines.openai import OpenAIEngine
 from gateway.protocols.event_stream import fact_pattern, read_usage
 from gateway.routing.features import Feature
+from gateway.routing.view import TAKES_ALL
 from gateway.types import Usage
 
 _TEXT = frozenset((Feature.IMAGE, Feature.VIDEO, Feature.AUDIO))

@@ -18,7 +18,7 @@ from gateway.engines.base import (
     objects,
 )
 from gateway.engines.openai import OpenAIEngine
-from gateway.engines.refusals import read_refusal
+from gateway.engines.refusals import own_refusal
 from gateway.errors import GatewayError
 from gateway.routing.prefix_keys import PrefixKeys
 from workers.protocol import (
@@ -73,9 +73,14 @@ class PacelineWorker(Engine):
         """Return the serialized body: the headers carry the rest."""
         return body
 
-    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+    def refusal(
+        self,
+        status: int,
+        body: bytes,
+        fields: Mapping[str, Any],  # noqa: ARG002
+    ) -> GatewayError:
         """Return the worker's own words: they are ours."""
-        return read_refusal(status, body, fields, ours=True)
+        return own_refusal(status, body)
 
 
 class PacelineGateway(OpenAIEngine):
@@ -105,9 +110,14 @@ class PacelineGateway(OpenAIEngine):
         model = self.names.get(fields["model"], fields["model"])
         return to_json({"metrics": "summary", **fields, "model": model}, inf_nan_mode="null")
 
-    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+    def refusal(
+        self,
+        status: int,
+        body: bytes,
+        fields: Mapping[str, Any],  # noqa: ARG002
+    ) -> GatewayError:
         """Return the gateway's own words: they are ours."""
-        return read_refusal(status, body, fields, ours=True)
+        return own_refusal(status, body)
 
 
 def _keys_text(prefix: PrefixKeys) -> str:

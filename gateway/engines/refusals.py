@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _TEXT_CHARS = 4096
 # The gateway's own key, or its account: no client can mend that.
 _OF_THE_GATEWAY = frozenset((401, 402, 403, 407))
+_REFUSALS = frozenset((400, 413, 422))
 _UNSERVED = frozenset((404, 405, 415, 501))
 OVERFLOW = "context_length_exceeded"
 _UNSUPPORTED = "unsupported_value"
@@ -88,19 +89,12 @@ def read_refusal(
     body: bytes,
     fields: Mapping[str, Any],
     phrases: Sequence[Phrase] = (),
-    *,
-    ours: bool = False,
 ) -> errors.GatewayError:
     """Return the error for an answer with another status than 200, or for an error in a stream.
 
-    `fields` are those of the request, `phrases` those of the engine. `ours`: the message is that of
-    another Paceline, which a client may read.
+    `fields` are those of the request, `phrases` those of the engine.
     """
     text, param, code = _read(body)
-    if ours:
-        if status < 500 and status not in _OF_THE_GATEWAY | _UNSERVED and text:
-            return errors.RefusedByWorker(status, text, param=param, code=code)
-        return _failed(status, text)
     of_client = 400 <= status < 500 or status == HTTPStatus.NOT_IMPLEMENTED
     # The gateway asks for models that the engine lists, so one that is gone is no client's fault.
     if not of_client or status in _OF_THE_GATEWAY or _MODEL_GONE.search(text):
@@ -109,6 +103,23 @@ def read_refusal(
     shown = HTTPStatus.BAD_REQUEST if status in _UNSERVED else HTTPStatus(status)
     message, param, code = _words(status, text, param, fields, phrases)
     return errors.RefusedByWorker(shown, message, param=param, code=code)
+
+
+def own_refusal(status: int, body: bytes) -> errors.GatewayError:
+    """Return the error of a worker or gateway of Paceline, whose message a client may read."""
+    try:
+        error = from_json(body)["error"]
+        message, param, code = error["message"], error.get("param"), error.get("code")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        message = param = code = None
+    if status not in _REFUSALS or message is None:
+        return _failed(status, "")
+    return errors.RefusedByWorker(
+        status,
+        str(message),
+        param=param if isinstance(param, str) else None,
+        code=code if isinstance(code, str) else None,
+    )
 
 
 def _words(

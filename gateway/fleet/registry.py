@@ -302,6 +302,22 @@ class WorkerRegistry:
         ]
         return min((wait_s for wait_s in waits_s if wait_s > 0), default=None)
 
+    def busy_engines(self, model: str) -> dict[str, float]:
+        """Return how long each engine of a model is busy that takes requests but for that.
+
+        Workers of Paceline are none of them: they have a queue of their own.
+        """
+        now_s = self._clock()
+        return {
+            worker.report.worker_id: wait_s
+            for worker in self._workers.values()
+            if worker.accepting
+            and model in worker.models
+            and not worker.backend.sends_reports
+            and not worker.breaker.is_ejected(now_s)
+            and (wait_s := worker.breaker.busy_until_s - now_s) > 0
+        }
+
     def local_requests(self, worker_id: str) -> int:
         """Return how many requests of this gateway a worker has."""
         worker = self._workers.get(worker_id)

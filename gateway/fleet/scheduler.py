@@ -70,6 +70,8 @@ class Scheduler:
         """By name, over all versions of the policy."""
         self._waiters: dict[int, _Waiter] = {}
         """By the identity of their requests."""
+        self._awaiting = 0
+        """Requests that wait for an engine that asked for a pause."""
         self._entries = 0
         """Number of entries into queues so far."""
 
@@ -88,10 +90,12 @@ class Scheduler:
         tried: frozenset[str] = NO_WORKERS,
         *,
         on_decision: Callable[[Decision], None] | None = None,
+        since_s: float | None = None,
     ) -> Lease:
         """Decide which lane takes a request and acquire a slot there, in the queue if need be.
 
-        `tried` excludes workers. `on_decision` gets the decision before any wait. Raise
+        `tried` excludes workers, but none that was busy and is so no more. `on_decision` gets the
+        decision before any wait; `since_s` is the time from which the request waits. Raise
         `PoolsNotAllowed`, `FeatureUntaken`, `NoWorker` or `WorkerBusy` if no worker is left,
         `QueueFull` or `QueueTimeout`. The caller must `release` the lease in the same function,
         however it ends.
@@ -112,10 +116,27 @@ class Scheduler:
             if decision.lacking:
                 feature = min(decision.lacking)
                 raise errors.FeatureUntaken(model, feature.value, param=FIELDS[feature])
+            if busy := self._fleet.busy_engines(model):
+                since_s = self._clock() if since_s is None else since_s
+                await self._await_engine(request, min(busy.values()), since_s)
+                return await self.acquire(request, caller, tried - busy.keys(), since_s=since_s)
             if (available_in_s := self._fleet.available_in_s(model)) is not None:
                 raise errors.WorkerBusy(retry_after_s=available_in_s)
             raise errors.NoWorker(f"No worker can take requests for the model '{model}' now.")
         return await self._wait(request, decision, caller, tried)
+
+    async def _await_engine(self, request: RoutingRequest, busy_s: float, since_s: float) -> None:
+        """Wait until an engine is no longer busy; raise `WorkerBusy` at the limits of a queue."""
+        queues = [pool.queue for pool in request.policy.pools.values()]
+        left_s = since_s + max(queue.timeout_s for queue in queues) - self._clock()
+        full = self._awaiting >= max(queue.limit for queue in queues)
+        if full or left_s < busy_s:
+            raise errors.WorkerBusy(retry_after_s=busy_s)
+        self._awaiting += 1
+        try:
+            await asyncio.sleep(busy_s)
+        finally:
+            self._awaiting -= 1
 
     def _decide(
         self, request: RoutingRequest, tried: frozenset[str], *, first_only: bool = False

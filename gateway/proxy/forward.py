@@ -142,7 +142,11 @@ class Forwarder:
         request = context.routing_request
         assert request is not None, "the request has not been inspected"
         lease = await self._scheduler.acquire(
-            request, context.caller, tried, on_decision=context.record_decision
+            request,
+            context.caller,
+            tried,
+            on_decision=context.record_decision,
+            since_s=context.body_read_s,
         )
         context.candidate = lease.candidate
         backend = lease.state.backend

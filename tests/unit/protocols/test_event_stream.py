@@ -240,7 +240,7 @@ def test_the_text_of_completions_counts_as_content() -> None:
     assert state.content_seen
 
 
-@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
+@pytest.mark.parametrize("name", ["content", "reasoning_content"])
 def test_reasoning_and_content_both_count_as_content(name: str) -> None:
     assert not scan([chunk({"role": "assistant"})])[1].content_seen
     assert scan([chunk({name: "Hm"})])[1].content_seen
