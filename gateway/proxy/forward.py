@@ -332,7 +332,7 @@ class Forwarder:
             writer.write(last)
         if state.broken:
             log.warning("stream.broken request=%s why=%s", context.request_id, state.broken)
-            if state.error and not state.begun:
+            if state.error and not state.begun and context.engine:
                 # Some engines begin each stream with 200, and then refuse the request.
                 raise backend.refusal(_REFUSED, state.error, context.inspected.body)
             raise errors.WorkerFailed
