@@ -62,6 +62,7 @@ def worker_command(run: Callable[..., int] | None = None) -> Command:
                 help="Label for the pools of the policy; repeatable.",
             ),
             text("--draft-tokens", "Draft tokens per step, 0 to 8 (default: 2).", "N"),
+            text("--mtp", "Folder or Hugging Face name of an MTP head for the model.", "HEAD"),
             text(
                 "--prefix-cache-dir",
                 "Store the prefix cache there across restarts (default: in the state folder).",

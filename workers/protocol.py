@@ -123,6 +123,17 @@ class NodeSource(Record):
     """Tokens of the prompt that it is believed to have."""
 
 
+class DraftSource(StrEnum):
+    """Where a draft token comes from."""
+
+    HEAD = "head"
+    """The MTP head."""
+    LOOKUP = "lookup"
+    """What followed the same tokens before: in the prompt, the answer or an earlier answer."""
+    FORCED = "forced"
+    """The only token that the grammar of the answer allows."""
+
+
 class Speculation(Record):
     """Counts of speculative decoding: of one request, or the sum over many.
 
@@ -139,6 +150,9 @@ class Speculation(Record):
     errors: Count = 0
     """Draft tokens lost to a failure of the draft head or of the verification."""
     histogram: tuple[Count, ...] = Field(default=(), max_length=MAX_DRAFT_TOKENS + 1)
+    drafted_by_source: CountsByReason = Field(default_factory=dict)
+    """`drafted` by `DraftSource`; empty from a worker that does not tell."""
+    accepted_by_source: CountsByReason = Field(default_factory=dict)
 
     @property
     def rejected(self) -> int:
@@ -170,7 +184,17 @@ class Speculation(Record):
             accepted=self.accepted + other.accepted,
             errors=self.errors + other.errors,
             histogram=tuple(map(sum, zip_longest(self.histogram, other.histogram, fillvalue=0))),
+            drafted_by_source=_add(self.drafted_by_source, other.drafted_by_source),
+            accepted_by_source=_add(self.accepted_by_source, other.accepted_by_source),
         )
+
+    @property
+    def by_source(self) -> dict[str, dict[str, int]]:
+        """Return the attempted and the accepted draft tokens of each source."""
+        return {
+            source: {"attempted": drafted, "accepted": self.accepted_by_source.get(source, 0)}
+            for source, drafted in sorted(self.drafted_by_source.items())
+        }
 
     def as_request_metrics(self) -> dict[str, object]:
         """Return the counts in the format of vLLM's per-request metrics."""
@@ -191,6 +215,14 @@ def _check_consistency(speculation: Speculation) -> Speculation:
         raise ValueError("more draft tokens are accepted or lost than drafted")
     if sum(speculation.histogram) > speculation.steps:
         raise ValueError("the histogram has more steps than 'steps'")
+    if sum(speculation.drafted_by_source.values()) > speculation.drafted:
+        raise ValueError("the sources have more draft tokens than 'drafted'")
+    drafted = speculation.drafted_by_source
+    accepted = speculation.accepted_by_source
+    if sum(accepted.values()) > speculation.accepted:
+        raise ValueError("the sources have more accepted tokens than 'accepted'")
+    if any(count > drafted.get(source, 0) for source, count in accepted.items()):
+        raise ValueError("a source has more accepted tokens than drafted ones")
     return speculation
 
 
@@ -415,6 +447,17 @@ VLLM_COUNTERS = {
     "accepted": ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens."),
 }
 """Prometheus name and help of counts of `Speculation`, as vLLM names them."""
+COUNTERS_BY_SOURCE = {
+    "drafted_by_source": (
+        "paceline_worker_drafted_tokens",
+        "Draft tokens by source: the MTP head, prompt lookup, or forced by a grammar.",
+    ),
+    "accepted_by_source": (
+        "paceline_worker_accepted_tokens",
+        "Accepted draft tokens by source.",
+    ),
+}
+"""Prometheus name and help of the counts of `Speculation` by source."""
 VLLM_ACCEPTED_PER_POSITION = (
     "vllm:spec_decode_num_accepted_tokens_per_pos",
     "Accepted draft tokens, by position in the draft.",
@@ -457,6 +500,7 @@ def draft_block(
         "acceptance_rate_per_position": [
             min(1.0, count / steps) if steps else 0.0 for count in counts.accepted_per_position
         ],
+        "sources": counts.by_source,
         "bypass_counts": dict(sorted(bypass.items())),
     }
 

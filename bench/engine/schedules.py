@@ -107,6 +107,7 @@ def table(stats: ScheduleStats) -> Grid:
         ("verifies", counts.steps),
         ("draft tokens attempted", counts.drafted),
         ("... accepted", counts.accepted),
+        ("... accepted from prompt lookup", counts.accepted_by_source.get("lookup", 0)),
         ("... rejected", counts.rejected),
         ("... lost by errors", counts.errors),
     )

@@ -19,7 +19,7 @@ BECAUSE = {
     "logprobs": "the request asks for log probabilities",
     "multiple_choices": "n is {choices}",
     "prompt_too_long": "the prompt is longer than the speculative lane accepts",
-    "no_mtp_worker": "no worker with an MTP head is available",
+    "no_mtp_worker": "no worker that can draft is available",
     "mtp_not_paying": "drafts were measured to slow this lane down at its present load",
     "head_unhealthy": "the MTP head failed its self-test, or kept failing",
     "policy": "route '{route}' of the policy says so",

@@ -16,7 +16,7 @@ from pydantic_core import from_json, to_json
 
 from gateway.protocols.base import AnswerMalformed, StreamEncoder
 from gateway.types import Drafts, Header, Usage
-from workers.protocol import MAX_DRAFT_TOKENS
+from workers.protocol import MAX_DRAFT_TOKENS, DraftSource
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 
@@ -260,7 +260,22 @@ def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
     by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
     if accepted > drafted:
         return None
-    return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
+    sources = _draft_sources(metrics) if isinstance(metrics, dict) else ()
+    return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)), sources)
+
+
+def _draft_sources(metrics: Mapping[str, Any]) -> tuple[tuple[str, int, int], ...]:
+    """Read the draft counts by source, of the sources that we know."""
+    sources = metrics.get("draft_sources")
+    if not isinstance(sources, dict):
+        return ()
+    found = []
+    for source in DraftSource:
+        counts = sources.get(source.value)
+        if isinstance(counts, dict):
+            drafted = _count(counts.get("attempted"))
+            found.append((source.value, drafted, min(_count(counts.get("accepted")), drafted)))
+    return tuple(found)
 
 
 class AnswerReader:

@@ -32,7 +32,7 @@ class LaneView:
     load: float
     """Busy rows over all rows; above 1 requests wait in the worker."""
     can_draft: bool
-    """The lane has an MTP head that is on and healthy."""
+    """The lane drafts, and its MTP head, if it has one, is healthy."""
     drafting_pays: bool
     """Drafting is faster in the batch that one more request would join."""
     busy_rows: int

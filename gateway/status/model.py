@@ -44,6 +44,13 @@ class MtpOff(StatusModel):
     enabled: Literal[False]
 
 
+class SourceCounts(StatusModel):
+    """Draft tokens of one source."""
+
+    attempted: NonNegativeInt
+    accepted: NonNegativeInt
+
+
 class MtpOn(StatusModel):
     """Draft counts; `attempted == accepted + rejected + errors` at every moment."""
 
@@ -66,6 +73,9 @@ class MtpOn(StatusModel):
     """Tokens per step, including the one that a plain step would have produced."""
     acceptance_rate_per_position: tuple[Share, ...]
     """For each draft position, the share of drafts accepted up to and including it."""
+    sources: dict[str, SourceCounts]
+    """Draft tokens by where they come from: the MTP `head`, prompt `lookup`, or a grammar that
+    `forced` them; without those of workers that do not tell."""
     bypass_counts: dict[str, NonNegativeInt]
     """Requests that were not drafted for, by reason, as counted by the workers."""
 
@@ -241,7 +251,7 @@ class LaneStatus(WorkStatus):
     completion_tokens: NonNegativeInt
     head_healthy: bool
     """False if the MTP head failed its self-test or keeps failing; the lane then decodes without
-    drafts."""
+    its drafts."""
 
 
 class Ejection(StatusModel):

@@ -413,6 +413,8 @@ def _recent_mtp(totals: stats.LaneTotals, mtp: model.Mtp) -> model.Mtp:
         drafted=totals.drafted,
         accepted=totals.accepted,
         histogram=tuple(totals.histogram.get(accepted, 0) for accepted in positions),
+        drafted_by_source=dict(totals.drafted_by_source),
+        accepted_by_source=dict(totals.accepted_by_source),
     )
     block = protocol.draft_block(counts, requested, effective, totals.bypass)
     return model.MtpOn.model_validate(block)

@@ -222,6 +222,9 @@ def _observe(lane: LaneStats, record: RequestRecord) -> None:
         lane.accepted += record.drafts.accepted
         for accepted, steps in enumerate(record.drafts.histogram):
             lane.histogram[accepted] += steps
+        for source, drafted, accepted in record.drafts.by_source:
+            lane.drafted_by_source[source] += drafted
+            lane.accepted_by_source[source] += accepted
 
 
 def _count_answer(told: Counter[str], record: RequestRecord) -> None:

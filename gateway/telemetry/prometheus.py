@@ -188,6 +188,10 @@ class WorkerMetrics(Collector):
         }
         name, text = protocol.VLLM_ACCEPTED_PER_POSITION
         per_position = CounterMetricFamily(name, text, labels=(*_WORKER_LABELS, "position"))
+        by_source = {
+            field: CounterMetricFamily(name, text, labels=(*_WORKER_LABELS, "source"))
+            for field, (name, text) in protocol.COUNTERS_BY_SOURCE.items()
+        }
         for key, lanes in sorted(self._lanes.items()):
             drafting = [lane.speculation for lane in lanes if lane.mtp_enabled]
             if not drafting:
@@ -197,7 +201,10 @@ class WorkerMetrics(Collector):
                 counter.add_metric(key, getattr(total, field))
             for position, count in enumerate(total.accepted_per_position):
                 per_position.add_metric((*key, str(position)), count)
-        yield from (*counters.values(), per_position)
+            for field, counter in by_source.items():
+                for source, count in sorted(getattr(total, field).items()):
+                    counter.add_metric((*key, source), count)
+        yield from (*counters.values(), per_position, *by_source.values())
 
     def _prefix_and_savings(self) -> Iterator[Metric]:
         hits = _worker_counter("prefix_hits", "Prompts with a prefix found in the cache.")

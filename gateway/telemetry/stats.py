@@ -99,6 +99,8 @@ class LaneTotals(NamedTuple):
     accepted: int = 0
     histogram: Mapping[int, int] = _NO_COUNTS
     """Drafts by the number of their tokens that were accepted."""
+    drafted_by_source: Mapping[str, int] = _NO_COUNTS
+    accepted_by_source: Mapping[str, int] = _NO_COUNTS
     first_token_s: Buckets = EMPTY
     token_s: Buckets = EMPTY
     wait_s: Buckets = EMPTY
@@ -129,6 +131,8 @@ class LaneStats:
         self.speculation_and_reuse: Counter[str] = Counter()
         self.drafts = self.drafted = self.accepted = 0
         self.histogram: Counter[int] = Counter()
+        self.drafted_by_source: Counter[str] = Counter()
+        self.accepted_by_source: Counter[str] = Counter()
         self.first_token_s = LogHistogram()
         self.token_s = LogHistogram()
         self.wait_s = LogHistogram()

@@ -101,6 +101,7 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
         stop: tuple[str, ...] = (),
         bypass: tuple[Bypass, ...] = (),
         adaptive: bool = False,
+        looks_up: bool = False,
         **options: Any,
     ) -> RowEvents:
         text = ""
@@ -118,7 +119,7 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
         else:
             prepared = PreparedPrompt(tokens=tuple(prompt))
         result = RowEvents()
-        draft_tokens = draft_tokens if lane.has_head and not bypass else 0
+        draft_tokens = draft_tokens if (lane.has_head or looks_up) and not bypass else 0
         result.row = Row(
             generation=Generation(
                 request_id="test",
@@ -133,6 +134,8 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
             ends=lane.ends,
             draft_tokens=draft_tokens,
             draft_tokens_fixed=not adaptive,
+            with_head=lane.has_head,
+            looks_up=looks_up,
             bypass=bypass,
             text=TextStream(prompt_renderer.decode, stop),
             speculation=SpeculationCounter(draft_tokens),

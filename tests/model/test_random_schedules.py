@@ -24,4 +24,5 @@ def test_any_schedule_gives_every_row_the_reference_answer_and_counts(
     covered = (stats.with_rules, stats.cancelled, stats.ended_by_string, stats.ended_in_draft)
     assert min(covered) > 0, "every kind of event occurs in some schedule"
     assert min(stats.from_prefix_cache, stats.without_head) > 0
+    assert set(stats.speculation.accepted_by_source) == {"head", "lookup"}
     assert stats.near_ties <= stats.rows // 20, "float noise is rare; more differences are an error"

@@ -104,8 +104,9 @@ def test_reasons_that_do_not_prevent_drafts_are_no_bypass(make_lane) -> None:
         sampling=SAMPLED,
         bypass=(Bypass.NON_GREEDY_SAMPLING, Bypass.LOGPROBS, Bypass.LOGITS_PROCESSORS),
     )
-    assert text.bypass_reasons(generation) == ()
-    assert pictures.bypass_reasons(generation) == generation.bypass
+    assert text.bypass_reasons(generation) == pictures.bypass_reasons(generation) == ()
+    undrafted = make_lane(head=None, draft_tokens=0)
+    assert undrafted.bypass_reasons(generation) == generation.bypass
 
 
 def test_a_bypassed_row_does_not_speculate_and_counts_under_its_reason(make_lane, submit) -> None:
@@ -166,7 +167,9 @@ class RecordingDraftLength(DraftLength):
         super().__init__(2)
         self.observed: list[int] = []
 
-    def observe_cost(self, rows: int, k: int, duration_s: float) -> None:
+    def observe_cost(
+        self, rows: int, k: int, duration_s: float, *, head_tokens: int | None = None
+    ) -> None:
         self.observed.append(k)
 
 

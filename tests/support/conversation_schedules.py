@@ -178,6 +178,7 @@ class ConversationRunner:
             ends=lane.ends if self._rng.random() < 0.3 else frozenset(),
             draft_tokens=draft_tokens,
             draft_tokens_fixed=True,
+            looks_up=self._rng.random() < 0.5,
             text=TextStream(self._prompts.decode),
             speculation=SpeculationCounter(draft_tokens),
             sink=result.on_event,

@@ -19,6 +19,7 @@ from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import is_near_tie, reference_decode
 from tests.support.schedule_rows import ScheduledRow, ScheduleStats
 from workers.engine.detokenizer import TextStream
+from workers.engine.draft_length import RUN_LENGTHS
 from workers.engine.memory import MemoryEstimate
 from workers.engine.model import Checkpoint
 from workers.engine.prefix_cache import PrefixCache
@@ -129,7 +130,7 @@ class ScheduleRunner:
         stats.ended_by_token += row.finish_reason is FinishReason.STOP and not row.text.stopped
         stats.ended_in_draft += scheduled.ended_in_draft
         stats.from_prefix_cache += row.cached_tokens > 0
-        stats.without_head += scheduled.k > 0 == row.draft_tokens
+        stats.without_head += scheduled.k > 0 and not row.uses_head
         stats.tokens += len(answer)
         stats.speculation += row.speculation.total()
 
@@ -194,6 +195,7 @@ class ScheduleRunner:
             draft_tokens=rng.randint(0, 4),
             draft_tokens_fixed=rng.random() < 0.8,
             text=TextStream(self._prompts.decode),
+            looks_up=rng.random() < 0.5,
             speculation=SpeculationCounter(0),
             sink=lambda _: None,
         )
@@ -203,7 +205,10 @@ class ScheduleRunner:
             piece = rng.choice(self._replay(row))
             stop = (self._prompts.decode([piece]).strip() or " ",)
             row.text = TextStream(self._prompts.decode, stop)
-        scheduled = ScheduledRow(stop=stop, k=row.draft_tokens)
+        longest = row.draft_tokens
+        if longest and row.looks_up and not row.draft_tokens_fixed:
+            longest = max(longest, *RUN_LENGTHS)
+        scheduled = ScheduledRow(stop=stop, k=row.draft_tokens, longest=longest)
         scheduled.row, row.sink = row, scheduled.on_event
         lane.add(row)
         return scheduled

@@ -36,6 +36,9 @@ class ScheduledRow(RowEvents):
 
     stop: tuple[str, ...]
     k: int
+    """Tokens that the head drafts."""
+    longest: int
+    """The longest draft."""
     last_tokens: int = 0
     last_total: Speculation = field(default_factory=Speculation)
     ended_in_draft: bool = False
@@ -64,7 +67,9 @@ class ScheduledRow(RowEvents):
             assert new_steps == []
         elif steps:
             assert new_steps == [(drafted, accepted)]
-            assert 1 <= drafted <= self.k
+            assert 1 <= drafted <= self.longest
+            assert sum(total.drafted_by_source.values()) == total.drafted
+            assert sum(total.accepted_by_source.values()) == total.accepted
             assert accepted <= drafted
             self.ended_in_draft = bool(self.row.finish_reason) and new == accepted
             assert new == accepted + 1 or self.ended_in_draft

@@ -41,6 +41,7 @@ CARD = ModelCard(
     weights_bytes=0,
     native_verify=True,
     mtp=True,
+    looks_up=False,
     mtp_unavailable_reason=None,
     draft_tokens_requested=2,
     draft_tokens_effective=2,

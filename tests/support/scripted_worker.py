@@ -25,8 +25,19 @@ USAGE: dict[str, Any] = {
     "total_tokens": 10,
     "prompt_tokens_details": {"cached_tokens": 2},
 }
-DRAFTS = Speculation(num_spec_tokens=2, steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
-METRICS = {"speculative_decoding": DRAFTS.as_request_metrics()}
+DRAFTS = Speculation(
+    num_spec_tokens=2,
+    steps=1,
+    drafted=2,
+    accepted=1,
+    histogram=(0, 1, 0),
+    drafted_by_source={"head": 1, "lookup": 1},
+    accepted_by_source={"head": 1},
+)
+METRICS: dict[str, Any] = {
+    "speculative_decoding": DRAFTS.as_request_metrics(),
+    "draft_sources": DRAFTS.by_source,
+}
 
 
 @dataclass(kw_only=True)
@@ -249,6 +260,8 @@ def speculation(*, steps: int, one: int, two: int) -> Speculation:
         drafted=2 * steps,
         accepted=one + 2 * two,
         histogram=(steps - one - two, one, two),
+        drafted_by_source={"head": steps, "lookup": steps},
+        accepted_by_source={"head": one + two, "lookup": two},
     )
 
 

@@ -39,7 +39,8 @@ class Batch:
 
     def __init__(self, *, shared: bool) -> None:
         """Create an empty batch; one that is not shared never holds more than one row."""
-        self._shared = shared
+        self.shared = shared
+        """Whether it holds its rows' caches as a batch does, so that a step graph takes them."""
         self.clear()
 
     def clear(self) -> None:
@@ -96,7 +97,7 @@ class Batch:
         seed_hidden: mx.array | None,
     ) -> None:
         """Add a row after its prefill; the batch takes over its caches."""
-        new_caches = [row_cache(cache) if self._shared else cache for cache in caches]
+        new_caches = [row_cache(cache) if self.shared else cache for cache in caches]
         new_head_caches = [row_cache(cache) for cache in head_caches]
         token = mx.array([last_token], dtype=mx.int32)
         shift = mx.array([row.skipped_tokens + row.position_offset], dtype=mx.int32)

@@ -5,13 +5,17 @@ tokens): the target chooses a token at every position by the row's own sampling 
 drafted token where it equals that choice. Every row therefore gets exactly the tokens that it would
 get without speculation, whatever its sampler and whatever rows share its batch.
 
-Rows that draft and rows that do not form separate batches: a verify costs more than a plain step,
-and a row that gains nothing from it must not pay for it. So do rows of different size classes
-(`batch.py`).
+Drafts come from the MTP head, from prompt lookup (`prompt_lookup.py`), and from a grammar that
+forces the next tokens; `draft_length.py` decides for each row and step.
+
+Rows of the head, rows that draft without it, and rows that do not draft form separate batches: a
+verify costs more than a plain step, and a row that gains nothing from it must not pay for it. So do
+rows of different size classes (`batch.py`).
 
 An error in a step does not name its row, and invalidates every cache of the batch. All rows of the
-batch are requeued for a new prefill and degrade by one level: from drafting to plain, from plain to
-a batch of their own. A row that fails alone in its batch is the cause, and ends with the error.
+batch are requeued for a new prefill and degrade by one level: from the head to lookup, from drafts
+to plain steps, from there to a batch of their own. A row that fails alone in its batch is the
+cause, and ends with the error.
 """
 
 from __future__ import annotations
@@ -19,23 +23,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from workers.engine.batch import Batch, set_states, size_class, states_of
 from workers.engine.draft_head import DraftHead
-from workers.engine.draft_length import FORCED_LENGTHS, DraftLength
-from workers.engine.grammar import allowed_tokens, forced_drafts
+from workers.engine.draft_length import RUN_LENGTHS, DraftLength, Plan, Run
+from workers.engine.grammar import allowed_tokens, given_drafts
 from workers.engine.kv_cache import RowCache, state_after
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, KVCache, Target
 from workers.engine.prefill import Prefill, seed_head
 from workers.engine.prefix_cache import RowState, state_of
+from workers.engine.prompt_lookup import Found, Reliability
 from workers.engine.row import Row
 from workers.engine.sampler import choose, token_logprobs
-from workers.engine.step_graph import Layers, StepGraph, VerifyResult
+from workers.engine.step_graph import Layers, State, StepGraph, VerifyResult
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import DraftStep, TokenLogprob
+from workers.protocol import DraftSource
 
 MAX_BACKLOG_STEPS = 32
 """Backlog at which the head reads it even though the batch drafts nothing."""
@@ -71,23 +78,34 @@ class Decoder:
         self._store = store
         self._target = target = checkpoint.target
         self._head = head
-        # A family that finds positions in its caches is no pure function of arrays.
-        self._graph = StepGraph(target, head.usable) if target.explicit_positions else None
+        # Another family drafts if rows of any length share its forward pass. That finds positions
+        # in the caches, and is no pure function of arrays: its steps are not compiled.
+        verifies = target.supports_batching and target.native_verify and draft_tokens > 0
+        self._graph = (
+            StepGraph(target, head.usable, compiled=target.explicit_positions)
+            if target.explicit_positions or verifies
+            else None
+        )
         self._counters = counters
-        self._draft_length = DraftLength(draft_tokens)
         self._token_bytes = prompts.raw
         # A verify takes the memory of a recurrent state for each token, which is measured for the
-        # drafts of a head alone.
-        lengths = FORCED_LENGTHS[: draft_tokens > 0] if target.is_recurrent else FORCED_LENGTHS
+        # shortest of these lengths.
+        lengths = RUN_LENGTHS[: draft_tokens > 0] if target.is_recurrent else RUN_LENGTHS
         if not target.native_verify or self._graph is None:
             lengths = ()
-        self._forced_limit = max(lengths, default=0)
+        self.looks_up = bool(lengths) and draft_tokens > 0
+        """Whether rows draft by prompt lookup."""
+        self._run_limit = max(lengths, default=0)
+        self._draft_length = DraftLength(
+            draft_tokens, lengths, has_head=head.usable is not None or not self.looks_up
+        )
+        self._reliability = Reliability()
         self._clock = clock
         # A family whose caches cannot hold rows of different lengths decodes row by row, and so
         # does a suspect row: both in the family's own caches, which a compiled step cannot take.
         self._shared = target.supports_batching
-        self._shared_batches: dict[tuple[bool, int], Batch] = {}
-        """By whether their rows draft, and by their size class."""
+        self._shared_batches: dict[tuple[bool, bool, int], Batch] = {}
+        """By whether their rows draft, and with the head, and by their size class."""
         self._single: list[Batch] = []
 
     @property
@@ -170,34 +188,34 @@ class Decoder:
 
     def _step(self, batch: Batch) -> Outcome:
         rows = list(batch.rows)
-        drafting = any(row.draft_tokens for row in rows)
-        if drafting and self._head.usable is None:
+        with_head = any(row.uses_head for row in rows)
+        if with_head and self._head.usable is None:
             return self._requeue(batch, RuntimeError("The MTP head became unhealthy."))
-        k, representative = self._choose_k(batch) if drafting else (0, True)
+        k, representative = self._choose_k(batch) if with_head else (0, True)
         backlog = bool(batch.backlog)
         begun_s = self._clock()
+        drafts = _Drafts(Plan(k), [()] * len(rows), [None] * len(rows))
         try:
-            forced = self._forced_tokens(batch, k)
-            if self._graph is None:
+            if self._graph is None or not batch.shared:
                 result = run_uncompiled_step(batch, self._target)
             else:
-                result = run_step(batch, self._graph, k, forced)
+                drafts = self._plan(batch, k)
+                result = run_step(batch, self._graph, drafts.plan.head_tokens, drafts.runs)
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
-            if drafting:
+            if with_head:
                 self._head.record_error(error)
-                for row in rows:
-                    row.speculation.errors += row.draft_limit(k)
+            _add_errors(rows, k, drafts.runs)
             return self._requeue(batch, error)
         outcome, fitted = self._append(rows, result, begun_s)
-        if forced:
-            k = max(result.drafted)
-            representative &= not backlog
+        self._observe_lookups(rows, result, drafts.found)
+        representative &= not (backlog and any(drafts.runs))
         appended = sum(fitted)
         duration_s = self._clock() - begun_s
         self._counters.record_decode(sum(map(len, result.tokens)) / len(rows), duration_s)
-        if drafting or (self._forced_limit and any(row.matcher for row in rows)):
-            self._record_cost(result, k if representative else None, appended, duration_s)
-        if drafting:
+        if with_head or any(row.lookup or row.matcher for row in rows):
+            cost = drafts.plan.cost if representative else None
+            self._record_cost(result, cost, appended, duration_s)
+        if with_head:
             self._head.record_success()
             self._record_skipped(rows, k)
         for index, row in enumerate(rows):
@@ -207,17 +225,43 @@ class Decoder:
         batch.select([i for i, row in enumerate(rows) if row not in ended])
         return outcome
 
-    def _forced_tokens(self, batch: Batch, k: int) -> list[Sequence[int]]:
-        """Return the tokens that each row's grammar forces, as many as the next draft has of them.
+    def _plan(self, batch: Batch, k: int) -> _Drafts:
+        """Decide what each row drafts: k tokens of the head, or some of its run."""
+        rows = batch.rows
+        if not self._run_limit or not any(row.lookup or row.matcher for row in rows):
+            return _Drafts(Plan(k), [()] * len(rows), [None] * len(rows))
+        runs: list[Run | None] = []
+        found: list[Found | None] = []
+        for row in rows:
+            forced = row.forced_tokens()[: self._run_limit]
+            looked_up = row.look_up(self._run_limit)
+            found.append(looked_up)
+            if looked_up is not None and row.lookup is not None:
+                share = self._reliability.of(looked_up, row.lookup.shares)
+                agrees = list(forced) == list(looked_up.tokens[: len(forced)])
+                if agrees and len(forced) < len(looked_up.tokens):
+                    runs.append(Run(looked_up.tokens, len(forced), share))
+                    continue
+            runs.append(Run(forced, len(forced)) if forced else None)
+        fixed = [row.draft_tokens_fixed and row.draft_tokens > 0 for row in rows]
+        plan = self._draft_length.plan(
+            k, [None if own else run for own, run in zip(fixed, runs, strict=True)]
+        )
+        drafted: list[Sequence[int]] = [()] * len(rows)
+        for index, run in enumerate(runs):
+            if run is not None and fixed[index]:
+                drafted[index] = run.tokens[: rows[index].draft_tokens]
+            elif run is not None and plan.uses_run[index]:
+                drafted[index] = run.tokens[: plan.run_tokens]
+        return _Drafts(plan, drafted, found)
 
-        Empty if no row is forced to take more tokens than it drafts anyway.
-        """
-        if not self._forced_limit:
-            return []
-        runs = [row.forced_tokens()[: self._forced_limit] for row in batch.rows]
-        lengths = [len(run) for run in runs]
-        length = self._draft_length.choose_forced(len(runs), k, lengths)
-        return [run[:length] for run in runs] if length > k else []
+    def _observe_lookups(
+        self, rows: list[Row], result: StepResult, found: Sequence[Found | None]
+    ) -> None:
+        """Compare what was looked up, whether drafted or not, with the tokens that came."""
+        for row, tokens, looked_up in zip(rows, result.tokens, found, strict=True):
+            if looked_up is not None and row.lookup is not None:
+                self._reliability.observe(looked_up, tokens, row.lookup.shares)
 
     def _choose_k(self, batch: Batch) -> tuple[int, bool]:
         """Return the draft length of the next step, and whether its duration is representative.
@@ -239,24 +283,24 @@ class Decoder:
         An error while a row takes its tokens belongs to that row alone.
         """
         outcome, appended = Outcome(), [0] * len(rows)
-        for index, (row, tokens, drafted, scores) in enumerate(
-            zip(rows, result.tokens, result.drafted, result.scores, strict=True)
+        for index, (row, tokens, sources, scores) in enumerate(
+            zip(rows, result.tokens, result.sources, result.scores, strict=True)
         ):
             try:
                 logprobs = self._logprobs(row, scores, tokens)
-                fitted = row.append_tokens(tokens, logprobs, now_s=now_s)
+                fitted = row.append_tokens(tokens, logprobs, sources, now_s=now_s)
             except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
                 outcome.failed.append(row)
                 outcome.error = error
                 continue
             appended[index] = fitted
-            if drafted:
+            if sources:
                 # An accepted draft token behind the end of the answer counts as rejected, so that
                 # the counts add up to `completion_tokens`.
-                step = DraftStep(drafted=drafted, accepted=min(fitted, len(tokens) - 1))
-                row.speculation.steps.append(step)
-                if not result.forced[index]:
-                    self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
+                accepted = min(fitted, len(tokens) - 1)
+                row.speculation.add_step(DraftStep(len(sources), accepted), sources)
+                if set(sources) == {DraftSource.HEAD}:
+                    self._draft_length.observe_acceptance(len(sources), len(tokens) - 1)
             if row.finish_reason:
                 outcome.finished.append(row)
         return outcome, appended
@@ -290,22 +334,27 @@ class Decoder:
                 row.drafting_skipped = True
 
     def _record_cost(
-        self, result: StepResult, k: int | None, appended: int, duration_s: float
+        self,
+        result: StepResult,
+        planned: tuple[int, int] | None,
+        appended: int,
+        duration_s: float,
     ) -> None:
-        """Record the cost of a step of draft length k, including that of appending its tokens.
+        """Record the cost of a step, including that of appending its tokens.
 
-        k is None if the cost is not representative. A step in which rows have draft lengths of
-        their own is no sample either. A drafted step saves the difference to the plain steps that
-        it replaced.
+        `planned` has the tokens that the head drafts and those that are verified; None if the cost
+        is not representative. A step in which rows have draft lengths of their own is no sample
+        either. A drafted step saves the difference to the plain steps that it replaced.
         """
-        rows = len(result.drafted)
-        if max(result.drafted) == k:
-            self._draft_length.observe_cost(rows, k, duration_s)
+        drafted = [len(sources) for sources in result.sources]
+        rows = len(drafted)
+        if planned is not None and max(drafted) == planned[1]:
+            self._draft_length.observe_cost(rows, planned[1], duration_s, head_tokens=planned[0])
             self._counters.set_draft_tokens(
                 [self._draft_length.best(size) for size in range(1, self._counters.slots + 1)]
             )
         plain_s = self._draft_length.plain_step_s(rows)
-        if plain_s is not None and any(result.drafted):
+        if plain_s is not None and any(drafted):
             self._counters.record_decode_saving(plain_s * appended / rows - duration_s)
 
     def _requeue(self, batch: Batch, error: Exception) -> Outcome:
@@ -316,13 +365,16 @@ class Decoder:
         failed = [row for row in rows if row.suspect]
         for row in requeued:
             row.suspect = not row.draft_tokens
-            self._head.disable_for(row)
+            if row.uses_head:
+                self._head.disable_for(row)
+            else:
+                row.draft_tokens = 0
         return Outcome(failed=failed, requeued=requeued, error=error)
 
     def _batch_for(self, row: Row) -> Batch:
         if self._can_share(row):
             return self._shared_batches.setdefault(_batch_key(row), Batch(shared=True))
-        batch = Batch(shared=self._graph is not None)
+        batch = Batch(shared=self._target.explicit_positions)
         self._single.append(batch)
         return batch
 
@@ -336,18 +388,32 @@ class Decoder:
         return () if top is None else token_logprobs(scores, tokens, top, self._token_bytes)
 
 
-def _batch_key(row: Row) -> tuple[bool, int]:
-    return row.draft_tokens > 0, size_class(row.slots_used)
+def _batch_key(row: Row) -> tuple[bool, bool, int]:
+    return row.draft_tokens > 0, row.uses_head, size_class(row.slots_used)
+
+
+def _add_errors(rows: list[Row], k: int, runs: Sequence[Sequence[int]]) -> None:
+    """Count the drafts of a step that failed."""
+    for row, run in zip(rows, runs, strict=True):
+        limit = row.draft_limit(k) if row.uses_head else 0
+        row.speculation.add_errors(_sources(len(run) or limit, run, ()))
+
+
+class _Drafts(NamedTuple):
+    """What one step of a batch drafts, and what prompt lookup found for it."""
+
+    plan: Plan
+    runs: Sequence[Sequence[int]]
+    """For each row the tokens of its run that it drafts; empty for the head, or nothing."""
+    found: Sequence[Found | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Tokens that one step of a batch decided, row by row."""
 
-    drafted: tuple[int, ...]
-    """Number of verified draft tokens."""
-    forced: tuple[bool, ...]
-    """Whether a grammar forced some of these, rather than the head drafted all."""
+    sources: tuple[tuple[DraftSource, ...], ...]
+    """Where each verified draft token comes from."""
     tokens: tuple[tuple[int, ...], ...]
     """The accepted draft tokens, then the one token that the target adds."""
     scores: mx.array
@@ -359,36 +425,29 @@ class StepResult:
 
 
 def run_step(
-    batch: Batch, graph: StepGraph, k: int, long_runs: Sequence[Sequence[int]] = ()
+    batch: Batch, graph: StepGraph, k: int, runs: Sequence[Sequence[int]] = ()
 ) -> StepResult:
     """Advance every row by one verify of up to k draft tokens, or of its fixed draft length.
 
-    `long_runs` has for each row the tokens that its grammar forces, if any of them has more than k.
+    `runs` has for each row the tokens that it drafts instead of asking the head.
 
     The host waits for the device once, for the chosen tokens; the device computes the new caches
     while the host emits them.
     """
-    limits = [row.draft_limit(k) if batch.head_caches else 0 for row in batch.rows]
-    head_length = max(limits)
-    if long_runs:
-        limits = [max(limit, len(run)) for limit, run in zip(limits, long_runs, strict=True)]
+    runs = runs or [()] * len(batch.rows)
+    wanted = [row.draft_limit(k) if batch.head_caches else 0 for row in batch.rows]
+    wanted = [0 if run else limit for limit, run in zip(wanted, runs, strict=True)]
+    head_length = max(wanted)
+    limits = [len(run) or limit for limit, run in zip(wanted, runs, strict=True)]
     length = max(limits)
     rules = [row.token_rules(length) for row in batch.rows]
     forced = [() if one is None or not length else one.forced() for one in rules]
+    given = [_given(run, own, length) for run, own in zip(runs, forced, strict=True)]
     batch.reserve(length + 1)
     if graph.head is not None and (length or len(batch.backlog) >= MAX_BACKLOG_STEPS):
         batch.read_backlog(graph.head)
     offset = batch.offset
-    head_state = states_of(batch.head_caches)
-    if head_length:
-        assert batch.seed_hidden is not None
-        drafts, head_state = graph.draft(batch.seed_hidden, head_state, offset, head_length)
-    else:
-        drafts = mx.zeros((len(limits), 0), dtype=mx.int32)
-    if length:
-        drafts = mx.pad(drafts, ((0, 0), (0, length - head_length)))
-        drafts = forced_drafts(forced, drafts)
-        mx.async_eval(drafts)  # the device drafts while the host describes the verify
+    drafts, head_state = _draft(batch, graph, head_length, given)
     verified = graph.verify(
         mx.concatenate([batch.last_tokens[:, None], drafts], axis=1),
         states_of(batch.caches),
@@ -406,6 +465,7 @@ def run_step(
     chosen = choose(verified.scores, contexts, drafts, allowed)
     drafted = (drafts, mx.array(limits))
     if length and batch.head_caches:
+        assert verified.hidden is not None
         committed = graph.commit(
             verified.layers, verified.hidden, chosen, drafted, (head_state, offset)
         )
@@ -420,12 +480,48 @@ def run_step(
         batch.last_tokens = chosen[:, 0]
         set_states(batch.caches, verified.state)
         if batch.head_caches:
+            assert verified.hidden is not None
             batch.backlog.append((chosen, verified.hidden))
     decided = mx.concatenate([accepted[:, None], chosen], axis=1)
     mx.async_eval(decided)
     batch.set_offset(offset + accepted + 1)
     batch.evaluate_async()
-    return _result(limits, decided, verified, forced)
+    sources = [
+        _sources(limit, run, own) for limit, run, own in zip(limits, runs, forced, strict=True)
+    ]
+    return _result(sources, decided, verified)
+
+
+def _draft(
+    batch: Batch, graph: StepGraph, head_length: int, given: Sequence[Sequence[int]]
+) -> tuple[mx.array, State]:
+    """Return the drafts [rows, k], of which k tokens are given or -1, and the head's new caches."""
+    head_state = states_of(batch.head_caches)
+    drafts = mx.zeros((len(given), 0), dtype=mx.int32)
+    if head_length:
+        assert batch.seed_hidden is not None
+        drafts, head_state = graph.draft(batch.seed_hidden, head_state, batch.offset, head_length)
+    if length := len(given[0]):
+        drafts = given_drafts(given, mx.pad(drafts, ((0, 0), (0, length - head_length))))
+        mx.async_eval(drafts)  # the device drafts while the host describes the verify
+    return drafts, head_state
+
+
+def _given(run: Sequence[int], forced: Sequence[int], length: int) -> list[int]:
+    """Return the tokens of a draft that are not the head's; -1 in place of one of those."""
+    tokens = [*run, *[-1] * (length - len(run))][:length]
+    for at, token in enumerate(forced[:length]):
+        tokens[at] = token if token >= 0 else tokens[at]
+    return tokens
+
+
+def _sources(limit: int, run: Sequence[int], forced: Sequence[int]) -> tuple[DraftSource, ...]:
+    """Return where each of the first `limit` tokens of a draft comes from."""
+    drafted = DraftSource.LOOKUP if run else DraftSource.HEAD
+    return tuple(
+        DraftSource.FORCED if at < len(forced) and forced[at] >= 0 else drafted
+        for at in range(limit)
+    )
 
 
 def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
@@ -447,19 +543,15 @@ def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
     decided = mx.concatenate([mx.zeros_like(chosen), chosen], axis=1)
     mx.async_eval(decided)
     batch.evaluate_async()
-    return _result([0] * len(batch.rows), decided, VerifyResult(scores, None, []))
+    return _result([()] * len(batch.rows), decided, VerifyResult(scores, None, []))
 
 
 def _result(
-    limits: list[int],
-    decided: mx.array,
-    verified: VerifyResult,
-    forced: Sequence[Sequence[int]] = (),
+    sources: Sequence[tuple[DraftSource, ...]], decided: mx.array, verified: VerifyResult
 ) -> StepResult:
     rows = decided.tolist()
     return StepResult(
-        drafted=tuple(limits),
-        forced=tuple(map(bool, forced)) or (False,) * len(limits),
+        sources=tuple(sources),
         # An accepted draft token is the target's own choice, so the choices are the answer.
         tokens=tuple(tuple(row[1 : row[0] + 2]) for row in rows),
         scores=verified.scores,

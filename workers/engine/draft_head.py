@@ -35,7 +35,7 @@ class DraftHead:
         """Return the head for a row that drafts; None for any other row."""
         if self.usable is None:
             self.disable_for(row)
-        return self.usable if row.draft_tokens else None
+        return self.usable if row.uses_head else None
 
     def record_success(self) -> None:
         """Reset the count of consecutive errors."""
@@ -51,7 +51,12 @@ class DraftHead:
             self._counters.head_healthy = False
 
     def disable_for(self, row: Row) -> None:
-        """Stop drafting for a row that was admitted as drafting, and count the bypass."""
-        if row.draft_tokens:
-            row.draft_tokens = 0
+        """Stop drafting for a row that was admitted as drafting, and count the bypass.
+
+        Prompt lookup goes on.
+        """
+        if row.uses_head:
+            row.with_head = False
+            if not row.looks_up:
+                row.draft_tokens = 0
             self._counters.record_bypass(row, Bypass.HEAD_UNHEALTHY)

@@ -14,12 +14,13 @@ from functools import partial
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from policies.request.profile import Bypass
 from workers.drain_rate import QueuePlace
 from workers.engine import types
-from workers.engine.draft_length import FORCED_LENGTHS
+from workers.engine.draft_length import RUN_LENGTHS
 from workers.engine.grammar import GrammarCompiler
 from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.model import Checkpoint, HeadUnusable, load_checkpoint
 from workers.engine.model_folder import refusing
 from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
@@ -78,6 +79,7 @@ class Engine:
             weights_bytes=sum(array.nbytes for array in parameters),
             native_verify=self.checkpoint.target.native_verify,
             mtp=health is not None and health.healthy,
+            looks_up=any(lane.looks_up for lane in self.lanes),
             mtp_unavailable_reason=reason,
             draft_tokens_requested=self.settings.draft_tokens,
             draft_tokens_effective=max(report.effective_draft_tokens for report in reports),
@@ -250,7 +252,11 @@ class Engine:
         bypass = lane.bypass_reasons(generation)
         requested = generation.draft_tokens
         draft_tokens = self.settings.draft_tokens if requested is None else requested
-        if bypass or not lane.has_head:
+        with_head = lane.has_head and Bypass.HEAD_UNHEALTHY not in bypass
+        barred = any(reason is not Bypass.HEAD_UNHEALTHY for reason in bypass)
+        # A request that names its draft length gets the head's drafts where there is a head.
+        looks_up = lane.looks_up and not (with_head and requested is not None)
+        if barred or not (with_head or looks_up):
             draft_tokens = 0
         seed = generation.sampling.seed
         return Row(
@@ -262,6 +268,8 @@ class Engine:
             | generation.stop_tokens,
             draft_tokens=draft_tokens,
             draft_tokens_fixed=requested is not None,
+            with_head=with_head,
+            looks_up=looks_up,
             bypass=bypass,
             text=self.prompts.stream(generation),
             reasoning=self.prompts.reasoning(generation, prompt.tokens),
@@ -270,7 +278,7 @@ class Engine:
             )
             if generation.prompt_logprobs
             else None,
-            speculation=SpeculationCounter(draft_tokens),
+            speculation=SpeculationCounter(draft_tokens if with_head else 0),
             sink=sink,
         )
 
@@ -332,26 +340,30 @@ def load_engine(
 ) -> Engine:
     """Load the model, create its lanes, and test its MTP head; runs on the engine thread."""
     progress(StartStage.WEIGHTS, 0, 0)
-    checkpoint = load_checkpoint(settings.model)
+    try:
+        checkpoint = load_checkpoint(settings.model, mtp=settings.mtp)
+    except HeadUnusable as error:
+        raise types.ModelUnusable(str(error)) from error
     sparse_prefill = load_sparse_prefill(settings.spec_prefill, checkpoint)
     prompts = PromptRenderer(checkpoint.processor)
     grammars = GrammarCompiler(checkpoint.processor, checkpoint.vocabulary, checkpoint.eos)
-    draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
-    if draft_tokens:
-        checkpoint.target.native_verify = probe_native_verify(checkpoint.target)
-    if checkpoint.target.supports_batching and not checkpoint.target.explicit_positions:
-        checkpoint.target.supports_batching = probe_shared_rows(checkpoint.target)
+    target = checkpoint.target
+    if target.supports_batching and not target.explicit_positions:
+        target.supports_batching = probe_shared_rows(target)
+    draft_tokens = settings.draft_tokens
+    if draft_tokens and target.supports_batching:
+        target.native_verify = probe_native_verify(target)
+    if checkpoint.head is None and not (target.supports_batching and target.native_verify):
+        draft_tokens = 0
     memory = measure_memory(
-        checkpoint.target,
-        checkpoint.head,
-        max(draft_tokens, FORCED_LENGTHS[0]) if draft_tokens else 0,
+        target, checkpoint.head, max(draft_tokens, RUN_LENGTHS[0]) if draft_tokens else 0
     )
     make_lane = partial(
         LaneScheduler,
         checkpoint=checkpoint,
         prompts=prompts,
         draft_tokens=draft_tokens,
-        max_rows=checkpoint.target.row_limit(settings.max_rows),
+        max_rows=target.row_limit(settings.max_rows),
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         prefill_budget_s=settings.prefill_budget_s,
         memory=memory,
@@ -364,8 +376,8 @@ def load_engine(
     lanes: list[LaneScheduler] = []
     prefill_queue: PrefillQueue[Prefill] = PrefillQueue()
     for name in settings.lanes:
-        # Without a head the text-mtp lane would promise the router a speculation that never comes.
-        if name is not types.LaneName.TEXT_MTP or checkpoint.head is not None:
+        # A text-mtp lane that cannot draft would promise the router a speculation that never comes.
+        if name is not types.LaneName.TEXT_MTP or checkpoint.head is not None or draft_tokens:
             lane = make_lane(
                 name,
                 prefix_cache=prefix_cache,
@@ -380,7 +392,7 @@ def load_engine(
     test_lane = make_lane(lanes[0].name, prefix_cache=PrefixCache(0))
     warm_up(test_lane, prompts, draft_tokens, partial(progress, StartStage.KERNELS))
     health = None
-    if draft_tokens:
+    if draft_tokens and checkpoint.head is not None:
         health = check_head(test_lane, prompts, partial(progress, StartStage.SELF_TEST))
         logger.info("mtp_head.tested %s", health.description)
         for lane in lanes:
@@ -395,8 +407,8 @@ def load_engine(
         memory=memory,
         health=health,
         spec_prefill=sparse_prefill.description,
-        cache_layout=probe_cache_layout(checkpoint.target, checkpoint.head)
-        if checkpoint.target.supports_prefix_cache
+        cache_layout=probe_cache_layout(target, checkpoint.head)
+        if target.supports_prefix_cache
         else None,
     )
 

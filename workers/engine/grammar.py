@@ -281,14 +281,12 @@ class TokenRules(NamedTuple):
         return places, None
 
 
-def forced_drafts(forced: Sequence[Sequence[int]], drafts: mx.array) -> mx.array:
-    """Replace the drafts [rows, k] by the forced tokens of each row; -1 leaves a draft."""
-    length = drafts.shape[1]
-    if not any(forced):
+def given_drafts(given: Sequence[Sequence[int]], drafts: mx.array) -> mx.array:
+    """Replace the drafts [rows, k] by the k given tokens of each row; -1 leaves a draft."""
+    if all(token < 0 for tokens in given for token in tokens):
         return drafts
-    runs = [list(run[:length]) for run in forced]
-    padded = mx.array([run + [-1] * (length - len(run)) for run in runs], dtype=mx.int32)
-    return mx.where(padded < 0, drafts, padded)
+    tokens = mx.array(given, dtype=mx.int32)
+    return mx.where(tokens < 0, drafts, tokens)
 
 
 def allowed_tokens(

@@ -29,12 +29,14 @@ from mlx_vlm.models.qwen3_vl.language import LanguageModel as Qwen3VlLanguage
 from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLanguage
 from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
+from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
 from mlx_vlm.utils import load
 from pydantic import ValidationError
 
 from workers.engine.kv_cache import RecurrentCache, RowCache
 from workers.engine.model_folder import check_folder, forbid_code
 from workers.protocol import SamplingDefaults
+from workers.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ _MAX_TOKENS = 1 << 31
 _FEATURES_BYTES = 256 << 20
 _NO_CODE = (lambda: None).__code__
 _POSITION_ATTRIBUTES = ("_position_ids", "_rope_deltas")
+_NO_HEAD = "the text-mtp lane supports no MTP head of this model family"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,10 +285,11 @@ class MtpHead:
         return mx.argmax(self._score(hidden)[:, 0], axis=-1).astype(mx.int32)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path, *, mtp: Path | None = None) -> Checkpoint:
     """Load target, processor and, if there is one, the MTP head from a directory.
 
-    Runs no code of the directory. Raises the errors of the libraries.
+    `mtp` is the directory of a head in place of the model's own. Runs no code of either. Raises the
+    errors of the libraries, and `HeadUnusable` for a head of another model.
     """
     config = check_folder(path)
     forbid_code()
@@ -296,7 +300,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     generation = json.loads(file.read_text()) if file.is_file() else {}
     text_config = config.get("text_config") or config
     limit = generation.get("max_new_tokens")
-    head, mtp_unavailable_reason = _load_head(path, target)
+    if mtp is None:
+        head, mtp_unavailable_reason = _load_own_head(path, config, target)
+    else:
+        head, mtp_unavailable_reason = _load_separate_head(mtp, target), None
     return Checkpoint(
         target=target,
         head=head,
@@ -344,18 +351,75 @@ def _cast_for_device(model: Any) -> None:
         mx.eval(model.parameters())
 
 
-def _load_head(path: Path, target: Target) -> tuple[MtpHead | None, str | None]:
+class HeadUnusable(Exception):
+    """The head that the owner names is of another model; the message is a sentence."""
+
+
+class _NestedMtpSplitter(Qwen3_5MTPSplitter):  # type: ignore[misc]  # it has no types
+    """Finds the tensors of a head also under `language_model.`, where vllm-mlx writes them."""
+
+    def select_keys(self, key: str, text_config: dict[str, Any]) -> bool:  # noqa: ARG002
+        return key.removeprefix("language_model.").startswith("mtp.")
+
+    def rename(
+        self,
+        tensors: dict[str, mx.array],
+        text_config: dict[str, Any],  # noqa: ARG002
+    ) -> dict[str, mx.array]:
+        return {key.removeprefix("language_model."): array for key, array in tensors.items()}
+
+
+def _load_own_head(
+    path: Path, config: dict[str, Any], target: Target
+) -> tuple[MtpHead | None, str | None]:
+    """Load the head in the directory of the model; return why there is none otherwise."""
     if not target.explicit_positions:
-        return None, "this model family has no MTP head that the text-mtp lane supports"
+        return None, _NO_HEAD
     try:
-        drafter, _ = load_drafter(str(path), kind="mtp")
+        drafter = _NestedMtpSplitter().load(path, source_config=config)
     except (ValueError, KeyError, FileNotFoundError):
         return None, "the checkpoint has no mtp.* tensors (many conversions drop them)"
+    return _bind_head(drafter, target), None
+
+
+def _load_separate_head(path: Path, target: Target) -> MtpHead:
+    """Load the head in a directory that the owner names; raise `HeadUnusable` if it cannot draft.
+
+    The directory has a head alone, or a whole checkpoint with one.
+    """
+    if not target.explicit_positions:
+        raise HeadUnusable(f"The MTP head in {path} cannot draft: {_NO_HEAD}.")
+    try:
+        config = check_folder(path, head=True)
+        if config.get("model_type") == Qwen3_5MTPSplitter.output_model_type:
+            drafter, _ = load_drafter(str(path), kind="mtp")
+        else:
+            drafter = _NestedMtpSplitter().load(path, source_config=config)
+    except (ValueError, KeyError, OSError) as error:
+        reason = " ".join(printable(f"{type(error).__name__}: {str(error)[:300]}").split())
+        raise HeadUnusable(f"The MTP head in {path} cannot be loaded ({reason}).") from error
     if not isinstance(drafter, Qwen3_5MTPDraftModel):
-        return None, "the MTP head of this model family is not supported by the text-mtp lane"
+        raise HeadUnusable(f"The MTP head in {path} cannot draft: {_NO_HEAD}.")
+    _check_sizes(path, drafter, target)
+    return _bind_head(drafter, target)
+
+
+def _bind_head(drafter: Any, target: Target) -> MtpHead:
     _cast_for_device(drafter)
     mx.eval(drafter.parameters())
-    return MtpHead(drafter, target), None
+    return MtpHead(drafter, target)
+
+
+def _check_sizes(path: Path, drafter: Any, target: Target) -> None:
+    """Raise `HeadUnusable` for a head of another width or vocabulary than the target."""
+    config, model = drafter.config.text_config, target.language.args
+    for field, noun in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
+        theirs, ours = getattr(config, field), getattr(model, field)
+        if theirs != ours:
+            raise HeadUnusable(
+                f"The MTP head in {path} is of another model: its {noun} is {theirs}, and that of "
+                f"the model {ours}."
+            )
 
 
 def _end_tokens(

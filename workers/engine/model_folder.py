@@ -39,8 +39,11 @@ def refusing(folder: Path) -> Iterator[None]:
         raise ModelUnusable(f"The model in {folder} cannot be loaded ({reason}).") from error
 
 
-def check_folder(folder: Path) -> dict[str, Any]:
-    """Return the configuration in a folder; raise ValueError or OSError for an unsafe one."""
+def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
+    """Return the configuration in a folder; raise ValueError or OSError for an unsafe one.
+
+    Of the folder of an MTP `head` only the layers of the head are built.
+    """
     config = _read_object(folder / "config.json")
     if config.get("model_file") is not None:
         raise ValueError("config.json names a Python file in model_file, which would run")
@@ -53,8 +56,13 @@ def check_folder(folder: Path) -> dict[str, Any]:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="numpy") as file:  # checks the header, which MLX trusts
             tensors += len(file.keys())
-    _check_layers(config, tensors)
+    _check_layers(_mtp_options(config) if head else config, tensors)
     return config
+
+
+def _mtp_options(config: dict[str, Any]) -> dict[str, Any]:
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    return {key: value for part in parts for key, value in part.items() if key.startswith("mtp_")}
 
 
 @functools.cache

@@ -144,7 +144,7 @@ def find_prefix(
         return None
     find = partial(prefix_cache.match, row.prompt.scope, context_of(row))
     match = find(with_head=head is not None, cuttable=not target.is_recurrent and head is None)
-    if head is None or row.draft_tokens:
+    if head is None or row.uses_head:
         return match
     without = find(with_head=False, cuttable=not target.is_recurrent)
     longer = without is not None and (match is None or without.tokens > match.tokens)

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -62,6 +63,9 @@ _WRITE_AHEAD_SHARE = 0.75
 _PREFETCH_SHARE = 0.25
 """Share of the limit that queued requests may hold of what they have read from disk."""
 _FLUSH_S = 5.0
+_OTHER_TEXTS = 32
+_OTHER_TOKENS = 1 << 15
+_CONTEXT_TOKENS = 8
 
 
 class RowState(NamedTuple):
@@ -324,6 +328,27 @@ class PrefixCache:
             if snapshot is not None and (not with_head or snapshot.last_hidden is not None):
                 found = Match(tuple(path), end, snapshot)
         return found if found and found.tokens >= MIN_TOKENS else None
+
+    def other_texts(self, scope: str | None, tokens: TokenArray) -> list[TokenArray]:
+        """Return runs of a scope that `tokens` do not begin with, the last used one last.
+
+        There are at most `_OTHER_TEXTS`, of `_OTHER_TOKENS` together; each begins with the last
+        tokens of the run before it.
+        """
+        root = self._roots.get(scope) if scope is not None else None
+        if scope is None or root is None:
+            return []
+        own = {node for node, common in self._walk(scope, tokens) if common == len(node.tokens)}
+        others = (node for node in _below(root) if node not in own)
+        texts: list[TokenArray] = []
+        room = _OTHER_TOKENS
+        for node in nlargest(_OTHER_TEXTS, others, key=lambda node: node.used):
+            before = node.parent.tokens[-_CONTEXT_TOKENS:] if node.parent else node.tokens[:0]
+            texts.append(np.concatenate([before, node.tokens[:room]]))
+            room -= len(node.tokens)
+            if room <= 0:
+                break
+        return texts[::-1]
 
     def touch(self, nodes: Sequence[Node]) -> None:
         """Mark nodes as the most recently used."""

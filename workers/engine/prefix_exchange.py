@@ -191,7 +191,7 @@ class PrefixExchange:
         """Take the nodes of one source; raise `TransferFailed` unless all come in time."""
         scope, tokens = row.prompt.scope, row.prompt.identity
         assert scope is not None, "nothing of the row may be shared"
-        with_head = row.draft_tokens > 0 and self._layout.has_head
+        with_head = row.uses_head and self._layout.has_head
         known = self._cache.known_tokens(scope, tokens, with_head=with_head)
         limit_s = _reading_s(source.tokens - startable, read_tokens_per_s)
         size_bytes = self._layout.size_bytes(source.tokens - known, snapshots=1)

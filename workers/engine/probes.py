@@ -46,9 +46,10 @@ def probe_native_verify(target: Target) -> bool:
     """Return whether a rejected draft leaves no trace in the caches of this model.
 
     Appends some tokens in one pass, keeps one, and compares the next scores with those of a model
-    that read that one alone, and of one that kept them all.
+    that read that one alone, and of one that kept them all; with two rows of different lengths if
+    rows share a pass.
     """
-    graph = StepGraph(target, head=None)
+    graph = StepGraph(target, head=None, compiled=target.explicit_positions)
     try:
         never_read = _scores_after(graph, target, verified=1, kept=1)
         rejected = _scores_after(graph, target, verified=_VERIFIED_TOKENS, kept=1)
@@ -61,16 +62,16 @@ def probe_native_verify(target: Target) -> bool:
 
 
 def _scores_after(graph: StepGraph, target: Target, *, verified: int, kept: int) -> mx.array:
-    length = _PROMPT_TOKENS[0]
-    offset = mx.array([length])
+    lengths = _PROMPT_TOKENS if target.supports_batching else _PROMPT_TOKENS[:1]
+    offset = mx.array(lengths, dtype=mx.int32)
     shift = mx.zeros_like(offset)
-    tokens = mx.arange(length, length + verified, dtype=mx.int32)[None]
-    caches = [row_cache(cache, verified + 1) for cache in _read_prompt(target, 0, length)]
+    tokens = offset[:, None] + mx.arange(verified, dtype=mx.int32)
+    caches = _batch_caches(target, lengths)
     result = graph.verify(tokens, states_of(caches), offset, shift)
     state: State = result.state
     if verified > 1:
-        state = graph.roll_back(result.layers, mx.array([kept]), verified)
-    following = mx.array([[length + 1]], dtype=mx.int32)
+        state = graph.roll_back(result.layers, mx.full(offset.shape, kept), verified)
+    following = offset[:, None] + 1
     return graph.verify(following, state, offset + kept, shift).scores.astype(mx.float32)
 
 

@@ -13,10 +13,11 @@ from workers.engine import types
 from workers.engine.detokenizer import TextStream
 from workers.engine.grammar import Matcher, TokenRules
 from workers.engine.prefix_cache_files import Prefetched
+from workers.engine.prompt_lookup import Found, PromptLookup
 from workers.engine.reasoning import ANSWERING, Part, Reasoning
 from workers.engine.sampler import PromptLogprobs, SamplingContext
 from workers.engine.tokenizer import PreparedPrompt
-from workers.protocol import RUNNING_USAGE_TOKENS, Speculation
+from workers.protocol import RUNNING_USAGE_TOKENS, DraftSource, Speculation
 
 EventSink = Callable[[types.Event | types.EngineError], None]
 DELTA_INTERVAL_S = 0.01
@@ -33,11 +34,25 @@ class SpeculationCounter:
     """Verified drafts, in order."""
     errors: int = 0
     """Tokens of the drafts that failed."""
+    drafted: Counter[str] = field(default_factory=Counter)
+    """Draft tokens by source, those of failed drafts too."""
+    accepted: Counter[str] = field(default_factory=Counter)
+
+    def add_step(self, step: types.DraftStep, sources: Sequence[DraftSource]) -> None:
+        """Count a verified draft whose tokens have these sources."""
+        self.steps.append(step)
+        self.drafted.update(source.value for source in sources)
+        self.accepted.update(source.value for source in sources[: step.accepted])
+
+    def add_errors(self, sources: Sequence[DraftSource]) -> None:
+        """Count a draft that failed."""
+        self.errors += len(sources)
+        self.drafted.update(source.value for source in sources)
 
     def total(self) -> Speculation:
         """Return the counts so far."""
         longest = max([self.draft_tokens, *(step.drafted for step in self.steps)])
-        if not longest:
+        if not longest and not self.errors:
             return Speculation()
         histogram = Counter(step.accepted for step in self.steps)
         return Speculation(
@@ -47,6 +62,8 @@ class SpeculationCounter:
             accepted=sum(step.accepted for step in self.steps),
             errors=self.errors,
             histogram=tuple(histogram[accepted] for accepted in range(longest + 1)),
+            drafted_by_source=dict(self.drafted),
+            accepted_by_source=dict(self.accepted),
         )
 
 
@@ -57,16 +74,16 @@ class PendingTokens:
     The texts of all tokens, joined, are the text of the answer.
     """
 
-    _ends: deque[tuple[int, bool]] = field(default_factory=deque)
-    """For each token the characters of the answer up to its end, and whether it was drafted."""
+    _ends: deque[tuple[int, DraftSource | None]] = field(default_factory=deque)
+    """For each token the characters of the answer up to its end, and who drafted it."""
     _text: str = ""
     """Text of the answer that belongs to pending tokens."""
     _begin_chars: int = 0
     """Where it begins."""
 
-    def append(self, end_chars: int, *, drafted: bool) -> None:
+    def append(self, end_chars: int, source: DraftSource | None) -> None:
         """Append a token whose text ends after so many characters of the decoded text."""
-        self._ends.append((end_chars, drafted))
+        self._ends.append((end_chars, source))
 
     def release(self, text: str, *, final: bool) -> tuple[types.SourcedToken, ...]:
         """Take the next text of the answer; return the tokens that it completes.
@@ -76,12 +93,12 @@ class PendingTokens:
         self._text += text
         released = []
         while self._ends:
-            end_chars, drafted = self._ends[0]
+            end_chars, source = self._ends[0]
             length = end_chars - self._begin_chars
             if length > len(self._text) and not final:
                 break
             self._ends.popleft()
-            released.append(types.SourcedToken(self._text[:length], drafted))
+            released.append(types.SourcedToken(self._text[:length], source))
             self._begin_chars, self._text = end_chars, self._text[length:]
         return tuple(released)
 
@@ -109,6 +126,12 @@ class Row:
     """Maximum draft length; 0 for a row that must not speculate."""
     draft_tokens_fixed: bool = False
     """Whether the request names its draft length: it then applies even where it does not pay."""
+    with_head: bool = True
+    """Whether the MTP head may draft; False without one, or after it failed."""
+    looks_up: bool = False
+    """Whether prompt lookup may draft."""
+    lookup: PromptLookup | None = None
+    """Its index, once the prompt has been read."""
     bypass: tuple[Bypass, ...] = ()
     """Reasons why the row must not speculate, for the lane's counts."""
     matcher: Matcher | None = None
@@ -163,6 +186,11 @@ class Row:
         return len(self.prompt.tokens) + max(len(self.answer) - 1, 0)
 
     @property
+    def uses_head(self) -> bool:
+        """Return whether the MTP head drafts for this row."""
+        return self.draft_tokens > 0 and self.with_head
+
+    @property
     def slots_used(self) -> int:
         """Count the tokens that the caches of a joined row hold."""
         return self.context_tokens - self.skipped_tokens
@@ -178,6 +206,13 @@ class Row:
         """
         wanted = self.draft_tokens if self.draft_tokens_fixed else min(k, self.draft_tokens)
         return max(min(wanted, self.max_tokens - len(self.answer) - 1), 0)
+
+    def look_up(self, limit: int) -> Found | None:
+        """Return up to `limit` tokens that prompt lookup drafts; None if it finds none."""
+        if self.lookup is None or not self.draft_tokens:
+            return None
+        most = min(limit, self.draft_tokens) if self.draft_tokens_fixed else limit
+        return self.lookup.find(min(most, self.max_tokens - len(self.answer) - 1))
 
     def forced_tokens(self) -> Sequence[int]:
         """Return the next tokens that the grammar forces, if a draft may have them.
@@ -221,12 +256,14 @@ class Row:
         self,
         tokens: Sequence[int],
         logprobs: Sequence[types.TokenLogprob] = (),
+        sources: Sequence[DraftSource] = (),
         *,
         now_s: float,
     ) -> int:
         """Append the tokens of one step up to the end of the answer; return how many fitted.
 
-        All tokens of a step but its last are drafts that the target accepted.
+        All tokens of a step but its last are drafts that the target accepted; `sources` says where
+        they come from.
         The sink gets the decoded text in one delta: at once, or together with the text of the next
         steps if the last delta is younger than `DELTA_INTERVAL_S`.
         """
@@ -246,9 +283,14 @@ class Row:
             if self.finish_reason:
                 self._flush()
             if self._pending_tokens is not None:
-                self._pending_tokens.append(self._decided_chars, drafted=appended < len(tokens))
+                drafted = appended < len(tokens)
+                self._pending_tokens.append(
+                    self._decided_chars, sources[appended - 1] if drafted else None
+                )
             if self.finish_reason:
                 break
+        if self.lookup is not None:
+            self.lookup.extend(tokens[:appended])
         if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
             self._emit_delta(now_s)
         return appended

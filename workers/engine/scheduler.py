@@ -37,6 +37,7 @@ from workers.engine.prefill import (
 from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache, RowState
+from workers.engine.prompt_lookup import PromptLookup
 from workers.engine.row import Row
 from workers.engine.sampler import choose
 from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
@@ -46,17 +47,19 @@ logger = logging.getLogger(__name__)
 
 _ESTIMATED_ROWS = 64
 """Queued rows whose cached tokens are counted anew when the prefix cache has grown."""
-DRAFTABLE_BYPASSES = {
-    types.LaneName.TEXT_MTP: frozenset(
-        {Bypass.NON_GREEDY_SAMPLING, Bypass.LOGITS_PROCESSORS, Bypass.LOGPROBS}
-    ),
-    types.LaneName.VLM: frozenset({Bypass.MEDIA}),
-}
-"""Bypass reasons by which a gateway avoids the text-mtp lane, but which a lane can draft for.
+DRAFTABLE_BYPASSES = frozenset(
+    {
+        Bypass.NON_GREEDY_SAMPLING,
+        Bypass.LOGITS_PROCESSORS,
+        Bypass.LOGPROBS,
+        Bypass.MULTIPLE_CHOICES,
+        Bypass.MEDIA,
+    }
+)
+"""Bypass reasons by which a gateway avoids the text-mtp lane, but which no lane needs to avoid.
 
-text-mtp: sampling, penalties, biases and log-probabilities, since a policy that routes them to this
-lane wants them drafted. vlm: pictures, since after its prefill a row with pictures is a text row
-with a position offset."""
+A sampled row accepts a draft token that equals its own draw; each of several choices is a row; and
+after its prefill a row with pictures is a text row with a position offset."""
 
 
 class LaneScheduler:
@@ -104,6 +107,11 @@ class LaneScheduler:
             draft_tokens=draft_tokens, clock=clock,
             store=self._store_answer,
         )  # fmt: skip
+
+    @property
+    def looks_up(self) -> bool:
+        """Return whether rows draft by prompt lookup."""
+        return self._decoder.looks_up
 
     @property
     def busy(self) -> bool:
@@ -154,11 +162,12 @@ class LaneScheduler:
 
     def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
         """Return why a generation must not speculate in this lane; safe from any thread."""
-        if not self.has_head:
+        if not (self.has_head or self.looks_up):
             return generation.bypass
-        draftable = DRAFTABLE_BYPASSES[self.name]
-        reasons = tuple(reason for reason in generation.bypass if reason not in draftable)
-        return reasons if self.counters.head_healthy else (*reasons, Bypass.HEAD_UNHEALTHY)
+        reasons = tuple(one for one in generation.bypass if one not in DRAFTABLE_BYPASSES)
+        if self.has_head and not self.counters.head_healthy:
+            reasons = (*reasons, Bypass.HEAD_UNHEALTHY)
+        return reasons
 
     def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
         """Return the rows with caches, grouped by the batch that they are in or will join."""
@@ -182,6 +191,7 @@ class LaneScheduler:
             if scope in (None, row.prompt.scope):
                 row.prompt = replace(row.prompt, scope=None)
                 row.prefetched, row.cacheable = (), False
+                row.lookup, row.looks_up = None, False  # it may hold other prompts of the scope
         for prefill in self.prefills:
             if prefill.row.prompt.scope is None:
                 prefill.boundaries = []
@@ -320,6 +330,7 @@ class LaneScheduler:
                 self._store_answer(row, prefill.state)
                 self._finish(row)
             else:
+                self._index(row)
                 self._apply(self._decoder.join(prefill))
         elif not row.answer:
             row.sink(
@@ -328,6 +339,14 @@ class LaneScheduler:
                 )
             )
         return whole
+
+    def _index(self, row: Row) -> None:
+        """Index what prompt lookup may draft from: the scope's other texts, prompt and answer."""
+        if row.looks_up and row.draft_tokens and row.lookup is None:
+            prompt = row.prompt
+            others = self._prefix_cache.other_texts(prompt.scope, prompt.identity)
+            row.lookup = PromptLookup([*others, prompt.identity])
+            row.lookup.extend(row.answer)
 
     def _close_prefill(self, prefill: Prefill) -> None:
         self._prefill_queue.remove(self.name, lambda other: other is prefill)

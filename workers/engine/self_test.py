@@ -125,11 +125,26 @@ def warm_up(
             lane.add(_row(lane, prompts, question, draft_tokens, max_tokens, sink=ends.append))
         while lane.busy:
             lane.step()
+    if lane.looks_up and not lane.has_head:
+        _warm_up_lookup(lane, prompts, max_draft_tokens)
     if not any(isinstance(end, Finished) for end in ends):
         raise ModelUnusable(
             "The model loads but cannot answer: every question of the warm-up failed. The log "
             "has the errors; Paceline may not support the model's family."
         )
+
+
+def _warm_up_lookup(lane: LaneScheduler, prompts: PromptRenderer, draft_tokens: int) -> None:
+    """Run a verify without a head; text that repeats itself makes a lookup likely."""
+    row = _row(lane, prompts, QUESTIONS[0], draft_tokens, ANSWER_TOKENS)
+    row.prompt = prompts.prepare(Prompt(text=f"{QUESTIONS[0]}\n" * 4))
+    row.looks_up = True
+    lane.add(row)
+    while lane.busy and not row.speculation.steps:
+        lane.step()
+    row.cancelled = True
+    while lane.busy:
+        lane.step()
 
 
 def _row(
@@ -157,6 +172,7 @@ def _row(
         ends=lane.ends,
         draft_tokens=draft_tokens,
         draft_tokens_fixed=True,
+        with_head=lane.has_head,
         text=TextStream(prompts.decode),
         speculation=SpeculationCounter(draft_tokens),
         sink=sink,

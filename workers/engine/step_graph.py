@@ -31,8 +31,8 @@ class VerifyResult(NamedTuple):
 
     scores: mx.array
     """[rows, L, vocabulary]."""
-    hidden: mx.array
-    """[rows, L, width]."""
+    hidden: mx.array | None
+    """[rows, L, width]; None if the target returns none."""
     layers: Layers
 
     @property
@@ -42,22 +42,27 @@ class VerifyResult(NamedTuple):
 
 
 class StepGraph:
-    """Draft, verify and commit of a Qwen3.5-like target, with or without its head."""
+    """Draft, verify and commit of a target, with or without its head."""
 
-    def __init__(self, target: Target, head: MtpHead | None) -> None:
+    def __init__(self, target: Target, head: MtpHead | None, *, compiled: bool = True) -> None:
+        """Create the graph of a target whose forward pass reads no value on the host.
+
+        One that does is not compiled, and has no head.
+        """
         self.head = head
         self._target = target
         self._attends = [isinstance(cache, KVCache) for cache in target.new_caches()]
         self.draft = _compile(self._trace_draft)
-        self._verify = _compile(self._trace_verify)
+        self._verify = _compile(self._trace_verify) if compiled else self._trace_verify
         self.commit = _compile(self._trace_commit)
-        self.settle = _compile(self._trace_settle)
+        self.settle = _compile(self._trace_settle) if compiled else self._trace_settle
 
     def verify(
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
     ) -> VerifyResult:
         """Run tokens [rows, L] through the target, at every row's cursor."""
-        return VerifyResult(*self._verify(tokens, state, offset, position_shift))
+        scores, hidden, layers = self._verify(tokens, state, offset, position_shift)
+        return VerifyResult(scores, hidden if self._target.explicit_positions else None, layers)
 
     def attention_state(self, layers: Layers, caches: Sequence[LayerCache]) -> State:
         """Return the new states of the attention layers, and the old ones of the others."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from policies.request.constraint import Constraint
 from policies.request.profile import Bypass, Sampling
 from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
-from workers.protocol import SamplingDefaults, Speculation, StartStage
+from workers.protocol import DraftSource, SamplingDefaults, Speculation, StartStage
 
 if TYPE_CHECKING:
     from workers.engine.prefix_transfer import PrefixSource
@@ -158,8 +158,8 @@ class SourcedToken(NamedTuple):
 
     text: str
     """Empty if the token ends the answer, only begins a character, or is part of a stop string."""
-    drafted: bool
-    """Whether the head drafted the token and the target accepted it."""
+    source: DraftSource | None
+    """Who drafted the token, which the target accepted; None if the target itself chose it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +295,8 @@ class EngineSettings:
     """Directory of the prefix cache on disk; None caches in memory only."""
     prefix_cache_secret: bytes = field(default=b"", repr=False)
     """Secret that authenticates the files in that directory."""
+    mtp: Path | None = None
+    """A local directory with an MTP head, in place of the model's own."""
     spec_prefill: SpecPrefillSettings | None = None
     """None reads every prompt in full."""
     queue_limit: int = 256
@@ -317,6 +319,8 @@ class ModelCard:
     native_verify: bool
     """Whether the target verifies a draft in one forward pass; token by token never pays."""
     mtp: bool
+    looks_up: bool
+    """Whether prompt lookup drafts."""
     mtp_unavailable_reason: str | None
     draft_tokens_requested: int
     draft_tokens_effective: int

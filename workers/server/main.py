@@ -23,6 +23,7 @@ import uvloop
 
 from workers.command_line import describe_usage_error, worker_command
 from workers.config_file import InvalidSettings, load_layered
+from workers.engine.known_heads import known_head
 from workers.engine.spec_prefill import SpecPrefillSettings
 from workers.engine.types import EngineSettings, ModelCard, ModelUnusable, ProgressSink
 from workers.heartbeat import Membership, NotAdmitted, joined, wait_for_gateway
@@ -136,6 +137,7 @@ def _load(
     download = functools.partial(progress, StartStage.DOWNLOAD)
     cache_dir, cache_secret = cache
     folder = source.fetch(download)
+    mtp = resolve_model(settings.mtp).fetch(download) if settings.mtp else None
     spec_prefill = None
     if settings.spec_prefill:
         spec_prefill = SpecPrefillSettings(
@@ -153,6 +155,7 @@ def _load(
             served_name=source.served_name,
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
+            mtp=mtp,
             prefix_cache_bytes=settings.prefix_cache_bytes,
             prefix_cache_dir=cache_dir,
             prefix_cache_disk_bytes=int(settings.prefix_cache_gb * 1e9),
@@ -311,7 +314,13 @@ def _drafts(card: ModelCard) -> str:
     fewer = f", and not {requested}" if effective < requested else ""
     reason = f": {card.mtp_unavailable_reason.rstrip('.')}" if card.mtp_unavailable_reason else ""
     drafts = f"It drafts {count}{fewer}" if effective else "It does not draft"
-    return f"{drafts}{reason}."
+    if card.looks_up:
+        drafts = (
+            f"{drafts}, or by prompt lookup" if card.mtp else "It drafts by prompt lookup alone"
+        )
+    found = None if card.mtp else known_head(card.model)
+    hint = f" There is an MTP head for it: start the worker with --mtp {found}" if found else ""
+    return f"{drafts}{reason}.{hint}"
 
 
 def _print(line: str) -> None:

@@ -11,6 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from workers.protocol import (
+    COUNTERS_BY_SOURCE,
     VLLM_ACCEPTED_PER_POSITION,
     VLLM_COUNTERS,
     LaneReport,
@@ -110,6 +111,13 @@ class _ReportCollector(Collector):
         name, text = VLLM_ACCEPTED_PER_POSITION
         counts = ((str(at), count) for at, count in enumerate(total.accepted_per_position))
         yield self._metric(CounterMetricFamily, name, text, counts, "position")
+        for field, (name, text) in COUNTERS_BY_SOURCE.items():
+            by_source = (
+                (lane.name, source, count)
+                for lane in self._report.lanes
+                for source, count in sorted(getattr(lane.speculation, field).items())
+            )
+            yield self._metric(CounterMetricFamily, name, text, by_source, "lane", "source")
 
     def _per_lane(
         self, family: _Family, name: str, text: str, read: Callable[[LaneReport], float]

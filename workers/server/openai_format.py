@@ -17,9 +17,12 @@ from workers.engine.types import (
     TokenLogprob,
     Usage,
 )
+from workers.protocol import DraftSource
 from workers.server.ports import Json
 from workers.server.tool_calls import ArgumentsText, ToolCall, ToolCallSplitter
 
+_SOURCES: Mapping[DraftSource | None, str] = {None: "model", DraftSource.HEAD: "draft"}
+"""Names of `token_sources` that differ from those of the counts."""
 _LOWEST_LOGPROB = -9999.0
 """JSON has no minus infinity; vLLM writes this number instead."""
 
@@ -69,8 +72,7 @@ class _Choice:
             entry["stop_reason"] = self._stop_reason  # vLLM's name for it
         if self._with_sources:
             entry["token_sources"] = [
-                {"text": text, "source": "draft" if drafted else "model"}
-                for text, drafted in tokens
+                {"text": text, "source": _SOURCES.get(source, source)} for text, source in tokens
             ]
         return entry
 
@@ -250,7 +252,7 @@ def render_metrics(finished: Sequence[Finished], *, detailed: bool) -> Json:
     if detailed:
         counts["per_step_accepted"] = [step.accepted for step in end.steps]
         counts["per_step_drafted"] = [step.drafted for step in end.steps]
-    return {"metrics": {"speculative_decoding": counts}}
+    return {"metrics": {"speculative_decoding": counts, "draft_sources": end.speculation.by_source}}
 
 
 def _render_reasoning(text: str) -> Json:

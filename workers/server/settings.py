@@ -54,6 +54,8 @@ class WorkerSettings(BaseSettings):
     labels: Annotated[tuple[Label, ...], NoDecode] = Field((), max_length=MAX_LABELS)
     """Labels for pools of the policy; comma-separated in the environment."""
     draft_tokens: int = Field(2, ge=0, le=8)
+    mtp: str = ""
+    """A folder or a Hugging Face repository with an MTP head for the model."""
     prefix_cache_dir: Path | None = None
     """Folder that stores the prefix cache across restarts; None: one in the state folder."""
     prefix_cache_bytes: int | None = Field(None, ge=0)

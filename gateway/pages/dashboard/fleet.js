@@ -3,6 +3,7 @@
 import { bar, make, pill, several } from "./elements.js";
 import { busyIn, place } from "./numbers.js";
 
+const DRAFTED = { head: "by the MTP head", lookup: "by prompt lookup", forced: "by a schema" };
 const TONES = { ready: "ok", gone: "bad", ejected: "bad" };
 
 export function workers({ workers: all }) {
@@ -25,7 +26,7 @@ function card(name, worker) {
     worker.ejection.reason && ejection(worker.ejection),
     worker.start.description && make("p", { class: "said warn" }, `Starting: ${worker.start.description}, ${Math.round(worker.start.elapsed_s)} s.`),
     !gone && Object.entries(worker.lanes).map(([lane, told]) => batch(of, lane, told)),
-    make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && accepted(of), !worker.mtp.enabled && unreported.drafts > 0 && unknown("Accepted"), unreported.cached_tokens > 0 && !worker.prefix.cached_tokens ? unknown("Cached") : saved(of)),
+    make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && [accepted(of), sources(of, worker.mtp)], !worker.mtp.enabled && unreported.drafts > 0 && unknown("Accepted"), unreported.cached_tokens > 0 && !worker.prefix.cached_tokens ? unknown("Cached") : saved(of)),
   );
 }
 
@@ -41,6 +42,13 @@ const accepted = (of) =>
 
 const unknown = (name) => entry(name, "unknown: the engine does not tell");
 
+// Return who drafted the accepted tokens; null where only the MTP head did.
+function sources(of, { sources: by = {} }) {
+  const names = Object.keys(by).filter((name) => by[name].accepted);
+  if (names.every((name) => name === "head")) return null;
+  return entry("Drafted", names.flatMap((name, index) => [index ? ", " : "", of(`mtp/sources/${name}/accepted`, "count"), ` ${DRAFTED[name] ?? name}`]));
+}
+
 const saved = (of) =>
   entry("Saved", of("savings/decode_s", "duration"), [" by drafting, ", of("savings/prompt_s", "duration"), " by cached prompts"]);
 
@@ -55,7 +63,7 @@ function batch(of, name, lane) {
     make("span", { class: "batch-name" }, name),
     make("span", { class: "number" }, said),
     bar(busy, Math.max(1, slots), busy >= slots ? "full" : ""),
-    !healthy && make("p", { class: "said warn" }, "The MTP head failed its self-test, so this lane does not draft."),
+    !healthy && make("p", { class: "said warn" }, "The MTP head failed its self-test, so it does not draft."),
   );
 }
 

@@ -19,7 +19,7 @@ export const BYPASS_REASONS = {
   logprobs: "The request asks for log probabilities.",
   multiple_choices: "The request asks for several choices (n above 1).",
   prompt_too_long: "The prompt is longer than the speculative lane accepts.",
-  no_mtp_worker: "No worker with an MTP head was available.",
+  no_mtp_worker: "No worker that can draft was available.",
   mtp_not_paying: "Drafting was measured to be slower than plain decoding at that batch size.",
   head_unhealthy: "The MTP head failed its self-test, or kept failing.",
 };

@@ -12,7 +12,7 @@ export class TokenSources {
   // Add tokens in the form of `token_sources`.
   add(tokens) {
     for (const { text, source } of tokens) {
-      const drafted = source === "draft";
+      const drafted = source !== "model";
       this.total += 1;
       this.accepted += drafted;
       if (!text) continue;

@@ -110,6 +110,10 @@ def test_status_fetches_reports_from_workers_before_it_sums(
         "acceptance_rate": 0.7,
         "mean_acceptance_length": 2.4,
         "acceptance_rate_per_position": [0.8, 0.6],
+        "sources": {
+            "head": {"attempted": 10, "accepted": 8},
+            "lookup": {"attempted": 10, "accepted": 6},
+        },
         "bypass_counts": {},
     }
     assert status["mtp"] == expected

@@ -121,6 +121,8 @@ def test_all_required_metrics_are_exposed_with_their_labels(
         ("paceline_worker_ejections", "gauge", {"worker"}),
         ("paceline_worker_prefix_hits", "counter", {"model_name", "worker"}),
         ("paceline_worker_drafting_saved_seconds", "gauge", {"model_name", "worker"}),
+        ("paceline_worker_drafted_tokens", "counter", {"model_name", "worker", "source"}),
+        ("paceline_worker_accepted_tokens", "counter", {"model_name", "worker", "source"}),
         ("paceline_store_degraded", "gauge", set()),
         ("vllm:spec_decode_num_drafts", "counter", {"model_name", "worker"}),
     ):

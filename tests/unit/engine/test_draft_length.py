@@ -1,36 +1,98 @@
-"""The length of drafts whose tokens a grammar forces, by the measured costs."""
+"""What a step drafts, by the measured costs and the promised tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from workers.engine.draft_length import MIN_SAMPLES, DraftLength
+from workers.engine.draft_length import (
+    MIN_SAMPLES,
+    PROBE_EVERY,
+    PROBE_STEPS,
+    RUN_LENGTHS,
+    DraftLength,
+    Plan,
+    Run,
+)
 
 
-def measured(rows: int, costs_s: Mapping[int, float], *, draft_tokens: int) -> DraftLength:
-    lengths = DraftLength(draft_tokens)
+def measured(
+    rows: int, costs_s: Mapping[int, float], *, draft_tokens: int, has_head: bool = True
+) -> DraftLength:
+    lengths = DraftLength(draft_tokens, RUN_LENGTHS, has_head=has_head)
     for length, cost_s in costs_s.items():
-        for _ in range(MIN_SAMPLES):
-            lengths.observe_cost(rows, length, cost_s)
+        observe(lengths, rows, length, cost_s, head_tokens=min(length, draft_tokens))
     return lengths
+
+
+def observe(
+    lengths: DraftLength, rows: int, length: int, cost_s: float, *, head_tokens: int = 0
+) -> None:
+    for _ in range(MIN_SAMPLES):
+        lengths.observe_cost(rows, length, cost_s, head_tokens=head_tokens)
+
+
+def forced(tokens: int) -> Run:
+    return Run(range(tokens), tokens)
 
 
 def test_a_forced_draft_is_as_long_as_it_pays() -> None:
     """Each longer length is tried, and then the one with the most tokens a second is used."""
     lengths = measured(1, {0: 1.0, 1: 1.2, 2: 1.4}, draft_tokens=2)
-    assert lengths.choose_forced(1, 2, [3]) == 2
-    assert lengths.choose_forced(1, 0, [2]) == 2
-    for length, cost_s in ((4, 1.6), (8, 4.0)):
+    for length, cost_s in ((2, 1.3), (4, 1.6), (8, 4.0)):
         for _ in range(MIN_SAMPLES):
-            assert lengths.choose_forced(1, 2, [9]) == length
-            lengths.observe_cost(1, length, cost_s)
-    assert lengths.choose_forced(1, 2, [9]) == 4
-    assert lengths.choose_forced(1, 0, [9]) == 4
-    assert lengths.choose_forced(1, 2, []) == 2
+            assert lengths.plan(0, [forced(9)]) == Plan(0, length, (True,))
+            lengths.observe_cost(1, length, cost_s, head_tokens=0)
+    assert lengths.plan(0, [forced(9)]).run_tokens == 4
+    assert lengths.plan(2, [forced(9)]) == Plan(0, 4, (True,)), "the head does not run"
+    assert lengths.plan(2, [None]) == Plan(2, 0, (False,))
+    assert lengths.plan(2, [forced(1)]) == Plan(2, 0, (False,))
 
 
-def test_a_forced_draft_counts_what_the_other_rows_lose() -> None:
+def test_a_run_counts_what_the_other_rows_lose() -> None:
     """A wide verify for one of eight rows costs all of them; for all of them it pays."""
-    lengths = measured(8, {0: 1.0, 4: 3.0}, draft_tokens=0)
-    assert lengths.choose_forced(8, 0, [4, *[0] * 7]) == 0
-    assert lengths.choose_forced(8, 0, [4] * 8) == 4
+    lengths = measured(8, {0: 1.0}, draft_tokens=0)
+    observe(lengths, 8, 4, 3.0)
+    assert lengths.plan(0, [forced(4), *[None] * 7]).run_tokens == 0
+    assert lengths.plan(0, [forced(4)] * 8).run_tokens == 4
+
+
+def test_a_row_drafts_its_run_only_where_it_promises_more_than_the_head() -> None:
+    lengths = measured(2, {0: 1.0, 1: 1.1, 2: 1.2}, draft_tokens=2)
+    observe(lengths, 2, 4, 1.3, head_tokens=2)
+    doubtful, likely = Run(range(4), 0, 0.3), Run(range(4), 0, 0.95)
+    assert lengths.plan(2, [doubtful, likely]) == Plan(2, 4, (False, True))
+    assert lengths.plan(2, [doubtful, doubtful]) == Plan(2, 0, (False, False))
+
+
+def test_the_cost_of_a_plain_step_is_measured_before_a_run_that_may_be_rejected() -> None:
+    lengths = DraftLength(2, RUN_LENGTHS, has_head=False)
+    for _ in range(MIN_SAMPLES):
+        assert lengths.plan(0, [Run(range(8), 0, 0.9)]).run_tokens == 0
+        assert lengths.plan(0, [forced(8)]).run_tokens == 8, "a forced run is never rejected"
+        lengths.observe_cost(1, 0, 1.0)
+    assert lengths.plan(0, [Run(range(8), 0, 0.9)]).run_tokens == 2
+
+
+def test_a_run_that_begins_with_forced_tokens_is_sure_of_these_alone() -> None:
+    assert Run(range(4), 2, 0.5).expected_tokens(8) == 1 + 1 + 1 + 0.5 + 0.25
+    unmeasured = DraftLength(2, RUN_LENGTHS)
+    assert unmeasured.plan(0, [Run(range(8), 5, 0.1)]).run_tokens == 4
+
+
+def test_a_length_that_did_not_pay_is_tried_again_later() -> None:
+    lengths = measured(1, {0: 1.0}, draft_tokens=0, has_head=False)
+    for length in RUN_LENGTHS:
+        observe(lengths, 1, length, 9.0)
+    run = [Run(range(8), 0, 0.8)]
+    planned = [lengths.plan(0, run).run_tokens for _ in range(4 * PROBE_EVERY)]
+    assert planned[:PROBE_EVERY] == [0] * PROBE_EVERY
+    assert set(planned) == {0, *RUN_LENGTHS}
+    assert sum(tokens > 0 for tokens in planned) <= 3 * PROBE_STEPS
+
+
+def test_a_lane_without_a_head_reports_whether_a_run_can_pay() -> None:
+    lengths = measured(1, {0: 1.0}, draft_tokens=2, has_head=False)
+    assert lengths.best(1) == lengths.best(8) == 2, "nothing is measured"
+    for length in (2, *RUN_LENGTHS):
+        observe(lengths, 1, length, 2.0 * (length + 1))
+    assert (lengths.best(1), lengths.best(8)) == (0, 2)

@@ -22,6 +22,7 @@ from workers.engine.types import (
     SourcedToken,
     TokenLogprob,
 )
+from workers.protocol import DraftSource
 
 END = 0
 
@@ -134,14 +135,15 @@ def test_the_texts_of_all_tokens_joined_are_the_answer(
         step = tokens[len(sources) : len(sources) + accepted + 1]
         if not step or row.finish_reason:
             break
-        fitted = row.append_tokens(step, now_s=number * DELTA_INTERVAL_S * 0.7)
+        drafted = [DraftSource.LOOKUP] * (len(step) - 1)
+        fitted = row.append_tokens(step, (), drafted, now_s=number * DELTA_INTERVAL_S * 0.7)
         sources += [index < len(step) - 1 for index in range(fitted)]
         deltas = [event for event in events if isinstance(event, Delta)]
         given_text = "".join(delta.text for delta in deltas)
         joined = "".join(token.text for delta in deltas for token in delta.tokens)
         assert given_text.startswith(joined)
     assert joined == given_text
-    assert [token.drafted for delta in deltas for token in delta.tokens] == sources
+    assert [token.source is not None for delta in deltas for token in delta.tokens] == sources
 
 
 def test_a_token_without_text_comes_without_delay() -> None:
@@ -152,8 +154,8 @@ def test_a_token_without_text_comes_without_delay() -> None:
     for number, byte in enumerate("\u00fc".encode()):
         row.append_tokens([byte], now_s=number)
     assert [delta.tokens for delta in deltas if isinstance(delta, Delta)] == [
-        (SourcedToken("", drafted=False),),
-        (SourcedToken("\u00fc", drafted=False),),
+        (SourcedToken("", None),),
+        (SourcedToken("\u00fc", None),),
     ]
 
 
@@ -212,7 +214,7 @@ def test_reasoning_and_answer_keep_their_order(parts: list[str], steps: list[int
         step, tokens = tokens[: steps[0]], tokens[steps[0] :]
         steps = steps[1:]
         now_s += DELTA_INTERVAL_S * 0.4
-        row.append_tokens(step, now_s=now_s)
+        row.append_tokens(step, (), [DraftSource.HEAD] * (len(step) - 1), now_s=now_s)
     deltas = [event for event in events if isinstance(event, Delta)]
     answer, reasoning = ("".join(parts[at::2]).lstrip() for at in (0, 1))
     assert "".join(delta.text for delta in deltas) == answer

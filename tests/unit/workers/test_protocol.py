@@ -94,6 +94,9 @@ INVALID: tuple[dict[str, Any], ...] = (
     lane(speculation={"steps": HUGE}),
     lane(speculation={"num_spec_tokens": 65}),
     lane(speculation={"steps": 66, "histogram": [1] * 66}),
+    lane(speculation={"drafted": 1, "drafted_by_source": {"head": 1, "lookup": 1}}),
+    lane(speculation={"drafted": 2, "accepted": 1, "accepted_by_source": {"lookup": 2}}),
+    lane(speculation={"drafted": 1, "drafted_by_source": {"a b": 1}}),
     lane(bypass_counts={f"reason-{number}": 1 for number in range(65)}),
     lane(bypass_counts={"\x1b[2J": 1}),
     lane(bypass_counts={"media": HUGE}),
@@ -139,6 +142,17 @@ def test_c5_acceptance_by_position_takes_linear_time() -> None:
     assert time.process_time() - begun_s < 1.0
     assert Speculation(steps=7, histogram=(4, 2, 1)).accepted_per_position == (3, 1)
     assert Speculation().accepted_per_position == ()
+
+
+def test_drafts_add_up_by_source_also_with_a_worker_that_does_not_tell() -> None:
+    one = Speculation(drafted=5, drafted_by_source={"head": 2, "lookup": 3}, accepted=3,
+                      accepted_by_source={"lookup": 3})  # fmt: skip
+    total = one + one + Speculation(drafted=7, accepted=7)
+    assert total.by_source == {
+        "head": {"attempted": 4, "accepted": 0},
+        "lookup": {"attempted": 6, "accepted": 6},
+    }
+    assert (total.drafted, total.accepted) == (17, 13)
 
 
 def report_with_counts(count: int, boot_id: str = "b1") -> WorkerReport:

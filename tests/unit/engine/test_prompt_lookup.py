@@ -1,0 +1,112 @@
+"""Prompt lookup: what it drafts, and how it learns when its drafts are accepted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from workers.engine.prompt_lookup import (
+    MAX_TEXT_TOKENS,
+    NGRAM_TOKENS,
+    Found,
+    PromptLookup,
+    Reliability,
+    ReliabilityOfRow,
+)
+
+
+def lookup(*texts: Sequence[int], answer: Sequence[int] = ()) -> PromptLookup:
+    """Index texts, the last of which is the prompt, and an answer."""
+    index = PromptLookup([np.array(text, np.int64) for text in texts])
+    index.extend(answer)
+    return index
+
+
+def test_what_followed_the_same_tokens_in_the_prompt_is_drafted() -> None:
+    index = lookup([1, 2, 3, 4, 5, 6, 7, 8, 9], answer=[2, 3, 4])
+    assert index.find(4) == Found([5, 6, 7, 8], 3)
+    index.extend([5, 6])
+    assert index.find(4) == Found([7, 8, 9, 2], 5), "the answer follows the prompt"
+    index.extend([1])
+    assert index.find(4) is None
+
+
+def test_the_longest_match_wins_over_a_later_one() -> None:
+    index = lookup([1, 2, 3, 4, 50, 9, 2, 3, 4, 60], answer=[1, 2, 3, 4])
+    assert index.find(1) == Found([50], 4)
+    assert lookup([2, 3, 4, 50, 9, 2, 3, 4, 60], answer=[2, 3, 4]).find(1) == Found([60], 3)
+
+
+def test_a_period_is_continued_beyond_the_end() -> None:
+    assert lookup([], answer=[7, 8, 9, 7, 8, 9]).find(5) == Found([7, 8, 9, 7, 8], 3)
+
+
+def test_other_texts_are_drafted_from_and_do_not_run_into_each_other() -> None:
+    index = lookup([1, 2, 3, 4, 5], [10, 11, 12], answer=[1, 2, 3])
+    assert index.find(8) == Found([4, 5], 3)
+    assert lookup([1, 2], [3, 4, 5], answer=[1, 2, 3]).find(8) is None
+
+
+def test_a_picture_is_never_drafted() -> None:
+    index = lookup([1, 2, 3, -(1 << 60), -5, 4, 5, 6, -7, 8], answer=[1, 2, 3])
+    assert index.find(4) is None
+    assert lookup([1, 2, 3, 4, -5, 6], answer=[1, 2, 3]).find(4) == Found([4], 3)
+
+
+def test_short_texts_have_no_drafts() -> None:
+    assert lookup([]).find(4) is None
+    assert lookup([1, 2], answer=[1]).find(4) is None
+    assert lookup([1, 2, 3, 1, 2, 3]).find(0) is None
+
+
+def test_a_long_prompt_is_indexed_from_its_end() -> None:
+    prompt = np.arange(MAX_TEXT_TOKENS + 10)
+    index = PromptLookup([prompt])
+    index.extend([0, 1, 2])
+    assert index.find(1) is None
+    last = [int(token) for token in prompt[-6:-3]]
+    index.extend(last)
+    assert index.find(2) == Found([last[-1] + 1, last[-1] + 2], NGRAM_TOKENS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_draft_is_what_followed_the_match(seed: int) -> None:
+    """Compared with a search of the whole text, after each token of a random one."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(3) for _ in range(rng.randrange(40))]
+    index, text = lookup(prompt), list(prompt)
+    for _ in range(60):
+        found = index.find(3)
+        occurs = any(
+            text[at - NGRAM_TOKENS : at] == text[-NGRAM_TOKENS:]
+            for at in range(NGRAM_TOKENS, len(text))
+        )
+        assert (found is not None) == occurs
+        if found is not None:
+            end = [*text[-min(found.match_tokens, len(text)) :], *found.tokens]
+            begins = [
+                at for at in range(len(text)) if [*text, *found.tokens][at:][: len(end)] == end
+            ]
+            assert len(begins) > 1, "the match and its continuation occur before"
+        token = rng.randrange(3) if found is None or rng.random() < 0.5 else found.tokens[0]
+        index.extend([token])
+        text.append(token)
+    assert index.answer_tokens == 60
+
+
+def test_lookups_of_a_row_that_are_wrong_lose_their_reliability_and_regain_it() -> None:
+    """Also tokens that were looked up and not drafted count."""
+    lane, row, other = Reliability(), ReliabilityOfRow(), ReliabilityOfRow()
+    found = Found([1, 2, 3, 4], 4)
+    before = lane.of(found, row)
+    for _ in range(8):
+        lane.observe(found, [9], row)
+    worse = lane.of(found, row)
+    assert worse < lane.of(found, other) < before
+    for _ in range(12):
+        lane.observe(found, [1, 2, 3, 4, 5], row)
+    assert lane.of(found, row) > 0.8
+    assert lane.of(Found([1], 30), row) > 0.9, "a longer match is another class"
