@@ -173,6 +173,16 @@ class ToolUnserved(RequestRefused, code="unsupported_value"):
         super().__init__(f"No worker runs the tool '{kind[:100]}'.", param=param)
 
 
+class ThreadUnserved(RequestRefused, code="thread_unsupported_request"):
+    """A request of Anthropic's Messages starts a thread, which its server would keep.
+
+    By this code the anthropic package sends the whole conversation instead.
+    """
+
+    message = "thread: This gateway keeps no threads. Send the whole conversation."
+    param = "thread"
+
+
 class EndpointUnserved(RequestRefused, code="endpoint_not_served"):
     """A route of OpenAI or Anthropic that this gateway does not serve.
 

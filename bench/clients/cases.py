@@ -39,7 +39,7 @@ HELLO = "Hello from the script."
 OVERFLOW = "word " * 40_000
 """More tokens than the context of the demo model, or of the scripted worker, holds."""
 AT_ONCE = 8
-_WAIT_S = 30.0
+_WAIT_S = 120.0
 
 
 class Failed(Exception):

@@ -38,7 +38,7 @@ from bench.harness.venvs import PeerUnavailable, Venv, last_line, python_of
 PROGRAMS: Final = Path(__file__).parent / "programs"
 _ROOT: Final = Path(__file__).parents[2]
 _PREFIX: Final = "with_"
-_TIMEOUT_S: Final = 900.0
+_TIMEOUT_S: Final = 1800.0
 _HEAD: Final = re.compile(r"^(?:#|//) /// script\n((?:(?:#|//).*\n)+?)(?:#|//) ///$", re.MULTILINE)
 _ENVIRONMENT: Final = {"DO_NOT_TRACK": "1", "COLUMNS": "200", "NO_COLOR": "1"}
 

@@ -103,6 +103,7 @@ def _anthropic_model(name: str) -> dict[str, str]:
         "id": name,
         "display_name": name,
         "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
     }
 
 

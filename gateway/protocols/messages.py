@@ -33,13 +33,14 @@ Json = dict[str, Any]
 PATH = "/v1/messages"
 _SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _IGNORED_FIELDS = frozenset(
-    "metadata service_tier container inference_geo speed cache_control".split()
+    "metadata service_tier container inference_geo speed cache_control diagnostics billing_policy "
+    "fallbacks fallback_credit_token user_profile_id workspace_id".split()
 )
-"""They choose among Anthropic's services."""
+"""They choose among Anthropic's services and accounts."""
 _FIELDS = _IGNORED_FIELDS.union(
     _SAME_FIELDS,
     "messages system tools tool_choice stop_sequences thinking output_config output_format "
-    "context_management mcp_servers".split(),
+    "context_management mcp_servers thread compaction".split(),
 )
 # Claude Code writes a digest of each request there, so that no two prompts would begin alike.
 _BILLING_MARK = "x-anthropic-billing-header"
@@ -113,6 +114,8 @@ class MessagesFormat:
     def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
         body = parse(raw)
+        if body.get("thread") is not None:
+            raise errors.ThreadUnserved
         try:
             self._chat = chat = to_chat(body, self._is_ours)
         except FieldError as error:
@@ -191,7 +194,10 @@ def error_body(error: errors.GatewayError) -> bytes:
         # In the words by which Claude Code knows that it must shorten a conversation.
         limit, tokens = overflow.groups()
         message = f"prompt is too long: {tokens} tokens > {limit} maximum"
-    return to_json({"type": "error", "error": {"type": kind, "message": message}})
+    shown: Json = {"type": kind, "message": message}
+    if isinstance(error, errors.ThreadUnserved):
+        shown["details"] = {"error_code": error.code}
+    return to_json({"type": "error", "error": shown})
 
 
 class MessagesChat(NamedTuple):
@@ -214,6 +220,8 @@ def to_chat(body: Mapping[str, Any], is_ours: Callable[[str, str], bool]) -> Mes
             raise FieldError(name[:100], f"{name[:100]}: Extra inputs are not permitted.")
     if body.get("mcp_servers"):
         raise FieldError("mcp_servers", "mcp_servers: This gateway calls no MCP servers.")
+    if body.get("compaction") is not None:
+        raise FieldError("compaction", "compaction: This gateway compacts no conversations.")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", "messages: A non-empty list is required.")

@@ -34,7 +34,7 @@ from bench.clients.cases import (
     wait_until,
 )
 
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 PACKAGES = {
     "chat": "@ai-sdk/openai-compatible",
     "responses": "@ai-sdk/openai",

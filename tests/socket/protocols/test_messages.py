@@ -279,6 +279,26 @@ def test_what_was_cleared_is_listed_in_the_answer(
     assert final.context_management == response.context_management
 
 
+def test_the_models_are_of_anthropics_own_types(anthropic_client: anthropic.Anthropic) -> None:
+    listed = list(anthropic_client.models.list())
+    assert "demo" in {model.id for model in listed}
+    assert [name for model in listed for name in unknown_fields(model)] == []
+    assert anthropic_client.models.retrieve("demo").lifecycle == "active"
+
+
+def test_anthropics_loop_of_tools_goes_on_without_the_thread_that_it_asks_for(
+    anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
+) -> None:
+    """Its tool runner lets the server keep the conversation, unless that says that it cannot."""
+    with pytest.raises(anthropic.BadRequestError):
+        anthropic_client.beta.messages.create(**ASKED, thread={"type": "create"})
+    assert not worker.requests
+    assert anthropic_client.beta.messages.create(**ASKED, thread=None).content
+    runner = anthropic_client.beta.messages.tool_runner(**ASKED, tools=[])
+    assert runner.until_done().content
+    assert len(worker.requests) == 2
+
+
 def test_a_tool_of_the_makers_servers_is_ignored_or_refused_by_the_policy(
     gateway_with_worker: RunningGateway,
 ) -> None:
