@@ -105,7 +105,15 @@ def _try_server(engine: Engine, server: Server, record: bool) -> None:
         model = server.model if server.model in worker["models"] else worker["models"][0]
         engine.facts["found out as"] = worker["kind"]
         engine.facts["models"] = str(len(worker["models"]))
-        run_cases(gateway.client, model, engine.seen.append, long_prompts=True)
+        # The others read a prompt of any length, which takes minutes.
+        refuses = engine.contender.name.startswith("mlx-vlm")
+        run_cases(gateway.client, model, engine.seen.append, long_prompts=refuses)
+        recorder.recording = False
+        engine.facts["after an abort"] = _abort(gateway, model)
+        engine.facts["40 at once"] = _overload(gateway, model)
+        state = gateway.status()["workers"]["engine"]
+        engine.facts["state after all"] = state["state"]
+        engine.facts["told"] = _told(state)
         if record:
             path = recorder.write(
                 engine.contender.name.replace("-", "_").replace("+", "_with_"),
@@ -113,14 +121,9 @@ def _try_server(engine: Engine, server: Server, record: bool) -> None:
                 version=engine.version,
                 source="recorded by python -m bench.engines --record",
                 models=[model],
+                tells=[name for name, count in state["unreported"].items() if not count],
             )
             engine.facts["recorded"] = path.name
-        recorder.recording = False
-        engine.facts["after an abort"] = _abort(gateway, model)
-        engine.facts["40 at once"] = _overload(gateway, model)
-        state = gateway.status()["workers"]["engine"]
-        engine.facts["state after all"] = state["state"]
-        engine.facts["told"] = _told(state)
 
 
 def _abort(gateway: RunningGateway, model: str) -> str:

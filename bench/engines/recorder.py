@@ -11,7 +11,10 @@ import httpx
 
 from tests.support.http_server import Request, ServerConnection
 from tests.support.recorded_engine import FOLDER
+from workers.demo import CHECKPOINT
 
+_SHOWN_PATH = "/Users/ann/models/demo"
+"""In place of the path of the checkpoint on this machine."""
 _KEPT_HEADERS = ("content-type", "server")
 _LONG_CHARS = 400
 """Of a prompt in a recording: its beginning tells it from others."""
@@ -80,7 +83,7 @@ class Recorder:
         """Write what was recorded, without names of this machine."""
         path = FOLDER / f"{name}.json"
         text = json.dumps({**about, "exchanges": self.exchanges}, indent=1, ensure_ascii=False)
-        path.write_text(text.replace(str(Path.home()), "/Users/ann") + "\n")
+        path.write_text(text.replace(str(CHECKPOINT), _SHOWN_PATH) + "\n")
         return path
 
 

@@ -11,6 +11,9 @@ from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_toke
 from gateway.engines.openai import OpenAIEngine
 from gateway.routing.features import Feature
 
+_OWN_MODEL = "default_model"
+"""Its name for the model with which it was started."""
+
 
 class MlxLm(OpenAIEngine):
     """An `mlx_lm.server`.
@@ -48,8 +51,13 @@ class MlxLm(OpenAIEngine):
         return by_library and status in ({"status": "ok"}, {"status": "unavailable"})
 
     async def read(self, ask: Ask) -> EngineState:
-        """List its models; the last one that a request named is in memory."""
-        state = await super().read(ask)
+        """List its models; the last one that a request named is in memory.
+
+        Without a folder of downloads it fails to list any, also the one that it serves.
+        """
+        state = self.state_of((await ask(Question(self.models_path))).object().get("data"))
+        if not state.models:
+            return EngineState((EngineModel(_OWN_MODEL),))
         last = self._last_model
         models = [
             EngineModel(model.name, loaded=last in ("", model.name)) for model in state.models
@@ -58,7 +66,7 @@ class MlxLm(OpenAIEngine):
 
     def listed_as(self, name: str, listed: Collection[str]) -> str:
         """Return a listed name, or its own name of the model with which it was started."""
-        return name if name in listed or name == "default_model" else ""
+        return name if name in listed or name == _OWN_MODEL else ""
 
     def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
         """Remember the model, which the engine keeps in memory from now on."""

@@ -18,6 +18,7 @@ from gateway.engines.base import (
 )
 from gateway.engines.local import drafts_of_timings, spell_reasoning, use_max_tokens
 from gateway.engines.openai import OpenAIEngine
+from gateway.errors import GatewayError
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
@@ -85,6 +86,12 @@ class MlxVlm(OpenAIEngine):
     def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
         """Limit the answer by the field that it knows."""
         use_max_tokens(fields)
+
+    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+        """Return words of ours; with a drafter it answers 500 to what it does not support."""
+        if status == 500 and b"is not supported" in body:
+            status = 400
+        return super().refusal(status, body, fields)
 
     def normalise(self, answer: dict[str, Any]) -> bool:
         """Spell reasoning as clients expect it."""

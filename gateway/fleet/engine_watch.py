@@ -35,6 +35,8 @@ PROBE_TIMEOUT_S = 1.5
 READ_TIMEOUT_S = 10.0
 """For all questions about the models of an engine."""
 _READ_INTERVAL_S = 10.0
+# An engine that takes connections and answers no probe for so long is taken for dead.
+_GRACE_S = 30.0
 _RETRIES = 1
 _BOOT_ID = "static"
 _FORBIDDEN = frozenset((401, 403))
@@ -55,6 +57,8 @@ class WatchedEngine:
     """None until the engine is found out."""
     read_at_s: float = float("-inf")
     """The time of the last answer about its models."""
+    answered_at_s: float = float("-inf")
+    """The time of the last answer to a probe."""
 
     @property
     def report(self) -> WorkerReport:
@@ -188,12 +192,15 @@ class EngineWatch:
         try:
             answer = await self._ask(watched, engine.health)
         except EngineSilent as silent:
-            # A server with one thread answers no probe while it answers a request; the timeouts of
-            # requests show whether it still works on that.
-            busy = silent.timed_out and self._fleet.local_requests(watched.entry.id) > 0
+            # A server with one thread answers no probe while it works on a request, of others too
+            # and of a client that has left. The timeouts of requests show whether it still works.
+            working = self._fleet.local_requests(watched.entry.id) > 0
+            recent = self._clock() - watched.answered_at_s < _GRACE_S
+            busy = silent.timed_out and (working or recent)
             if not busy:
                 raise
         else:
+            watched.answered_at_s = self._clock()
             # Not every server has the path, but a rejected API key fails every request.
             if answer.status >= 500 or answer.status in _FORBIDDEN:
                 return f"The engine answers with the status {answer.status}."

@@ -29,7 +29,7 @@ from tests.support.running_gateway import (
 
 ROOT = Path(__file__).parents[3]
 PATH = "/admin/v1/engines"
-WORD = [{"role": "user", "content": "Say a word."}]
+WORD = [{"role": "user", "content": "What is 3 plus 4?"}]
 
 
 def paceline(gateway: RunningGateway, *arguments: str) -> str:

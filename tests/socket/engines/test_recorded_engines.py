@@ -14,12 +14,10 @@ from tests.support.recorded_engine import FOLDER, RecordedEngine, recorded_engin
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
-WORD = "Say a word."
+WORD = "What is 3 plus 4?"
 WEATHER = "What is the weather in Paris?"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 LONG = ("word " * 40)[:100] + " and more" * 10
-TELLS_CACHED = {"llama_cpp", "mlx_lm", "mlx_vlm", "omlx"}
-TELLS_DRAFTS = {"llama_cpp", "mlx_vlm"}
 
 
 class Served:
@@ -78,10 +76,11 @@ def test_an_engine_of_each_kind_is_found_out_and_serves(served: Served) -> None:
     assert lane["requests"] == 2
     usage = whole.json()["usage"]
     assert lane["completion_tokens"] >= usage["completion_tokens"] > 0
-    assert worker["unreported"]["usage"] == 0
-    assert worker["unreported"]["cached_tokens"] == (0 if kind_tells(served, TELLS_CACHED) else 2)
-    drafted = served.engine.recording.get("drafts", served.name == "llama_cpp")
-    assert (worker["unreported"]["drafts"] == 0) == drafted
+    tells = served.engine.recording["tells"]
+    assert worker["unreported"] == {
+        number: 0 if number in tells else 2 for number in ("usage", "cached_tokens", "drafts")
+    }
+    drafted = "drafts" in tells
     assert worker["mtp"]["enabled"] == drafted
     metrics = served.gateway.client.get("/metrics").text
     assert ("vllm:spec_decode_num_drafts_total{" in metrics) == drafted
@@ -90,21 +89,17 @@ def test_an_engine_of_each_kind_is_found_out_and_serves(served: Served) -> None:
     assert untold in metrics
 
 
-def kind_tells(served: Served, tellers: set[str]) -> bool:
-    return served.name in tellers
-
-
 def test_tool_calls_of_each_kind_reach_clients(served: Served) -> None:
     whole = served.chat(WEATHER, tools=[TOOL])
     assert whole.status_code == 200, whole.text
     (call,) = whole.json()["choices"][0]["message"]["tool_calls"]
-    assert call["function"]["name"] == "weather"
+    assert "weather" in call["function"]["name"]
     assert json.loads(call["function"]["arguments"])
     assert whole.json()["choices"][0]["finish_reason"] == "tool_calls"
     with served.gateway.stream(
         model=served.model, messages=[{"role": "user", "content": WEATHER}], tools=[TOOL]
     ) as stream:
-        assert b'"weather"' in stream.read()
+        assert b"weather" in stream.read()
     anthropic = served.gateway.client.post(
         "/v1/messages",
         json={

@@ -78,3 +78,11 @@ def test_each_kind_survives_any_answer(kind: str) -> None:
     for body in (b"", b"\xff", b"[]", b"null", b'{"error": []}', b'{"detail": [[]]}', b"7"):
         for status in (200, 302, 400, 404, 422, 500, 599):
             assert isinstance(engine.refusal(status, body, CHAT), errors.GatewayError)
+
+
+def test_mlx_vlm_refuses_with_500_what_its_drafter_does_not_support() -> None:
+    body = b'{"detail": "Generation failed: Structured response_format is not supported."}'
+    error = KINDS["mlx-vlm"]().refusal(500, body, CHAT)
+    assert isinstance(error, errors.RefusedByWorker)
+    assert error.param == "response_format"
+    assert isinstance(KINDS["mlx-vlm"]().refusal(500, b"no Metal", CHAT), errors.WorkerFailed)

@@ -1,0 +1,69 @@
+"""What the answers of each kind tell: usage, cached tokens, drafts, and reasoning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.engines import KINDS
+from gateway.types import Drafts
+
+USAGE = {"prompt_tokens": 12, "completion_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "cached"),
+    [
+        ("omlx", {"usage": {**USAGE, "cached_tokens": 8}}, 8),
+        ("omlx", {"usage": USAGE}, None),
+        ("llama.cpp", {"usage": USAGE, "timings": {"cache_n": 8}}, 8),
+        ("llama.cpp", {"usage": USAGE, "timings": {"cache_n": 99}}, 12),
+        ("llama.cpp", {"usage": USAGE, "timings": {}}, None),
+        ("ollama", {"usage": USAGE}, None),
+        ("mlx-lm", {"usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 0}}}, 0),
+    ],
+)
+def test_cached_tokens_are_read_where_a_kind_tells_them(
+    kind: str, answer: dict[str, Any], cached: int | None
+) -> None:
+    usage = KINDS[kind]().usage(answer)
+    assert usage is not None
+    assert (usage.cached_tokens if usage.cached_known else None) == cached
+
+
+@pytest.mark.parametrize(
+    ("timings", "drafts"),
+    [
+        (
+            {"draft_n": 6, "draft_n_accepted": 4, "draft_rounds": 3, "predicted_n": 9},
+            Drafts(3, 6, 4, ()),
+        ),
+        ({"draft_n": 6, "draft_n_accepted": 4, "predicted_n": 9}, Drafts(5, 6, 4, ())),
+        ({"draft_n": None, "predicted_n": 9}, None),
+        ({"draft_n": 1, "draft_n_accepted": 2}, None),
+        ({"draft_n": "many", "draft_n_accepted": -1}, Drafts(0, 0, 0, ())),
+        ([], None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama.cpp", "mlx-vlm"])
+def test_drafts_are_read_from_timings(kind: str, timings: object, drafts: Drafts | None) -> None:
+    assert KINDS[kind]().drafts({"timings": timings}) == drafts
+
+
+@pytest.mark.parametrize("kind", ["mlx-lm", "ollama", "lmstudio", "vllm-mlx", "omlx", "mlx-vlm"])
+@pytest.mark.parametrize("part", ["message", "delta"])
+def test_reasoning_is_spelled_in_both_ways(kind: str, part: str) -> None:
+    answer: dict[str, Any] = {"choices": [{part: {"reasoning": "Hm", "content": "x"}}]}
+    assert KINDS[kind]().normalise(answer)
+    assert answer["choices"][0][part]["reasoning_content"] == "Hm"
+    assert not KINDS[kind]().normalise(answer), "it is spelled so already"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("answer", [{}, {"choices": 7}, {"choices": [7, {"delta": []}]}])
+def test_no_reader_fails_at_an_answer_of_another_shape(kind: str, answer: dict[str, Any]) -> None:
+    engine = KINDS[kind]()
+    assert engine.usage(answer) is None
+    assert engine.drafts(answer) is None
+    assert not engine.normalise(answer)
