@@ -61,6 +61,21 @@ def worker_command(run: Callable[..., int] | None = None) -> Command:
                 multiple=True,
                 help="Label for the pools of the policy; repeatable.",
             ),
+            text(
+                "--adapter", "Folder or Hugging Face name of a LoRA adapter of that model.", "MODEL"
+            ),
+            text(
+                "--dtype",
+                "float16, bfloat16, float32, or auto: float16 on M1 and M2 (default: as stored).",
+                "TYPE",
+            ),
+            text(
+                "--context",
+                "Limit of prompt and answer (default: what the model was trained for).",
+                "TOKENS",
+            ),
+            text("--rows", "Requests that decode together in a lane, 1 to 64 (default: 8).", "N"),
+            text("--prefill-chunk", "Tokens of a prompt in one pass (default: 1024).", "TOKENS"),
             text("--draft-tokens", "Draft tokens per step, 0 to 8 (default: 2).", "N"),
             text("--mtp", "Folder or Hugging Face name of an MTP head for the model.", "HEAD"),
             text(

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
@@ -67,6 +68,7 @@ _SENTENCES = {
     "worker.unreachable": "This gateway cannot connect to {worker}. {text}",
 }
 """Events as sentences; `text` is what follows the fields of a log line."""
+_SPEED_WINDOW_S = 6.0
 _EVENT = re.compile(r"([a-z_]+\.[a-z_]+)\b(?:, [a-z]+)?(.*)", re.DOTALL)
 _FIELD = re.compile(r"(\w+)=%")
 
@@ -134,18 +136,21 @@ class StartDisplay:
         self._bar: Progress | None = None
         self._stage = ""
         self._printed_s = 0.0
+        self._downloads: deque[tuple[float, int]] = deque(maxlen=32)
+        """Times and bytes of a download, for its speed."""
 
     def show(self, progress: StartProgress) -> None:
         """Show how far the start is."""
+        summary = f"Starting: {progress.summary}{self._speed(progress)}"
         console = self._console()
         if console.is_terminal and not console.is_dumb_terminal:
-            self._show_bar(console, progress)
+            self._show_bar(console, progress, summary)
         elif (
             progress.stage != self._stage
             or progress.elapsed_s - self._printed_s >= self.LINE_EVERY_S
         ):
             self._stage, self._printed_s = progress.stage, progress.elapsed_s
-            console.print(f"Starting: {progress.summary} ...", markup=False)
+            console.print(f"{summary} ...", markup=False)
 
     def close(self) -> None:
         """Remove the bar; the next start begins a new one."""
@@ -161,7 +166,22 @@ class StartDisplay:
             self._output = Console(file=self._output, highlight=False, soft_wrap=True)
         return self._output
 
-    def _show_bar(self, console: Console, progress: StartProgress) -> None:
+    def _speed(self, progress: StartProgress) -> str:
+        """Return the recent speed of a download, with a comma before it; empty while unknown."""
+        if progress.stage != "download":
+            self._downloads.clear()
+            return ""
+        seen = self._downloads
+        seen.append((progress.elapsed_s, progress.done))
+        while len(seen) > 2 and progress.elapsed_s - seen[0][0] > _SPEED_WINDOW_S:
+            seen.popleft()
+        begun_s, begun_bytes = seen[0]
+        seconds, received_bytes = progress.elapsed_s - begun_s, progress.done - begun_bytes
+        if seconds <= 0 or received_bytes <= 0:
+            return ""
+        return f", {received_bytes / seconds / 1e6:.1f} MB/s"
+
+    def _show_bar(self, console: Console, progress: StartProgress, summary: str) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn  # noqa: PLC0415
 
         if self._bar is None:
@@ -172,7 +192,7 @@ class StartDisplay:
             self._bar.add_task("", total=None)
         self._bar.update(
             self._bar.task_ids[0],
-            description=f"Starting: {progress.summary}",
+            description=summary,
             completed=progress.done,
             total=progress.total or None,
         )

@@ -9,7 +9,10 @@ import pytest
 
 from policies.request.profile import Sampling
 from tests.support.engine_lane import UNLIMITED_MEMORY, run_until_idle
+from tests.support.model_families import tiny_llama_sliding_window
 from tests.support.reference_decoder import is_near_tie, reference_greedy
+from workers.engine.batch import row_cache
+from workers.engine.kv_cache import capacity
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.scheduler import LaneScheduler
@@ -27,6 +30,18 @@ def test_the_estimate_matches_the_memory_of_a_row(checkpoint) -> None:
     used_bytes = sum(array.nbytes for cache in caches for array in cache.state if array is not None)
 
     assert used_bytes == pytest.approx(estimate.row_bytes + tokens * estimate.token_bytes, rel=0.01)
+
+
+def test_the_estimate_of_windowed_layers_matches_their_rings(checkpoint) -> None:
+    target = tiny_llama_sliding_window(checkpoint.vocabulary)
+    estimate = measure_memory(target, None)
+    for tokens in (8, 1000):
+        caches = target.new_caches()
+        positions = mx.arange(tokens)[None]
+        target.forward(mx.zeros((1, tokens), dtype=mx.int32), caches, positions)
+        rows = [row_cache(cache) for cache in caches]
+        used_bytes = sum(row.keys.nbytes + row.values.nbytes for row in rows)
+        assert used_bytes == estimate.row_cache_bytes(capacity(tokens + 1))
 
 
 def test_a_row_that_does_not_fit_into_the_memory_waits_and_then_runs(make_lane, submit) -> None:
@@ -50,8 +65,11 @@ def test_every_row_of_a_batch_uses_the_memory_of_its_longest_row() -> None:
 
 
 @pytest.mark.parametrize("room_bytes", [0, 200, 300, 5000, 62_000, 1 << 20])
-def test_a_single_row_of_the_maximum_length_fits_and_a_longer_one_does_not(room_bytes: int) -> None:
-    estimate = MemoryEstimate(token_bytes=1, row_bytes=44, room_bytes=room_bytes)
+@pytest.mark.parametrize("windows", [(), ((3, 300), (1, 5000))])
+def test_a_single_row_of_the_maximum_length_fits_and_a_longer_one_does_not(
+    room_bytes: int, windows: tuple[tuple[int, int], ...]
+) -> None:
+    estimate = MemoryEstimate(token_bytes=1, row_bytes=44, room_bytes=room_bytes, windows=windows)
     longest = estimate.max_row_tokens()
 
     assert not longest or estimate.batch_cache_bytes([[longest]]) <= room_bytes

@@ -62,20 +62,23 @@ def check_answers(lane: Any, submit: Any, target: Target) -> None:
     ("family", "shared"),
     [
         (families.tiny_llama, True),
+        (families.tiny_llama_sliding_window, True),
         (families.tiny_qwen2_5_vl, True),
-        (families.tiny_qwen3_vl_moe, False),
+        (families.tiny_qwen3_vl_moe, True),
+        (families.tiny_unbatched, False),
     ],
 )
 def test_rows_share_a_forward_pass_only_if_that_changes_no_scores(family, shared: bool) -> None:
     assert probe_shared_rows(family(1000)) is shared
 
 
-@pytest.mark.parametrize("family", [families.tiny_llama_sliding_window, families.tiny_qwen3_vl_moe])
-def test_rows_of_a_family_without_batching_get_correct_answers(
-    make_family_lane, submit, checkpoint, family
-) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [families.tiny_llama_sliding_window, families.tiny_qwen3_vl_moe, families.tiny_unbatched],
+)
+def test_rows_get_the_answers_of_their_family(make_family_lane, submit, checkpoint, family) -> None:
     target = family(checkpoint.vocabulary)
-    target.supports_batching = target.supports_batching and probe_shared_rows(target)
+    target.supports_batching = probe_shared_rows(target)
     check_answers(make_family_lane(target), submit, target)
 
 
@@ -83,26 +86,26 @@ def test_a_row_that_cannot_join_a_batch_is_answered_with_the_caches_of_its_famil
     make_family_lane, submit, checkpoint
 ) -> None:
     """A wrong probe result costs time, and no answer."""
-    target = families.tiny_qwen3_vl_moe(checkpoint.vocabulary)
+    target = families.tiny_unbatched(checkpoint.vocabulary)
     assert target.supports_batching, "not probed yet"
     check_answers(make_family_lane(target), submit, target)
 
 
-def test_a_shared_prefix_is_not_cached_with_sliding_windows(
+def test_a_shared_prefix_is_cached_with_its_sliding_windows(
     make_family_lane, submit, checkpoint
 ) -> None:
     prefix_cache = PrefixCache(1 << 30)
     target = families.tiny_llama_sliding_window(checkpoint.vocabulary)
     lane = make_family_lane(target, prefix_cache=prefix_cache)
-    results = [submit(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]
-    run_until_idle(lane)
-
-    for result in results:
-        assert result.row.prompt.prefix is not None
+    for question in QUESTIONS:
+        result = submit(lane, question, system=SYSTEM, max_tokens=ANSWER_TOKENS)
+        run_until_idle(lane)
+        prefix = result.row.prompt.prefix
+        assert prefix is not None
         assert isinstance(result.end, Finished)
         assert result.row.answer == greedy(target, list(result.row.prompt.tokens))
-        assert result.end.usage.cached_tokens == 0
-    assert prefix_cache.size_bytes == 0
+        known = question != QUESTIONS[0]
+        assert result.end.usage.cached_tokens == (prefix.tokens if known else 0)
 
 
 def test_a_model_that_stores_the_positions_of_one_row_has_one_slot(

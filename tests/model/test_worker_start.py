@@ -112,3 +112,17 @@ def test_a_terminal_gets_a_bar_that_is_gone_after_the_start(
     assert "downloading the model, 3.0 of 3.0 GB (6 s)" in shown
     assert "━" in shown
     assert shown.endswith("\x1b[2K"), "the bar erases itself"
+
+
+def test_a_download_shows_its_recent_speed() -> None:
+    output = io.StringIO()
+    display = StartDisplay(output)
+    shown = ((0, 500_000_000), (8, 900_000_000), (16, 1_700_000_000), (24, 1_700_000_000))
+    for elapsed_s, done in shown:
+        display.show(progress(StartStage.DOWNLOAD, elapsed_s, done, 2_000_000_000))
+    assert output.getvalue().splitlines() == [
+        "Starting: downloading the model, 0.5 of 2.0 GB (0 s) ...",
+        "Starting: downloading the model, 0.9 of 2.0 GB (8 s), 50.0 MB/s ...",
+        "Starting: downloading the model, 1.7 of 2.0 GB (16 s), 100.0 MB/s ...",
+        "Starting: downloading the model, 1.7 of 2.0 GB (24 s) ...",
+    ]

@@ -9,6 +9,7 @@ from mlx_vlm.models import qwen2_5_vl, qwen3_vl_moe
 from mlx_vlm.models.llama import ModelConfig as LlamaConfig
 from mlx_vlm.models.llama.language import LanguageModel as Llama
 
+from workers.engine.kv_cache import RowCache
 from workers.engine.model import Target
 
 WINDOW_TOKENS = 16
@@ -26,6 +27,21 @@ def tiny_llama_sliding_window(vocabulary: int) -> Target:
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=WINDOW_TOKENS,
     )
+
+
+class Unbatched(Target):
+    """A family whose attention takes the caches of one row alone."""
+
+    def forward(self, tokens: mx.array, caches: Any, *arguments: Any, **options: Any) -> mx.array:
+        """Raise ValueError for the caches of a batch."""
+        if any(isinstance(cache, RowCache) for cache in caches):
+            raise ValueError("the mask has another shape than the scores")
+        return super().forward(tokens, caches, *arguments, **options)
+
+
+def tiny_unbatched(vocabulary: int) -> Target:
+    """Make a model whose rows cannot share a forward pass."""
+    return Unbatched(tiny_llama(vocabulary).model)
 
 
 def tiny_qwen2_5_vl(vocabulary: int) -> Target:

@@ -15,6 +15,7 @@ from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, LayerCache, MtpHead
 from workers.engine.row import Row
 from workers.engine.step_graph import State
+from workers.engine.windows import FamilyWindow, to_ring
 
 SIZE_CLASSES = (4096, 16384)
 """Slots at which the next class of rows begins."""
@@ -156,6 +157,8 @@ class Batch:
 
 def row_cache(cache: LayerCache, room_tokens: int = 1) -> LayerCache:
     """Return the cache of one row as a batch holds it, with room for `room_tokens` more tokens."""
+    if isinstance(cache, FamilyWindow):
+        return to_ring(cache, room_tokens)
     if not isinstance(cache, KVCache):
         return cache
     row = RowCache(cache.keys, cache.values, mx.array([cache.offset], dtype=mx.int32))

@@ -311,7 +311,8 @@ class Decoder:
             batch.read_backlog(self._head.usable)
         one = slice(index, index + 1)
         hidden = None if result.hidden is None else result.hidden[one, tokens - 1 : tokens]
-        state = state_of(batch.caches, batch.head_caches, hidden, index)
+        end = batch.rows[index].context_tokens
+        state = state_of(batch.caches, batch.head_caches, hidden, index, end)
         if tokens == len(result.tokens[index]):
             return state
         # The answer ended inside a draft, and the caches of the batch have read on.

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 
 import mlx.core as mx
@@ -110,8 +110,8 @@ class Engine:
                 engine.prefix_cache,
                 thread,
                 engine.cache_layout,
-                fingerprint(settings.model),
-                recurrent=engine.checkpoint.target.is_recurrent,
+                fingerprint(settings.model, settings.adapter),
+                cuttable=engine.checkpoint.target.starts_anywhere,
             )
         return engine
 
@@ -341,9 +341,12 @@ def load_engine(
     """Load the model, create its lanes, and test its MTP head; runs on the engine thread."""
     progress(StartStage.WEIGHTS, 0, 0)
     try:
-        checkpoint = load_checkpoint(settings.model, mtp=settings.mtp)
+        checkpoint = load_checkpoint(
+            settings.model, mtp=settings.mtp, adapter=settings.adapter, dtype=settings.dtype
+        )
     except HeadUnusable as error:
         raise types.ModelUnusable(str(error)) from error
+    checkpoint = _limit_context(checkpoint, settings.context_tokens)
     sparse_prefill = load_sparse_prefill(settings.spec_prefill, checkpoint)
     prompts = PromptRenderer(checkpoint.processor)
     grammars = GrammarCompiler(checkpoint.processor, checkpoint.vocabulary, checkpoint.eos)
@@ -413,6 +416,18 @@ def load_engine(
     )
 
 
+def _limit_context(checkpoint: Checkpoint, tokens: int | None) -> Checkpoint:
+    """Limit the context of a checkpoint; raise `ModelUnusable` for more than it was trained for."""
+    if tokens is None:
+        return checkpoint
+    if tokens > checkpoint.context_tokens:
+        raise types.ModelUnusable(
+            f"A context of {tokens} tokens is longer than the {checkpoint.context_tokens} that "
+            "the model was trained for; choose a smaller --context."
+        )
+    return replace(checkpoint, context_tokens=tokens)
+
+
 def _open_files(settings: types.EngineSettings, checkpoint: Checkpoint) -> PrefixCacheFiles | None:
     """Return the prefix cache on disk; None without one, or if the folder is unusable.
 
@@ -426,7 +441,7 @@ def _open_files(settings: types.EngineSettings, checkpoint: Checkpoint) -> Prefi
         return PrefixCacheFiles(
             settings.prefix_cache_dir,
             settings.prefix_cache_disk_bytes,
-            f"{fingerprint(settings.model)} {dtypes}",
+            f"{fingerprint(settings.model, settings.adapter)} {dtypes}",
             settings.prefix_cache_secret,
         )
     except OSError as error:

@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 MIN_SLOTS = 256
+STEP_TOKENS = 16
+"""Maximum tokens of one step: a draft and the token after it."""
 CAPACITIES_PER_DOUBLING = 4
 """Capacities between a power of two and the next: few shapes, and less than a quarter unused."""
 
@@ -61,10 +63,20 @@ class RowCache:
         """Return False: a joined row always holds tokens."""
         return False
 
-    def make_mask(self, N: int, **_: object) -> mx.array:  # noqa: N803  # mlx-vlm's name
-        """Mask all but a row's own slots up to query i, for each query: [rows, 1, N, slots]."""
-        queries = self.offset[:, None] + mx.arange(N)
-        return mx.arange(self.slots)[None, None, None] <= queries[:, None, :, None]
+    def make_mask(
+        self,
+        N: int,  # noqa: N803  # mlx-vlm's name
+        window_size: int | None = None,
+        **_: object,
+    ) -> mx.array:
+        """Mask all but a row's own slots up to query i, for each query: [rows, 1, N, slots].
+
+        With `window_size`, the query sees that many tokens, itself included.
+        """
+        queries = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
+        slots = mx.arange(self.slots)[None, None, None]
+        visible = slots <= queries
+        return visible if window_size is None else visible & (slots > queries - window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [rows, heads, L, width] at every row's cursor; return all slots.

@@ -3,8 +3,8 @@
 On Apple silicon the system aborts a process that exceeds the working set, with all its answers. The
 engine therefore rejects a prompt that cannot fit before reading it, ends an answer at the length at
 which even a single row no longer fits, and queues rows that do not fit beside others
-(`scheduler.py`). The estimate omits caches of sliding windows, which stop growing, and the draft
-model's caches during scoring; both fit into the share that is left for activations.
+(`scheduler.py`). A sliding window stops growing when its ring is whole. The estimate omits the
+draft model's caches during scoring, which fit into the share that is left for activations.
 
 Two activations grow with what rows hold, and are counted. A verify of k drafts stores the recurrent
 states after each of them, and two more while it rolls back. Attention that no kernel fuses stores
@@ -13,20 +13,22 @@ the scores of a chunk over its whole context: chunks are cut to fit, down to one
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from workers.engine.kv_cache import capacity, capacity_within
+from workers.engine.kv_cache import STEP_TOKENS, capacity, capacity_within
 from workers.engine.model import ArraysCache, KVCache, MtpHead, Target
 from workers.engine.prefill_budget import BLOCK_TOKENS
+from workers.engine.windows import FamilyWindow, recent_tokens, ring_slots, window_tokens
 
 _PROBE_TOKENS = 16
+_MAX_SLOTS = 1 << 31
 GROWTH_TOKENS = 256
 """Growth reserved for each row when another one joins, to avoid an early preemption."""
-_STEP_TOKENS = 16
-"""Maximum tokens of one step: a draft and the token after it."""
 _SHARE_FOR_CACHES = 0.9
 """Share of the memory beside the weights; the rest is for activations and pictures."""
 _SHARE_FOR_SCORES = 0.5
@@ -55,6 +57,8 @@ class MemoryEstimate:
     """Bytes of attention scores for each token read and each token before it; 0 if fused."""
     max_score_bytes: int = 0
     """Share of the activations' memory that scores may take."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """Bytes for each slot, and slots of a whole ring, of the windowed layers."""
 
     def max_chunk_tokens(self, context_tokens: int) -> int:
         """Return the maximum of a chunk that is read after so many tokens: one block at least."""
@@ -73,22 +77,23 @@ class MemoryEstimate:
         A batch holds each of its rows at the length of the longest.
         """
         return sum(
-            len(tokens) * self.row_cache_bytes(capacity(max(tokens) + _STEP_TOKENS))
+            len(tokens) * self.row_cache_bytes(capacity(max(tokens) + STEP_TOKENS))
             for tokens in batches
         )
 
     def row_cache_bytes(self, slots: int) -> int:
         """Return the bytes of a row of `slots` slots."""
-        return self.row_bytes + self.token_bytes * slots
+        window_bytes = sum(size * min(slots, most) for size, most in self.windows)
+        return self.row_bytes + self.token_bytes * slots + window_bytes
 
     def max_row_tokens(self) -> int:
         """Return the maximum tokens of a row without others, its answer included."""
-        room_bytes = max(self.room_bytes - self.row_bytes - self.draft_bytes, 0)
-        slots = room_bytes // max(self.token_bytes, 1)
-        block_bytes = BLOCK_TOKENS * self.score_bytes
-        if self.reading_bytes(slots):
-            slots = (room_bytes + self.max_score_bytes) // (self.token_bytes + block_bytes)
-        return max(capacity_within(slots) - _STEP_TOKENS, 0)
+
+        def needed_bytes(slots: int) -> int:
+            return self.row_cache_bytes(slots) + self.draft_bytes + self.reading_bytes(slots)
+
+        slots = bisect_right(range(_MAX_SLOTS), self.room_bytes, key=needed_bytes) - 1
+        return max(capacity_within(max(slots, 0)) - STEP_TOKENS, 0)
 
 
 def measure_memory(target: Target, head: MtpHead | None, draft_tokens: int = 0) -> MemoryEstimate:
@@ -102,8 +107,13 @@ def measure_memory(target: Target, head: MtpHead | None, draft_tokens: int = 0) 
     mx.eval([cache.state for cache in caches])
     token_bytes = row_bytes = 0
     attention_bytes = score_bytes = 0
+    windows: Counter[int] = Counter()
     for cache in caches:
-        if isinstance(cache, ArraysCache):
+        if isinstance(cache, FamilyWindow):
+            held = recent_tokens(cache)
+            slot_bytes = sum(array.nbytes // array.shape[2] for array in held)
+            windows[ring_slots(window_tokens(cache))] += slot_bytes
+        elif isinstance(cache, ArraysCache):
             row_bytes += sum(array.nbytes for array in cache.state if array is not None)
         elif isinstance(cache, KVCache):
             keys, values = cache.state
@@ -124,6 +134,7 @@ def measure_memory(target: Target, head: MtpHead | None, draft_tokens: int = 0) 
         draft_bytes=int((draft_tokens + _ROLLBACK_STATES) * row_bytes) if draft_tokens else 0,
         score_bytes=score_bytes,
         max_score_bytes=int(_SHARE_FOR_SCORES * (1 - _SHARE_FOR_CACHES) * max(free_bytes, 0)),
+        windows=tuple((size, slots) for slots, size in sorted(windows.items())),
     )
 
 

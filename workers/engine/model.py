@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_vlm.models.base import create_attention_mask
-from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_vlm.models.glm4v.language import LanguageModel as Glm4vLanguage
 from mlx_vlm.models.glm4v_moe.language import LanguageModel as Glm4vMoeLanguage
 from mlx_vlm.models.glm_ocr.language import LanguageModel as GlmOcrLanguage
+from mlx_vlm.models.llama4.language import LanguageModel as Llama4Language
 from mlx_vlm.models.paddleocr_vl.language import LanguageModel as PaddleOcrLanguage
 from mlx_vlm.models.qwen2_5_vl.language import LanguageModel as Qwen25VlLanguage
 from mlx_vlm.models.qwen2_vl.language import LanguageModel as Qwen2VlLanguage
@@ -32,24 +34,33 @@ from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
 from mlx_vlm.utils import load
 from pydantic import ValidationError
+from transformers import AutoConfig
 
+from workers.engine import llama4
+from workers.engine.adapter import apply_adapter
 from workers.engine.kv_cache import RecurrentCache, RowCache
 from workers.engine.model_folder import check_folder, forbid_code
+from workers.engine.types import WeightType
 from workers.protocol import SamplingDefaults
 from workers.terminal import printable
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ArraysCache", "KVCache"]  # other modules import these classes from here
+# Other modules import these classes from here.
+__all__ = ["ArraysCache", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
 
-LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
+LayerCache: TypeAlias = RowCache | KVCache | RotatingKVCache | ChunkedKVCache | ArraysCache
 
 # Families that return the positions of a prompt with pictures along with its embeddings,
 _ReturnsPositions = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage
 # and families that store them in the language model.
 _StoresPositions = Glm4vLanguage | Glm4vMoeLanguage | GlmOcrLanguage | PaddleOcrLanguage
+# Families whose attention cuts a mask to the length of one row.
+_CutsMasks = Qwen3VlMoeLanguage
 _MAX_TOKENS = 1 << 31
 _FEATURES_BYTES = 256 << 20
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+_LAST_WITHOUT_BFLOAT16 = 14
 _NO_CODE = (lambda: None).__code__
 _POSITION_ATTRIBUTES = ("_position_ids", "_rope_deltas")
 _NO_HEAD = "the text-mtp lane supports no MTP head of this model family"
@@ -143,12 +154,16 @@ class Target:
         """For the families that take one; a chat sends its pictures in every turn."""
         self.native_verify = True
         """Whether several tokens may be verified in one pass; probed at load."""
-        complete = all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
-        self.supports_prefix_cache = complete and not self.stores_positions
-        """Whether the caches of a prefix can be stored: a sliding window loses its beginning."""
-        self.is_recurrent = any(type(cache) is not KVCache for cache in self.new_caches())
-        """Whether keys and values alone are not the state of a row."""
-        self.supports_batching = complete and not self.stores_positions
+        caches = self.new_caches()
+        known = all(map(_is_known, caches))
+        self.supports_prefix_cache = known and not self.stores_positions
+        """Whether the caches of a prefix can be stored."""
+        self.is_recurrent = any(type(cache) is ArraysCache for cache in caches)
+        """Whether a layer has a state that each token replaces."""
+        self.starts_anywhere = all(type(cache) is KVCache for cache in caches)
+        """Whether a row can start after any token of a stored prefix: a state and a sliding window
+        are stored at the ends of messages alone."""
+        self.supports_batching = known and not self.stores_positions
         """Whether rows of any length may share one forward pass; probed at load."""
 
     @property
@@ -221,6 +236,9 @@ class Target:
         scores [rows, L, vocabulary] of any other. Families that find positions in their caches
         ignore `positions`.
         """
+        rows = [cache for cache in caches if isinstance(cache, RowCache)]
+        if isinstance(self.language, Llama4Language) and rows:
+            return llama4.forward(self.language, tokens, rows, embeddings)
         arguments: dict[str, Any] = dict(extras or {})
         if embeddings is not None:
             arguments["inputs_embeds"] = embeddings
@@ -230,7 +248,10 @@ class Target:
             arguments["position_ids"] = positions
         if self.explicit_positions:
             arguments |= {"return_hidden": True, "skip_logits": True}
-        output = self.language(tokens, cache=list(caches), **arguments)
+        layers: list[Any] = list(caches)
+        if isinstance(self.language, _CutsMasks):
+            layers = [_ByPositions(one) if isinstance(one, RowCache) else one for one in caches]
+        output = self.language(tokens, cache=layers, **arguments)
         return output.hidden_states[-1] if self.explicit_positions else output.logits
 
     def scores(self, output: mx.array, last: int | None = None) -> mx.array:
@@ -240,6 +261,23 @@ class Target:
         if not self.explicit_positions:
             return output
         return self.language.speculative_logits_from_hidden(output)
+
+
+class _ByPositions:
+    """A row cache for a family that takes positions, and cuts masks to the length of one row."""
+
+    def __init__(self, cache: RowCache) -> None:
+        self.offset = cache.slots
+        """Never less than the length of a row, so nothing is cut."""
+        self.make_mask = cache.make_mask
+        self.update_and_fetch = cache.update_and_fetch
+
+
+def _is_known(cache: Any) -> bool:
+    """Return whether the engine can store the state of a layer, and hold it for several rows."""
+    if type(cache) is RotatingKVCache:
+        return bool(cache.keep == 0)
+    return type(cache) in (KVCache, ChunkedKVCache, ArraysCache)
 
 
 class MtpHead:
@@ -285,20 +323,29 @@ class MtpHead:
         return mx.argmax(self._score(hidden)[:, 0], axis=-1).astype(mx.int32)
 
 
-def load_checkpoint(path: Path, *, mtp: Path | None = None) -> Checkpoint:
+def load_checkpoint(
+    path: Path,
+    *,
+    mtp: Path | None = None,
+    adapter: Path | None = None,
+    dtype: WeightType | None = None,
+) -> Checkpoint:
     """Load target, processor and, if there is one, the MTP head from a directory.
 
-    `mtp` is the directory of a head in place of the model's own. Runs no code of either. Raises the
-    errors of the libraries, and `HeadUnusable` for a head of another model.
+    `mtp` is the directory of a head in place of the model's own. Runs no code of any. Raises the
+    errors of the libraries, `HeadUnusable` for a head of another model, and `ModelUnusable` for an
+    adapter that does not fit the model.
     """
     config = check_folder(path)
     forbid_code()
     model, processor = load(str(path), trust_remote_code=False)
-    _cast_for_device(model)
+    _cast(model, dtype, str(config.get("model_type", "")))
+    if adapter is not None:
+        apply_adapter(model, adapter)
+        _cast_for_device(model)
     target = Target(model)
     file = path / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
-    text_config = config.get("text_config") or config
     limit = generation.get("max_new_tokens")
     if mtp is None:
         head, mtp_unavailable_reason = _load_own_head(path, config, target)
@@ -310,14 +357,38 @@ def load_checkpoint(path: Path, *, mtp: Path | None = None) -> Checkpoint:
         mtp_unavailable_reason=mtp_unavailable_reason,
         processor=processor,
         eos=_end_tokens(config, generation, processor),
-        vocabulary=_count("vocab_size", text_config["vocab_size"]),
+        vocabulary=_count("vocab_size", _text_value(path, config, target, "vocab_size")),
         context_tokens=_count(
-            "max_position_embeddings", text_config.get("max_position_embeddings") or 4096
+            "max_position_embeddings",
+            _text_value(path, config, target, "max_position_embeddings") or 4096,
         ),
         default_max_tokens=_count("max_new_tokens", limit) if limit is not None else None,
         sampling=_sampling(generation),
         family=str(config.get("model_type", "unknown")),
     )
+
+
+def _text_value(path: Path, config: dict[str, Any], target: Target, name: str) -> object:
+    """Return a value of the language model's configuration, as published, or its default.
+
+    Published configurations leave out what equals the default in Transformers, whose defaults are
+    therefore meant; mlx-vlm has others (Gemma 3: a context of 4,096 instead of 131,072 tokens).
+    """
+    for key in _TEXT_CONFIGS:
+        nested = config.get(key)
+        if isinstance(nested, dict) and nested:
+            return _text_value(path, nested, target, name)
+    if config.get(name) is not None:
+        return config[name]
+    try:
+        text = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+        value = getattr(text, name, None)
+    except Exception as error:  # noqa: BLE001  # a family may be unknown there, or raise anything
+        logger.info("model.defaults_unknown error=%s", type(error).__name__)
+        value = None
+    for holder in ("args", "config"):
+        value = value or getattr(getattr(target.language, holder, None), name, None)
+    return value
 
 
 def _count(name: str, value: object) -> int:
@@ -338,6 +409,27 @@ def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
         except ValidationError:
             logger.warning("model.sampling_ignored field=%s", name)
     return values
+
+
+def _cast(model: Any, dtype: WeightType | None, family: str) -> None:
+    """Cast the weights in half precision to a type, on a CPU to single precision."""
+    chosen = choose_dtype(dtype, family, str(mx.device_info().get("architecture", "")))
+    if chosen is not None:
+        model.set_dtype(getattr(mx, chosen), lambda kind: kind in (mx.float16, mx.bfloat16))
+    _cast_for_device(model)
+
+
+def choose_dtype(dtype: WeightType | None, family: str, architecture: str) -> WeightType | None:
+    """Return the type for the weights of a family on a device; None: as they are stored.
+
+    Apple's generations 13 and 14 (M1 and M2) compute bfloat16 as float32. Gemma's activations
+    exceed the range of float16.
+    """
+    if dtype is not WeightType.AUTO:
+        return dtype
+    generation = re.fullmatch(r"applegpu_g(\d+)\w*", architecture)
+    old = generation is not None and int(generation[1]) <= _LAST_WITHOUT_BFLOAT16
+    return WeightType.FLOAT16 if old and not family.startswith("gemma") else None
 
 
 def _cast_for_device(model: Any) -> None:

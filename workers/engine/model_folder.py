@@ -44,12 +44,12 @@ def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
 
     Of the folder of an MTP `head` only the layers of the head are built.
     """
-    config = _read_object(folder / "config.json")
+    config = read_object(folder / "config.json")
     if config.get("model_file") is not None:
         raise ValueError("config.json names a Python file in model_file, which would run")
     if (folder / _INDEX).exists():
         # MLX reads files with other names in other formats, and a path may lead out of the folder.
-        names = set(_read_object(folder / _INDEX).get("weight_map", {}).values())
+        names = set(read_object(folder / _INDEX).get("weight_map", {}).values())
         if not all(Path(name).name == name and name.endswith(".safetensors") for name in names):
             raise ValueError(f"{_INDEX} names other files than safetensors files in the folder")
     tensors = 0
@@ -93,7 +93,8 @@ def _check_layers(config: object, tensors: int, name: str = "") -> None:
         raise ValueError(f"{name} in config.json is {config}, and there are {tensors} tensors")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; raise ValueError or OSError without one."""
     document = json.loads(path.read_bytes())
     if not isinstance(document, dict):
         raise ValueError(f"{path.name} is not an object")

@@ -143,10 +143,10 @@ def find_prefix(
     if row.prompt.scope is None or not target.supports_prefix_cache:
         return None
     find = partial(prefix_cache.match, row.prompt.scope, context_of(row))
-    match = find(with_head=head is not None, cuttable=not target.is_recurrent and head is None)
+    match = find(with_head=head is not None, cuttable=target.starts_anywhere and head is None)
     if head is None or row.uses_head:
         return match
-    without = find(with_head=False, cuttable=not target.is_recurrent)
+    without = find(with_head=False, cuttable=target.starts_anywhere)
     longer = without is not None and (match is None or without.tokens > match.tokens)
     return without if longer else match
 
@@ -174,7 +174,7 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
         if not row.answer:
             row.cached_tokens = match.tokens
             row.cached_kinds = _kinds(row, match.tokens, in_memory.tokens if in_memory else 0)
-    prefill.boundaries = _boundaries(prefill, cuttable=not target.is_recurrent and not prefill.head)
+    prefill.boundaries = _boundaries(prefill, cuttable=target.starts_anywhere and not prefill.head)
 
 
 def _kinds(row: Row, tokens: int, in_memory: int) -> dict[str, int]:

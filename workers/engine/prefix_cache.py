@@ -1,10 +1,11 @@
 """Prefix cache: a tree over tokens, so that no prompt is read twice.
 
 A node is a run of tokens with its keys and values; conversations that begin alike share the nodes
-of their beginning, and each turn adds a node. A node may end with a snapshot: the recurrent states
-and the last hidden state there. A row starts from the longest common beginning of its prompt and
-the tree, with speculation, and continues exactly as if it had read the prompt. A model of plain
-attention starts at any token; one with recurrent layers or an MTP head starts at a snapshot.
+of their beginning, and each turn adds a node. A node may end with a snapshot: the recurrent states,
+the windows of layers that see the last tokens alone, and the last hidden state there. A row starts
+from the longest common beginning of its prompt and the tree, with speculation, and continues
+exactly as if it had read the prompt. A model of plain attention starts at any token; one with
+recurrent or windowed layers, or an MTP head, starts at a snapshot.
 
 Each isolation scope has a tree of its own. The key of a system prompt is the gateway's name for it,
 and decides nothing: tokens are compared.
@@ -37,6 +38,7 @@ from workers.engine.prefix_cache_files import (
     Prefetched,
     PrefixCacheFiles,
 )
+from workers.engine.windows import FamilyWindow, WindowCache, recent_tokens, restore_window
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class RowState(NamedTuple):
     """[1, 1, width] of the last token, which the head reads together with the next one."""
     begin: int = 0
     """Number of tokens before those of the arrays."""
+    windows: Sequence[KeysValues] = ()
+    """Of windowed layers: the last tokens that a layer may still see, and no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,12 @@ class Snapshot:
 
     recurrent: Sequence[Sequence[mx.array | None]]
     last_hidden: mx.array | None
+    windows: Sequence[KeysValues]
 
     @property
     def size_bytes(self) -> int:
         """Return the size of all arrays."""
-        return _size_bytes((self.recurrent, self.last_hidden))
+        return _size_bytes((self.recurrent, self.last_hidden, self.windows))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -157,7 +162,8 @@ class Match:
     ) -> None:
         """Fill empty caches of one row that is going to have `slots` tokens."""
         attention = [cache for cache in caches if isinstance(cache, KVCache)]
-        others = [cache for cache in caches if not isinstance(cache, KVCache)]
+        windows = [cache for cache in caches if isinstance(cache, FamilyWindow)]
+        others = [cache for cache in caches if not isinstance(cache, KVCache | FamilyWindow)]
         for layer, cache in enumerate(attention):
             _fill(cache, [node.attention[layer] for node in self.nodes], self.tokens, slots)
         for layer, cache in enumerate(head_caches):
@@ -165,6 +171,8 @@ class Match:
         if self.snapshot is not None:
             for recurrent, arrays in zip(others, self.snapshot.recurrent, strict=True):
                 recurrent.state = list(arrays)
+            for window, (keys, values) in zip(windows, self.snapshot.windows, strict=True):
+                restore_window(window, keys, values, self.tokens)
 
 
 class PendingRun(NamedTuple):
@@ -423,7 +431,9 @@ class PrefixCache:
         self._evict_to(limit_bytes - needed_bytes, frozenset(known))
         # Not earlier: an eviction also removes the roots of empty trees.
         root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0, parent=None))
-        cuttable = not state.recurrent and not state.head  # what it holds has no end of its own
+        cuttable = not (
+            state.recurrent or state.windows or state.head
+        )  # what it holds has no end of its own
         ends_within_run = bool(path) and path[-1][1] < len(known[-1].tokens)
         if ends_within_run and (begin < len(tokens) or not cuttable):
             known[-1] = self._split(known[-1], path[-1][1])
@@ -523,8 +533,9 @@ class PrefixCache:
         before_bytes = node.size_bytes
         hidden = state.last_hidden if state.head else None
         recurrent = [[_copy(array) for array in arrays] for arrays in state.recurrent]
-        node.snapshot, node.written = Snapshot(recurrent, _copy(hidden)), False
-        mx.async_eval(recurrent, node.snapshot.last_hidden)
+        windows = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in state.windows]
+        node.snapshot, node.written = Snapshot(recurrent, _copy(hidden), windows), False
+        mx.async_eval(recurrent, node.snapshot.last_hidden, windows)
         self.size_bytes += node.size_bytes - before_bytes
 
     def _complete_head(self, path: Sequence[Node], state: RowState) -> None:
@@ -694,17 +705,22 @@ def state_of(
     head_caches: Sequence[KVCache | RowCache],
     last_hidden: mx.array | None,
     row: int = 0,
+    end: int = 0,
 ) -> RowState:
-    """Return the state of one row, given its caches or those of its batch."""
+    """Return the state of one row, given its caches, or those of its batch after `end` tokens."""
     one = slice(row, row + 1)
-    attention = [_keys_values(c, one) for c in caches if isinstance(c, KVCache | RowCache)]
-    recurrent = [
-        [None if array is None else array[one] for array in cache.state]
-        for cache in caches
-        if not isinstance(cache, KVCache | RowCache)
-    ]
+    attention, recurrent, windows = [], [], []
+    for cache in caches:
+        if isinstance(cache, WindowCache):
+            windows.append(cache.recent_tokens(row, end))
+        elif isinstance(cache, FamilyWindow):
+            windows.append(recent_tokens(cache))
+        elif isinstance(cache, KVCache | RowCache):
+            attention.append(_keys_values(cache, one))
+        else:
+            recurrent.append([None if array is None else array[one] for array in cache.state])
     head = [_keys_values(c, one) for c in head_caches if not c.empty()]
-    return RowState(attention, recurrent, head, last_hidden)
+    return RowState(attention, recurrent, head, last_hidden, windows=windows)
 
 
 def _keys_values(cache: KVCache | RowCache, row: slice) -> KeysValues:
@@ -757,7 +773,7 @@ def _needed_bytes(state: RowState, begin: int, end: int) -> int:
     """Return the size of a copy, which is known before it is made."""
     parts = [array for layer in (*state.attention, *state.head) for array in layer]
     run_bytes = sum(array.nbytes // max(array.shape[2], 1) * (end - begin) for array in parts)
-    return run_bytes + _size_bytes((state.recurrent or (), state.last_hidden))
+    return run_bytes + _size_bytes((state.recurrent or (), state.last_hidden, state.windows))
 
 
 def _copies(layers: Sequence[KeysValues], begin: int, end: int | None) -> list[KeysValues]:
@@ -780,7 +796,12 @@ def _arrays(node: Node) -> tuple[dict[str, mx.array], frozenset[str]]:
     """Return the arrays of a node by name, those in bfloat16, which NumPy lacks, as bits."""
     tree: dict[str, Any] = {"attention": node.attention, "head": node.head}
     if node.snapshot is not None:
-        tree |= {"recurrent": node.snapshot.recurrent, "hidden": node.snapshot.last_hidden}
+        snapshot = node.snapshot
+        tree |= {
+            "recurrent": snapshot.recurrent,
+            "hidden": snapshot.last_hidden,
+            "window": snapshot.windows,
+        }
     arrays = {name: array for name, array in tree_flatten(tree) if array is not None}
     bfloat16 = frozenset(name for name, array in arrays.items() if array.dtype == mx.bfloat16)
     arrays |= {name: arrays[name].view(mx.uint16) for name in bfloat16}
@@ -807,5 +828,6 @@ def _from_host(name: FileName, host: HostPrefix) -> tuple[TokenArray, RowState]:
         [(keys, values) for keys, values in tree.get("head", ())],
         tree.get("hidden"),
         begin=name.begin,
+        windows=[(keys, values) for keys, values in tree.get("window", ())],
     )
     return host.arrays["tokens"].astype(np.int64), state

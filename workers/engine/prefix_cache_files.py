@@ -317,8 +317,10 @@ def _is_abandoned(path: Path) -> bool:
     return False
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, adapter: Path | None = None) -> str:
     """Tell one checkpoint from another: its configurations, and samples of its weights.
+
+    With an adapter it is another checkpoint.
 
     Two fine-tunes differ nearly everywhere, so a few blocks of each file tell them apart without
     reading tens of gigabytes.
@@ -334,4 +336,7 @@ def fingerprint(folder: Path) -> str:
             for sample in range(_SAMPLES):
                 file.seek(size_bytes * sample // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
+    if adapter is not None:
+        for path in (adapter / "adapter_config.json", *sorted(adapter.glob("*.safetensors"))):
+            digest.update(path.read_bytes())
     return digest.hexdigest()

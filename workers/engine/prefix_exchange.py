@@ -63,7 +63,7 @@ class PrefixExchange:
         layout: CacheLayout,
         fingerprint: str,
         *,
-        recurrent: bool,
+        cuttable: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
@@ -71,7 +71,8 @@ class PrefixExchange:
         self._layout = layout
         self.model = layout.model_digest(fingerprint)
         """Engines of the same model give their nodes to each other."""
-        self._recurrent = recurrent
+        self._cuttable = cuttable
+        """Whether a row of this model can start at any token."""
         self._clock = clock
         self._pace = TransferPace()
         self._given = 0
@@ -114,7 +115,7 @@ class PrefixExchange:
             query.scope,
             query.tokens,
             with_head=query.with_head,
-            cuttable=not self._recurrent and not query.with_head,
+            cuttable=self._cuttable and not query.with_head,
         )
         return match.tokens if match else 0, files
 
@@ -235,7 +236,7 @@ class PrefixExchange:
         size_bytes = self._layout.size_bytes(offer.tokens - query.known, snapshots=1)
         if size_bytes > self._cache.limit_bytes:
             raise TransferFailed("too_large", f"{size_bytes} bytes")
-        cuttable = not self._recurrent and not query.with_head
+        cuttable = self._cuttable and not query.with_head
         transfer.begun_s = self._clock()
         tokens = query.tokens[: offer.tokens]
         while transfer.at < offer.tokens:

@@ -9,7 +9,7 @@ of the preprocessing of pictures names the model. Pure: no clock is read, and no
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -95,7 +95,8 @@ class ArrayLayout(NamedTuple):
     """Shape and type of an array of a node."""
 
     shape: tuple[int, ...]
-    """The size of the token axis is 0 where it is the number of tokens."""
+    """The size of the token axis is 0 where it is the number of tokens, and the most that it can be
+    where a windowed layer has the last tokens alone."""
     dtype: str
 
 
@@ -106,9 +107,17 @@ class CacheLayout:
     arrays: Mapping[str, ArrayLayout]
 
     @classmethod
-    def of(cls, node: HostPrefix) -> CacheLayout:
-        """Return the layout of a node with a snapshot."""
-        return cls({name: _layout(name, node) for name in node.arrays if name != "tokens"})
+    def of(cls, node: HostPrefix, windows: Sequence[int] = ()) -> CacheLayout:
+        """Return the layout of a node with a snapshot; `windows` are those of the windowed layers.
+
+        Such a layer's arrays are named `window.` and its number.
+        """
+        arrays = {name: _layout(name, node) for name in node.arrays if name != "tokens"}
+        for name, (shape, dtype) in arrays.items():
+            if name.startswith("window."):
+                tokens = windows[int(name.split(".")[1])]
+                arrays[name] = ArrayLayout((*shape[:2], tokens, *shape[3:]), dtype)
+        return cls(arrays)
 
     @property
     def token_bytes(self) -> int:
@@ -139,13 +148,13 @@ class CacheLayout:
         if tokens is None or not np.array_equal(tokens, expected) or not len(expected):
             raise TransferFailed("failed", "a run has other tokens")
         found = {key: _layout(key, node) for key in node.arrays if key != "tokens"}
-        if any(self.arrays.get(key) != layout for key, layout in found.items()):
+        if any(self._expected(key, name.end) != layout for key, layout in found.items()):
             raise TransferFailed("failed", "a run has arrays of another model")
         required = [key for key in self.arrays if key.startswith("attention.")]
         if any(key.startswith("head.") for key in found):
             required += [key for key in self.arrays if key.startswith("head.")]
         if name.resumable:
-            required += [key for key in self.arrays if key.startswith("recurrent.")]
+            required += [key for key in self.arrays if key.startswith(("recurrent.", "window."))]
         elif any(not has_token_axis(key) for key in found):
             raise TransferFailed("failed", "a run has a snapshot unasked")
         if not found.keys() >= set(required):
@@ -155,6 +164,14 @@ class CacheLayout:
         for key, array in node.arrays.items():
             if has_token_axis(key) and array.shape[2] != lengths[key.partition(".")[0]]:
                 raise TransferFailed("failed", "a run has arrays of another length")
+
+    def _expected(self, name: str, tokens: int) -> ArrayLayout | None:
+        """Return the layout of an array at the end of so many tokens; None if there is none."""
+        layout = self.arrays.get(name)
+        if layout is None or not name.startswith("window."):
+            return layout
+        shape = (*layout.shape[:2], min(layout.shape[2], tokens), *layout.shape[3:])
+        return ArrayLayout(shape, layout.dtype)
 
     def model_digest(self, fingerprint: str) -> str:
         """Return the name of a model: its weights, and the layout of its caches."""

@@ -27,6 +27,7 @@ from workers.engine.model import LayerCache, MtpHead, Target
 from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache, state_of
 from workers.engine.prefix_transfer import CacheLayout
 from workers.engine.step_graph import State, StepGraph
+from workers.engine.windows import FamilyWindow, window_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ def probe_cache_layout(target: Target, head: MtpHead | None) -> CacheLayout:
     prefix_cache.store("", prompt, state, room_bytes=_NODE_BYTES)
     run = prefix_cache.read_run("", prompt, 0, MIN_TOKENS, _NODE_BYTES)
     assert run is not None, "the cache has room for it"
-    return CacheLayout.of(run.to_host()[1])
+    windows = [window_tokens(cache) for cache in caches if isinstance(cache, FamilyWindow)]
+    return CacheLayout.of(run.to_host()[1], windows)
 
 
 def _batch_caches(target: Target, prompts_tokens: Sequence[int]) -> list[LayerCache]:

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from workers.engine.kv_cache import History, RecurrentCache, RowCache, stack_history, state_after
 from workers.engine.model import KVCache, LayerCache, MtpHead, Target
+from workers.engine.windows import FamilyWindow, open_window
 
 F = TypeVar("F")
 LayerState: TypeAlias = tuple[mx.array, ...]
@@ -51,7 +52,8 @@ class StepGraph:
         """
         self.head = head
         self._target = target
-        self._attends = [isinstance(cache, KVCache) for cache in target.new_caches()]
+        self._layers = target.new_caches()
+        self._attends = [isinstance(cache, KVCache | FamilyWindow) for cache in self._layers]
         self.draft = _compile(self._trace_draft)
         self._verify = _compile(self._trace_verify) if compiled else self._trace_verify
         self.commit = _compile(self._trace_commit)
@@ -168,9 +170,19 @@ class StepGraph:
 
     def _open(self, state: State, offset: mx.array) -> list[RowCache | RecurrentCache]:
         return [
-            RowCache(layer[0], layer[1], offset) if attends else RecurrentCache(layer)
-            for attends, layer in zip(self._attends, state, strict=True)
+            _open_layer(cache, layer, offset)
+            for cache, layer in zip(self._layers, state, strict=True)
         ]
+
+
+def _open_layer(
+    cache: LayerCache, state: LayerState, offset: mx.array
+) -> RowCache | RecurrentCache:
+    if isinstance(cache, FamilyWindow):
+        return open_window(cache, state[0], state[1], offset)
+    if isinstance(cache, KVCache):
+        return RowCache(state[0], state[1], offset)
+    return RecurrentCache(state)
 
 
 def _compile(function: F) -> F:

@@ -24,6 +24,17 @@ class LaneName(StrEnum):
     VLM = "vlm"
 
 
+class WeightType(StrEnum):
+    """Types of weights in memory; a CPU always computes in float32."""
+
+    AUTO = "auto"
+    """float16 on Apple's M1 and M2, which compute no bfloat16, unless the family exceeds its range;
+    else as they are stored."""
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
 class FinishReason(StrEnum):
     """OpenAI's reasons why a generation ended."""
 
@@ -279,6 +290,12 @@ class EngineSettings:
     model: Path
     """A local directory in the format of Hugging Face."""
     served_name: str
+    adapter: Path | None = None
+    """A local directory with a LoRA adapter; None: the model alone."""
+    dtype: WeightType | None = None
+    """Type of the weights that are not quantised; None: as they are stored."""
+    context_tokens: int | None = None
+    """Limit of prompt and answer together; None: what the model was trained for."""
     lanes: tuple[LaneName, ...] = (LaneName.TEXT_MTP, LaneName.VLM)
     draft_tokens: int = 2
     max_rows: int = 8

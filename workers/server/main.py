@@ -29,7 +29,7 @@ from workers.engine.types import EngineSettings, ModelCard, ModelUnusable, Progr
 from workers.heartbeat import Membership, NotAdmitted, joined, wait_for_gateway
 from workers.lifecycle import Shutdown, first_of
 from workers.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress, StartStage
-from workers.server.model_source import ModelSource, resolve_model
+from workers.server.model_source import ModelSource, resolve_adapter, resolve_model
 from workers.server.pictures import PictureMemory
 from workers.server.ports import ServingEngine
 from workers.server.runtime import StartingWorker, Worker
@@ -80,19 +80,21 @@ def _run(settings: WorkerSettings) -> int:
         if settings.join:
             wait_for_gateway(settings.join, settings.token, worker_id, _pause_of(settings))
         source = resolve_model(settings.model)
+        adapter = resolve_adapter(settings.adapter) if settings.adapter else None
+        served_name = source.served_name_with(adapter)
         host, port = listener.getsockname()[:2]
         starting = StartingWorker(
             worker_id=worker_id,
             boot_id=secrets.token_hex(8),
             url=advertised_url(host, port, settings.join or None),
-            model=source.served_name,
+            model=served_name,
             labels=settings.labels,
             clock=time.monotonic,
             started_s=time.monotonic(),
             first_stage=StartStage.WEIGHTS if source.folder else StartStage.DOWNLOAD,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            load = functools.partial(_load, settings, source, cache, starting.advance)
+            load = functools.partial(_load, settings, source, adapter, cache, starting.advance)
             return runner.run(_start_and_serve(settings, source, starting, load, listener))
 
 
@@ -130,6 +132,7 @@ def _bind(host: str, port: int) -> socket.socket:
 def _load(
     settings: WorkerSettings,
     source: ModelSource,
+    adapter: ModelSource | None,
     cache: tuple[Path | None, bytes],
     progress: ProgressSink,
 ) -> ServingEngine:
@@ -138,6 +141,7 @@ def _load(
     cache_dir, cache_secret = cache
     folder = source.fetch(download)
     mtp = resolve_model(settings.mtp).fetch(download) if settings.mtp else None
+    adapter_folder = adapter.fetch(download) if adapter else None
     spec_prefill = None
     if settings.spec_prefill:
         spec_prefill = SpecPrefillSettings(
@@ -152,7 +156,12 @@ def _load(
     return Engine.start(
         EngineSettings(
             model=folder,
-            served_name=source.served_name,
+            served_name=source.served_name_with(adapter),
+            adapter=adapter_folder,
+            dtype=settings.dtype,
+            context_tokens=settings.context,
+            max_rows=settings.rows,
+            prefill_chunk_tokens=settings.prefill_chunk,
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
             mtp=mtp,

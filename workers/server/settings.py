@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from policies.base import Label
 from workers.config_file import InvalidSettings
-from workers.engine.types import LaneName
+from workers.engine.types import LaneName, WeightType
 from workers.heartbeat import source_address
 from workers.protocol import MAX_LABELS, base_url, is_loopback
 
@@ -53,6 +53,16 @@ class WorkerSettings(BaseSettings):
     id: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
     labels: Annotated[tuple[Label, ...], NoDecode] = Field((), max_length=MAX_LABELS)
     """Labels for pools of the policy; comma-separated in the environment."""
+    adapter: str = ""
+    """A folder or a Hugging Face repository of a LoRA adapter; empty: the model alone."""
+    dtype: WeightType | None = None
+    """Type of the weights that are not quantised; None: as they are stored."""
+    context: int | None = Field(None, ge=256, le=1 << 30)
+    """Limit of prompt and answer together, in tokens; None: what the model was trained for."""
+    rows: int = Field(8, ge=1, le=64)
+    """Requests that decode together in one lane."""
+    prefill_chunk: int = Field(1024, ge=64, le=65_536)
+    """Tokens of a prompt in one pass while no row decodes."""
     draft_tokens: int = Field(2, ge=0, le=8)
     mtp: str = ""
     """A folder or a Hugging Face repository with an MTP head for the model."""

@@ -1,23 +1,16 @@
-"""The model of a worker: a folder, a repository or the demo, and errors of a download."""
+"""The model of a worker: a folder, a repository or the demo."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from unittest.mock import Mock
 
-import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 
 from workers.demo import CHECKPOINT
 from workers.engine.types import ModelUnusable
-from workers.server.model_source import resolve_model
+from workers.server.model_source import resolve_adapter, resolve_model
 
 
 def test_without_a_model_name_the_demo_is_served_under_its_name_in_the_default_policy() -> None:
@@ -35,7 +28,7 @@ def test_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
 def test_a_repository_is_downloaded_without_its_code_and_served_under_its_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fetch = Mock(return_value=str(tmp_path))
+    fetch = Mock(side_effect=lambda *_, dry_run=False, **__: [] if dry_run else str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     source = resolve_model("Qwen/Qwen3.5-4B")
     assert (source.fetch(), source.served_name) == (tmp_path, "Qwen/Qwen3.5-4B")
@@ -43,26 +36,16 @@ def test_a_repository_is_downloaded_without_its_code_and_served_under_its_name(
     assert not any(p.endswith(".py") for p in fetch.call_args.kwargs["allow_patterns"])
 
 
-@pytest.mark.parametrize(
-    ("raised", "hint"),
-    [
-        (GatedRepoError, "accept the terms"),
-        (RepositoryNotFoundError, "no such public repository"),
-        (LocalEntryNotFoundError, "cannot be reached"),
-        (HfHubHTTPError, "download failed"),
-        (OSError, "download failed"),
-    ],
-)
-def test_a_failed_download_raises_an_error_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, raised: type[Exception], hint: str
-) -> None:
-    response = httpx.Response(404, request=httpx.Request("GET", "http://x"))
-    keywords = {"response": response} if issubclass(raised, HfHubHTTPError) else {}
-    fetch = Mock(side_effect=raised("library text", **keywords))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(ModelUnusable, match=hint) as unusable:
-        resolve_model("some/model").fetch()
-    assert "library text" not in str(unusable.value)
+def test_a_model_with_an_adapter_is_served_under_both_names(tmp_path: Path) -> None:
+    folder = tmp_path / "shop"
+    folder.mkdir()
+    adapter = resolve_adapter(str(folder))
+    assert adapter.folder == folder
+    assert resolve_model("").served_name_with(adapter) == "demo+shop"
+    assert resolve_model("").served_name_with(None) == "demo"
+    assert resolve_adapter("owner/shop").folder is None
+    with pytest.raises(ModelUnusable, match="neither a folder"):
+        resolve_adapter("no such thing")
 
 
 @pytest.mark.parametrize("named", ["/nowhere", "a/b/c", "http://host/model", "one word"])

@@ -1,0 +1,1 @@
+"""Model families as tiny random checkpoints with published configurations, and their checks."""

@@ -1,0 +1,162 @@
+"""Check every model family in every format, and write the table in `docs/models.md`.
+
+`python -m bench.families` makes a tiny random checkpoint of each family with its published
+configuration, in bfloat16, 4 bits with two group sizes, 8 bits and mxfp4, and prints what each
+does. With `--family` it checks some of them and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from bench.families.checkpoints import FORMATS, Format, write_checkpoint
+from bench.families.checks import Checks, check_checkpoint
+from bench.families.configs import FAMILIES, Family
+from bench.harness.blas import restart_with_fast_blas
+from bench.harness.tables import Grid, provenance
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN: Final = "<!-- families: written by `python -m bench.families` -->"
+END: Final = "<!-- end of families -->"
+_WINDOW_TOKENS: Final = 48
+"""Of the further case in which rows go round their rings many times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The checks of one family: by format, and with a small window in bfloat16."""
+
+    family: Family
+    by_format: dict[str, Checks | str]
+    small_window: Checks | str | None
+
+    @property
+    def first(self) -> Checks | str:
+        """Return the result in bfloat16."""
+        return self.by_format[FORMATS[0].name]
+
+    @property
+    def problems(self) -> list[str]:
+        """Return what went wrong, with its format."""
+        cases = {**self.by_format, "small window": self.small_window}
+        found = []
+        for name, checks in cases.items():
+            problems = [checks] if isinstance(checks, str) else checks.problems if checks else []
+            found += [f"{self.family.name}, {name}: {problem}" for problem in problems]
+        return found
+
+
+def check_family(family: Family, formats: Sequence[Format] = FORMATS) -> Result:
+    """Check a family in each format."""
+    by_format = {one.name: _check(family, one) for one in formats}
+    small = _check(family, formats[0], window_tokens=_WINDOW_TOKENS) if family.window else None
+    return Result(family, by_format, small)
+
+
+def _check(family: Family, weights: Format, window_tokens: int | None = None) -> Checks | str:
+    """Return the checks of a checkpoint, or why there are none."""
+    with tempfile.TemporaryDirectory(prefix="paceline-family-") as name:
+        folder = Path(name) / "model"
+        try:
+            write_checkpoint(folder, family, weights, window_tokens=window_tokens)
+            return check_checkpoint(folder, mlx_lm=family.mlx_lm)
+        except Exception as error:  # noqa: BLE001 - the table says what a family raises
+            return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def table(results: Sequence[Result]) -> Grid:
+    """Return the table of families."""
+    rows = []
+    for result in results:
+        checks = result.first
+        if isinstance(checks, str):
+            rows.append((result.family.name, result.family.source, "no", *["-"] * 6))
+            continue
+        exact = not result.problems
+        rows.append(
+            (
+                result.family.name,
+                f"`{result.family.source}`",
+                ", ".join(
+                    name for name, one in result.by_format.items() if isinstance(one, Checks)
+                ),
+                "yes" if checks.batches else "row by row",
+                _window(result, checks),
+                f"{checks.accepted} of {checks.drafted}" if checks.drafted else "none",
+                f"{checks.cached_tokens / checks.prompt_tokens:.0%}",
+                "yes" if exact else "NO",
+                "yes" if checks.compared_with_mlx_lm else "not there",
+            )
+        )
+    return Grid(
+        title="Families",
+        columns=(
+            "family",
+            "configuration",
+            "loads in",
+            "batches",
+            "window",
+            "drafts accepted",
+            "next turn cached",
+            "exact",
+            "equals mlx-lm",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _window(result: Result, checks: Checks) -> str:
+    if not checks.window_tokens:
+        return "none"
+    small = result.small_window
+    return f"{checks.window_tokens:,}" + (
+        f", {small.window_tokens}" if isinstance(small, Checks) else ""
+    )
+
+
+def write_table(page: Path, text: str) -> None:
+    """Replace the table of the page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the families; return 1 if any answer is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__)
+    parser.add_argument("--family", action="append", help="check this family alone; repeatable")
+    parser.add_argument("--format", action="append", help="check this format alone; repeatable")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    families = [one for one in FAMILIES if not options.family or one.name in options.family]
+    formats = [one for one in FORMATS if not options.format or one.name in options.format]
+    results = []
+    for one in families:
+        results.append(check_family(one, formats))
+        sys.stderr.write(f"{one.name}: {results[-1].problems or 'as expected'}\n")
+    grid = table(results)
+    Console(highlight=False, width=180).print(grid.to_table())
+    if not options.family and not options.format:
+        header = (
+            f"{provenance()}. A CPU computes in float32, so this shows what is computed, and not "
+            "how a GPU rounds it."
+        )
+        write_table(PAGE, f"{header}\n\n{grid.to_markdown()}")
+    problems = [problem for result in results for problem in result.problems]
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    restart_with_fast_blas("bench.families")
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Downloads: what is checked before the first byte and after the last, and what a failure says."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import Mock
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import (
+    DryRunError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from workers.engine.types import ModelUnusable
+from workers.server import model_download
+from workers.server.model_download import download
+
+GB = 1_000_000_000
+
+
+@dataclass
+class File:
+    filename: str
+    file_size: int | None
+    local_path: str
+    will_download: bool = True
+
+
+class Disk(NamedTuple):
+    free: int
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
+    """Replace the hub's client; `files` are those of the repository."""
+    client = Mock(files=[])
+
+    def fetch(*_: object, dry_run: bool = False, **__: object) -> object:
+        return client.files if dry_run else str(tmp_path)
+
+    client.side_effect = fetch
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", client)
+    monkeypatch.setattr(model_download, "memory_limit_bytes", lambda: 20 * GB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(30 * GB))
+    return client
+
+
+def fetched(client: Mock) -> bool:
+    return any(not call.kwargs.get("dry_run") for call in client.call_args_list)
+
+
+def weights(size_bytes: int, path: Path, name: str = "model.safetensors") -> File:
+    return File(name, size_bytes, str(path / "snapshots" / name))
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_not_fetched(hub: Mock, tmp_path: Path) -> None:
+    half = [weights(15 * GB, tmp_path, f"{number}.bin") for number in range(2)]
+    hub.files = half
+    with pytest.raises(ModelUnusable, match=r"30\.0 GB are missing, .* room for 29\.0 GB"):
+        download("some/model", Mock())
+    assert not fetched(hub)
+    half[0].will_download = False
+    download("some/model", Mock())
+    assert fetched(hub), "what is there already needs no room"
+
+
+def test_a_model_that_exceeds_the_memory_is_not_fetched(hub: Mock, tmp_path: Path) -> None:
+    hub.files = [weights(19 * GB + 1, tmp_path)]
+    with pytest.raises(ModelUnusable, match=r"take 19\.0 GB, and models may use 20\.0 GB"):
+        download("some/model", Mock())
+    assert not fetched(hub)
+    hub.files = [weights(19 * GB, tmp_path)]
+    download("some/model", Mock())
+
+
+def test_a_damaged_file_is_deleted_and_named(hub: Mock, tmp_path: Path) -> None:
+    contents = {"one.safetensors": b"as it was sent", "two.safetensors": b"as it was sent too"}
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for name, content in contents.items():
+        blob = blobs / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(content if name == "one.safetensors" else b"as it came")
+        (tmp_path / name).symlink_to(blob)
+        hub.files.append(File(name, len(content), str(tmp_path / name)))
+    small = blobs / ("0" * 40)
+    small.write_bytes(b"{}")
+    hub.files.append(File("config.json", 2, str(small)))
+
+    with pytest.raises(ModelUnusable, match=r"damaged two\.safetensors"):
+        download("some/model", Mock())
+    assert (tmp_path / "one.safetensors").exists()
+    assert not (tmp_path / "two.safetensors").exists()
+    assert small.exists()
+
+
+@pytest.mark.parametrize(
+    ("raised", "hint"),
+    [
+        (GatedRepoError, "HF_TOKEN"),
+        (RepositoryNotFoundError, "no such public repository"),
+        (LocalEntryNotFoundError, "cannot be reached"),
+        (HfHubHTTPError, "goes on where it ended"),
+        (OSError, "goes on where it ended"),
+    ],
+)
+@pytest.mark.parametrize("asked_first", [False, True])
+def test_a_failed_download_says_why(
+    hub: Mock, raised: type[Exception], hint: str, asked_first: bool
+) -> None:
+    """Also if the hub refuses already the question for the files."""
+    response = httpx.Response(404, request=httpx.Request("GET", "http://x"))
+    keywords = {"response": response} if issubclass(raised, HfHubHTTPError) else {}
+    error = raised("library text", **keywords)
+
+    def fail(*_: object, dry_run: bool = False, **__: object) -> object:
+        if dry_run and asked_first:
+            raise DryRunError("library text") from error
+        if dry_run:
+            return []
+        raise error
+
+    hub.side_effect = fail
+    with pytest.raises(ModelUnusable, match=hint) as unusable:
+        download("some/model", Mock())
+    assert "library text" not in str(unusable.value)
+
+
+def test_a_cached_model_is_served_while_the_hub_is_away(hub: Mock, tmp_path: Path) -> None:
+    def fetch(*_: object, dry_run: bool = False, **__: object) -> object:
+        if dry_run:
+            raise DryRunError("offline") from httpx.ConnectError("offline")
+        return str(tmp_path)
+
+    hub.side_effect = fetch
+    assert download("some/model", Mock()) == tmp_path
