@@ -68,10 +68,9 @@ def load_target(folder: Path) -> Checkpoint:
     """Load a checkpoint, and probe it as the engine does."""
     checkpoint = load_checkpoint(folder)
     target = checkpoint.target
-    if checkpoint.head is not None:
-        target.native_verify = probe_native_verify(target)
     if target.supports_batching and not target.explicit_positions:
         target.supports_batching = probe_shared_rows(target)
+    target.native_verify = target.supports_batching and probe_native_verify(target)
     # Random weights end an answer anywhere, and their answers shall all be long.
     return replace(checkpoint, eos=frozenset())
 
@@ -191,6 +190,8 @@ class _Runner:
             ends=self._lane.ends,
             draft_tokens=DRAFT_TOKENS,
             draft_tokens_fixed=True,
+            with_head=self._lane.has_head,
+            looks_up=True,
             text=TextStream(self._prompts.decode),
             speculation=SpeculationCounter(DRAFT_TOKENS),
             sink=sink,

@@ -288,6 +288,7 @@ FAMILIES: tuple[Family, ...] = (
         source="Qwen/Qwen3.5-4B, language model alone",
         published={"architectures": ["Qwen3_5ForCausalLM"], **_QWEN35_TEXT},
         tiny=_TINY_QWEN35,
+        mlx_lm=False,
     ),
     Family(
         name="Qwen3-Next",
@@ -490,6 +491,7 @@ FAMILIES: tuple[Family, ...] = (
                 eos_token_id=2,
             ),
         },
+        mlx_lm=False,
         processor=_QWEN_PROCESSOR,
     ),
     Family(
@@ -719,6 +721,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         # As published its text model is sparse: heads, widths, patterns and context are defaults.
         tiny={
+            "vocab_size": 1536,
             "boi_token_index": 3,
             "eoi_token_index": 4,
             "image_token_index": 5,
