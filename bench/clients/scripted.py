@@ -1,8 +1,8 @@
 """A gateway over a worker that plays a model by a script, for the loops of agents.
 
 The worker speaks chat alone. It calls the client's own tools if the question says `CALL`, one after
-another, and then answers with the end of the last result; it writes slowly without an end if the
-question says `SLOWLY`, and refuses a prompt beyond its context.
+another, and then answers with the end of the last result; it calls the tool that it must call; it
+writes slowly without an end if the question says `SLOWLY`, and refuses a prompt beyond its context.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _PIECE_S: Final = 0.05
 _ECHO: Final = "echo paceline-$((40+2))"
 NOTE: Final = "note.txt"
 """The file that it reads, in the client's folder."""
+_CITY: Final = {"city": "Paris"}
 _ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Read": {"file_path": NOTE},
     "Bash": {"command": _ECHO, "description": "echo"},
@@ -33,7 +34,7 @@ _ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "bash": {"command": _ECHO, "description": "echo"},
     "exec_command": {"cmd": _ECHO},
     "shell_command": {"command": _ECHO},
-    "get_weather": {"city": "Paris"},
+    "get_weather": _CITY,
 }
 _USAGE: Final = {
     "prompt_tokens": 100,
@@ -83,17 +84,24 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = {tool["function"]["name"] for tool in body.get("tools") or ()}
     calls = [name for name in _ARGUMENTS if name in tools]
     asked = any("CALL" in str(one["content"]) for one in messages if one["role"] == "user")
+    choice = body.get("tool_choice")
+    if choice == "required":
+        return _call(calls[0] if calls else min(tools), len(results))
+    if isinstance(choice, dict):
+        return _call(choice["function"]["name"], len(results))
     if asked and len(results) < len(calls):
-        name = calls[len(results)]
-        function = {"name": name, "arguments": json.dumps(_ARGUMENTS[name])}
-        identity = f"call_{len(results) + 1}"
-        call = {"id": identity, "type": "function", "index": 0, "function": function}
-        return {"content": None, "tool_calls": [call]}
+        return _call(calls[len(results)], len(results))
     if results:
         return {"content": f"The tool said: {str(results[-1]).strip()[-40:]}"}
     if (body.get("response_format") or {}).get("type") == "json_schema":
-        return {"content": '{"city": "Paris"}'}
+        return {"content": json.dumps(_CITY)}
     return {"content": "Hello from the script."}
+
+
+def _call(name: str, number: int) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(_ARGUMENTS.get(name, _CITY))}
+    call = {"id": f"call_{number + 1}", "type": "function", "index": 0, "function": function}
+    return {"content": None, "tool_calls": [call]}
 
 
 class _Worker(BaseHTTPRequestHandler):

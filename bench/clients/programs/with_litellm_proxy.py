@@ -37,7 +37,9 @@ from bench.clients.cases import (
     main,
 )
 
-_READY_S = 120.0
+_READY_S = 400.0
+PROXY_KEY = "sk-of-this-proxy"
+HEADERS = {"authorization": f"Bearer {PROXY_KEY}"}
 BACKENDS = {
     "anthropic/": URL,
     "openai/": API,
@@ -75,7 +77,11 @@ def start() -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
     process = subprocess.Popen(
         ["litellm", "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)],
-        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        env={
+            **os.environ,
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_MASTER_KEY": PROXY_KEY,
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -90,8 +96,12 @@ def start() -> tuple[subprocess.Popen[bytes], str]:
             time.sleep(0.5)
 
 
-def post(path: str, body: dict[str, Any]) -> Any:
-    response = httpx.post(url + path, json=body, timeout=60)
+def post(path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(url + path, json=body, headers=HEADERS, timeout=60)
+
+
+def answer_of(body: dict[str, Any]) -> Any:
+    response = post("/v1/messages", body)
     check(response.is_success, f"{response.status_code}: {response.text}")
     return response.json()
 
@@ -103,22 +113,20 @@ def message(backend: str, *turns: Any, **fields: Any) -> dict[str, Any]:
 
 def messages(backend: str, _mode: Mode) -> str:
     """Go through a loop of tools on the proxy's Messages, and stream an answer."""
-    asked = post("/v1/messages", message(backend, ("user", CALL), tools=[TOOL]))
+    asked = answer_of(message(backend, ("user", CALL), tools=[TOOL]))
     call = next(block for block in asked["content"] if block["type"] == "tool_use")
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "sunny in Paris"}
     turns = (("user", CALL), ("assistant", asked["content"]), ("user", [result]))
-    answer = post("/v1/messages", message(backend, *turns, tools=[TOOL]))
+    answer = answer_of(message(backend, *turns, tools=[TOOL]))
     text = "".join(block.get("text", "") for block in answer["content"])
     check("sunny" in text, answer)
-    streamed = httpx.post(
-        f"{url}/v1/messages", json=message(backend, ("user", "Hi"), stream=True), timeout=60
-    ).text
+    streamed = post("/v1/messages", message(backend, ("user", "Hi"), stream=True)).text
     check("event: message_stop" in streamed, streamed[-300:])
     return text
 
 
 def chat(backend: str, _mode: Mode) -> str:
-    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key=PROXY_KEY, max_retries=0)
     request = {"model": backend, "messages": [{"role": "user", "content": "Hi"}]}
     whole = client.chat.completions.create(**request).choices[0].message.content
     chunks = client.chat.completions.create(**request, stream=True)
@@ -128,7 +136,7 @@ def chat(backend: str, _mode: Mode) -> str:
 
 
 def responses(backend: str, _mode: Mode) -> str:
-    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key=PROXY_KEY, max_retries=0)
     whole = client.responses.create(model=backend, input="Hi").output_text
     with client.responses.stream(model=backend, input="Hi") as stream:
         streamed = stream.get_final_response().output_text
@@ -139,7 +147,9 @@ def responses(backend: str, _mode: Mode) -> str:
 def leaves(backend: str, _mode: Mode) -> str:
     def close_early() -> None:
         body = message(backend, ("user", SLOWLY), stream=True)
-        with httpx.stream("POST", f"{url}/v1/messages", json=body, timeout=60) as response:
+        with httpx.stream(
+            "POST", f"{url}/v1/messages", json=body, headers=HEADERS, timeout=60
+        ) as response:
             next(response.iter_raw())
 
     return leave(close_early)
@@ -148,8 +158,7 @@ def leaves(backend: str, _mode: Mode) -> str:
 def limited(backend: str, _mode: Mode) -> str:
     statuses = []
     for model, question in ((f"{backend}-limited", "Hi"),) * 2 + ((backend, OVERFLOW),):
-        body = message(model, ("user", question))
-        statuses.append(httpx.post(f"{url}/v1/messages", json=body, timeout=60).status_code)
+        statuses.append(post("/v1/messages", message(model, ("user", question))).status_code)
     check(statuses[1:] == [429, 400], statuses)
     return ", ".join(map(str, statuses[1:]))
 
@@ -157,8 +166,7 @@ def limited(backend: str, _mode: Mode) -> str:
 def not_served(backend: str, mode: Mode) -> str:
     """Ask for what the model does not serve: LiteLLM must not pause the model for everybody."""
     body = {"model": backend, "input": "Hi"}
-    status = httpx.post(f"{url}/v1/embeddings", json=body, timeout=60).status_code
-    return f"{status}, then {chat(backend, mode)}"
+    return f"{post('/v1/embeddings', body).status_code}, then {chat(backend, mode)}"
 
 
 for _name in ("anthropic", "openai", "hosted_vllm"):

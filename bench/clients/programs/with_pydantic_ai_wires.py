@@ -76,8 +76,8 @@ def tools(model: Any, _mode: Mode) -> str:
     return f"{streamed}; {whole.usage.cache_read_tokens} cached tokens"
 
 
-def structured(model: Any, _mode: Mode) -> str:
-    return repr(asyncio.run(agent(model, output_type=NativeOutput(City)).run("Hi")).output)
+def structured(model: Any, output: Any, _mode: Mode) -> str:
+    return repr(asyncio.run(agent(model, output_type=output).run("Hi")).output)
 
 
 def cancelled(model: Any, _mode: Mode) -> str:
@@ -95,8 +95,9 @@ def limited(model: Any, _mode: Mode) -> str:
 
 for _wire, _model in {"chat": chat, "Responses": responses, "Messages": messages}.items():
     case(f"{_wire}: a loop of tools, whole and streamed", ONCE)(partial(tools, _model))
+    case(f"{_wire}: output_type, by a tool", ONCE)(partial(structured, _model, City))
     if _wire != "Messages":  # pydantic-ai knows of no Anthropic model but Anthropic's own that does
-        case(f"{_wire}: NativeOutput", ONCE)(partial(structured, _model))
+        case(f"{_wire}: NativeOutput", ONCE)(partial(structured, _model, NativeOutput(City)))
     case(f"{_wire}: is cancelled: the worker stops", ONCE)(partial(cancelled, _model))
     case(f"{_wire}: meets a rate limit and the end of the context", ONCE)(partial(limited, _model))
 
