@@ -423,6 +423,10 @@ class LimitReached(RequestRefused, status=429, kind="rate_limit_error"):
         self.retry_after_s = math.ceil(wait_s)
 
 
+CONTEXT_OVERFLOW = "context_length_exceeded"
+"""The code of a prompt that exceeds the context, by OpenAI's name."""
+
+
 class RefusedByWorker(RequestRefused):
     """The worker rejects the request in OpenAI's shape."""
 

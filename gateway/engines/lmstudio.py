@@ -21,7 +21,8 @@ from gateway.engines.base import (
 )
 from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_tokens
 from gateway.engines.openai import OpenAIEngine
-from gateway.engines.refusals import phrase
+from gateway.engines.refusals import OVERFLOW_MESSAGE, phrase
+from gateway.errors import CONTEXT_OVERFLOW
 from gateway.routing.features import Feature
 from gateway.routing.view import TAKES_ALL
 
@@ -47,9 +48,9 @@ class LmStudio(OpenAIEngine):
     phrases = (
         phrase(
             "greater than the context length|initial prompt",
-            "This model's maximum context length is exceeded: the prompt has too many tokens.",
+            OVERFLOW_MESSAGE,
             "messages",
-            "context_length_exceeded",
+            CONTEXT_OVERFLOW,
         ),
     )
 

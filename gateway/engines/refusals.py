@@ -25,7 +25,11 @@ _TEXT_CHARS = 4096
 _OF_THE_GATEWAY = frozenset((401, 402, 403, 407))
 _REFUSALS = frozenset((400, 413, 422))
 _UNSERVED = frozenset((404, 405, 415, 501))
-OVERFLOW = "context_length_exceeded"
+# LiteLLM looks for the first words, LangChain for the last.
+OVERFLOW_MESSAGE = (
+    "This model's maximum context length is exceeded: the prompt has too many tokens. "
+    f"({errors.CONTEXT_OVERFLOW})"
+)
 _UNSUPPORTED = "unsupported_value"
 
 
@@ -48,10 +52,9 @@ _PHRASES = (
         r"context (length|size|window|budget)|n_ctx|maximum context|available context|"
         r"(prompt|input|request)[^.]{0,60}(too long|too large|exceeds?\b)|"
         r"exceeds?[^.]{0,40}context",
-        # LiteLLM and LangChain look for these words.
-        "This model's maximum context length is exceeded: the prompt has too many tokens.",
+        OVERFLOW_MESSAGE,
         "messages",
-        OVERFLOW,
+        errors.CONTEXT_OVERFLOW,
     ),
     phrase(
         r"\bimages?\b|image_url|\bvision\b|multimodal|multi-modal|mmproj|only 'text' content|"

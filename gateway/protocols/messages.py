@@ -190,10 +190,11 @@ def error_body(error: errors.GatewayError) -> bytes:
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "api_error"
     message = error.message
-    if overflow := _OVERFLOW.search(message):
+    if error.code == errors.CONTEXT_OVERFLOW:
         # In the words by which Claude Code knows that it must shorten a conversation.
-        limit, tokens = overflow.groups()
-        message = f"prompt is too long: {tokens} tokens > {limit} maximum"
+        message = "prompt is too long: it exceeds the context of the model"
+        if counts := _OVERFLOW.search(error.message):
+            message = f"prompt is too long: {counts[2]} tokens > {counts[1]} maximum"
     shown: Json = {"type": kind, "message": message}
     if isinstance(error, errors.ThreadUnserved):
         shown["details"] = {"error_code": error.code}

@@ -13,6 +13,7 @@ from typing import Any
 import anthropic
 import openai
 from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
@@ -84,21 +85,21 @@ def leaves(chat: Any, _mode: Mode) -> str:
     return leave(close_early)
 
 
-def limited(chat: Any, rate_limit: Any, overflow: Any, _mode: Mode) -> str:
-    errors = limits(lambda question, key: chat(key).invoke(question), rate_limit, overflow)
+def limited(chat: Any, rate_limit: Any, _mode: Mode) -> str:
+    def ask(question: str, key: str) -> object:
+        return chat(key).invoke(question)
+
+    errors = limits(ask, rate_limit, ContextOverflowError)
     return ", ".join(type(error).__name__ for error in errors)
 
 
-_ERRORS = {
-    responses: (openai.RateLimitError, openai.BadRequestError),
-    messages: (anthropic.RateLimitError, anthropic.BadRequestError),
-}
+_RATE_LIMITS = {responses: openai.RateLimitError, messages: anthropic.RateLimitError}
 for _wire, _chat in {"Responses": responses, "Messages": messages}.items():
     case(f"{_wire}: a loop of tools, whole and streamed", ONCE)(partial(tools, _chat))
     case(f"{_wire}: with_structured_output", ONCE)(partial(structured, _chat))
     case(f"{_wire}: leaves a stream: the worker stops", ONCE)(partial(leaves, _chat))
     case(f"{_wire}: meets a rate limit and the end of the context", ONCE)(
-        partial(limited, _chat, *_ERRORS[_chat])
+        partial(limited, _chat, _RATE_LIMITS[_chat])
     )
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Json = dict[str, Any]
 Event = Json
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-OVERFLOW = "context_length_exceeded"
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -456,8 +455,8 @@ def _usage_of(frame: Mapping[str, Any]) -> Json | None:
 
 def _failure_code(error: errors.GatewayError) -> str:
     """Return one of the codes of failed responses; clients know the overflow by its own."""
-    if error.code == OVERFLOW:
-        return OVERFLOW
+    if error.code == errors.CONTEXT_OVERFLOW:
+        return errors.CONTEXT_OVERFLOW
     if error.status == errors.LimitReached.status:
         return "rate_limit_exceeded"
     return "invalid_prompt" if error.status < 500 else "server_error"

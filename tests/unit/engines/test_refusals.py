@@ -48,6 +48,13 @@ def test_an_error_of_the_client_keeps_its_class_and_gets_words_of_ours(
     assert "prompt and" not in error.message
 
 
+def test_an_overflow_has_the_words_by_which_frameworks_raise_their_own_error() -> None:
+    """LiteLLM reads the first ones; LangChain looks for the code in the message."""
+    error = read_refusal(400, b'{"error": "greater than the context length"}', CHAT)
+    assert "This model's maximum context length is" in error.message
+    assert "context_length_exceeded" in error.message
+
+
 @pytest.mark.parametrize(
     ("status", "body"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.engines.refusals import read_refusal
 from gateway.errors import GatewayError, RefusedByWorker
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.messages import MessageEncoder, MessagesFormat, error_body, to_chat
@@ -347,6 +348,9 @@ def test_an_overflow_has_the_words_by_which_clients_shorten_a_conversation() -> 
             "message": "prompt is too long: 120 tokens > 100 maximum",
         },
     }
+    words = json.dumps({"error": "the prompt exceeds the available context size"})
+    of_an_engine = error_body(read_refusal(400, words.encode(), {"messages": []}))
+    assert json.loads(of_an_engine)["error"]["message"].startswith("prompt is too long")
     assert b'"api_error"' in error_body(GatewayError())
 
 
