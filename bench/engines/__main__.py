@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import yaml
 from rich.console import Console
 
 from bench.engines.cases import WORD, Seen, chat, picture, run_case, run_cases
@@ -35,6 +38,7 @@ from bench.harness.servers import Server, running
 from bench.harness.tables import Grid, provenance, write_page
 from bench.harness.venvs import PeerUnavailable, python_of
 from gateway.config.static_workers import StaticWorker
+from policies.document import default_text
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 from workers.demo import CHECKPOINT
 
@@ -72,11 +76,21 @@ def recorder_of(url: str) -> Iterator[tuple[Recorder, str]]:
         yield recorder, f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+def _patient_policy() -> str:
+    """Return the shipped policy with queues for all requests of a run at once."""
+    document = yaml.safe_load(default_text())
+    for pool in document["pools"].values():
+        pool["queue"] = {"limit": 2 * _REQUESTS, "timeout_s": 900}
+    return yaml.safe_dump(document)
+
+
 @contextlib.contextmanager
 def gateway_of(*entries: StaticWorker, **settings: Any) -> Iterator[RunningGateway]:
     """Run a gateway whose workers are these engines, once all of them are ready."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        made = make_settings(Path(folder), workers=entries, **settings)
+        policy = Path(folder) / "policy.yaml"
+        policy.write_text(_patient_policy())
+        made = make_settings(Path(folder), workers=entries, policy=policy, **settings)
         with RunningGateway(made) as gateway:
             gateway.client.timeout = httpx.Timeout(600)
 
@@ -124,6 +138,7 @@ def _try_server(engine: Engine, server: Server, record: bool) -> None:
                 tells=[name for name, count in state["unreported"].items() if not count],
             )
             engine.facts["recorded"] = path.name
+        engine.facts["killed in a stream"] = _kill(gateway, model, server.process_id)
 
 
 def _abort(gateway: RunningGateway, model: str) -> str:
@@ -138,6 +153,28 @@ def _abort(gateway: RunningGateway, model: str) -> str:
     freed_s = time.monotonic() - began_s
     again = run_case(gateway.client, model, "chat")
     return f"slot free after {freed_s:.2f} s, next answer {again.status}"
+
+
+def _kill(gateway: RunningGateway, model: str, process_id: int) -> str:
+    """Kill the engine while it writes a stream; return what the client and the next one see."""
+    body = {"model": model, **chat(WORD, stream=True, max_tokens=400, temperature=1.5)}
+    with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        pieces = stream.iter_raw()
+        text = next(pieces)
+        os.killpg(process_id, signal.SIGKILL)
+        text += b"".join(pieces)
+    if b"[DONE]" in text:
+        end = "it had ended"
+    else:
+        end = "an error event" if b'"error"' in text else "CUT without an error"
+    began_s = time.monotonic()
+
+    def is_gone() -> bool:
+        return str(gateway.status()["workers"]["engine"]["state"]) == "gone"
+
+    wait_until(is_gone, within_s=_READY_S)
+    gone = f"out of the fleet after {time.monotonic() - began_s:.1f} s"
+    return f"{end}; {gone}, next answer {run_case(gateway.client, model, 'chat').status}"
 
 
 def _overload(gateway: RunningGateway, model: str) -> str:
@@ -201,13 +238,14 @@ async def fleet(pythons: dict[str, Path], logs: Path) -> AsyncIterator[list[Stat
 def _try_fleet(entries: Sequence[StaticWorker]) -> tuple[str, Counter[str]]:
     with gateway_of(*entries) as gateway:
         bodies = _mixed_bodies("fleet-demo", _REQUESTS, seed=26)
-        barrier = threading.Barrier(64)
+        barrier = threading.Barrier(_REQUESTS)
+        limits = httpx.Limits(max_connections=None)
+        client = httpx.Client(base_url=gateway.url, timeout=1800, limits=limits, trust_env=False)
 
         def ask(one: tuple[str, dict[str, Any]]) -> str:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                barrier.wait(timeout=0.5)
             path, body = one
-            response = gateway.client.post(path, json=body)
+            barrier.wait(timeout=_READY_S)
+            response = client.post(path, json=body)
             ended = not body.get("stream") or any(
                 end in response.text for end in ("[DONE]", "message_stop")
             )
@@ -216,14 +254,14 @@ def _try_fleet(entries: Sequence[StaticWorker]) -> tuple[str, Counter[str]]:
             return "ok" if ended else "cut"
 
         began_s = time.monotonic()
-        with ThreadPoolExecutor(64) as executor:
+        with client, ThreadPoolExecutor(_REQUESTS) as executor:
             results = Counter(executor.map(ask, bodies))
         took_s = time.monotonic() - began_s
         status = gateway.status()
         shares = {name: one["recent"]["requests"] for name, one in status["workers"].items()}
     failures = {text: count for text, count in results.items() if text != "ok"}
     text = (
-        f"{_REQUESTS} mixed requests, 64 at a time, to {len(entries)} engines under one name in "
+        f"{_REQUESTS} mixed requests at once to {len(entries)} engines under one name in "
         f"{took_s:.0f} s: {results['ok']} answered, {_REQUESTS - results['ok']} failed "
         f"({failures or 'none'}); by engine: {shares}."
     )

@@ -26,6 +26,7 @@ from gateway.proxy.billing import count_request
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import routing_request
 from gateway.proxy.load_shedding import Load
+from gateway.routing.features import features_of
 from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.select import Candidate, Decision, decide
 from gateway.routing.view import FleetView
@@ -66,7 +67,8 @@ class Explanation(TypedDict):
     refusal: NotRequired[Refusal]
     """The error with which the worker would refuse the body; then it is not servable."""
     unavailable: dict[str, str]
-    """The workers that receive no requests now, each with its state."""
+    """The workers that receive no requests now, each with its state, and those of the model that do
+    not take what the request asks for, each with `lacks` and that."""
     spill_after_s: NotRequired[float]
     pool: NotRequired[str]
     worker: NotRequired[str]
@@ -117,7 +119,8 @@ async def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) 
     decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix), rng)
     if decision.forbidden:
         raise PoolsNotAllowed
-    explanation = _explanation(inspected, routed.attributes, decision, _unavailable(gateway, fleet))
+    unavailable = _unavailable(gateway, fleet) | _lacking(fleet, inspected)
+    explanation = _explanation(inspected, routed.attributes, decision, unavailable)
     if decision.candidates:
         path = WORKER_PATHS[wire_format.endpoint]
         await _check(gateway, decision.candidates[0], path, inspected.body, explanation)
@@ -175,6 +178,18 @@ def _unavailable(gateway: Gateway, fleet: FleetView) -> dict[str, str]:
         for worker in gateway.fleet.workers()
         if worker.report.worker_id not in accepting
     }
+
+
+def _lacking(fleet: FleetView, inspected: Inspected) -> dict[str, str]:
+    """Map each worker of the model to the features of the request that it does not take."""
+    profile = inspected.profile
+    needs = features_of(profile)
+    lacks = {
+        worker.worker_id: sorted(worker.by_model[profile.model].lacks & needs)
+        for worker in fleet.workers
+        if profile.model in worker.by_model
+    }
+    return {name: f"lacks {', '.join(lacking)}" for name, lacking in lacks.items() if lacking}
 
 
 def _explanation(

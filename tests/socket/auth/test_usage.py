@@ -137,7 +137,7 @@ async def test_a_stored_day_is_written_again_only_after_a_change() -> None:
         await ledger.flush()
         ((name, text),) = records.texts["usage"].items()
         assert name == f"{date_of(TODAY)}/life"
-        assert json.loads(text)["rows"] == [["key-a", "lab", 1, 5, 2, 1, 0]]
+        assert json.loads(text)["rows"] == [["key-a", "lab", 1, 5, 2, 1, 0, 0]]
         assert records.writes == 1
 
 
@@ -206,6 +206,7 @@ def test_usage_is_reported_by_key_and_by_team(
         "completion_tokens": 6,
         "cached_tokens": 4,
         "guessed_tokens": 0,
+        "cached_unknown_requests": 0,
     }
     assert usage["teams"]["lab"]["requests"] == 3
     assert usage["teams"][""]["completion_tokens"] == 3
@@ -299,7 +300,7 @@ def test_usage_is_saved_at_run_time(gateway_with_worker: RunningGateway, tmp_pat
     wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
     stored = json.loads((tmp_path / "state.json").read_text())["usage"]
     ((_, record),) = stored.items()
-    assert record["rows"] == [[key["id"], "", 1, 7, 3, 2, 0]]
+    assert record["rows"] == [[key["id"], "", 1, 7, 3, 2, 0, 0]]
 
 
 def test_f54_requests_succeed_while_the_disk_fails_and_usage_is_saved_later(

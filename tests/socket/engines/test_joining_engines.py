@@ -233,6 +233,7 @@ def test_a_picture_goes_to_the_engine_that_takes_pictures(tmp_path: Path) -> Non
             asked = {"model": "team", "messages": [{"role": "user", "content": picture}]}
             explained = gateway.client.post("/v1/route/explain", json=asked).json()
             assert [one["worker_id"] for one in explained["candidates"]] == ["seeing"]
+            assert explained["unavailable"] == {"blind": "lacks pictures"}
             plain = gateway.client.post(
                 "/v1/route/explain", json={"model": "team", "messages": WORD}
             ).json()
