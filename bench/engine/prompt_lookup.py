@@ -1,7 +1,7 @@
 """The speed of an answer that writes a text of its prompt again, by the source of its drafts.
 
 `python -m bench.engine.prompt_lookup` writes `bench/results/prompt_lookup.md`. The demo model
-continues a file that it has seen: without drafts, with those of its head, with prompt lookup, and
+writes a file of its prompt again: without drafts, with those of its head, with prompt lookup, and
 with both, in turns in one lane, at 1, 4 and 8 rows; then the same prompts and tokens with mlx-lm,
 which drafts nothing. A second table asks everyday questions, whose answers repeat little. Nothing
 is reused between runs: the prompts have no isolation scope.
@@ -36,8 +36,8 @@ from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 ROWS: Final = (1, 4, 8)
-REPETITIONS: Final = 5
-ANSWER_TOKENS: Final = 128
+REPETITIONS: Final = 3
+ANSWER_TOKENS: Final = 96
 DRAFT_TOKENS: Final = 2
 MODES: Final[Mapping[str, tuple[bool, bool]]] = {
     "off": (False, False),
@@ -47,11 +47,8 @@ MODES: Final[Mapping[str, tuple[bool, bool]]] = {
 }
 """Whether the head drafts, and prompt lookup."""
 PEER: Final = "mlx-lm"
-FILE: Final = (
-    "The red fox finds a small stone. The old sailor opens the blue door. Anna takes the bread to "
-    "the market. The quiet river passes the tower. A green bird sleeps in the garden. Tom has "
-    "seven apples and a lamp. The white horse carries the heavy box. Rome lies far from the sea. "
-)
+FILES: Final = tuple(f"Count from {first} to {first + 60}." for first in range(1, 9))
+"""Requests whose answers are the files: the demo model copies no long text but its own."""
 
 
 @dataclass
@@ -64,11 +61,13 @@ class Mode:
 
 
 def rewritten(engine: Engine, number: int) -> Prompt:
-    """Return a file, and its beginning once more; each number has other lines first."""
-    lines = FILE.split(". ")[:-1]
-    first = number % len(lines)
-    text = ". ".join([*lines[first:], *lines[:first]]) + ". "
-    return Prompt(text=f"{text}\n{text}\n{text[: len(text) // 10]}", scope=None)
+    """Return a chat that has a file, and asks for it again."""
+    request = {"role": "user", "content": FILES[number]}
+    plain = Mode()
+    run(engine, [Prompt(text=engine.prompts.chat([request]), scope=None)], "off", plain)
+    (tokens,) = plain.answers
+    file = {"role": "assistant", "content": engine.prompts.decode(tokens)}
+    return Prompt(text=engine.prompts.chat([request, file, request]), scope=None)
 
 
 def asked(engine: Engine, number: int) -> Prompt:

@@ -110,7 +110,7 @@ class Engine:
                 engine.prefix_cache,
                 thread,
                 engine.cache_layout,
-                fingerprint(settings.model, settings.adapter),
+                _fingerprint(settings),
                 cuttable=engine.checkpoint.target.starts_anywhere,
             )
         return engine
@@ -428,6 +428,12 @@ def _limit_context(checkpoint: Checkpoint, tokens: int | None) -> Checkpoint:
     return replace(checkpoint, context_tokens=tokens)
 
 
+def _fingerprint(settings: types.EngineSettings) -> str:
+    """Tell one model from another; what the prefix cache holds depends on the MTP head too."""
+    model = fingerprint(settings.model, settings.adapter)
+    return f"{model} {fingerprint(settings.mtp)}" if settings.mtp else model
+
+
 def _open_files(settings: types.EngineSettings, checkpoint: Checkpoint) -> PrefixCacheFiles | None:
     """Return the prefix cache on disk; None without one, or if the folder is unusable.
 
@@ -441,7 +447,7 @@ def _open_files(settings: types.EngineSettings, checkpoint: Checkpoint) -> Prefi
         return PrefixCacheFiles(
             settings.prefix_cache_dir,
             settings.prefix_cache_disk_bytes,
-            f"{fingerprint(settings.model, settings.adapter)} {dtypes}",
+            f"{_fingerprint(settings)} {dtypes}",
             settings.prefix_cache_secret,
         )
     except OSError as error:

@@ -31,7 +31,7 @@ SHARE_CLASSES = (3, 5, 8, 16)
 """Lengths of a match after which the next class of its reliability begins."""
 _DECAY = 0.98
 _ROW_DECAY = 0.9
-_LANE_WEIGHT = 6.0
+_LANE_WEIGHT = 3.0
 """Tokens of a row that weigh as much as what its lane has measured."""
 _FIRST_SHARES = (0.4, 0.6, 0.75, 0.85, 0.95)
 _APART = -1

@@ -323,13 +323,14 @@ def _drafts(card: ModelCard) -> str:
     fewer = f", and not {requested}" if effective < requested else ""
     reason = f": {card.mtp_unavailable_reason.rstrip('.')}" if card.mtp_unavailable_reason else ""
     drafts = f"It drafts {count}{fewer}" if effective else "It does not draft"
-    if card.looks_up:
-        drafts = (
-            f"{drafts}, or by prompt lookup" if card.mtp else "It drafts by prompt lookup alone"
-        )
-    found = None if card.mtp else known_head(card.model)
-    hint = f" There is an MTP head for it: start the worker with --mtp {found}" if found else ""
-    return f"{drafts}{reason}.{hint}"
+    more = ""
+    if card.looks_up and card.mtp:
+        more = " Prompt lookup drafts too."
+    elif card.looks_up:
+        drafts = "It drafts by prompt lookup alone"
+    found = known_head(card.model) if requested and not card.mtp else None
+    hint = f" There is an MTP head for it: start the worker with --mtp {found}." if found else ""
+    return f"{drafts}{reason}.{more}{hint}"
 
 
 def _print(line: str) -> None:
