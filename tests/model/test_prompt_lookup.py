@@ -43,7 +43,9 @@ def headless_lane(make_lane, checkpoint):
     return make
 
 
-@pytest.mark.parametrize("family", [families.tiny_llama, families.tiny_qwen2_5_vl])
+@pytest.mark.parametrize(
+    "family", [families.tiny_llama, families.tiny_qwen2_5_vl, families.tiny_llama_sliding_window]
+)
 def test_a_random_model_without_heads_accepts_looked_up_drafts_and_answers_as_without(
     headless_lane, submit, checkpoint, family
 ) -> None:
