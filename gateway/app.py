@@ -118,9 +118,9 @@ class GatewayApp(PortApp):
             status.probes(gateway, self.proxy),
             status.status(gateway, take, self._status_feed),
             *(models.router, recent_errors.own, workers.heartbeats),
-            explain.explanations(self.proxy.load),
-            messages.token_counts(self.proxy.load, counter),
-            responses.input_tokens(self.responses, self.proxy.load, counter),
+            explain.router,
+            messages.token_counts(counter),
+            responses.input_tokens(self.responses, counter),
             responses.kept_responses(self.responses, self.proxy.load),
             responses.conversations(self.responses),
         ]
@@ -136,6 +136,7 @@ class GatewayApp(PortApp):
             admin_routers.append(pages.page_router(gateway, pages.ADMIN, pages.DOCS))
             self.admin_app = PortApp(hosts, _build_fastapi(gateway, admin_routers, proxied=False))
         fastapi = _build_fastapi(gateway, routers, proxied=True)
+        fastapi.state.load = self.proxy.load
         origins = gateway.settings.allowed_origins
         super().__init__(hosts, fastapi, self.proxy, self.responses, origins)
 

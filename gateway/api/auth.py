@@ -5,7 +5,7 @@ API keys, the admin key and the join token are three kinds; none opens the route
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any
 from urllib.parse import unquote_to_bytes
 
@@ -22,6 +22,8 @@ from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
 from gateway.http.downstream import header, read_small_body
 from gateway.protocols.openai import parse
+from gateway.proxy.billing import count_request
+from gateway.proxy.load_shedding import Load
 from workers.protocol import MAX_REPORT_BYTES
 
 DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"
@@ -141,6 +143,27 @@ async def api_key_of(request: Request) -> ApiKey:
 
 
 CurrentKey = Annotated[ApiKey, Depends(api_key_of)]
+
+
+async def _bounded_body(
+    request: Request, gateway: CurrentGateway, api_key: CurrentKey
+) -> AsyncIterator[bytes]:
+    load: Load = request.app.state.load
+    settings = gateway.settings
+    with load.counted() as hold:
+        if api_key.rate_limiter is not None:
+            count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
+        yield await read_small_body(
+            request.scope,
+            request.receive,
+            limit_bytes=settings.body_limit_bytes,
+            timeout_s=settings.body_timeout_s,
+            hold=hold,
+        )
+
+
+CountedBody = Annotated[bytes, Depends(_bounded_body)]
+"""The body of a request that no worker answers, bounded and charged as those of the data plane."""
 
 
 async def _author(

@@ -7,25 +7,19 @@ from http import HTTPStatus
 from random import Random
 from typing import Any, NotRequired
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from gateway.api.auth import CurrentGateway, CurrentKey, data_router
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
-from gateway.auth.api_keys import ApiKey
 from gateway.errors import LimitReached, ModelUnknown, Overloaded, PoolsNotAllowed
-from gateway.http.downstream import read_small_body
 from gateway.protocols import CHAT, COMPLETIONS, WORKER_PATHS, WireFormat
 from gateway.protocols.openai import parse
 from gateway.protocols.responses import ResponsesFormat
-from gateway.proxy.billing import count_request
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import routing_request
-from gateway.proxy.load_shedding import Load
 from gateway.routing.features import features_of
 from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.select import Candidate, Decision, decide
@@ -41,6 +35,9 @@ _REFUSALS = (
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     HTTPStatus.UNPROCESSABLE_ENTITY,
 )
+
+
+router = data_router("/v1/route/explain")
 
 
 class Refusal(TypedDict):
@@ -75,44 +72,23 @@ class Explanation(TypedDict):
     reason: NotRequired[str]
 
 
-def explanations(load: Load) -> APIRouter:
-    """Return the route of explanations, which are bounded as the requests of the data plane."""
-    router = data_router()
-
-    @router.post(
-        "/v1/route/explain",
-        responses=failures(
-            *FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed, LimitReached, Overloaded
-        ),
-        openapi_extra=takes({"anyOf": [ref(name) for name in (*Endpoint, "responses")]}),
-    )
-    async def explain(
-        request: Request, gateway: CurrentGateway, api_key: CurrentKey
-    ) -> Explanation:
-        """Explain where a request with this body would be routed, without running it."""
-        settings = gateway.settings
-        with load.counted() as hold:
-            if api_key.rate_limiter is not None:
-                count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
-            raw = await read_small_body(
-                request.scope,
-                request.receive,
-                limit_bytes=settings.body_limit_bytes,
-                timeout_s=settings.body_timeout_s,
-                hold=hold,
-            )
-            return await _explain(request.scope, gateway, api_key, raw)
-
-    return router
-
-
-async def _explain(scope: Scope, gateway: Gateway, api_key: ApiKey, raw: bytes) -> Explanation:
+@router.post(
+    "",
+    responses=failures(
+        *FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed, LimitReached, Overloaded
+    ),
+    openapi_extra=takes({"anyOf": [ref(name) for name in (*Endpoint, "responses")]}),
+)
+async def explain(
+    request: Request, raw: CountedBody, gateway: CurrentGateway, api_key: CurrentKey
+) -> Explanation:
+    """Explain where a request with this body would be routed, without running it."""
     wire_format = _wire_format(gateway, raw)
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
-    caller = read_caller(scope, policy, api_key)
+    caller = read_caller(request.scope, policy, api_key)
     inspected = wire_format.inspect(raw, policy, fleet)
     api_key.check_model(inspected)
-    routed = routing_request(gateway, scope, policy, caller, inspected)
+    routed = routing_request(gateway, request.scope, policy, caller, inspected)
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())

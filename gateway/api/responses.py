@@ -7,14 +7,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from gateway import errors
-from gateway.api.auth import CurrentGateway, CurrentKey, data_router
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.http.downstream import read_small_body
 from gateway.protocols.openai import encode_json, parse
 from gateway.protocols.responses import (
     Item,
@@ -24,7 +22,6 @@ from gateway.protocols.responses import (
     read_items,
     shown_item,
 )
-from gateway.proxy.billing import count_request
 from gateway.proxy.kept_items import named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService
@@ -78,7 +75,7 @@ class ItemList(TypedDict):
     has_more: bool
 
 
-def input_tokens(service: ResponsesService, load: Load, counter: TokenCounter) -> APIRouter:
+def input_tokens(service: ResponsesService, counter: TokenCounter) -> APIRouter:
     """Return the routes that take the body of a request and answer no chat."""
     router = data_router("/v1/responses")
 
@@ -96,33 +93,20 @@ def input_tokens(service: ResponsesService, load: Load, counter: TokenCounter) -
         openapi_extra=takes(ref("responses")),
     )
     async def count_tokens(
-        request: Request, response: Response, gateway: CurrentGateway, api_key: CurrentKey
+        raw: CountedBody, response: Response, gateway: CurrentGateway, api_key: CurrentKey
     ) -> InputTokens:
         """Count the tokens of a request's prompt; a header says if the number is an estimate."""
-        settings = gateway.settings
-        with load.counted() as hold:
-            if api_key.rate_limiter is not None:
-                count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
-            raw = await read_small_body(
-                request.scope,
-                request.receive,
-                limit_bytes=settings.body_limit_bytes,
-                timeout_s=settings.body_timeout_s,
-                hold=hold,
-            )
-            body = {"model": ANY_MODEL, "input": []} | {
-                name: value for name, value in parse(raw).items() if name != "personality"
-            }
-            exchange = service.exchange()
-            await exchange.open(encode_json(body), api_key.caller.key)
-            inspected = exchange.format.inspect(
-                b"", gateway.policy_store.current, gateway.fleet.view()
-            )
-            api_key.check_model(inspected)
-            count = await counter.count(inspected)
-            if count.estimated:
-                response.headers[ESTIMATE_HEADER] = "true"
-            return {"object": "response.input_tokens", "input_tokens": count.tokens}
+        body = {"model": ANY_MODEL, "input": []} | {
+            name: value for name, value in parse(raw).items() if name != "personality"
+        }
+        exchange = service.exchange()
+        await exchange.open(encode_json(body), api_key.caller.key)
+        inspected = exchange.format.inspect(b"", gateway.policy_store.current, gateway.fleet.view())
+        api_key.check_model(inspected)
+        count = await counter.count(inspected)
+        if count.estimated:
+            response.headers[ESTIMATE_HEADER] = "true"
+        return {"object": "response.input_tokens", "input_tokens": count.tokens}
 
     return router
 
