@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -192,7 +193,7 @@ class ResponseBuilder:
         self._open.clear()
 
 
-class _OpenItem:
+class _OpenItem(ABC):
     """An item to which more may come."""
 
     def __init__(
@@ -221,17 +222,17 @@ class _OpenItem:
         same = name in ("", self.name) and call_id in ("", self.call_id)
         return self.call_index == index and same
 
+    @abstractmethod
     def begin(self) -> Iterator[Event]:
         """Yield the events of a new item."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, piece: str, logprobs: Any) -> Iterator[Event]:
         """Yield the events of more text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, status: str, seal: Callable[[str], str]) -> Iterator[Event]:
         """Yield the events of the end of the item."""
-        raise NotImplementedError
 
     def event(self, kind: str, **fields: Any) -> Event:
         """Return an event about this item."""
