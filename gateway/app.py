@@ -48,11 +48,12 @@ from gateway.status.render import DEFAULT_WINDOW, window_s
 from policies.document import PolicyInvalid
 from policies.error_messages import message_of
 
-_DATA_PATHS = "/v1/"
+_DATA_PATHS = ("/v1/", "/v2/")
 _UNSERVED = frozenset(
-    "v1/responses v1/conversations v1/embeddings v1/rerank v2/rerank v1/audio v1/images v1/videos "
-    "v1/files v1/uploads v1/batches v1/moderations v1/assistants v1/threads v1/vector_stores "
-    "v1/fine_tuning v1/realtime v1/complete v1/messages v1/skills".split()
+    "v1/responses v1/conversations v1/embeddings v1/rerank v2/rerank v2/embed v2/chat v1/embed "
+    "v1/audio v1/images v1/videos v1/files v1/uploads v1/batches v1/moderations v1/assistants "
+    "v1/threads v1/vector_stores v1/fine_tuning v1/realtime v1/complete v1/messages "
+    "v1/skills".split()
 )
 """The beginnings of OpenAI's, Anthropic's and Cohere's routes that this gateway does not serve."""
 

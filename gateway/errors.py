@@ -11,6 +11,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- TokensOverLimit     400  more tokens than the key may ever use at once
 |   +-- FeatureUntaken      400  no worker of the model takes what the request asks for
 |   +-- EndpointUnserved    400  a route of OpenAI or Anthropic that is not served here
+|   +-- ModelUnsuited       400  the model does not serve the endpoint
 |   +-- KeyRefused          401  the API key is missing or unknown
 |   |   +-- AdminKeyRefused 401  the admin key is missing or wrong
 |   |   +-- KeyEnded        401  the key was revoked or expired while the request ran
@@ -67,6 +68,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from pydantic_core import to_json
 
@@ -203,6 +205,19 @@ class FeatureUntaken(RequestRefused, code="unsupported_value"):
     def reason(self) -> str:
         """Return the message without the model as the client wrote it."""
         return f"No worker of the model takes {self._feature}."
+
+
+class ModelUnsuited(RequestRefused, code="model_not_supported"):
+    """The model does not serve the endpoint.
+
+    Not 404: the model exists, and proxies in front would send it nothing for a while.
+    """
+
+    param = "model"
+
+    def __init__(self, model: str, endpoint: str, served: Iterable[str]) -> None:
+        others = ", ".join(sorted(served))
+        super().__init__(f"The model '{model[:100]}' does not serve {endpoint}, but: {others}.")
 
 
 class KeyRefused(RequestRefused, status=401, kind="authentication_error", code="invalid_api_key"):

@@ -71,6 +71,7 @@ _NUMBERS: tuple[tuple[str, _Read], ...] = (
     ("messages", attrgetter("profile.messages")),
 )
 _NAMES: tuple[tuple[str, _Read], ...] = (
+    ("endpoint", attrgetter("profile.endpoint")),
     ("model", attrgetter("profile.model")),
     ("key", attrgetter("caller.key")),
     ("team", attrgetter("caller.team")),

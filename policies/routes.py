@@ -19,6 +19,7 @@ from policies.base import ModelName, Name, NonEmptySection, OneOrMore, Section, 
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 MediaKind = Literal["image", "video", "audio", "file"]
+EndpointName = Literal["chat", "completions", "embeddings", "rerank"]
 DAYS: Final[tuple[Day, ...]] = get_args(Day)
 MEDIA_KINDS: Final[tuple[MediaKind, ...]] = get_args(MediaKind)
 MINUTES_OF_WEEK: Final = 7 * 24 * 60
@@ -115,6 +116,8 @@ class Features(NonEmptySection):
 class When(Section):
     """The conditions of a route: all given must match; of a list, one is enough."""
 
+    endpoint: OneOrMore[EndpointName] | None = None
+    """What the request asks for; Messages and Responses are chats."""
     media: Media | None = None
     """Whether the request contains media; or the kinds of which it must contain one."""
     mtp_eligible: bool | None = None
@@ -126,7 +129,7 @@ class When(Section):
     features: Features | None = None
     """Features that the request uses or does not use; all given must match."""
     prompt_chars: Range | None = None
-    """Characters of text in all messages, or in the prompt."""
+    """Characters of text in all messages, in the prompt, or in all texts or documents."""
     max_tokens: Range | None = None
     """Tokens that the answer may have; a request without a limit exceeds every number."""
     messages: Range | None = None

@@ -109,7 +109,7 @@ class Limits(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens of an answer: a larger number is rejected; it is also the default."""
     prompt_chars: int | None = Field(default=None, ge=1)
-    """Characters of text in all messages, or in the prompt."""
+    """Characters of text in all messages, in the prompt, or in all texts or documents."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """The time from the complete request to the last byte of the answer; then 504."""
 
@@ -138,13 +138,21 @@ class Retries(Section):
     """The number that is always allowed, however few requests are active."""
 
 
+_TEXT_FIELDS = {
+    Endpoint.CHAT: "messages",
+    Endpoint.COMPLETIONS: "prompt",
+    Endpoint.EMBEDDINGS: "input",
+    Endpoint.RERANK: "documents",
+}
+
+
 def apply_limits(profile: RequestProfile, limits: Limits, media: MediaRules) -> RequestProfile:
     """Return the profile with a default `max_tokens`; raise `FieldError` if it exceeds a bound."""
     if profile.media:
         _check_media(profile, media)
     if limits.prompt_chars is not None and profile.text_chars > limits.prompt_chars:
         raise FieldError(
-            "prompt" if profile.endpoint is Endpoint.COMPLETIONS else "messages",
+            _TEXT_FIELDS[profile.endpoint],
             f"The text of a request may have at most {limits.prompt_chars} characters.",
         )
     if limits.max_tokens is None:

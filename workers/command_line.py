@@ -46,6 +46,11 @@ def worker_command(run: Callable[..., int] | None = None) -> Command:
         short_help="Serve a model on this machine.",
         params=[
             text("--model", "Folder or Hugging Face name of an MLX model (default: a toy model)."),
+            text(
+                "--task",
+                "generate, embeddings or rerank (default: what the folder of the model tells).",
+                "TASK",
+            ),
             text("--lanes", "Comma-separated lanes (default: text-mtp,vlm)."),
             text(
                 "--host",

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from policies.base import PRINTABLE, Label, ModelName, Name
-from policies.request.profile import Sampling
+from policies.request.profile import Endpoint, Sampling
 
 PROTOCOL = 1
 """Number of this protocol. It grows by one with each change that an older side misunderstands."""
@@ -284,6 +284,12 @@ class TimeSaved(Counters):
 
 MTP_LANE = "text-mtp"
 """The lane with speculative decoding."""
+POOLING_LANES: Mapping[str, Endpoint] = {
+    Endpoint.EMBEDDINGS.value: Endpoint.EMBEDDINGS,
+    Endpoint.RERANK.value: Endpoint.RERANK,
+}
+"""The lanes of embedders and rerankers, each with the endpoint that it serves alone; a lane of any
+other name generates text."""
 
 
 _LANE_COUNTS = (

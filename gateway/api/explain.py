@@ -14,8 +14,14 @@ from typing_extensions import TypedDict
 from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
-from gateway.errors import LimitReached, ModelUnknown, Overloaded, PoolsNotAllowed
-from gateway.protocols import CHAT, COMPLETIONS, WORKER_PATHS, WireFormat
+from gateway.errors import (
+    LimitReached,
+    ModelUnknown,
+    ModelUnsuited,
+    Overloaded,
+    PoolsNotAllowed,
+)
+from gateway.protocols import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WORKER_PATHS, WireFormat
 from gateway.protocols.openai import parse
 from gateway.protocols.responses import ResponsesFormat
 from gateway.proxy.client import read_caller
@@ -27,6 +33,8 @@ from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
 from policies.compiler import CallerAttributes
+from policies.document import PolicyDocument
+from policies.evaluate import resolve_model
 from policies.request.profile import Endpoint
 from workers.protocol import NO_PREFIX
 
@@ -37,6 +45,7 @@ _REFUSALS = (
 )
 
 
+_EMBEDDINGS_ALONE = {"encoding_format", "dimensions"}
 router = data_router("/v1/route/explain")
 
 
@@ -75,7 +84,8 @@ class Explanation(TypedDict):
 @router.post(
     "",
     responses=failures(
-        *FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed, LimitReached, Overloaded
+        *(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, ModelUnsuited),
+        *(PoolsNotAllowed, LimitReached, Overloaded),
     ),
     openapi_extra=takes({"anyOf": [ref(name) for name in (*Endpoint, "responses")]}),
 )
@@ -83,8 +93,8 @@ async def explain(
     request: Request, raw: CountedBody, gateway: CurrentGateway, api_key: CurrentKey
 ) -> Explanation:
     """Explain where a request with this body would be routed, without running it."""
-    wire_format = _wire_format(gateway, raw)
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
+    wire_format = _wire_format(gateway, raw, policy, fleet)
     caller = read_caller(request.scope, policy, api_key)
     inspected = wire_format.inspect(raw, policy, fleet)
     api_key.check_model(inspected)
@@ -103,10 +113,17 @@ async def explain(
     return explanation
 
 
-def _wire_format(gateway: Gateway, raw: bytes) -> WireFormat:
-    """Return the format of a body, by the field that only it has."""
+def _wire_format(
+    gateway: Gateway, raw: bytes, policy: PolicyDocument, fleet: FleetView
+) -> WireFormat:
+    """Return the format of a body, by the field that only it has, or by what its model serves."""
     body = parse(raw)
+    if "query" in body:
+        return RERANK
     if "input" in body:
+        model = resolve_model(policy, str(body.get("model")), fleet.served_models)
+        if _EMBEDDINGS_ALONE & body.keys() or fleet.endpoints_of(model) == {Endpoint.EMBEDDINGS}:
+            return EMBEDDINGS
         return ResponsesFormat("resp_", gateway.sealer, gateway.wall)
     return COMPLETIONS if "prompt" in body else CHAT
 

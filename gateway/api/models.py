@@ -14,6 +14,7 @@ from gateway.assembly import Gateway
 from gateway.auth.api_keys import ApiKey
 from gateway.errors import ModelUnknown
 from policies.evaluate import ANY_MODEL, resolve_model, sampling_defaults
+from policies.request.profile import Endpoint
 
 router = data_router("/v1/models")
 _ANTHROPIC = "anthropic-version"
@@ -33,8 +34,9 @@ class ModelSampling(TypedDict):
 class ServedModel(TypedDict):
     """A model in OpenAI's shape; `root` is the model behind an alias.
 
-    `max_model_len` is vLLM's name of the context length. `sampling` has the values of requests that
-    name none: the policy's, else those of the model's `generation_config.json`, else OpenAI's.
+    `max_model_len` is vLLM's name of the context length. `endpoints` lists what the model serves
+    now, as a policy names it. `sampling` has the values of requests that name none: the policy's,
+    else those of the model's `generation_config.json`, else OpenAI's.
     """
 
     id: str
@@ -43,6 +45,7 @@ class ServedModel(TypedDict):
     owned_by: str
     root: str
     max_model_len: int | None
+    endpoints: list[str]
     sampling: ModelSampling
 
 
@@ -60,12 +63,14 @@ async def show_all(
     """List the models."""
     roots = _roots(gateway, api_key)
     if _ANTHROPIC in request.headers:
+        chats = gateway.fleet.view().models_of(Endpoint.CHAT)
+        names = [name for name, root in roots.items() if root in chats]
         return JSONResponse(
             {
-                "data": [_anthropic_model(name) for name in roots],
+                "data": [_anthropic_model(name) for name in names],
                 "has_more": False,
-                "first_id": next(iter(roots), None),
-                "last_id": next(reversed(roots), None),
+                "first_id": next(iter(names), None),
+                "last_id": next(reversed(names), None),
             }
         )
     return {"object": "list", "data": [_model(gateway, name, root) for name, root in roots.items()]}
@@ -88,11 +93,12 @@ async def show(
 
 def _roots(gateway: Gateway, api_key: ApiKey) -> dict[str, str]:
     """Map each name that the key may request now to the model behind it."""
-    served = gateway.fleet.view().served_models
+    fleet = gateway.fleet.view()
+    served = fleet.served_models
     policy = gateway.policy_store.current
     aliases = [alias for model in policy.models.values() for alias in model.aliases]
-    names = [*sorted(served), *aliases, ANY_MODEL]
-    resolved = {name: resolve_model(policy, name, served) for name in names}
+    resolved = {name: resolve_model(policy, name, served) for name in (*sorted(served), *aliases)}
+    resolved[ANY_MODEL] = resolve_model(policy, ANY_MODEL, fleet.models_of(Endpoint.CHAT))
     allowed = served if api_key.models is None else served & api_key.models
     return {name: model for name, model in resolved.items() if model in allowed}
 
@@ -119,6 +125,7 @@ def _model(gateway: Gateway, name: str, root: str) -> ServedModel:
         "owned_by": "paceline",
         "root": root,
         "max_model_len": min(contexts, default=None),
+        "endpoints": sorted(fleet.endpoints_of(root)),
         "sampling": {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

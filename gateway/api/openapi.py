@@ -14,14 +14,16 @@ from gateway import errors
 from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
 from gateway.protocols import (
+    COHERE_RERANK,
     MESSAGES_PATH,
     RESPONSES_PATH,
     WIRE_FORMATS,
+    cohere,
     messages,
     responses,
 )
 from gateway.proxy.client import PRIORITY_HEADER
-from policies.request.profile import Endpoint, Priority
+from policies.request.profile import GENERATING, Endpoint, Priority
 from policies.request.schema import request_schema
 from policies.schema import policy_schema
 from workers.protocol import ApiError, HeadTooLarge, HeadTooSlow, NotHttp
@@ -110,19 +112,35 @@ _POLICY_REF = f"#/components/schemas/{_POLICY_PART}{{model}}"
 _VALIDATION_ERROR = "HTTPValidationError"
 _PROXY_ERRORS = (
     *(*FOR_CLIENTS, *WITH_BODY, errors.KeyEnded, errors.PoolsNotAllowed, errors.ModelUnknown),
+    errors.ModelUnsuited,
     *(errors.TokensOverLimit, errors.Quarantined, errors.LimitReached, errors.NoWorker),
     *(errors.QueueFull, errors.QueueTimeout, errors.ShuttingDown, errors.Overloaded),
     *(errors.RequestTooLong, errors.WorkerUnreachable, errors.WorkerBusy, errors.WorkerLost),
     *(errors.WorkerFailed, errors.WorkerSilent, errors.WorkerStalled, errors.Interrupted),
 )
 """Errors of the routes that the proxy serves."""
-_MESSAGES, _RESPONSES = "messages", "responses"
+_MESSAGES, _RESPONSES, _COHERE_RERANK = "messages", "responses", "cohere_rerank"
 _SUMMARIES = {
     Endpoint.CHAT.value: "Answer a chat",
     Endpoint.COMPLETIONS.value: "Continue a text",
+    Endpoint.EMBEDDINGS.value: "Return vectors of texts",
+    Endpoint.RERANK.value: "Rank documents by their relevance to a query",
+    _COHERE_RERANK: "Rank documents in Cohere's format",
     _MESSAGES: "Answer a chat in Anthropic's format",
     _RESPONSES: "Answer a chat as a response",
 }
+
+
+_ANSWER_FIELDS = {
+    Endpoint.CHAT.value: "choices",
+    Endpoint.COMPLETIONS.value: "choices",
+    Endpoint.EMBEDDINGS.value: "data",
+    Endpoint.RERANK.value: "results",
+    _COHERE_RERANK: "results",
+    _MESSAGES: "content",
+    _RESPONSES: "output",
+}
+_ERROR_SCHEMAS = {_MESSAGES: "MessagesError", _COHERE_RERANK: "CohereError"}
 
 
 class OpenApiDocument:
@@ -171,6 +189,7 @@ def _write(app: FastAPI, *, proxied: bool) -> bytes:
     if proxied:
         names = {path: one.endpoint.value for path, one in WIRE_FORMATS.items()}
         names |= {MESSAGES_PATH: _MESSAGES, RESPONSES_PATH: _RESPONSES}
+        names[COHERE_RERANK.path] = _COHERE_RERANK
         for path, name in reversed(names.items()):
             others = document["paths"].pop(path, {})
             document["paths"] = {path: {"post": _proxy_operation(name), **others}} | document[
@@ -205,14 +224,14 @@ def _remove_validation_error(operation: dict[str, Any]) -> None:
 
 def _proxy_operation(name: str) -> Mapping[str, Any]:
     """Describe a route of the proxy, which FastAPI does not serve."""
-    content = {_MESSAGES: "content", _RESPONSES: "output"}.get(name, "choices")
-    whole = {"type": "object", "required": [content]}
+    whole = {"type": "object", "required": [_ANSWER_FIELDS[name]]}
     stored = (errors.PreviousUnknown, errors.RecordsUnwritable) if name == _RESPONSES else ()
     failed = failures(*_PROXY_ERRORS, *stored)
-    if name == _MESSAGES:
+    if name in _ERROR_SCHEMAS:
         for answer in failed.values():
-            answer["content"] = {JSON: {"schema": ref("MessagesError")}}
-    answers = success(whole, "text/event-stream") | failed
+            answer["content"] = {JSON: {"schema": ref(_ERROR_SCHEMAS[name])}}
+    streams = {*GENERATING, _MESSAGES, _RESPONSES}
+    answers = success(whole, *(("text/event-stream",) if name in streams else ())) | failed
     priority = {
         "name": PRIORITY_HEADER,
         "in": "header",
@@ -221,7 +240,7 @@ def _proxy_operation(name: str) -> Mapping[str, Any]:
     }
     return {
         "summary": _SUMMARIES[name],
-        "operationId": f"generate_{name}",
+        "operationId": f"{'generate' if name in streams else 'create'}_{name}",
         "security": [{DATA_KEY: []}],
         "parameters": [priority],
         **takes(ref(name)),
@@ -240,7 +259,9 @@ def _schemas() -> dict[str, Any]:
         **{endpoint.value: request_schema(endpoint) for endpoint in Endpoint},
         _MESSAGES: messages.SCHEMA,
         _RESPONSES: responses.SCHEMA,
+        _COHERE_RERANK: cohere.SCHEMA,
         "MessagesError": messages.ERROR_SCHEMA,
+        "CohereError": cohere.ERROR_SCHEMA,
         "PolicyDocument": policy,
         "KeyTerms": terms,
         "Error": ERROR_SCHEMA,

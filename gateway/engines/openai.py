@@ -28,7 +28,10 @@ from gateway.routing.view import ModelView
 from workers.protocol import NodeSource, WorkerReport
 
 # What a request asks of Paceline alone; without these fields the answer is the same.
-_OURS = frozenset("draft_tokens metrics specprefill specprefill_keep_pct token_sources".split())
+_OURS = frozenset(
+    "draft_tokens metrics specprefill specprefill_keep_pct token_sources truncate "
+    "max_tokens_per_doc".split()
+)
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
 # nothing, so they can be left out.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0}

@@ -252,7 +252,8 @@ async def _listed_model(client: httpx.AsyncClient, url: str, base_url: str, like
         raise MeasurementError(f"nothing answers at {base_url}.") from None
     match json_object(answer.content):
         case {"data": [{"id": str(first)}, *_] as listed}:
-            return like if any(entry.get("id") == like for entry in listed) else first
+            chats = [one.get("id") for one in listed if "chat" in one.get("endpoints", ("chat",))]
+            return like if like in chats else str(next(iter(chats), first))
         case {"error": {"message": str(why)}}:
             raise MeasurementError(f"{base_url} does not list its models: {why}")
     raise MeasurementError(f"{base_url} lists no model; --model names one.")

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.protocols.base import WORKER_PATHS, StreamEncoder, WireFormat
+from gateway.protocols.cohere import COHERE_RERANK
 from gateway.protocols.messages import PATH as MESSAGES_PATH
-from gateway.protocols.openai import CHAT, COMPLETIONS
+from gateway.protocols.openai import CHAT, COMPLETIONS, EMBEDDINGS, RERANK
 from gateway.protocols.responses import PATH as RESPONSES_PATH
 
 __all__ = [
     "CHAT",
+    "COHERE_RERANK",
     "COMPLETIONS",
+    "EMBEDDINGS",
     "MESSAGES_PATH",
     "PROXY_PATHS",
+    "RERANK",
     "RESPONSES_PATH",
     "WIRE_FORMATS",
     "WORKER_PATHS",
@@ -21,7 +25,9 @@ __all__ = [
     "WireFormat",
 ]
 
-WIRE_FORMATS: Mapping[str, WireFormat] = {one.path: one for one in (CHAT, COMPLETIONS)}
+WIRE_FORMATS: Mapping[str, WireFormat] = {
+    one.path: one for one in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, COHERE_RERANK)
+}
 """By the path at which clients use them."""
 PROXY_PATHS = (*WIRE_FORMATS, MESSAGES_PATH, RESPONSES_PATH)
 """The paths of the data plane; requests to the last two have a wire format of their own each."""

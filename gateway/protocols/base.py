@@ -59,6 +59,11 @@ def text_in(answer: Mapping[str, Any], name: str) -> str:
     return value
 
 
+def has_choices(answer: Mapping[str, Any]) -> bool:
+    """Return whether an engine's answer to a chat or a completion is whole."""
+    return bool(answer.get("choices"))
+
+
 class StreamEncoder(Protocol):
     """Encodes one stream of events for a client."""
 
@@ -90,6 +95,9 @@ class WireFormat(Protocol):
     def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
         """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
 
+    def is_complete(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether a body of status 200 is a whole answer: some engines send errors so."""
+
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
         """Return the client's body for a whole answer, which is `body` parsed.
 
@@ -120,4 +128,6 @@ class WireFormat(Protocol):
 WORKER_PATHS: Mapping[Endpoint, str] = {
     Endpoint.CHAT: "/v1/chat/completions",
     Endpoint.COMPLETIONS: "/v1/completions",
+    Endpoint.EMBEDDINGS: "/v1/embeddings",
+    Endpoint.RERANK: "/v1/rerank",
 }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json, to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, object_in, objects_in, text_in
+from gateway.protocols.base import choice_of, has_choices, object_in, objects_in, text_in
 from gateway.protocols.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.context_management import edit_messages
 from gateway.protocols.event_stream import read_usage
@@ -126,6 +126,10 @@ class MessagesFormat:
         inspected = CHAT.inspect_body(chat.body, policy, fleet)
         ignored = (*(name for name in body if name in _IGNORED_FIELDS), *chat.left_out)
         return inspected._replace(profile=inspected.profile._replace(ignored=ignored))
+
+    def is_complete(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether the answer of the chat is whole."""
+        return has_choices(answer)
 
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
         """Return the message of a whole answer."""

@@ -1,4 +1,4 @@
-"""The wire format of an OpenAI server: chat and completions."""
+"""The wire format of an OpenAI server: chat, completions, embeddings, and rerank as vLLM has it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from policies.evaluate import resolve_model, sampling_defaults
 from policies.request.compatibility import NEUTRAL
 from policies.request.fields import FieldError
 from policies.request.parser import read_profile
-from policies.request.profile import Endpoint, RequestProfile
+from policies.request.profile import GENERATING, Endpoint, RequestProfile
 from policies.sections import apply_limits
 
 Message = Mapping[str, Any]
@@ -29,6 +29,13 @@ _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
 _VALUES_LIMIT = 1_000_000
+_ANSWER_FIELDS = {
+    Endpoint.CHAT: "choices",
+    Endpoint.COMPLETIONS: "choices",
+    Endpoint.EMBEDDINGS: "data",
+    Endpoint.RERANK: "results",
+}
+"""The lists without which no answer is whole."""
 
 
 class OpenAIFormat:
@@ -47,7 +54,7 @@ class OpenAIFormat:
     ) -> Inspected:
         """Inspect a parsed body; raise a `RequestRefused`."""
         requested = body.get("model")
-        served = fleet.served_models
+        served = fleet.models_of(self.endpoint)
         model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
         legacy = self.endpoint is Endpoint.CHAT and bool(body.get("functions"))
         try:
@@ -67,7 +74,13 @@ class OpenAIFormat:
         # Before any worker has joined, no model is known, so none can be called unknown.
         if not known and fleet.known_models:
             raise errors.ModelUnknown(asked_model)
+        if profile.model not in served and (others := fleet.endpoints_of(profile.model)):
+            raise errors.ModelUnsuited(asked_model, self.endpoint, others)
         return Inspected(asked_model=asked_model, profile=profile, body=_for_worker(body, profile))
+
+    def is_complete(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether the answer has what its endpoint promises."""
+        return bool(answer.get(_ANSWER_FIELDS[self.endpoint]))
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
         """Return the body as it came, without metrics that the client is not to get."""
@@ -235,6 +248,8 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
     sent = {
         name: value for name, value in body.items() if value is not None and name not in neutral
     }
+    if profile.endpoint not in GENERATING:
+        return sent | {"model": profile.model}
     sampling = profile.sampling
     sent |= {
         "model": profile.model,
@@ -308,3 +323,5 @@ def _plain(message: Message) -> bool:
 
 CHAT = OpenAIFormat(Endpoint.CHAT)
 COMPLETIONS = OpenAIFormat(Endpoint.COMPLETIONS)
+EMBEDDINGS = OpenAIFormat(Endpoint.EMBEDDINGS)
+RERANK = OpenAIFormat(Endpoint.RERANK)

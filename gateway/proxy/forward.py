@@ -274,7 +274,7 @@ class Forwarder:
         except ValueError as error:
             raise errors.WorkerFailed from error
         # Status 200 proves nothing: some engines send their errors with it.
-        if not (isinstance(answer, dict) and answer.get("choices")):
+        if not (isinstance(answer, dict) and context.wire_format.is_complete(answer)):
             log.warning("answer.broken request=%s", context.request_id)
             raise errors.WorkerFailed
         context.usage = backend.usage(answer) or context.usage

@@ -20,9 +20,9 @@ from gateway.routing.view import (
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import match_route
-from policies.request.profile import Bypass, RequestProfile
+from policies.request.profile import GENERATING, Bypass, RequestProfile
 from policies.sections import Pool
-from workers.protocol import MTP_LANE
+from workers.protocol import MTP_LANE, POOLING_LANES
 
 if TYPE_CHECKING:
     from random import Random
@@ -148,7 +148,7 @@ def decide(
             break
         pool = policy.pools[name]
         costs, positions = _pool_lanes(
-            fleet, profile.model, name, pool, speculation_barred=speculation_barred
+            fleet, profile, name, pool, speculation_barred=speculation_barred
         )
         if needs and costs:
             lacking += [cost.ref.lacks & needs for cost in costs]
@@ -187,9 +187,9 @@ def _fleet_bypass(fleet: FleetView, model: str) -> tuple[Bypass, ...]:
 
 
 def _pool_lanes(
-    fleet: FleetView, model: str, name: str, pool: Pool, *, speculation_barred: bool
+    fleet: FleetView, profile: RequestProfile, name: str, pool: Pool, *, speculation_barred: bool
 ) -> tuple[tuple[LaneCost, ...], Mapping[str, int] | None]:
-    """Return the lanes of a pool that serve a model, and the index of each worker.
+    """Return the lanes of a pool that serve a model and endpoint, and the index of each worker.
 
     The index is None where the pool merges or filters lanes, since the snapshot has none for that.
     """
@@ -197,11 +197,13 @@ def _pool_lanes(
     positions = None
     # A lane with the pool's name belongs to the pool: static workers have such lanes.
     lanes = pool.lanes if name in pool.lanes else (*pool.lanes, name)
+    wanted = None if profile.endpoint in GENERATING else profile.endpoint
     for lane in lanes:
-        # Whatever a policy says, the speculative lane takes only requests that can speculate.
-        if speculation_barred and lane == MTP_LANE:
+        # Whatever a policy says, the speculative lane takes only requests that can speculate, and
+        # each lane those of its endpoints.
+        if (speculation_barred and lane == MTP_LANE) or POOLING_LANES.get(lane) is not wanted:
             continue
-        key = model, lane
+        key = profile.model, lane
         if costs := fleet.lane_costs.get(key):
             positions = None if found else fleet.positions[key]
             found = found + costs if found else costs

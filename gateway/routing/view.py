@@ -17,8 +17,8 @@ from gateway.routing.cost import FULL_LANE_FACTOR, UNMEASURED, Throughput, load_
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
-from policies.request.profile import Sampling
-from workers.protocol import LaneReport
+from policies.request.profile import GENERATING, Endpoint, Sampling
+from workers.protocol import POOLING_LANES, LaneReport
 
 
 @dataclass(slots=True)
@@ -240,3 +240,19 @@ class FleetView:
     def served_models(self) -> frozenset[str]:
         """Return the models that a worker serves now."""
         return frozenset([model for model, _ in self.lane_costs])
+
+    def models_of(self, endpoint: Endpoint) -> frozenset[str]:
+        """Return the models that serve an endpoint now."""
+        wanted = None if endpoint in GENERATING else endpoint
+        return frozenset(
+            [model for model, lane in self.lane_costs if POOLING_LANES.get(lane) is wanted]
+        )
+
+    def endpoints_of(self, model: str) -> frozenset[Endpoint]:
+        """Return the endpoints that a model serves now."""
+        found: set[Endpoint] = set()
+        for served, lane in self.lane_costs:
+            if served == model:
+                pooling = POOLING_LANES.get(lane)
+                found.update(GENERATING if pooling is None else (pooling,))
+        return frozenset(found)

@@ -24,9 +24,14 @@ from gateway.http.downstream import header
 from gateway.routing.select import Candidate
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Outcome
-from policies.request.profile import Endpoint, RequestProfile
+from policies.request.profile import GENERATING, Endpoint, RequestProfile
 
-_OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETIONS: "text_completion"}
+_OPERATIONS = {
+    Endpoint.CHAT: "chat",
+    Endpoint.COMPLETIONS: "text_completion",
+    Endpoint.EMBEDDINGS: "embeddings",
+    Endpoint.RERANK: "rerank",
+}
 _CONTEXT_HEADERS = ("traceparent", "tracestate")
 _SHUTDOWN_TIMEOUT_S = 3.0
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -81,16 +86,11 @@ class Trace:
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "paceline",
             "gen_ai.request.model": profile.model,
-            "gen_ai.request.stream": profile.stream,
-            "gen_ai.request.choice.count": profile.prompts * profile.choices,
-            "gen_ai.request.temperature": profile.sampling.temperature,
-            "gen_ai.request.top_p": profile.sampling.top_p,
-            "gen_ai.request.top_k": profile.sampling.top_k,
             "paceline.worker": candidate.worker_id,
             "paceline.lane": candidate.lane,
         }
-        if profile.max_tokens is not None:
-            attributes["gen_ai.request.max_tokens"] = profile.max_tokens
+        if profile.endpoint in GENERATING:
+            attributes |= _generation(profile)
         self._attempt = self._tracer.start_span(
             f"{operation} {profile.model}",
             context=set_span_in_context(self._span),
@@ -110,6 +110,20 @@ class Trace:
         _set_result(self._span, record)
         self._span.set_attributes(_routing(record))
         self._span.end()
+
+
+def _generation(profile: RequestProfile) -> dict[str, str | int | float | bool]:
+    """Return what a request asks of the text that a model generates."""
+    attributes: dict[str, str | int | float | bool] = {
+        "gen_ai.request.stream": profile.stream,
+        "gen_ai.request.choice.count": profile.prompts * profile.choices,
+        "gen_ai.request.temperature": profile.sampling.temperature,
+        "gen_ai.request.top_p": profile.sampling.top_p,
+        "gen_ai.request.top_k": profile.sampling.top_k,
+    }
+    if profile.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = profile.max_tokens
+    return attributes
 
 
 def _set_result(span: Span, record: RequestRecord) -> None:

@@ -188,13 +188,13 @@ def read_prompts(body: Mapping[str, Any]) -> tuple[str | Sequence[int], ...]:
     """Return the prompts of a completion, each as text or as tokens; raise `FieldError`."""
     given = body.get("prompt")
     prompts: list[Any] = [given]
-    if isinstance(given, list) and not _are_tokens(given):
+    if isinstance(given, list) and not are_tokens(given):
         prompts = given
     if len(prompts) > PROMPTS_LIMIT:
         raise FieldError("prompt", f"'prompt' may contain at most {PROMPTS_LIMIT} prompts.")
     for index, prompt in enumerate(prompts):
         # An engine may fail on an empty prompt.
-        if not prompt or not (isinstance(prompt, str) or _are_tokens(prompt)):
+        if not prompt or not (isinstance(prompt, str) or are_tokens(prompt)):
             raise FieldError(
                 f"prompt[{index}]" if prompts is given else "prompt",
                 "A prompt must be a non-empty string or a non-empty list of tokens.",
@@ -202,7 +202,8 @@ def read_prompts(body: Mapping[str, Any]) -> tuple[str | Sequence[int], ...]:
     return tuple(prompts)
 
 
-def _are_tokens(value: Any) -> bool:
+def are_tokens(value: Any) -> bool:
+    """Return whether a value is a list of token ids, of bounded length."""
     return (
         isinstance(value, list)
         and len(value) <= _PROMPT_TOKENS_LIMIT

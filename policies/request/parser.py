@@ -16,6 +16,14 @@ from policies.request.compatibility import read_ignored
 from policies.request.constraint import CONSTRAINT_FIELDS, check_size, read_constraint
 from policies.request.content import PROMPTS_LIMIT, read_content
 from policies.request.fields import FieldError, Fields
+from policies.request.pooling import (
+    EMBEDDINGS_FIELDS,
+    RERANK_FIELDS,
+    embeddings_profile,
+    read_embeddings,
+    read_rerank,
+    rerank_profile,
+)
 from policies.request.profile import (
     OPENAI_DEFAULTS,
     REASONING_EFFORTS,
@@ -50,6 +58,8 @@ HONOURED_FIELDS = {
         "reasoning_effort thinking_budget include_reasoning".split()
     ),
     Endpoint.COMPLETIONS: _CONTROL_FIELDS | {"prompt", "echo"},
+    Endpoint.EMBEDDINGS: EMBEDDINGS_FIELDS,
+    Endpoint.RERANK: RERANK_FIELDS,
 }
 _ALL_FIELDS = frozenset().union(*HONOURED_FIELDS.values())
 
@@ -65,6 +75,10 @@ def read_profile(
     `access` reads the plain fields; `request_schema` passes a class that records them.
     """
     ignored = read_ignored(body, HONOURED_FIELDS[endpoint], _ALL_FIELDS)
+    if endpoint is Endpoint.EMBEDDINGS:
+        return embeddings_profile(read_embeddings(body, access), ignored)
+    if endpoint is Endpoint.RERANK:
+        return rerank_profile(read_rerank(body, access), ignored)
     fields = access(body)
     content = read_content(body, endpoint)
     _check_template_kwargs(body.get("chat_template_kwargs"))

@@ -12,15 +12,25 @@ from typing import NamedTuple
 
 
 class Endpoint(StrEnum):
-    """The two generating endpoints of the data plane."""
+    """What a request of the data plane asks a model for."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+    """A vector for each text."""
+    RERANK = "rerank"
+    """A score for each document, by its relevance to a query."""
+
+
+GENERATING = frozenset((Endpoint.CHAT, Endpoint.COMPLETIONS))
+"""The endpoints whose responses are text of the model."""
 
 
 class Bypass(StrEnum):
     """Why a request does not run in the speculative text lane (names fixed by DESIGN section 4)."""
 
+    ENDPOINT = "endpoint"
+    """The request asks for vectors or scores, and nothing is generated."""
     MEDIA = "media"
     NON_GREEDY_SAMPLING = "non_greedy_sampling"
     LOGITS_PROCESSORS = "logits_processors"
@@ -120,7 +130,7 @@ class RequestProfile(NamedTuple):
     """The share of the prompt to prefill (`specprefill_keep_pct`), above 0, at most 1."""
     messages: int = 0
     prompts: int = 1
-    """The prompts of a completion; each has `choices` answers."""
+    """The prompts of a completion, each with `choices` answers; of others texts or documents."""
     echo: bool = False
     """Whether the text of a completion begins with its prompt."""
     text_chars: int = 0
@@ -141,6 +151,8 @@ def bypass_reasons(profile: RequestProfile) -> tuple[Bypass, ...]:
     The router and the worker add the reasons that depend on workers (`no_mtp_worker`,
     `mtp_not_paying`, `head_unhealthy`, `prompt_too_long`).
     """
+    if profile.endpoint not in GENERATING:
+        return (Bypass.ENDPOINT,)
     reasons = []
     sampling = profile.sampling
     if profile.media and profile.media_count > 0:

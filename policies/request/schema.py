@@ -13,12 +13,15 @@ from policies.request.compatibility import IGNORED, NEUTRAL
 from policies.request.content import PROMPTS_LIMIT, ROLES
 from policies.request.fields import Default, Fields
 from policies.request.parser import HONOURED_FIELDS, read_profile
+from policies.request.pooling import ENCODINGS, INPUTS_LIMIT
 from policies.request.profile import REASONING_EFFORTS, Endpoint
 
 _TEXT = {"type": "string", "minLength": 1}
 _MINIMAL_BODIES: Mapping[Endpoint, Mapping[str, Any]] = {
     Endpoint.CHAT: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     Endpoint.COMPLETIONS: {"model": "m", "prompt": "x"},
+    Endpoint.EMBEDDINGS: {"model": "m", "input": "x"},
+    Endpoint.RERANK: {"model": "m", "query": "x", "documents": ["x"]},
 }
 """Minimal valid bodies."""
 _OUTLINES: Mapping[str, Any] = {
@@ -45,6 +48,29 @@ _OUTLINES: Mapping[str, Any] = {
                 "items": {"type": ["string", "array"], "items": {"type": "integer"}},
             },
         ]
+    },
+    "input": {
+        "anyOf": [
+            _TEXT,
+            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": INPUTS_LIMIT,
+                "items": {"type": ["string", "array"], "items": {"type": "integer"}},
+            },
+        ]
+    },
+    "encoding_format": {"enum": [*ENCODINGS, None]},
+    "documents": {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": INPUTS_LIMIT,
+        "items": {
+            "type": ["string", "object"],
+            "required": ["text"],
+            "properties": {"text": {"type": "string"}},
+        },
     },
     "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer"}},
     "stop": {"type": ["string", "array", "null"]},

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from workers.engine.device import memory_limit_bytes
 from workers.engine.kv_cache import STEP_TOKENS, capacity, capacity_within
 from workers.engine.model import ArraysCache, KVCache, MtpHead, Target
 from workers.engine.prefill_budget import BLOCK_TOKENS
@@ -123,8 +124,7 @@ def measure_memory(target: Target, head: MtpHead | None, draft_tokens: int = 0) 
                 score_bytes = 2 * target.attention_heads * keys.itemsize  # the softmax is another
     if head is not None:
         token_bytes += attention_bytes * len(head.new_caches())
-    working_set = mx.device_info().get("max_recommended_working_set_size")
-    limit_bytes = int(working_set or mx.get_memory_limit())
+    limit_bytes = memory_limit_bytes()
     free_bytes = limit_bytes - mx.get_active_memory()
     return MemoryEstimate(
         token_bytes=token_bytes,

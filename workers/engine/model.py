@@ -38,6 +38,7 @@ from transformers import AutoConfig
 
 from workers.engine import llama4
 from workers.engine.adapter import apply_adapter
+from workers.engine.device import cast_for_device
 from workers.engine.kv_cache import RecurrentCache, RowCache
 from workers.engine.model_folder import check_folder, forbid_code
 from workers.engine.types import WeightType
@@ -342,7 +343,7 @@ def load_checkpoint(
     _cast(model, dtype, str(config.get("model_type", "")))
     if adapter is not None:
         apply_adapter(model, adapter)
-        _cast_for_device(model)
+        cast_for_device(model)
     target = Target(model)
     file = path / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
@@ -416,7 +417,7 @@ def _cast(model: Any, dtype: WeightType | None, family: str) -> None:
     chosen = choose_dtype(dtype, family, str(mx.device_info().get("architecture", "")))
     if chosen is not None:
         model.set_dtype(getattr(mx, chosen), lambda kind: kind in (mx.float16, mx.bfloat16))
-    _cast_for_device(model)
+    cast_for_device(model)
 
 
 def choose_dtype(dtype: WeightType | None, family: str, architecture: str) -> WeightType | None:
@@ -430,17 +431,6 @@ def choose_dtype(dtype: WeightType | None, family: str, architecture: str) -> We
     generation = re.fullmatch(r"applegpu_g(\d+)\w*", architecture)
     old = generation is not None and int(generation[1]) <= _LAST_WITHOUT_BFLOAT16
     return WeightType.FLOAT16 if old and not family.startswith("gemma") else None
-
-
-def _cast_for_device(model: Any) -> None:
-    """Cast half-precision weights to single precision on a CPU.
-
-    A CPU has no matrix product for bfloat16: MLX computes it in a loop, ten times slower than a
-    BLAS in float32, and three tokens take three times as long as one.
-    """
-    if mx.default_device() == mx.Device(mx.cpu):
-        model.set_dtype(mx.float32)
-        mx.eval(model.parameters())
 
 
 class HeadUnusable(Exception):
@@ -497,7 +487,7 @@ def _load_separate_head(path: Path, target: Target) -> MtpHead:
 
 
 def _bind_head(drafter: Any, target: Target) -> MtpHead:
-    _cast_for_device(drafter)
+    cast_for_device(drafter)
     mx.eval(drafter.parameters())
     return MtpHead(drafter, target)
 

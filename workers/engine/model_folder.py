@@ -16,12 +16,17 @@ from typing import Any
 from safetensors import safe_open
 from transformers.utils import HF_MODULES_CACHE
 
+from policies.request.profile import Endpoint
 from workers.engine.types import ModelUnusable
 from workers.terminal import printable
 
 _MAX_REASON_CHARS = 300
 _LAYERS = re.compile(r"(layers?|depths?|blocks?|stages?)$")
 _INDEX = "model.safetensors.index.json"
+ENCODERS = frozenset(("bert", "modernbert", "xlm-roberta"))
+"""Types of models that read a text in both directions."""
+DECODERS = frozenset(("qwen3",))
+"""Types of models that generate, of which there are embedders and rerankers too."""
 
 
 @contextmanager
@@ -53,7 +58,7 @@ def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
         if not all(Path(name).name == name and name.endswith(".safetensors") for name in names):
             raise ValueError(f"{_INDEX} names other files than safetensors files in the folder")
     tensors = 0
-    for path in folder.glob("*.safetensors"):
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")):
         with safe_open(path, framework="numpy") as file:  # checks the header, which MLX trusts
             tensors += len(file.keys())
     _check_layers(_mtp_options(config) if head else config, tensors)
@@ -63,6 +68,38 @@ def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
 def _mtp_options(config: dict[str, Any]) -> dict[str, Any]:
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     return {key: value for part in parts for key, value in part.items() if key.startswith("mtp_")}
+
+
+def find_task(folder: Path, name: str) -> Endpoint | None:
+    """Return what a folder with an embedder or a reranker serves; None for any other model.
+
+    Its files tell it, in the layout of sentence-transformers, or its architecture. Qwen's embedders
+    and rerankers have the files of a chat model where others converted them, so their name counts.
+    """
+    try:
+        config = _read_object(folder / "config.json")
+        modules = _read_modules(folder)
+    except (OSError, ValueError):
+        return None  # the engine tells what is wrong
+    architectures = config.get("architectures")
+    named = architectures if isinstance(architectures, list) else []
+    if any(str(one).endswith("ForSequenceClassification") for one in named):
+        return Endpoint.RERANK
+    if config.get("model_type") in ENCODERS or any(one.endswith(".Pooling") for one in modules):
+        return Endpoint.EMBEDDINGS
+    if config.get("model_type") in DECODERS:
+        if "rerank" in name.lower():
+            return Endpoint.RERANK
+        if "embedding" in name.lower():
+            return Endpoint.EMBEDDINGS
+    return None
+
+
+def _read_modules(folder: Path) -> list[str]:
+    """Return the types of the modules of sentence-transformers; empty without such a file."""
+    path = folder / "modules.json"
+    modules = json.loads(path.read_bytes()) if path.exists() else []
+    return [str(one.get("type")) for one in modules if isinstance(one, dict)]
 
 
 @functools.cache

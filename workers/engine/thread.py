@@ -11,27 +11,44 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
-from workers.engine.row import Row
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.types import EngineStopped
+from workers.engine.types import EngineError, EngineStopped
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+RowT_contra = TypeVar("RowT_contra", contravariant=True)
+RowT = TypeVar("RowT")
 _STOPPED = "The engine has stopped."
+
+
+class Lane(Protocol[RowT_contra]):
+    """Rows that the thread computes step by step."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a row to compute."""
+
+    def add(self, row: RowT_contra) -> None:
+        """Queue a row."""
+
+    def step(self) -> None:
+        """Compute a part of the rows; an error ends the thread."""
+
+    def close(self, reason: EngineError) -> None:
+        """End all rows with an error."""
 
 
 class EngineThread(Generic[T]):
     """A thread that loads the lanes and steps every busy one in turn until it is stopped."""
 
-    def __init__(self, load: Callable[[], tuple[T, Sequence[LaneScheduler]]]) -> None:
+    def __init__(self, load: Callable[[], tuple[T, Sequence[Lane[Any]]]]) -> None:
         self._load = load
-        self._lanes: Sequence[LaneScheduler] = ()
+        self._lanes: Sequence[Lane[Any]] = ()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-mlx", daemon=True)
         self._submit_lock = threading.Lock()
@@ -53,7 +70,7 @@ class EngineThread(Generic[T]):
         """Return whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, lane: LaneScheduler, row: Row) -> None:
+    def submit(self, lane: Lane[RowT], row: RowT) -> None:
         """Queue a row for a lane; raise `EngineStopped` if the thread has ended."""
         with self._submit_lock:
             if not self._accepting:

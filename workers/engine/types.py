@@ -321,18 +321,36 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
-    """Description of the model that an engine serves."""
+class Card:
+    """Description of the model of any worker."""
 
     model: str
     family: str
-    lanes: tuple[LaneName, ...]
+    lanes: tuple[str, ...]
     context_tokens: int
-    vision: bool
     parameters: int
     """Number of parameters of the model and its MTP head."""
     weights_bytes: int
     """Memory of the parameters, which all lanes share."""
+    default_max_tokens: int | None = None
+    """The checkpoint's limit of an answer; None: the context window alone limits it."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingCard(Card):
+    """Description of an embedder or a reranker."""
+
+    dimensions: int
+    """The numbers of a vector; 1 for a score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard(Card):
+    """Description of the model that an engine serves."""
+
+    lanes: tuple[LaneName, ...]
+    vision: bool
     native_verify: bool
     """Whether the target verifies a draft in one forward pass; token by token never pays."""
     mtp: bool
@@ -341,8 +359,5 @@ class ModelCard:
     mtp_unavailable_reason: str | None
     draft_tokens_requested: int
     draft_tokens_effective: int
-    default_max_tokens: int | None = None
-    """The checkpoint's limit of an answer; None: the context window alone limits it."""
-    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     spec_prefill: str | None = None
     """Phrase on how long prompts are read; None if no draft model is configured."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policies.request.fields import FieldError
-from policies.request.profile import Endpoint
-from workers.engine.types import EngineError
+from policies.request.profile import GENERATING, Endpoint
+from workers.engine.types import EngineError, PoolingCard
 from workers.protocol import (
     CHECKS,
     MAX_DELETED_SCOPES,
@@ -26,8 +26,14 @@ from workers.protocol import (
     TOKENIZE_PATH,
     mtp_block,
 )
-from workers.server import prefix_nodes
-from workers.server.errors import NotAuthorised, RequestError, UnknownModel, render
+from workers.server import pooling, prefix_nodes
+from workers.server.errors import (
+    ModelUnsuited,
+    NotAuthorised,
+    RequestError,
+    UnknownModel,
+    render,
+)
 from workers.server.metrics import exposition
 from workers.server.ports import Json
 from workers.server.prefix_nodes import PrefixPeers
@@ -39,10 +45,13 @@ _OPEN_PATHS = frozenset({"/livez", prefix_nodes.PATH})
 """Public, or with a check of their own."""
 
 router = APIRouter()
+"""The routes of every worker."""
+_generating = APIRouter()
+"""Those of a worker that generates."""
 
 
 def create_app(
-    worker: Worker, token: SecretStr | None, peers: PrefixPeers | None = None
+    worker: Worker[Any], token: SecretStr | None, peers: PrefixPeers | None = None
 ) -> FastAPI:
     """Return the application; without a token, every route is public.
 
@@ -52,6 +61,8 @@ def create_app(
     app.state.worker = worker
     app.state.peers = peers
     app.include_router(router)
+    is_pooling = isinstance(worker.engine.card, PoolingCard)
+    app.include_router(pooling.router if is_pooling else _generating)
     for error in (RequestError, EngineError, FieldError, HTTPException, Exception):
         app.add_exception_handler(error, render)
     if token:
@@ -91,19 +102,19 @@ CachedScope = Annotated[str, Field(min_length=1, max_length=MAX_PREFIX_NAME_CHAR
 ServedWorker = Annotated[Worker, Depends(_worker)]
 
 
-@router.post("/v1/chat/completions")
+@_generating.post("/v1/chat/completions")
 async def create_chat_completion(request: Request, worker: ServedWorker) -> Response:
     """Generate a chat completion."""
     return await _response(request, worker, Endpoint.CHAT)
 
 
-@router.post("/v1/completions")
+@_generating.post("/v1/completions")
 async def create_completion(request: Request, worker: ServedWorker) -> Response:
     """Generate a text completion."""
     return await _response(request, worker, Endpoint.COMPLETIONS)
 
 
-@router.post(TOKENIZE_PATH)
+@_generating.post(TOKENIZE_PATH)
 async def count_prompt_tokens(request: Request, worker: ServedWorker) -> dict[str, int]:
     """Count the tokens of a chat's prompt, in the format of vLLM's route without the tokens."""
     request.state.request_id = request_id_of(request)
@@ -114,13 +125,13 @@ async def count_prompt_tokens(request: Request, worker: ServedWorker) -> dict[st
     return {"count": tokens, "max_model_len": engine.card.context_tokens}
 
 
-@router.post(f"{CHECKS}/chat/completions")
+@_generating.post(f"{CHECKS}/chat/completions")
 async def check_chat_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
     """Check a request for a chat completion."""
     return await (await _response(request, worker, Endpoint.CHAT)).check()
 
 
-@router.post(f"{CHECKS}/completions")
+@_generating.post(f"{CHECKS}/completions")
 async def check_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
     """Check a request for a text completion."""
     return await (await _response(request, worker, Endpoint.COMPLETIONS)).check()
@@ -141,7 +152,14 @@ async def _response(request: Request, worker: Worker, endpoint: Endpoint) -> Com
     return CompletionResponse(worker, completion)
 
 
-@router.post(prefix_nodes.PATH)
+@_generating.post("/v1/embeddings")
+@_generating.post("/v1/rerank")
+async def refuse_to_pool(worker: ServedWorker) -> None:
+    """Refuse to return vectors or scores."""
+    raise ModelUnsuited(worker.engine.card.model, sorted(GENERATING))
+
+
+@_generating.post(prefix_nodes.PATH)
 async def send_prefix_nodes(request: Request, worker: ServedWorker) -> Response:
     """Send nodes of the prefix cache to another worker with the same join token."""
     peers: PrefixPeers | None = request.app.state.peers

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
 
@@ -52,6 +52,16 @@ class UnknownModel(BadRequest, status=404, code="model_not_found"):
     def __init__(self, requested: str, served: str) -> None:
         super().__init__(
             f"This worker does not serve the model '{requested[:200]}', only '{served}'.",
+            param="model",
+        )
+
+
+class ModelUnsuited(BadRequest, code="model_not_supported"):
+    """The model of the worker does not serve the endpoint."""
+
+    def __init__(self, served: str, endpoints: Sequence[str]) -> None:
+        super().__init__(
+            f"The model '{served}' does not serve this endpoint, but: {', '.join(endpoints)}.",
             param="model",
         )
 

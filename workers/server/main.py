@@ -17,21 +17,30 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import click
 import uvloop
 
+from policies.request.profile import Endpoint
 from workers.command_line import describe_usage_error, worker_command
 from workers.config_file import InvalidSettings, load_layered
 from workers.engine.known_heads import known_head
 from workers.engine.spec_prefill import SpecPrefillSettings
-from workers.engine.types import EngineSettings, ModelCard, ModelUnusable, ProgressSink
+from workers.engine.types import (
+    Card,
+    EngineSettings,
+    ModelCard,
+    ModelUnusable,
+    PoolingCard,
+    ProgressSink,
+)
 from workers.heartbeat import Membership, NotAdmitted, joined, wait_for_gateway
 from workers.lifecycle import Shutdown, first_of
 from workers.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress, StartStage
 from workers.server.model_source import ModelSource, resolve_adapter, resolve_model
 from workers.server.pictures import PictureMemory
-from workers.server.ports import ServingEngine
+from workers.server.ports import RunningEngine
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
 from workers.server.settings import (
@@ -135,11 +144,22 @@ def _load(
     adapter: ModelSource | None,
     cache: tuple[Path | None, bytes],
     progress: ProgressSink,
-) -> ServingEngine:
+) -> RunningEngine:
     """Return the running engine, after the downloads of its models; blocks."""
     download = functools.partial(progress, StartStage.DOWNLOAD)
     cache_dir, cache_secret = cache
     folder = source.fetch(download)
+    # Imported late: MLX takes seconds to import, and wrong settings are reported before.
+    from workers.engine.model_folder import find_task  # noqa: PLC0415
+
+    task = find_task(folder, source.served_name) if settings.task is None else settings.task
+    if task in (Endpoint.EMBEDDINGS, Endpoint.RERANK):
+        from workers.engine.pooling import PoolingEngine, PoolingSettings  # noqa: PLC0415
+
+        pooling = PoolingSettings(
+            model=folder, served_name=source.served_name, endpoint=Endpoint(task)
+        )
+        return PoolingEngine.start(pooling, progress)
     mtp = resolve_model(settings.mtp).fetch(download) if settings.mtp else None
     adapter_folder = adapter.fetch(download) if adapter else None
     spec_prefill = None
@@ -150,7 +170,6 @@ def _load(
             keep_share=settings.spec_prefill_keep,
         )
     progress(StartStage.WEIGHTS, 0, 0)
-    # Imported late: MLX takes seconds to import, and wrong settings are reported before.
     from workers.engine.engine import Engine  # noqa: PLC0415
 
     return Engine.start(
@@ -179,12 +198,12 @@ async def _start_and_serve(
     settings: WorkerSettings,
     source: ModelSource,
     starting: StartingWorker,
-    load: Callable[[], ServingEngine],
+    load: Callable[[], RunningEngine],
     listener: socket.socket,
 ) -> ExitCode:
     """Load the engine and serve until the end, and send heartbeats all the while."""
     shutdown, changed = Shutdown(), asyncio.Event()
-    worker: StartingWorker | Worker = starting
+    worker: StartingWorker | Worker[RunningEngine] = starting
     membership = Membership(
         gateway_url=settings.join,
         token=settings.token,
@@ -218,12 +237,12 @@ async def _start_and_serve(
     return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
 
 
-async def _loaded(load: Callable[[], ServingEngine], shutdown: Shutdown) -> ServingEngine:
+async def _loaded(load: Callable[[], RunningEngine], shutdown: Shutdown) -> RunningEngine:
     """Run `load` in a thread; raise `KeyboardInterrupt` if a shutdown is requested before its end.
 
     The process does not wait for the thread, which may download or load weights for long.
     """
-    future: Future[ServingEngine] = Future()
+    future: Future[RunningEngine] = Future()
 
     def run() -> None:
         try:
@@ -280,7 +299,7 @@ class _StartLines:
             _print(START_PREFIX + progress.model_dump_json())
 
 
-def _announce(worker: Worker, source: ModelSource, gateway_url: str) -> None:
+def _announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None:
     """Print the start lines for people, then to a pipe or a log the ready line for programs."""
     card = worker.engine.card
     if source.toy:
@@ -304,16 +323,30 @@ def _announce(worker: Worker, source: ModelSource, gateway_url: str) -> None:
         _print(READY_PREFIX + json.dumps(ready))
 
 
-def _start_line(worker: Worker, card: ModelCard) -> str:
-    """Return one line with the model, lanes, memory, requested and effective draft tokens."""
+def _start_line(worker: Worker[Any], card: Card) -> str:
+    """Return one line with the model, lanes, memory, and what the model does."""
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
-    sparse = f" {card.spec_prefill[0].upper()}{card.spec_prefill[1:]}." if card.spec_prefill else ""
     return (
         f"Worker {worker.worker_id} serves {card.model} at {worker.url}. {lanes} {shared} "
         f"({card.weights_bytes / 1e6:.1f} MB; {worker.engine.memory_bytes() / 1e6:.1f} MB in use). "
-        f"{_drafts(card)}{sparse}"
+        f"{_abilities(card)}"
     )
+
+
+def _abilities(card: Card) -> str:
+    """Return whether the model drafts, or what an embedder or reranker returns."""
+    match card:
+        case ModelCard():
+            sparse = card.spec_prefill or ""
+            return _drafts(card) + (f" {sparse[0].upper()}{sparse[1:]}." if sparse else "")
+        case PoolingCard(lanes=(Endpoint.EMBEDDINGS.value,)):
+            numbers = f"{card.dimensions} numbers"
+            return (
+                f"It returns vectors of {numbers} for texts of up to {card.context_tokens} tokens."
+            )
+        case _:
+            return f"It ranks documents of up to {card.context_tokens} tokens, the query included."
 
 
 def _drafts(card: ModelCard) -> str:

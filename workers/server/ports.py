@@ -6,10 +6,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.request.pooling import EmbeddingsRequest, RerankRequest
 from workers.drain_rate import QueuePlace
 from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery
 from workers.engine.tool_formats import ToolFormat
-from workers.engine.types import Event, Generation, ModelCard, Prompt
+from workers.engine.types import Card, Event, Generation, ModelCard, PoolingCard, Prompt
 from workers.protocol import LaneReport
 
 Json = Any
@@ -64,35 +68,19 @@ class Prompts(Protocol):
         """Return whether the next prompt of a chat begins with this one and its answer."""
 
 
-class ServingEngine(Protocol):
-    """A running engine."""
+class RunningEngine(Protocol):
+    """A running engine of any kind: its model, its state and its counts."""
 
     @property
-    def card(self) -> ModelCard:
+    def card(self) -> Card:
         """Description of the loaded model."""
-
-    @property
-    def prompts(self) -> Prompts:
-        """The chat template of the model."""
 
     @property
     def alive(self) -> bool:
         """Whether the engine thread is running."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
-        """Run one generation; closing the iterator removes its row."""
-
-    def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
-        """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""
-
-    async def check(self, generation: Generation) -> int:
-        """Return the tokens of the prompt; raise the `EngineError` that `generate` would raise."""
-
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return one consistent snapshot of all lanes; thread-safe."""
-
-    def queue_place(self, generation: Generation) -> QueuePlace | None:
-        """Return the place of a generation in the queue; None if it waits no more."""
 
     def memory_bytes(self) -> int:
         """Return the memory in use by MLX."""
@@ -114,3 +102,56 @@ class ServingEngine(Protocol):
 
     def stop(self) -> None:
         """Stop the engine thread; running generations raise `EngineStopped`."""
+
+
+class ServingEngine(RunningEngine, Protocol):
+    """A running engine that generates."""
+
+    @property
+    def card(self) -> ModelCard:
+        """Description of the loaded model."""
+
+    @property
+    def prompts(self) -> Prompts:
+        """The chat template of the model."""
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        """Run one generation; closing the iterator removes its row."""
+
+    def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
+        """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""
+
+    async def check(self, generation: Generation) -> int:
+        """Return the tokens of the prompt; raise the `EngineError` that `generate` would raise."""
+
+    def queue_place(self, generation: Generation) -> QueuePlace | None:
+        """Return the place of a generation in the queue; None if it waits no more."""
+
+
+class Pooled(Protocol):
+    """The numbers of one request, and the tokens that the model has read."""
+
+    @property
+    def numbers(self) -> NDArray[np.float32]:
+        """[texts or documents, numbers of each]."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows, those that the model adds included."""
+
+
+class PoolingEngine(RunningEngine, Protocol):
+    """A running embedder or reranker."""
+
+    @property
+    def card(self) -> PoolingCard:
+        """Description of the loaded model."""
+
+    async def embed(self, request: EmbeddingsRequest, token_limit: int | None = None) -> Pooled:
+        """Return a vector for each text; a cancelled call drops its rows."""
+
+    async def rerank(self, request: RerankRequest, token_limit: int | None = None) -> Pooled:
+        """Return a score for each document; a cancelled call drops its rows."""
+
+    async def check(self, request: EmbeddingsRequest | RerankRequest) -> int:
+        """Return the tokens of a request; raise the `EngineError` that its answer would be."""

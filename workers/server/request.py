@@ -87,7 +87,7 @@ async def read_request(
 
     Raises `RequestError` or `FieldError`, which name the field.
     """
-    body = await _read_body(request)
+    body = await read_body(request)
     profile = read_profile(body, endpoint)
     if profile.model != engine.card.model:
         raise UnknownModel(profile.model, engine.card.model)
@@ -115,7 +115,7 @@ async def read_request(
         sampling=profile.sampling,
         max_tokens=profile.max_tokens,
         choices=profile.choices,
-        token_limit=_token_limit(request.headers.get(TOKENS_LIMIT_HEADER)),
+        token_limit=token_limit(request),
         min_tokens=profile.min_tokens,
         stop=profile.stop,
         stop_tokens=frozenset(profile.stop_tokens),
@@ -150,7 +150,8 @@ async def read_request(
     )
 
 
-async def _read_body(request: Request) -> dict[str, Json]:
+async def read_body(request: Request) -> dict[str, Json]:
+    """Return the parsed body of a request; raise `BadRequest`, `BodyTooLarge` or `ClientLeft`."""
     content = bytearray()
     try:
         async for chunk in request.stream():
@@ -222,7 +223,9 @@ def _check_name(name: str, header: str) -> str:
     return name
 
 
-def _token_limit(given: str | None) -> int | None:
+def token_limit(request: Request) -> int | None:
+    """Return the most tokens that the gateway allows a request; None: no limit."""
+    given = request.headers.get(TOKENS_LIMIT_HEADER)
     if given is None:
         return None
     if not re.fullmatch("[0-9]{1,16}", given) or not 1 <= int(given) <= MAX_COUNT:

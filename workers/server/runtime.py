@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
+from typing import Generic
+
+from typing_extensions import TypeVar
 
 from workers.protocol import (
     KEEPALIVE_S,
@@ -17,7 +20,7 @@ from workers.protocol import (
 )
 from workers.server.errors import WorkerDraining
 from workers.server.pictures import PictureMemory
-from workers.server.ports import ServingEngine
+from workers.server.ports import RunningEngine, ServingEngine
 
 
 class Traffic:
@@ -95,8 +98,11 @@ class StartingWorker:
         )
 
 
+EngineT = TypeVar("EngineT", bound=RunningEngine, default=ServingEngine)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
+class Worker(Generic[EngineT]):
     """One running worker, shared by all routes."""
 
     worker_id: str
@@ -105,7 +111,7 @@ class Worker:
     """New at every start."""
     url: str
     labels: tuple[str, ...] = ()
-    engine: ServingEngine
+    engine: EngineT
     clock: Callable[[], float]
     """Wall time in seconds."""
     started_s: float

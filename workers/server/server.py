@@ -8,6 +8,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -32,7 +33,7 @@ def cannot_listen(host: str, port: int, error: OSError) -> InvalidSettings:
 
 
 async def serve(
-    worker: Worker,
+    worker: Worker[Any],
     listener: socket.socket,
     *,
     token: SecretStr | None,
@@ -66,7 +67,7 @@ async def serve(
             )
         else:
             log.error("engine.died")
-    return worker.engine.alive
+    return bool(worker.engine.alive)
 
 
 async def watch_leash(shutdown: Shutdown) -> None:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import stat
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
@@ -43,6 +43,8 @@ class WorkerSettings(BaseSettings):
 
     model: str = ""
     """A folder or a Hugging Face repository; empty: the demo checkpoint."""
+    task: Literal["generate", "embeddings", "rerank"] | None = None
+    """What the model is served for; None: what its folder tells."""
     lanes: Annotated[tuple[LaneName, ...], NoDecode] = (LaneName.TEXT_MTP, LaneName.VLM)
     host: str = ""
     """Empty: loopback, or all addresses if it joins a gateway on another machine."""

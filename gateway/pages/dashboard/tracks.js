@@ -8,15 +8,16 @@ const RINGS_SHOWN = 6;
 const ROWS = 4;
 const FASTEST_LAP_MS = 4000;
 const SLOWEST_LAP_MS = 16000;
+const RARE_LANES = ["embeddings", "rerank"];
 
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const tracks = new Map();
 
 export function showTracks(root, { pools }) {
-  const names = Object.keys(pools);
+  const names = Object.keys(pools).filter((name) => !unused(pools[name]));
   const fastest = Math.max(...Object.values(pools).map(speed));
   for (const name of tracks.keys()) {
-    if (!(name in pools)) {
+    if (!names.includes(name)) {
       tracks.get(name).element.remove();
       tracks.delete(name);
     }
@@ -30,6 +31,9 @@ export function showTracks(root, { pools }) {
 }
 
 const speed = ({ recent }) => recent.request_tokens_per_s.p50;
+
+// Most fleets have no embedder and no reranker, and the shipped policy has pools for both.
+const unused = ({ lanes, slots, waiting, recent }) => !slots && !waiting && !recent.requests && lanes.every((lane) => RARE_LANES.includes(lane));
 
 class Track {
   constructor(name) {

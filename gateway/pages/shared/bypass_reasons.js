@@ -1,6 +1,7 @@
 // Why a request got no drafts: each reason in a few words, and in a sentence.
 
 export const BYPASS_NAMES = {
+  endpoint: "Embeddings and ranking",
   media: "Pictures and other media",
   non_greedy_sampling: "Temperature above 0",
   logits_processors: "Changed token scores",
@@ -13,6 +14,7 @@ export const BYPASS_NAMES = {
 };
 
 export const BYPASS_REASONS = {
+  endpoint: "The request asks for vectors or for a ranking, so nothing is generated.",
   media: "The request contains pictures, video, audio or files.",
   non_greedy_sampling: "The request samples: its temperature is above 0. Set temperature 0 to use drafts.",
   logits_processors: "Penalties, biases or forbidden words change token scores.",

@@ -70,7 +70,8 @@ function show(models, status) {
   const served = models.filter(({ id, root }) => id === root);
   const workers = Object.values(status?.workers ?? {});
   const ready = workers.filter(({ state }) => state === "ready").length;
-  showChoice(models.length ? [...served, ...models.filter(({ id, root }) => id !== root)].map(({ id }) => id) : [ANY_MODEL]);
+  const chats = [...served, ...models.filter(({ id, root }) => id !== root)].filter(({ endpoints }) => endpoints.includes("chat"));
+  showChoice(chats.length ? chats.map(({ id }) => id) : [ANY_MODEL]);
   replace("model-list", modelCards(models, status));
   replace("mac-list", status ? macCards(status) : []);
   byId("macs").hidden = !workers.length;

@@ -136,7 +136,7 @@ function startOver() {
 async function loadModels() {
   try {
     const { data } = await (await client.request("GET", "/models")).json();
-    const names = data.filter(({ id, root }) => id === root).map(({ id }) => id);
+    const names = data.filter(({ id, root, endpoints }) => id === root && endpoints.includes("chat")).map(({ id }) => id);
     byId("sign-in-form").hidden = true;
     byId("sign-out").hidden = !client.hasKey;
     byId("model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, object_in
+from gateway.protocols.base import choice_of, has_choices, object_in
 from gateway.protocols.openai import CHAT, encode_json, parse
 from gateway.protocols.responses.items import shown_item
 from gateway.protocols.responses.request import (
@@ -137,6 +137,10 @@ class ResponsesFormat:
             now_s=self._now_s,
         )
         return inspected._replace(profile=profile)
+
+    def is_complete(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether the answer of the chat is whole."""
+        return has_choices(answer)
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:  # noqa: ARG002
         """Return the response of a whole answer."""

@@ -25,6 +25,9 @@ WORKER = "/admin/v1/workers/fake-a"
 DATA_PLANE = (
     ("POST", "/v1/chat/completions", 200),
     ("POST", "/v1/completions", 400),
+    ("POST", "/v1/embeddings", 400),
+    ("POST", "/v1/rerank", 400),
+    ("POST", "/v2/rerank", 400),
     ("POST", "/v1/messages", 400),
     ("POST", "/v1/messages/count_tokens", 400),
     ("POST", "/v1/responses", 400),

@@ -142,11 +142,21 @@ def test_the_schema_accepts_every_body_that_the_parser_accepts(fields: dict[str,
     CHAT_SCHEMA.validate(body)
 
 
+BOUNDED_FIELDS = {
+    Endpoint.CHAT: ("n", 16),
+    Endpoint.COMPLETIONS: ("n", 16),
+    Endpoint.EMBEDDINGS: ("dimensions", 65_536),
+    Endpoint.RERANK: ("top_n", 2**31 - 1),
+}
+
+
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_the_schema_of_a_body_lists_every_field_and_its_bounds(endpoint: Endpoint) -> None:
     schema = request_schema(endpoint)
     assert set(schema["properties"]) == HONOURED_FIELDS[endpoint] | IGNORED | NEUTRAL.keys()
-    assert schema["properties"]["n"] == {"type": ["integer", "null"], "minimum": 1, "maximum": 16}
+    name, high = BOUNDED_FIELDS[endpoint]
+    bounds = {"minimum": 1, "maximum": high}
+    assert schema["properties"][name] == {"type": ["integer", "null"], **bounds}
     valid = validator_for(schema).is_valid
     assert not valid({"model": "m", "messages": [{"role": "user"}], "prompt": "x"})
     assert not valid({"model": ""})

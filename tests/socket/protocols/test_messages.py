@@ -107,7 +107,7 @@ def test_a_route_of_the_makers_that_is_not_served_is_no_404(
     gateway_with_worker: RunningGateway,
 ) -> None:
     """A LiteLLM proxy in front takes 404 for a model that is gone, and lets it rest."""
-    for path in ("/v1/responses/compact", "/v1/embeddings", "/v1/messages/batches"):
+    for path in ("/v1/responses/compact", "/v1/audio/speech", "/v2/embed", "/v1/messages/batches"):
         response = gateway_with_worker.client.post(path, json={})
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "endpoint_not_served"

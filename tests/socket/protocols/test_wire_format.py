@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -59,6 +59,9 @@ class PoemFormat:
         message = {"role": "user", "content": f"A poem about {poem['theme']}."}
         chat = {"model": "demo", "messages": [message], "stream": poem.get("stream", False)}
         return CHAT.inspect(json.dumps(chat).encode(), policy, fleet)
+
+    def is_complete(self, answer: Mapping[str, Any]) -> bool:
+        return CHAT.is_complete(answer)
 
     def encode(self, request: RoutingRequest, response: dict[str, Any], body: bytes) -> bytes:
         return json.dumps({"poem": response["choices"][0]["message"]["content"]}).encode()

@@ -97,10 +97,20 @@ def test_the_page_on_headers_names_exactly_the_headers_of_paceline() -> None:
 
 def test_the_page_on_requests_names_exactly_the_fields_that_openai_does_not_have() -> None:
     page = (REFERENCE / "requests.md").read_text()
-    names = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
-    documented = {field for row in names for field in re.findall(r"`(\w+)`", row)}
+    pooling = {"## Embeddings": Endpoint.EMBEDDINGS, "## Rerank": Endpoint.RERANK}
+    sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    for title, endpoint in pooling.items():
+        (section,) = [one for one in sections if one.startswith(title)]
+        assert documented_fields(section) == HONOURED_FIELDS[endpoint] - {"model"}
+    chats = "".join(one for one in sections if not one.startswith(tuple(pooling)))
     openai = {*CompletionCreateParamsBase.__annotations__, "stream"}
-    assert documented == HONOURED_FIELDS[Endpoint.CHAT] - openai
+    assert documented_fields(chats) == HONOURED_FIELDS[Endpoint.CHAT] - openai
+
+
+def documented_fields(text: str) -> set[str]:
+    """Return the fields in the first column of the tables of a text."""
+    names = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+    return {field for row in names for field in re.findall(r"`(\w+)`", row)}
 
 
 def test_every_python_file_named_by_a_page_exists() -> None:

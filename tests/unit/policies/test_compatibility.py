@@ -55,13 +55,16 @@ def test_a_value_that_would_change_the_answer_is_refused_by_name(name: str, valu
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
-def test_null_is_accepted_for_every_field_of_either_endpoint(endpoint: Endpoint) -> None:
-    content = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
-    own = "messages" if endpoint is Endpoint.CHAT else "prompt"
-    names = {*HONOURED_FIELDS[Endpoint.CHAT], *HONOURED_FIELDS[Endpoint.COMPLETIONS], *NEUTRAL}
-    nulls = dict.fromkeys(names - {own, "model"})
-    plain = read_profile({"model": "m", own: content[own]}, endpoint)
-    assert read_profile({"model": "m", **nulls, own: content[own]}, endpoint) == plain
+def test_null_is_accepted_for_every_field_of_any_endpoint(endpoint: Endpoint) -> None:
+    content: dict[Endpoint, dict[str, Any]] = {
+        Endpoint.CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+        Endpoint.COMPLETIONS: {"prompt": "Hi"},
+        Endpoint.EMBEDDINGS: {"input": "Hi"},
+        Endpoint.RERANK: {"query": "Hi", "documents": ["Hi"]},
+    }
+    own = {"model": "m", **content[endpoint]}
+    nulls = dict.fromkeys({*NEUTRAL}.union(*HONOURED_FIELDS.values()))
+    assert read_profile(nulls | own, endpoint) == read_profile(own, endpoint)
 
 
 @pytest.mark.parametrize(

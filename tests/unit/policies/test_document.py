@@ -36,12 +36,14 @@ def changed(*path: Any, to: Any) -> dict[str, Any]:
 def test_the_default_policy_has_the_documented_routes_and_limits() -> None:
     policy = default_policy()
     assert [(route.name, route.to) for route in policy.routes] == [
+        ("embeddings", ("embeddings",)),
+        ("rerank", ("rerank",)),
         ("pictures", ("vlm",)),
         ("greedy-text", ("text-mtp", "vlm")),
         ("everything-else", ("vlm",)),
     ]
     assert [route.spill and route.spill.after_wait_ms for route in policy.routes] == [
-        None,
+        *(None, None, None),
         250,
         None,
     ]

@@ -1,0 +1,107 @@
+"""Cohere's rerank: a request becomes one of `/v1/rerank`, and its answer Cohere's results.
+
+https://docs.cohere.com/reference/rerank. Cohere cuts documents that are too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from gateway import errors
+from gateway.protocols.base import StreamEncoder, object_in, objects_in
+from gateway.protocols.openai import RERANK, encode_json, parse
+from gateway.routing.select import RoutingRequest
+from gateway.routing.view import FleetView
+from gateway.types import Header, Headers, Inspected, LimitState
+from policies.document import PolicyDocument
+from policies.request.profile import Endpoint
+
+_DOCUMENT_TOKENS = 4096
+"""Cohere's default of `max_tokens_per_doc`."""
+_DEFAULTS = {"max_tokens_per_doc": _DOCUMENT_TOKENS, "return_documents": False}
+
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["model", "query", "documents"],
+    "additionalProperties": False,
+    "properties": {
+        "model": {"type": "string", "minLength": 1},
+        "query": {"type": "string", "minLength": 1},
+        "documents": {"type": "array", "minItems": 1, "items": {"type": ["string", "object"]}},
+        "top_n": {"type": ["integer", "null"], "minimum": 1},
+        "max_tokens_per_doc": {"type": ["integer", "null"], "minimum": 1},
+        "return_documents": {"type": ["boolean", "null"]},
+        "priority": {},
+    },
+}
+"""The JSON Schema of a body."""
+ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "description": "Cohere's shape, with the error in OpenAI's too.",
+    "required": ["message", "error"],
+    "properties": {"message": {"type": "string"}, "error": {"type": "object"}},
+}
+
+
+class CohereRerankFormat:
+    """`POST /v2/rerank`, which any worker serves that serves `/v1/rerank`."""
+
+    path = "/v2/rerank"
+    endpoint = Endpoint.RERANK
+
+    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+        """Translate a body, and inspect that; raise a `RequestRefused`."""
+        body = parse(raw)
+        for name in body:
+            if name not in SCHEMA["properties"]:
+                raise errors.FieldInvalid(f"Unknown field '{name[:100]}'.", param=name[:100])
+        given = {name: value for name, value in body.items() if value is not None}
+        return RERANK.inspect_body({**_DEFAULTS, **given, "truncate": True}, policy, fleet)
+
+    def is_complete(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether the answer has results."""
+        return RERANK.is_complete(answer)
+
+    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:  # noqa: ARG002
+        """Return the results of a whole answer, and the tokens that were read."""
+        names = ("index", "relevance_score", "document")
+        results = [
+            {name: result[name] for name in names if name in result}
+            for result in objects_in(answer, "results")
+        ]
+        read = object_in(answer, "usage").get("prompt_tokens", 0)
+        tokens = {"input_tokens": read, "output_tokens": 0}
+        meta = {"api_version": {"version": "2"}, "tokens": tokens}
+        return encode_json({"results": results, "meta": meta})
+
+    def encoder(
+        self, request: RoutingRequest, late_headers: Sequence[Header] = ()
+    ) -> StreamEncoder:
+        """Return the encoder of a stream, of which there are none."""
+        return RERANK.encoder(request, late_headers)
+
+    def response_headers(self, request_id: str) -> Headers:  # noqa: ARG002
+        """Return no headers beside those of every response."""
+        return []
+
+    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
+        """Return what remains of a client's limits, in OpenAI's headers."""
+        return RERANK.limit_headers(states, unix_s)
+
+    def keep_alive(self, comment: bytes) -> bytes:
+        """Return the comment alone."""
+        return comment
+
+    def error_body(self, error: errors.GatewayError) -> bytes:
+        """Return the body of an error response."""
+        return to_json({"message": error.message, **error.body()})
+
+    def error_event(self, error: errors.GatewayError) -> bytes:
+        """Return the last event of a stream, of which there are none."""
+        return errors.to_event(error)
+
+
+COHERE_RERANK = CohereRerankFormat()

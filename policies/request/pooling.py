@@ -1,0 +1,154 @@
+"""Requests for vectors or scores: the bodies of embeddings and rerank, read within bounds.
+
+OpenAI's embeddings, and Jina's rerank with the fields that Cohere's and vLLM's share. `truncate` is
+the field of Jina and of text-embeddings-inference for texts that the model does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from policies.request.content import are_tokens
+from policies.request.fields import FieldError, Fields
+from policies.request.profile import Endpoint, RequestProfile
+
+INPUTS_LIMIT = 2048
+"""The maximum number of texts of one request, and of documents; OpenAI allows as many."""
+TEXT_LIMIT_CHARS = 8 * 1024 * 1024
+"""Of all texts of one request together, a query with each of its documents; a token counts as 4."""
+DIMENSIONS_LIMIT = 65_536
+EMBEDDINGS_FIELDS = frozenset("model input encoding_format dimensions truncate".split())
+RERANK_FIELDS = frozenset(
+    "model query documents top_n return_documents truncate max_tokens_per_doc".split()
+)
+ENCODINGS = ("float", "base64")
+_CHARS_A_TOKEN = 4
+
+Input = str | Sequence[int]
+"""A text, or the tokens of one."""
+
+
+class EmbeddingsRequest(NamedTuple):
+    """The texts whose vectors a request asks for."""
+
+    model: str
+    inputs: tuple[Input, ...]
+    base64: bool = False
+    """Whether the vectors come as base64 of 32-bit floats, little-endian."""
+    dimensions: int | None = None
+    """The first so many numbers of each vector; None: all."""
+    truncate: bool = False
+    """Cut the end of a text that is too long, which is refused otherwise."""
+
+
+class RerankRequest(NamedTuple):
+    """The documents that a request asks to rank."""
+
+    model: str
+    query: str
+    documents: tuple[str, ...]
+    top_n: int | None = None
+    """The number of results; None: one for each document."""
+    return_documents: bool = True
+    """Whether each result has its document; Jina's default."""
+    truncate: bool = False
+    """Cut the end of a document that is too long, which is refused otherwise."""
+    document_tokens: int | None = None
+    """The most tokens of a document, whose end is cut."""
+
+
+def read_embeddings(body: Mapping[str, Any], access: type[Fields] = Fields) -> EmbeddingsRequest:
+    """Return the request of a parsed body; raise `FieldError` for the first invalid field."""
+    fields = access(body)
+    encoding = body.get("encoding_format")
+    if encoding is not None and encoding not in ENCODINGS:
+        raise FieldError("encoding_format", "'encoding_format' must be float or base64.")
+    return EmbeddingsRequest(
+        model=fields.text("model"),
+        inputs=_read_inputs(body.get("input")),
+        base64=encoding == "base64",
+        dimensions=fields.integer("dimensions", None, low=1, high=DIMENSIONS_LIMIT),
+        truncate=fields.flag("truncate"),
+    )
+
+
+def read_rerank(body: Mapping[str, Any], access: type[Fields] = Fields) -> RerankRequest:
+    """Return the request of a parsed body; raise `FieldError` for the first invalid field."""
+    fields = access(body)
+    return RerankRequest(
+        model=fields.text("model"),
+        query=fields.text("query"),
+        documents=_read_documents(body.get("documents")),
+        top_n=fields.integer("top_n", None, low=1),
+        return_documents=fields.choice("return_documents") is not False,
+        truncate=fields.flag("truncate"),
+        document_tokens=fields.integer("max_tokens_per_doc", None, low=1),
+    )
+
+
+def embeddings_profile(request: EmbeddingsRequest, ignored: tuple[str, ...]) -> RequestProfile:
+    """Return what the policy may use of a request for vectors; raise `FieldError` if too long."""
+    chars = sum(
+        len(one) * (1 if isinstance(one, str) else _CHARS_A_TOKEN) for one in request.inputs
+    )
+    return _profile(Endpoint.EMBEDDINGS, request.model, len(request.inputs), chars, ignored)
+
+
+def rerank_profile(request: RerankRequest, ignored: tuple[str, ...]) -> RequestProfile:
+    """Return what the policy may use of a request for scores; raise `FieldError` if too long.
+
+    The model reads pairs, so the query counts for each document.
+    """
+    count = len(request.documents)
+    chars = count * len(request.query) + sum(map(len, request.documents))
+    return _profile(Endpoint.RERANK, request.model, count, chars, ignored)
+
+
+def _profile(
+    endpoint: Endpoint, model: str, texts: int, chars: int, ignored: tuple[str, ...]
+) -> RequestProfile:
+    if chars > TEXT_LIMIT_CHARS:
+        param = "input" if endpoint is Endpoint.EMBEDDINGS else "documents"
+        raise FieldError(
+            param, f"The texts of a request may have at most {TEXT_LIMIT_CHARS} characters."
+        )
+    return RequestProfile(
+        endpoint=endpoint,
+        model=model,
+        max_tokens=0,  # nothing is generated, so no answer costs a key anything
+        messages=texts,
+        prompts=texts,
+        text_chars=chars,
+        ignored=ignored,
+    )
+
+
+def _read_inputs(given: Any) -> tuple[Input, ...]:
+    # A list of numbers is one text; an empty list is none.
+    inputs = given if isinstance(given, list) and not (given and are_tokens(given)) else [given]
+    if given is None:
+        raise FieldError("input", "Missing required field 'input'.")
+    if not 1 <= len(inputs) <= INPUTS_LIMIT:
+        raise FieldError("input", f"'input' must have 1 to {INPUTS_LIMIT} texts.")
+    for index, one in enumerate(inputs):
+        if not one or not (isinstance(one, str) or are_tokens(one)):
+            raise FieldError(
+                f"input[{index}]" if inputs is given else "input",
+                "An input must be a non-empty string or a non-empty list of tokens.",
+            )
+    return tuple(inputs)
+
+
+def _read_documents(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list) or not 1 <= len(given) <= INPUTS_LIMIT:
+        raise FieldError("documents", f"'documents' must be a list of 1 to {INPUTS_LIMIT}.")
+    texts = []
+    for index, one in enumerate(given):
+        text = one.get("text") if isinstance(one, Mapping) else one
+        if not isinstance(text, str):
+            raise FieldError(
+                f"documents[{index}]", "A document must be a string, or an object with a 'text'."
+            )
+        texts.append(text)
+    return tuple(texts)

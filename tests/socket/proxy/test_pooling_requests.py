@@ -1,0 +1,265 @@
+"""Embeddings and rerank through a gateway: routes, bodies for workers, answers and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.config.static_workers import StaticWorker
+from policies.document import default_policy
+from tests.support.policies import gateway_with_policy
+from tests.support.running_gateway import (
+    RunningGateway,
+    bearer_headers,
+    running_server,
+    status_and_code,
+)
+from tests.support.scripted_worker import Script, ScriptedWorker
+
+VECTORS = {
+    "object": "list",
+    "data": [{"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}],
+    "model": "bge",
+    "usage": {"prompt_tokens": 5, "total_tokens": 5},
+}
+RANKING = {
+    "model": "reranker",
+    "results": [
+        {"index": 1, "relevance_score": 0.9, "document": {"text": "b"}},
+        {"index": 0, "relevance_score": 0.1, "document": {"text": "a"}},
+    ],
+    "usage": {"prompt_tokens": 9, "total_tokens": 9},
+}
+RANK: dict[str, Any] = {"model": "reranker", "query": "q", "documents": ["a", {"text": "b"}]}
+
+
+def script(answer: Any) -> Script:
+    return Script(body=json.dumps(answer).encode())
+
+
+@pytest.fixture
+def embedder() -> Iterator[ScriptedWorker]:
+    scripted = ScriptedWorker(
+        "embedder", model="bge", lanes=("embeddings",), script=script(VECTORS)
+    )
+    with running_server(scripted, sockets=[scripted.socket]):
+        yield scripted
+
+
+@pytest.fixture
+def reranker() -> Iterator[ScriptedWorker]:
+    scripted = ScriptedWorker(
+        "reranker", model="reranker", lanes=("rerank",), script=script(RANKING)
+    )
+    with running_server(scripted, sockets=[scripted.socket]):
+        yield scripted
+
+
+@pytest.fixture
+def fleet(
+    gateway_with_worker: RunningGateway, embedder: ScriptedWorker, reranker: ScriptedWorker
+) -> RunningGateway:
+    """Return a gateway with a worker that chats, an embedder and a reranker."""
+    for scripted in (embedder, reranker):
+        assert gateway_with_worker.send_heartbeat(scripted).status_code == 200
+    return gateway_with_worker
+
+
+def post(gateway: RunningGateway, path: str, **body: Any) -> httpx.Response:
+    return gateway.client.post(path, json=body)
+
+
+def test_vectors_come_from_the_embedder_as_it_sends_them(
+    fleet: RunningGateway, embedder: ScriptedWorker
+) -> None:
+    answer = post(fleet, "/v1/embeddings", model="bge", input=[[1, 2]], dimensions=2, user=None)
+    assert answer.json() == VECTORS
+    assert answer.headers["x-paceline-worker"] == "embedder"
+    [request] = embedder.requests
+    assert request.path == "/v1/embeddings"
+    assert request.body == {"model": "bge", "input": [[1, 2]], "dimensions": 2}
+    assert request.headers["x-paceline-lane"] == "embeddings"
+
+
+def test_a_ranking_has_jinas_shape_or_coheres(
+    fleet: RunningGateway, reranker: ScriptedWorker
+) -> None:
+    assert post(fleet, "/v1/rerank", **RANK, top_n=2).json() == RANKING
+    cohere = post(fleet, "/v2/rerank", **RANK, priority=3)
+    assert cohere.json() == {
+        "results": RANKING["results"],
+        "meta": {
+            "api_version": {"version": "2"},
+            "tokens": {"input_tokens": 9, "output_tokens": 0},
+        },
+    }
+    jina, translated = (request.body for request in reranker.requests)
+    assert jina == {**RANK, "top_n": 2}
+    assert translated == {
+        **RANK,
+        "priority": 3,
+        "truncate": True,
+        "return_documents": False,
+        "max_tokens_per_doc": 4096,
+    }
+    assert {request.path for request in reranker.requests} == {"/v1/rerank"}
+
+
+UNSUITED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("/v1/embeddings", "demo", {"input": "x"}),
+    ("/v1/embeddings", "reranker", {"input": "x"}),
+    ("/v1/rerank", "bge", {"query": "q", "documents": ["d"]}),
+    ("/v1/rerank", "demo", {"query": "q", "documents": ["d"]}),
+    ("/v1/chat/completions", "bge", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/completions", "reranker", {"prompt": "x"}),
+    ("/v1/responses", "bge", {"input": "x"}),
+)
+
+
+def test_a_model_that_does_not_serve_an_endpoint_is_a_400_with_a_code(
+    fleet: RunningGateway,
+) -> None:
+    for path, model, fields in UNSUITED:
+        response = post(fleet, path, model=model, **fields)
+        assert status_and_code(response) == (400, "model_not_supported"), path
+        assert response.json()["error"]["param"] == "model"
+
+
+def test_the_errors_of_each_format_have_its_shape(fleet: RunningGateway) -> None:
+    unknown = post(fleet, "/v2/rerank", **RANK | {"model": "nothing"})
+    assert status_and_code(unknown) == (404, "model_not_found")
+    assert unknown.json()["message"] == unknown.json()["error"]["message"]
+    unknown = post(fleet, "/v1/rerank", **RANK | {"model": "nothing"})
+    assert status_and_code(unknown) == (404, "model_not_found")
+    messages = {"model": "bge", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    refused = post(fleet, "/v1/messages", **messages)
+    assert (refused.status_code, refused.json()["type"]) == (400, "error")
+    assert fleet.client.get("/v1/embeddings").status_code == 405
+
+
+INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("/v1/embeddings", {}, "input"),
+    ("/v1/embeddings", {"input": ""}, "input"),
+    ("/v1/embeddings", {"input": []}, "input"),
+    ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
+    ("/v1/embeddings", {"input": ["a", [1, -1]]}, "input[1]"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "stream": True}, "stream"),
+    ("/v1/embeddings", {"input": ["a" * 5000] * 2000}, "input"),
+    ("/v1/rerank", {"documents": ["a"]}, "query"),
+    ("/v1/rerank", {"query": "q", "documents": []}, "documents"),
+    ("/v1/rerank", {"query": "q", "documents": ["a", {"title": "b"}]}, "documents[1]"),
+    ("/v1/rerank", {"query": "q" * 9000, "documents": ["a"] * 1000}, "documents"),
+    ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
+    ("/v2/rerank", {"query": "q", "documents": ["a"], "input": "x"}, "input"),
+    (
+        "/v2/rerank",
+        {"query": "q", "documents": ["a"], "max_tokens_per_doc": 0},
+        "max_tokens_per_doc",
+    ),
+)
+
+
+def test_an_invalid_field_is_named_and_reaches_no_worker(
+    fleet: RunningGateway, embedder: ScriptedWorker, reranker: ScriptedWorker
+) -> None:
+    for path, fields, param in INVALID:
+        model = "bge" if path == "/v1/embeddings" else "reranker"
+        response = post(fleet, path, model=model, **fields)
+        found = response.json()["error"]["param"]
+        assert (response.status_code, found) == (400, param), (path, param)
+    assert [*embedder.requests, *reranker.requests] == []
+
+
+def test_an_answer_without_vectors_or_ranking_is_an_error_of_the_worker(
+    fleet: RunningGateway, embedder: ScriptedWorker, reranker: ScriptedWorker
+) -> None:
+    answers: tuple[Any, ...] = ({"error": {"message": "no"}}, {"choices": [{}]}, {"data": []})
+    for answer in answers:
+        embedder.script = script(answer)
+        response = post(fleet, "/v1/embeddings", model="bge", input="x")
+        assert status_and_code(response) == (502, "worker_failed")
+    reranker.script = script({"results": ["first"]})
+    response = post(fleet, "/v2/rerank", **RANK)
+    assert status_and_code(response) == (502, "worker_failed")
+
+
+def test_default_is_the_one_model_that_serves_the_endpoint(
+    fleet: RunningGateway, embedder: ScriptedWorker, worker: ScriptedWorker
+) -> None:
+    assert post(fleet, "/v1/embeddings", model="default", input="x").status_code == 200
+    assert embedder.requests[-1].body["model"] == "bge"
+    assert fleet.chat(model="default").status_code == 200
+    assert worker.requests[-1].body["model"] == "demo"
+
+
+def test_models_are_listed_with_what_they_serve(fleet: RunningGateway) -> None:
+    listed = {one["id"]: one for one in fleet.client.get("/v1/models").json()["data"]}
+    endpoints = {name: one["endpoints"] for name, one in listed.items()}
+    assert endpoints["bge"] == ["embeddings"]
+    assert endpoints["reranker"] == ["rerank"]
+    assert endpoints["demo"] == endpoints["default"] == ["chat", "completions"]
+    headers = {"anthropic-version": "2023-06-01"}
+    chats = fleet.client.get("/v1/models", headers=headers).json()["data"]
+    assert "demo" in [one["id"] for one in chats]
+    assert "bge" not in [one["id"] for one in chats]
+
+
+def test_a_key_pays_the_tokens_that_the_worker_reports(
+    fleet: RunningGateway, embedder: ScriptedWorker
+) -> None:
+    key = fleet.create_key(tokens_a_day=1000)
+    headers = bearer_headers(key)
+    body = {"model": "bge", "input": "x" * 30}
+    first = fleet.client.post("/v1/embeddings", json=body, headers=headers)
+    second = fleet.client.post("/v1/embeddings", json=body, headers=headers)
+    # 10 tokens of text and 16 for what a model puts around it are reserved, and 5 are paid.
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(1000 - 26)
+    assert second.headers["x-ratelimit-remaining-tokens"] == str(1000 - 26 - 5)
+    assert embedder.requests[-1].headers["x-paceline-token-limit"] == "26"
+    large = fleet.client.post("/v1/rerank", json=RANK | {"query": "x" * 3000}, headers=headers)
+    assert status_and_code(large) == (400, "tokens_over_limit")
+
+
+def test_a_policy_routes_by_the_endpoint(
+    embedder: ScriptedWorker, worker: ScriptedWorker, tmp_path: Any
+) -> None:
+    routes = [
+        {"name": "vectors", "when": {"endpoint": "embeddings"}, "to": ["small"]},
+        {"name": "texts", "when": {"endpoint": ["completions", "rerank"]}, "to": ["vlm"]},
+        {"name": "rest", "to": ["vlm"]},
+    ]
+    pools = {"small": {"lanes": ["embeddings"]}, "vlm": {"lanes": ["vlm", "embeddings"]}}
+    with gateway_with_policy(tmp_path, embedder, worker, routes=routes, pools=pools) as gateway:
+        answer = post(gateway, "/v1/embeddings", model="bge", input="x")
+        assert answer.headers["x-paceline-pool"] == "small"
+        explained = post(gateway, "/v1/route/explain", model="bge", input="x").json()
+        assert (explained["route"], explained["pool"]) == ("vectors", "small")
+        explained = post(gateway, "/v1/route/explain", model="demo", prompt="x").json()
+        assert explained["route"] == "texts"
+        explained = post(gateway, "/v1/route/explain", model="demo", input="x").json()
+        assert (explained["route"], explained["profile"]["endpoint"]) == ("rest", "chat")
+
+
+def test_a_server_of_another_kind_gets_what_it_knows(
+    tmp_path: Any, embedder: ScriptedWorker
+) -> None:
+    static = StaticWorker(
+        id="vllm", kind="openai", url=embedder.url, models=("bge",), pools=("embeddings",), slots=2
+    )
+    policy = default_policy().model_dump(mode="json")
+    with gateway_with_policy(tmp_path, static_workers=(static,), **policy) as gateway:
+        body = {"model": "bge", "input": "x", "truncate": True, "encoding_format": "float"}
+        assert post(gateway, "/v1/embeddings", **body).status_code == 200
+        assert embedder.requests[-1].body == {
+            "model": "bge",
+            "input": "x",
+            "encoding_format": "float",
+        }
+        assert status_and_code(gateway.chat(model="bge")) == (400, "model_not_supported")

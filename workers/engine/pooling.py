@@ -1,0 +1,393 @@
+"""The engine of an embedder or a reranker: rows of all requests, in batches of similar length.
+
+A request becomes a job of many rows. Each step takes the longest row of the next job, and fills the
+batch with rows that are at least half as long: so little of it is padding, jobs take turns, and a
+small one never waits for the end of a large one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from policies.request.pooling import EmbeddingsRequest, RerankRequest
+from policies.request.profile import Endpoint
+from workers.engine import types
+from workers.engine.device import memory_limit_bytes
+from workers.engine.metrics import Throughput
+from workers.engine.model_folder import refusing
+from workers.engine.pooling_model import (
+    Embedder,
+    Floats,
+    PoolingModel,
+    Reranker,
+    TokenRow,
+    load_pooling_model,
+)
+from workers.engine.thread import EngineThread
+from workers.protocol import LaneReport, StartStage
+
+logger = logging.getLogger(__name__)
+
+SLOTS = 32
+"""Requests that a gateway sends at once; their rows share batches."""
+_QUEUE_LIMIT = 256
+_BATCH_TOKENS = 8192
+"""Of a step, padding included; a longer row is alone."""
+_BATCH_ROWS = 64
+_UNMEASURED_TOKENS_PER_S = 1000.0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """The rows of one request; `done` is called from the thread of MLX once they are computed."""
+
+    rows: Sequence[TokenRow]
+    numbers: Floats
+    """[rows, dimensions]."""
+    done: Callable[[types.EngineError | None], None]
+    cancelled: bool = False
+    pending: list[int] = field(init=False)
+    """Indices of rows that no step has computed, the shortest first."""
+
+    def __post_init__(self) -> None:
+        self.pending = sorted(range(len(self.rows)), key=self._length)
+
+    def _length(self, index: int) -> int:
+        return len(self.rows[index].tokens)
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest pending row."""
+        return self._length(self.pending[-1])
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all rows."""
+        return sum(len(row.tokens) for row in self.rows)
+
+    def take(self, limit: int, shortest: int, longest: int) -> list[int]:
+        """Take pending rows of a length within bounds, at most `limit`, the longest first."""
+        end = bisect_left(self.pending, longest + 1, key=self._length)
+        begin = max(bisect_left(self.pending, shortest, key=self._length), end - limit)
+        taken = self.pending[begin:end]
+        del self.pending[begin:end]
+        return taken[::-1]
+
+
+class PoolingLane:
+    """The jobs of one model; the engine's thread computes them, any thread reads the report."""
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        *,
+        batch_tokens: int = _BATCH_TOKENS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model = model
+        self._batch_tokens = batch_tokens
+        self._clock = clock
+        self._jobs: deque[Job] = deque()
+        """With pending rows; the next step begins with the first."""
+        self._lock = threading.Lock()
+        self._open_jobs = 0
+        self._pending_tokens = 0
+        self._requests = 0
+        self._prompt_tokens = 0
+        self._speed = Throughput()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether there is a row to compute."""
+        return bool(self._jobs)
+
+    @property
+    def full(self) -> bool:
+        """Return whether as many jobs wait as may."""
+        return self._open_jobs >= SLOTS + _QUEUE_LIMIT
+
+    @property
+    def retry_after_s(self) -> float:
+        """Return the time in which the present rows are computed, as far as is known."""
+        with self._lock:
+            speed = self._speed.tokens_per_s or _UNMEASURED_TOKENS_PER_S
+            return max(1.0, self._pending_tokens / speed)
+
+    def add(self, row: Job) -> None:
+        """Queue a job."""
+        with self._lock:
+            self._open_jobs += 1
+            self._pending_tokens += row.tokens
+        self._jobs.append(row)
+
+    def step(self) -> None:
+        """Compute one batch; raise if the model fails for one token too."""
+        self._drop_cancelled()
+        if not self._jobs:
+            return
+        batch = self._next_batch()
+        rows = [job.rows[index] for job, index in batch]
+        tokens = sum(len(row.tokens) for row in rows)
+        with self._lock:
+            self._pending_tokens -= tokens
+        began_s = self._clock()
+        try:
+            numbers = self._model.forward(rows)
+            if not np.isfinite(numbers).all():
+                raise FloatingPointError("the model returned a number that is not finite")
+        except Exception:
+            logger.exception("pooling.failed rows=%d", len(rows))
+            for job in dict.fromkeys(job for job, _ in batch):
+                self._end(job, types.GenerationFailed())
+            self._model.forward([TokenRow.of([0])])
+            return
+        with self._lock:
+            self._prompt_tokens += tokens
+            self._speed.observe(tokens, self._clock() - began_s)
+        for (job, index), found in zip(batch, numbers, strict=True):
+            job.numbers[index] = found
+        for job in dict.fromkeys(job for job, _ in batch):
+            if not job.pending:
+                self._end(job, None)
+
+    def close(self, reason: types.EngineError) -> None:
+        """End every job with this error."""
+        for job in [*self._jobs]:
+            self._end(job, reason)
+
+    def report(self) -> LaneReport:
+        """Return a consistent copy of all counts."""
+        with self._lock:
+            return LaneReport(
+                name=self._model.endpoint.value,
+                running=min(self._open_jobs, SLOTS),
+                waiting=max(self._open_jobs - SLOTS, 0),
+                slots=SLOTS,
+                pending_prefill_tokens=self._pending_tokens,
+                prefill_tokens_per_s=self._speed.tokens_per_s,
+                requests=self._requests,
+                prompt_tokens=self._prompt_tokens,
+            )
+
+    def _next_batch(self) -> list[tuple[Job, int]]:
+        """Take the rows of the next step from the first job, then from those behind it."""
+        first = self._jobs[0]
+        longest = first.longest
+        room = min(max(self._batch_tokens // longest, 1), _BATCH_ROWS)
+        batch: list[tuple[Job, int]] = []
+        for job in self._jobs:
+            if len(batch) == room:
+                break
+            taken = job.take(room - len(batch), (longest + 1) // 2, longest)
+            batch += [(job, index) for index in taken]
+        self._jobs.rotate(-1)
+        return batch
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._jobs if job.cancelled]:
+            self._end(job, types.GenerationFailed())
+
+    def _end(self, job: Job, error: types.EngineError | None) -> None:
+        self._jobs.remove(job)
+        with self._lock:
+            self._open_jobs -= 1
+            self._requests += 1
+            self._pending_tokens -= sum(len(job.rows[index].tokens) for index in job.pending)
+        job.done(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingSettings:
+    """Settings of an engine for an embedder or a reranker."""
+
+    model: Path
+    """A local directory in the format of Hugging Face."""
+    served_name: str
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooled:
+    """The numbers of one request."""
+
+    numbers: Floats
+    """One row of them for each text or document."""
+    tokens: int
+    """The tokens that the model has read."""
+
+
+class PoolingEngine:
+    """An embedder or a reranker and its thread; create it with `PoolingEngine.start`."""
+
+    def __init__(self, settings: PoolingSettings, model: Embedder | Reranker) -> None:
+        self._model = model
+        self._lane = PoolingLane(model)
+        self.thread: EngineThread[PoolingEngine]
+        parameters = [array for _, array in tree_flatten(model.module.parameters())]
+        self.card = types.PoolingCard(
+            model=settings.served_name,
+            family=str(model.module.config.model_type),
+            lanes=(model.endpoint.value,),
+            context_tokens=model.context_tokens,
+            parameters=sum(array.size for array in parameters),
+            weights_bytes=sum(array.nbytes for array in parameters),
+            dimensions=model.dimensions,
+        )
+
+    @classmethod
+    def start(
+        cls, settings: PoolingSettings, progress: types.ProgressSink = lambda *_: None
+    ) -> PoolingEngine:
+        """Load the model on a new thread and serve it; raise `ModelUnusable` if that fails."""
+
+        def load() -> tuple[PoolingEngine, tuple[PoolingLane, ...]]:
+            with refusing(settings.model):
+                progress(StartStage.WEIGHTS, 0, 0)
+                model = load_pooling_model(settings.model, settings.endpoint)
+                progress(StartStage.KERNELS, 0, 1)
+                model.forward([TokenRow.of([0, 0]), TokenRow.of([0])])
+                engine = cls(settings, model)
+            return engine, (engine._lane,)
+
+        thread = EngineThread(load)
+        engine = thread.start()
+        engine.thread = thread
+        return engine
+
+    async def embed(self, request: EmbeddingsRequest, token_limit: int | None = None) -> Pooled:
+        """Return a vector for each text; raise an `EngineError` if there can be none."""
+        return await self._compute(await self._embedding_rows(request, token_limit))
+
+    async def rerank(self, request: RerankRequest, token_limit: int | None = None) -> Pooled:
+        """Return a score for each document; raise an `EngineError` if there can be none."""
+        return await self._compute(await self._rerank_rows(request, token_limit))
+
+    async def check(self, request: EmbeddingsRequest | RerankRequest) -> int:
+        """Return the tokens of a request; raise an `EngineError` if it can never be answered."""
+        if isinstance(request, EmbeddingsRequest):
+            rows = await self._embedding_rows(request, None)
+        else:
+            rows = await self._rerank_rows(request, None)
+        return sum(len(row.tokens) for row in rows)
+
+    async def _embedding_rows(
+        self, request: EmbeddingsRequest, token_limit: int | None
+    ) -> list[TokenRow]:
+        assert isinstance(self._model, Embedder), "a reranker has no vectors"
+        if request.dimensions is not None and request.dimensions > self._model.dimensions:
+            raise types.InvalidGeneration(
+                "dimensions", f"A vector of this model has {self._model.dimensions} numbers."
+            )
+        read = partial(self._model.rows, request.inputs, truncate=request.truncate)
+        return await asyncio.to_thread(self._read_rows, read, "input", token_limit)
+
+    async def _rerank_rows(self, request: RerankRequest, token_limit: int | None) -> list[TokenRow]:
+        assert isinstance(self._model, Reranker), "an embedder has no scores"
+        read = partial(
+            self._model.rows,
+            request.query,
+            request.documents,
+            document_tokens=request.document_tokens,
+            truncate=request.truncate,
+        )
+        return await asyncio.to_thread(self._read_rows, read, "documents", token_limit)
+
+    def _read_rows(
+        self, read: Callable[[], list[TokenRow]], param: str, token_limit: int | None
+    ) -> list[TokenRow]:
+        """Read the rows of a request; raise an `EngineError` if the model cannot read them."""
+        rows = read()
+        context, total = self._model.context_tokens, 0
+        for index, row in enumerate(rows):
+            count, where = len(row.tokens), f"{param}[{index}]"
+            total += count
+            if not count:
+                raise types.InvalidGeneration(where, "The text has no tokens.")
+            if count > context:
+                # In OpenAI's words, by which clients know that they must cut the text.
+                raise types.InvalidGeneration(
+                    where,
+                    f"This model's maximum context length is {context} tokens. However, '{where}' "
+                    f"resulted in {count} tokens. Please reduce its length, or set 'truncate' to "
+                    "true. (context_length_exceeded)",
+                    code="context_length_exceeded",
+                )
+            if (highest := int(row.tokens.max())) >= self._model.vocabulary:
+                raise types.InvalidGeneration(where, f"Token {highest} is not in the vocabulary.")
+        if token_limit is not None and total > token_limit:
+            raise types.TokenLimitExceeded(total)
+        return rows
+
+    async def _compute(self, rows: Sequence[TokenRow]) -> Pooled:
+        if self._lane.full:
+            raise types.EngineBusy(retry_after_s=self._lane.retry_after_s)
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[types.EngineError | None] = loop.create_future()
+
+        def end(error: types.EngineError | None) -> None:
+            if not ended.done():
+                ended.set_result(error)
+
+        def done(error: types.EngineError | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(end, error)
+
+        numbers = np.zeros((len(rows), self._model.dimensions), dtype=np.float32)
+        job = Job(rows, numbers, done)
+        self.thread.submit(self._lane, job)
+        try:
+            error = await ended
+        finally:
+            job.cancelled = True  # the lane drops it before the next step, if it still has it
+        if error is not None:
+            raise error
+        return Pooled(numbers=numbers, tokens=job.tokens)
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the engine accepts requests."""
+        return self.thread.alive
+
+    def lane_reports(self) -> tuple[LaneReport, ...]:
+        """Return the counts of the one lane; safe from any thread."""
+        return (self._lane.report(),)
+
+    def memory_bytes(self) -> int:
+        """Return the memory in use by MLX."""
+        return int(mx.get_active_memory())
+
+    def memory_limit_bytes(self) -> int:
+        """Return the limit of that memory."""
+        return memory_limit_bytes()
+
+    def prefix_cache_bytes(self) -> int:
+        """Return 0: every text is read whole."""
+        return 0
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Return no keys of cached prefixes."""
+        return ()
+
+    def evicted_prefixes(self) -> tuple[str, ...]:
+        """Return no keys of evicted prefixes."""
+        return ()
+
+    async def drop_prefixes(self, scope: str | None) -> None:
+        """Delete nothing: the engine keeps nothing of a request."""
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the thread; running requests raise `EngineStopped`."""
+        self.thread.stop(timeout_s)
