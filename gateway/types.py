@@ -56,6 +56,8 @@ class Usage(NamedTuple):
     cached_tokens: int = 0
     cached_known: bool = True
     """Whether the worker counts cached tokens; servers of other kinds may not."""
+    written_tokens: int = 0
+    """Other tokens of the prompt that its worker has stored for later prompts."""
 
 
 class Drafts(NamedTuple):

@@ -154,7 +154,9 @@ def _tokens(usage: dict[str, Any]) -> tuple[int, int]:
     """Return the tokens of prompt and answer, in the words of any format."""
     if "prompt_tokens" in usage:
         return usage["prompt_tokens"], usage["completion_tokens"]
-    cached = usage.get("cache_read_input_tokens", 0)  # Anthropic counts them apart
+    # Anthropic counts them apart.
+    apart = ("cache_read_input_tokens", "cache_creation_input_tokens")
+    cached = sum(usage.get(name, 0) for name in apart)
     return usage["input_tokens"] + cached, usage["output_tokens"]
 
 

@@ -236,12 +236,14 @@ def read_usage(answer: Mapping[str, Any]) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    details = details if isinstance(details, dict) else {}
+    cached = details.get("cached_tokens")
     return Usage(
         prompt_tokens=_count(usage.get("prompt_tokens")),
         completion_tokens=_count(usage.get("completion_tokens")),
         cached_tokens=_count(cached),
         cached_known=cached is not None,
+        written_tokens=_count(details.get("cache_write_tokens")),
     )
 
 

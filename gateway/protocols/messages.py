@@ -517,9 +517,11 @@ def _stop_of(choice: Mapping[str, Any]) -> Json:
 def _usage_of(answer: Mapping[str, Any]) -> Json:
     """Return the usage; Anthropic counts tokens from a cache apart."""
     usage = read_usage(answer) or UNUSED
+    read = max(usage.prompt_tokens - usage.cached_tokens, 0)
+    written = min(usage.written_tokens, read)
     counts: Json = {
-        "input_tokens": max(usage.prompt_tokens - usage.cached_tokens, 0),
-        "cache_creation_input_tokens": 0,
+        "input_tokens": read - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }

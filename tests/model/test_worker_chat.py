@@ -253,6 +253,33 @@ async def test_concurrent_requests_get_their_own_answers(
     assert await asyncio.gather(*map(send, questions)) == single
 
 
+async def test_usage_has_the_tokens_that_the_prefix_cache_has_stored(
+    openai_client: openai.AsyncOpenAI, model: str
+) -> None:
+    system: Any = {"role": "system", "content": "The code word of the green team is heron. " * 5}
+
+    async def details(scope: str) -> tuple[int, int, int]:
+        answer = await openai_client.chat.completions.create(
+            model=model,
+            messages=[system, *QUESTION],
+            max_tokens=1,
+            extra_headers={"x-paceline-prefix-scope": scope},
+        )
+        assert answer.usage is not None
+        found = answer.usage.prompt_tokens_details
+        assert found is not None
+        assert found.cached_tokens is not None
+        assert found.cache_write_tokens is not None
+        return answer.usage.prompt_tokens, found.cached_tokens, found.cache_write_tokens
+
+    prompt, cached, written = await details("green")
+    assert (cached, written) == (0, prompt)
+    prompt, cached, written = await details("green")
+    assert cached > 0
+    assert written == prompt - cached
+    assert (await details("-"))[1:] == (0, 0)
+
+
 async def test_c8_a_system_prompt_is_cached_within_its_isolation_scope_alone(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:

@@ -77,17 +77,17 @@ def find_task(folder: Path, name: str) -> Endpoint | None:
     and rerankers have the files of a chat model where others converted them, so their name counts.
     """
     try:
-        config = _read_object(folder / "config.json")
+        config = read_object(folder / "config.json")
         modules = _read_modules(folder)
     except (OSError, ValueError):
         return None  # the engine tells what is wrong
-    architectures = config.get("architectures")
+    architectures, family = config.get("architectures"), str(config.get("model_type"))
     named = architectures if isinstance(architectures, list) else []
     if any(str(one).endswith("ForSequenceClassification") for one in named):
         return Endpoint.RERANK
-    if config.get("model_type") in ENCODERS or any(one.endswith(".Pooling") for one in modules):
+    if family in ENCODERS or any(one.endswith(".Pooling") for one in modules):
         return Endpoint.EMBEDDINGS
-    if config.get("model_type") in DECODERS:
+    if family in DECODERS:
         if "rerank" in name.lower():
             return Endpoint.RERANK
         if "embedding" in name.lower():
@@ -99,7 +99,8 @@ def _read_modules(folder: Path) -> list[str]:
     """Return the types of the modules of sentence-transformers; empty without such a file."""
     path = folder / "modules.json"
     modules = json.loads(path.read_bytes()) if path.exists() else []
-    return [str(one.get("type")) for one in modules if isinstance(one, dict)]
+    named = modules if isinstance(modules, list) else []
+    return [str(one.get("type")) for one in named if isinstance(one, dict)]
 
 
 @functools.cache

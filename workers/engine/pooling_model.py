@@ -228,8 +228,8 @@ def load_pooling_model(folder: Path, endpoint: Endpoint) -> Embedder | Reranker:
     """
     config = check_folder(folder)
     forbid_code()
-    family = config.get("model_type")
     _check_family(config)
+    family = config["model_type"]
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         _positive(config, name)
     _context_tokens(folder, config)  # before the library builds as much
@@ -249,7 +249,7 @@ def load_pooling_model(folder: Path, endpoint: Endpoint) -> Embedder | Reranker:
 def _check_family(config: Mapping[str, Any]) -> None:
     """Raise ValueError for a model that mlx-vlm's code would not compute as its makers did."""
     family = config.get("model_type")
-    if family not in ENCODERS | DECODERS:
+    if not isinstance(family, str) or family not in ENCODERS | DECODERS:
         known = ", ".join(sorted(ENCODERS | DECODERS))
         raise ValueError(f"embedders and rerankers may be of the families {known}, not {family}")
     activation = "silu" if family in DECODERS else "gelu"

@@ -152,6 +152,8 @@ class Row:
     suspect: bool = False
     """Whether a plain step with this row failed: it then decodes in a batch of its own."""
     cached_tokens: int = 0
+    stored_tokens: int = 0
+    """Tokens of the prompt up to the last of which the prefix cache has stored it."""
     """Prompt tokens taken from the prefix cache."""
     cached_kinds: dict[str, int] = field(default_factory=dict)
     """These tokens by kind, as the lane counts them."""
@@ -240,6 +242,7 @@ class Row:
             prompt_tokens=len(self.prompt.tokens),
             completion_tokens=len(self.answer),
             cached_tokens=self.cached_tokens,
+            written_tokens=max(self.stored_tokens - self.cached_tokens, 0),
             skipped_tokens=self.skipped_tokens,
             reasoning_tokens=self.reasoning.state.reasoning_tokens if self.reasoning else 0,
         )

@@ -406,7 +406,9 @@ class LaneScheduler:
                 room_bytes=max(self._free_bytes(), 0),
                 key=key,
             )
-            if not stored:
+            if stored:
+                row.stored_tokens = max(row.stored_tokens, min(tokens, len(row.prompt.tokens)))
+            else:
                 self.counters.record_too_large()
         except Exception:
             logger.exception("prefix_cache.store_failed lane=%s", self.name)

@@ -158,6 +158,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    written_tokens: int = 0
+    """Other prompt tokens that the prefix cache has stored for later prompts."""
     skipped_tokens: int = 0
     """Prompt tokens that SpecPrefill skipped."""
     reasoning_tokens: int = 0

@@ -224,7 +224,10 @@ def render_usage(by_choice: Mapping[int, Usage], choices: int) -> Json:
     prompts = {index // choices: usage for index, usage in sorted(by_choice.items())[::-1]}.values()
     prompt_tokens = sum(one.prompt_tokens for one in prompts)
     completion_tokens = sum(one.completion_tokens for one in usages)
-    details = {"cached_tokens": sum(one.cached_tokens for one in prompts)}
+    details = {
+        "cached_tokens": sum(one.cached_tokens for one in prompts),
+        "cache_write_tokens": sum(one.written_tokens for one in prompts),
+    }
     if skipped_tokens := sum(one.skipped_tokens for one in prompts):
         details["skipped_tokens"] = skipped_tokens  # left out by SpecPrefill
     return {

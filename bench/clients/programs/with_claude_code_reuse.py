@@ -11,6 +11,11 @@ import uuid
 from bench.clients.cases import ONCE, Mode, case, check, main
 from bench.clients.claude_code import ask
 
+_COUNTS = (
+    *("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"),
+    "output_tokens",
+)
+
 
 @case("two tools and three turns: what is read again", ONCE)
 def conversation(_: Mode) -> str:
@@ -22,8 +27,7 @@ def conversation(_: Mode) -> str:
         usage = result["usage"]
         if turn:
             shares.append(usage["cache_read_input_tokens"] / read)
-        read = sum(usage[name] for name in ("input_tokens", "cache_read_input_tokens"))
-        read += usage["output_tokens"]
+        read = sum(usage[name] for name in _COUNTS)
     check(min(shares) >= 0.95, shares)
     found = ", ".join(f"{share:.1%}" for share in shares)
     return f"{read:,} tokens in the end; of the earlier ones found again: {found}"

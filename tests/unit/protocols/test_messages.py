@@ -31,11 +31,11 @@ CALL = {"type": "tool_use", "id": "call00001", "name": "look", "input": {"at": "
 USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 3,
-    "prompt_tokens_details": {"cached_tokens": 4},
+    "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 5},
 }
 COUNTS = {
-    "input_tokens": 6,
-    "cache_creation_input_tokens": 0,
+    "input_tokens": 1,
+    "cache_creation_input_tokens": 5,
     "cache_read_input_tokens": 4,
     "output_tokens": 3,
 }
@@ -322,7 +322,7 @@ def test_the_events_of_a_stream_come_in_anthropics_order() -> None:
         *("start", "delta", "delta", "stop"),
         *("message_delta", "message_stop"),
     ]
-    assert found[0]["message"]["usage"]["input_tokens"] == 6
+    assert found[0]["message"]["usage"]["input_tokens"] == COUNTS["input_tokens"]
     blocks = [event["content_block"]["type"] for event in found if "content_block" in event]
     assert blocks == ["thinking", "text", "tool_use"]
     assert [event["index"] for event in found[1:-2]] == [0] * 4 + [1] * 4 + [2] * 4

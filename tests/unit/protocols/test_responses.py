@@ -27,7 +27,7 @@ USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 3,
     "total_tokens": 13,
-    "prompt_tokens_details": {"cached_tokens": 4},
+    "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 5},
     "completion_tokens_details": {"reasoning_tokens": 2},
 }
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
@@ -297,6 +297,7 @@ def test_a_whole_answer_is_a_response() -> None:
     )
     assert response.usage is not None
     assert response.usage.input_tokens_details.cached_tokens == 4
+    assert response.usage.input_tokens_details.cache_write_tokens == 5
     assert response.usage.output_tokens_details.reasoning_tokens == 2
 
 
