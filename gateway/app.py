@@ -126,7 +126,9 @@ class GatewayApp(PortApp):
             responses.conversations(self.responses),
         ]
         # Workers join on the main port.
-        admin_routers = [workers.router, engines.router, policy.router, keys.router, usage.router]
+        drains = workers.drains(self.proxy.forwarder.move_streams)
+        admin_routers = [workers.router, drains, engines.router, policy.router]
+        admin_routers += [keys.router, usage.router]
         admin_routers += [recent_errors.router]
         main_pages = [pages.START, pages.DASHBOARD, pages.TRY, pages.DOCS]
         hosts = Hosts(gateway.settings)
@@ -151,6 +153,7 @@ class GatewayApp(PortApp):
         return [
             Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True),
             Job(work=self.responses.check, period_s=1.0),
+            Job(work=self.proxy.forwarder.end_silent, period_s=1.0),
         ]
 
     def cut(self) -> None:

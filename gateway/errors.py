@@ -56,6 +56,7 @@ GatewayError                a request that cannot be answered as the client expe
     +-- WorkerUnreachable   503  no connection, so the request cannot have started (Unavailable)
     +-- WorkerBusy          503  the worker asks for a later retry (Unavailable)
     +-- WorkerLost          502  the connection broke before the response was complete
+    |   +-- WorkerMoved     502  an admin drains the worker, and its streams go elsewhere
     +-- WorkerFailed        502  the worker reports a failure, or sends an invalid response
     +-- WorkerSilent        504  no response began in time
         +-- WorkerStalled   504  the response paused for too long
@@ -573,6 +574,10 @@ class WorkerLost(WorkerError, code="worker_lost"):
     """The connection to the worker broke before the response was complete."""
 
     message = "The connection to the worker was lost before the response was complete."
+
+
+class WorkerMoved(WorkerLost):
+    """The gateway ended the attempt, because an admin drains the worker."""
 
 
 class WorkerFailed(WorkerError, code="worker_failed"):

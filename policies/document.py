@@ -86,7 +86,7 @@ class PolicyDocument(Section):
     prefix: PrefixPolicy = PrefixPolicy()
     """Sharing of cached system prompts between clients."""
     retries: Retries = Retries()
-    """The retry budget."""
+    """Retries and failover."""
     metrics: MetricsRules = MetricsRules()
     """The responses that contain draft metrics."""
     tools: ToolRules = ToolRules()

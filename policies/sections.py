@@ -130,12 +130,14 @@ class MediaRules(Section):
 
 
 class Retries(Section):
-    """The retry budget: a bound on requests that are on a further attempt."""
+    """Retries and failover: what becomes of a request whose worker fails."""
 
     share: float = Field(default=0.2, ge=0, le=1)
-    """The share of all active requests, as in Envoy's retry budget."""
+    """The share of all active requests that further attempts may begin at once; others wait."""
     at_least: int = Field(default=3, ge=0)
-    """The number that is always allowed, however few requests are active."""
+    """The number that may always begin at once, however few requests are active."""
+    per_request: int = Field(default=2, ge=0, le=8)
+    """How often a request goes on at another worker after one that had begun it has failed."""
 
 
 _TEXT_FIELDS = {

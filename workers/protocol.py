@@ -56,6 +56,16 @@ TOKENS_LIMIT_HEADER = "x-paceline-token-limit"
 """Of a request: the most tokens that its prompt and all its answers may have together."""
 TOKENS_HEADER = "x-paceline-tokens"
 """Of the refusal of a request above that limit: the tokens that it may need."""
+PROGRESS_HEADER = "x-paceline-progress"
+"""Of a streamed request: each event of the answer has a line that tells its tokens so far."""
+TOKENS_LINE = b": t "
+"""Begins the line of an event: all up to this event is the text of the tokens of its choice that
+this and earlier lines tell. Only a worker reads what follows."""
+MORE_LINE = b": g\n"
+"""The line of an event that is complete only with the next one."""
+ANSWER_FIELD = "answer_so_far"
+"""Of the body of a request: the lines of a stream that another worker has begun, with semicolons
+between them. The worker sends what comes next, as if it had sent the stream up to there."""
 CHECKS = "/v1/check"
 """Begins the paths at which a worker checks a request without generating: it responds with
 `prompt_tokens`, or as it would refuse the request."""
@@ -420,6 +430,9 @@ class WorkerReport(Record):
     url: BaseUrl
     """Base URL for the gateway, such as http://192.168.1.20:9200."""
     model: ModelName
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")] = ""
+    """Digest of weights and tokenizer: workers with the same one may continue each other's answers.
+    Empty if unknown."""
     labels: tuple[Label, ...] = Field(default=(), max_length=MAX_LABELS)
     """Labels from its settings, for pools of the policy."""
     context_tokens: Count

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final, cast
 
 from gateway.server import run
-from workers.protocol import LaneReport, WorkerReport
+from workers.protocol import PROGRESS_HEADER, TOKENS_LINE, LaneReport, WorkerReport
 
 MODEL: Final = "canned"
 WORDS: Final = 64
@@ -27,9 +27,9 @@ _SLOTS: Final = 256
 _USAGE: Final = {"prompt_tokens": 8, "completion_tokens": WORDS, "total_tokens": 8 + WORDS}
 
 
-def _event(**fields: object) -> bytes:
+def _event(line: bytes = b"", **fields: object) -> bytes:
     frame = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
-    event = b"data: " + json.dumps(frame | fields).encode() + b"\n\n"
+    event = line + b"data: " + json.dumps(frame | fields).encode() + b"\n\n"
     return b"%x\r\n%b\r\n" % (len(event), event)
 
 
@@ -57,21 +57,37 @@ _ANSWER: Final = _complete_response(
 _HEAD: Final = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
-_STREAM: Final = (
-    _HEAD + _event(choices=[_choice(None, role="assistant", content="word ")]),
-    *(_event(choices=[_choice(None, content="word ")]) for _ in range(WORDS - 1)),
-    _event(choices=[_choice("stop")]),
-    _event(choices=[], usage=_USAGE),
-    b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n",
-)
+
+
+def _stream(line: bytes = b"") -> tuple[bytes, ...]:
+    """Return the packets of a stream whose events have this line."""
+    return (
+        _HEAD + _event(line, choices=[_choice(None, role="assistant", content="word ")]),
+        *(_event(line, choices=[_choice(None, content="word ")]) for _ in range(WORDS - 1)),
+        _event(line, choices=[_choice("stop")]),
+        _event(choices=[], usage=_USAGE),
+        b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n",
+    )
+
+
+_STREAM: Final = _stream()
+_TOLD_STREAM: Final = _stream(TOKENS_LINE + b"0 15164\n")
+"""As a worker of Paceline sends it to a gateway that asks for the tokens."""
 EVENTS: Final = len(_STREAM)
+FINGERPRINT: Final = "b0"
 
 
-def report(url: str) -> WorkerReport:
+def report(url: str, fingerprint: str = FINGERPRINT) -> WorkerReport:
     """Return the report of the worker for our gateway."""
     lanes = tuple(LaneReport(name=name, slots=_SLOTS) for name in ("text-mtp", "vlm"))
     return WorkerReport(
-        worker_id=MODEL, boot_id="1", url=url, model=MODEL, context_tokens=4096, lanes=lanes
+        worker_id=MODEL,
+        boot_id="1",
+        url=url,
+        model=MODEL,
+        fingerprint=fingerprint,
+        context_tokens=4096,
+        lanes=lanes,
     )
 
 
@@ -106,7 +122,8 @@ class _Connection(asyncio.Protocol):
             self._transport.write(_ANSWER)
         else:
             pace_s = next((pace_s for mark, pace_s in _PACES_S.items() if mark in body), 0.0)
-            self._stream(iter(_STREAM), pace_s, asyncio.get_running_loop())
+            stream = _TOLD_STREAM if PROGRESS_HEADER.encode() in head else _STREAM
+            self._stream(iter(stream), pace_s, asyncio.get_running_loop())
 
     def _stream(
         self, events: Iterator[bytes], pace_s: float, loop: asyncio.AbstractEventLoop

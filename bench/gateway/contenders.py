@@ -159,8 +159,17 @@ async def running_backend() -> AsyncIterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def running(contender: Contender, *, venvs: Path, worker_port: int) -> AsyncIterator[Running]:
-    """Run a gateway with a new home folder; raise `PeerUnavailable` if it does not start."""
+async def running(
+    contender: Contender,
+    *,
+    venvs: Path,
+    worker_port: int,
+    fingerprint: str = backend.FINGERPRINT,
+) -> AsyncIterator[Running]:
+    """Run a gateway with a new home folder; raise `PeerUnavailable` if it does not start.
+
+    Without the `fingerprint` of a model our gateway lets no stream go on at another worker.
+    """
     python = python_of(contender.venv, venvs) if contender.venv else Path(sys.executable)
     port = free_port()
     log = venvs / f"{contender.name}.gateway.log"
@@ -175,7 +184,9 @@ async def running(contender: Contender, *, venvs: Path, worker_port: int) -> Asy
             start_new_session=True,
         )
         heartbeats = (
-            asyncio.create_task(_send_heartbeats(port, worker_port)) if contender is OURS else None
+            asyncio.create_task(_send_heartbeats(port, worker_port, fingerprint))
+            if contender is OURS
+            else None
         )
         try:
             await _wait_until_ready(contender, port, process, log)
@@ -186,9 +197,9 @@ async def running(contender: Contender, *, venvs: Path, worker_port: int) -> Asy
             await end(process)
 
 
-async def _send_heartbeats(port: int, worker_port: int) -> None:
+async def _send_heartbeats(port: int, worker_port: int, fingerprint: str) -> None:
     """Send heartbeats of the worker to our gateway."""
-    worker = backend.report(f"http://127.0.0.1:{worker_port}")
+    worker = backend.report(f"http://127.0.0.1:{worker_port}", fingerprint)
     path = f"http://127.0.0.1:{port}/admin/v1/workers/{worker.worker_id}"
     headers = {"authorization": f"Bearer {_JOIN_TOKEN}"}
     async with httpx.AsyncClient(headers=headers) as client:

@@ -26,9 +26,9 @@ class Gauges(Collector):
         yield from self._pools()
         yield from self._workers()
         yield CounterMetricFamily(
-            "paceline_retries_denied",
-            "Retries not made because the retry budget was spent.",
-            value=self._forwarder.retries.denied,
+            "paceline_retries_delayed",
+            "Retries that waited because the retry budget was spent.",
+            value=self._forwarder.retries.delayed,
         )
         history = self._gateway.stats_history
         alarm = alarm_of(history, history.take_snapshot())

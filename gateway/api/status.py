@@ -172,7 +172,7 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
                 source=_SOURCES[version.reason],
                 file_problem=gateway.policy_file.problem,
             ),
-            retries_denied=proxy.forwarder.retries.denied,
+            retries_delayed=proxy.forwarder.retries.delayed,
             quarantined_bodies=len(proxy.forwarder.quarantine),
             **fleet.render(),
         )

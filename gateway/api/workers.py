@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, NotRequired
 from urllib.parse import urlsplit
 
-from fastapi import Query
+from fastapi import APIRouter, Query
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, admin_router, worker_router
@@ -94,6 +95,8 @@ class DrainedWorker(WorkerDetails):
 
     drained: bool
     """Its last request has ended."""
+    moved: int
+    """Streams of this gateway that went on at other workers."""
 
 
 @heartbeats.put("/{worker_id}", responses=_HEARTBEAT)
@@ -171,18 +174,6 @@ async def uncordon(worker_id: str, author: Author, gateway: CurrentGateway) -> N
     await gateway.cordons.remove(worker_id, author)
 
 
-@router.post("/{worker_id}/drain", responses=_CHANGE)
-async def drain(
-    worker_id: str,
-    author: Author,
-    gateway: CurrentGateway,
-    timeout_s: Annotated[int, Query(ge=0, le=600, description="The longest wait.")] = 30,
-) -> DrainedWorker:
-    """Cordon a worker and wait for its requests to end."""
-    drained = await gateway.cordons.drain(worker_id, author, timeout_s)
-    return {"drained": drained, **_worker(gateway, worker_id, _member(gateway, worker_id))}
-
-
 @router.delete(
     "/{worker_id}/prefix-cache",
     status_code=204,
@@ -191,6 +182,30 @@ async def drain(
 async def clear_prefix_cache(worker_id: str, gateway: CurrentGateway) -> None:
     """Empty the prefix cache of a worker, in memory and on disk."""
     await gateway.prefix_deletion.clear(worker_id)
+
+
+def drains(move_streams: Callable[[str], int]) -> APIRouter:
+    """Return the route that drains a worker; `move_streams` lets its streams go on elsewhere."""
+    router = admin_router(PREFIX)
+
+    @router.post("/{worker_id}/drain", responses=_CHANGE)
+    async def drain(
+        worker_id: str,
+        author: Author,
+        gateway: CurrentGateway,
+        timeout_s: Annotated[int, Query(ge=0, le=600, description="The longest wait.")] = 30,
+        move: Annotated[
+            bool, Query(description="Let its streams of this gateway go on at other workers.")
+        ] = False,
+    ) -> DrainedWorker:
+        """Cordon a worker and wait for its requests to end."""
+        await gateway.cordons.add(worker_id, author)
+        moved = move_streams(worker_id) if move else 0
+        drained = await gateway.cordons.drain(worker_id, author, timeout_s)
+        worker = _worker(gateway, worker_id, _member(gateway, worker_id))
+        return {"drained": drained, "moved": moved, **worker}
+
+    return router
 
 
 def _member(gateway: Gateway, worker_id: str) -> WorkerState | None:

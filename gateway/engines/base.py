@@ -127,6 +127,8 @@ class Engine(AnswerReader, ABC):
     """The worker sends heartbeats with reports, which the gateways share."""
     shares_slots: ClassVar[bool] = True
     """The lanes and the models of the worker share its slots."""
+    continues_streams: ClassVar[bool] = False
+    """The worker tells the tokens of a stream, and goes on with that of another worker."""
     isolation: Isolation = Isolation.NONE
 
     def __init__(self, token: str = "") -> None:

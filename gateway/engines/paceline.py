@@ -41,6 +41,7 @@ class PacelineWorker(Engine):
     kind = "paceline"
     sends_reports = True
     shares_slots = False
+    continues_streams = True
     isolation = Isolation.CACHE_SALT
 
     def models(self, report: WorkerReport) -> tuple[str, ...]:

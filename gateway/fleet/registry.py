@@ -64,6 +64,8 @@ class WorkerRegistry:
         self._absences: dict[str, tuple[AbsenceKind, float]] = {}
         """Why the last workers that are gone are, and since when, by the clock. One whose process
         is started again is here until it is ready."""
+        self._silent_urls: dict[str, str] = {}
+        """Of workers that are gone without a word, by id."""
         self._cordoned: frozenset[str] = frozenset()
         self._stalled_until_s = NEVER_S
         self._last_tick_s: float | None = None
@@ -181,6 +183,7 @@ class WorkerRegistry:
 
     def remove(self, worker_id: str, *, restarting: bool = False) -> None:
         """Remove a worker that has left, or whose process has ended and is started again."""
+        self._silent_urls.pop(worker_id, None)
         known = self._workers.pop(worker_id, None) is not None or worker_id in self._absences
         if known:
             self._set_absence(worker_id, "restarting" if restarting else "left", self._clock())
@@ -234,6 +237,11 @@ class WorkerRegistry:
         """Return the live workers, those that accept no requests included."""
         self._expire(self._clock())
         return tuple(self._workers.values())
+
+    def silent_urls(self) -> tuple[str, ...]:
+        """Return the URLs of workers whose heartbeats have ceased."""
+        self._expire(self._clock())
+        return tuple(self._silent_urls.values())
 
     def pool_lanes(self, name: str, pool: Pool) -> tuple[tuple[WorkerState, LaneReport], ...]:
         """Return the lanes of a pool over all live workers."""
@@ -357,6 +365,7 @@ class WorkerRegistry:
         """
         now_s = self._clock()
         backend = backend or self._backend
+        self._silent_urls.pop(report.worker_id, None)
         worker = self._workers.get(report.worker_id)
         if worker is not None and self._is_taken(worker, report, backend):
             return None
@@ -484,12 +493,15 @@ class WorkerRegistry:
             if not worker.is_live(now_s):
                 del self._workers[worker_id]
                 self._set_absence(worker_id, "silent", worker.heartbeat_at_s)
+                self._silent_urls[worker_id] = worker.report.url
 
     def _set_absence(self, worker_id: str, kind: AbsenceKind, since_s: float) -> None:
         self._absences.pop(worker_id, None)
         self._absences[worker_id] = kind, since_s
         if len(self._absences) > MAX_WORKERS:
-            del self._absences[next(iter(self._absences))]
+            oldest = next(iter(self._absences))
+            del self._absences[oldest]
+            self._silent_urls.pop(oldest, None)
 
 
 def _is_local(report: WorkerReport) -> bool:

@@ -41,6 +41,8 @@ class _Waiter:
     assigned: asyncio.Future[Lease]
     kind: Hashable
     """If no slot is free for one request, none is for another of the same kind."""
+    begun: bool = False
+    """A worker had begun the request, so no other one takes its place."""
     pools: list[str] = field(default_factory=list)
     spilled: bool = False
 
@@ -91,14 +93,15 @@ class Scheduler:
         *,
         on_decision: Callable[[Decision], None] | None = None,
         since_s: float | None = None,
+        begun: bool = False,
     ) -> Lease:
         """Decide which lane takes a request and acquire a slot there, in the queue if need be.
 
         `tried` excludes workers, but none that was busy and is so no more. `on_decision` gets the
-        decision before any wait; `since_s` is the time from which the request waits. Raise
-        `PoolsNotAllowed`, `FeatureUntaken`, `NoWorker` or `WorkerBusy` if no worker is left,
-        `QueueFull` or `QueueTimeout`. The caller must `release` the lease in the same function,
-        however it ends.
+        decision before any wait; `since_s` is the time from which the request waits. A request that
+        a worker had `begun` waits even in a full queue. Raise `PoolsNotAllowed`, `FeatureUntaken`,
+        `NoWorker` or `WorkerBusy` if no worker is left, `QueueFull` or `QueueTimeout`. The caller
+        must `release` the lease in the same function, however it ends.
         """
         decision = self._decide(request, tried, first_only=True)
         if on_decision is not None:
@@ -119,11 +122,12 @@ class Scheduler:
             if busy := self._fleet.busy_engines(model):
                 since_s = self._clock() if since_s is None else since_s
                 await self._await_engine(request, min(busy.values()), since_s)
-                return await self.acquire(request, caller, tried - busy.keys(), since_s=since_s)
+                rest = tried - busy.keys()
+                return await self.acquire(request, caller, rest, since_s=since_s, begun=begun)
             if (available_in_s := self._fleet.available_in_s(model)) is not None:
                 raise errors.WorkerBusy(retry_after_s=available_in_s)
             raise errors.NoWorker(f"No worker can take requests for the model '{model}' now.")
-        return await self._wait(request, decision, caller, tried)
+        return await self._wait(request, decision, caller, tried, begun=begun)
 
     async def _await_engine(self, request: RoutingRequest, busy_s: float, since_s: float) -> None:
         """Wait until an engine is no longer busy; raise `WorkerBusy` at the limits of a queue."""
@@ -213,20 +217,26 @@ class Scheduler:
         return queued.drain_rate.retry_after_s(len(queued.queue), self._clock())
 
     async def _wait(
-        self, request: RoutingRequest, decision: Decision, caller: Caller, tried: frozenset[str]
+        self,
+        request: RoutingRequest,
+        decision: Decision,
+        caller: Caller,
+        tried: frozenset[str],
+        *,
+        begun: bool,
     ) -> Lease:
         policy, profile, _, pools, _ = request
         for name in policy.pools:
             self._pools[name]  # exists before a request spills to it
         preferred = decision.candidates[0].pool
         queue = policy.pools[preferred].queue
-        full = self.waiting(preferred) >= queue.limit
+        full = self.waiting(preferred) >= queue.limit and not begun
         if full and not self._make_room(preferred, caller.client):
             raise errors.QueueFull(retry_after_s=self.retry_after_s(preferred))
         assigned: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         # The route of one policy may be another under the same name in the next.
         kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried, pools)
-        waiter = _Waiter(request, caller, tried, self._clock(), assigned, kind)
+        waiter = _Waiter(request, caller, tried, self._clock(), assigned, kind, begun)
         self._pools[preferred].preferring += 1
         self._waiters[id(request)] = waiter
         try:
@@ -260,7 +270,9 @@ class Scheduler:
     def _make_room(self, pool: str, client: str) -> bool:
         """Reject the last queued request of the client with the most, if this one has fewer."""
         queue = self._pools[pool].queue
-        waiters = [one for one in queue if one.pools[0] == pool and not one.assigned.done()]
+        waiters = [
+            one for one in queue if one.pools[0] == pool and not (one.assigned.done() or one.begun)
+        ]
         counts = Counter(one.caller.client for one in waiters)
         most = max(counts.values(), default=0)
         if counts[client] + 1 >= most:

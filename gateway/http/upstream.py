@@ -18,6 +18,7 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import httptools
 
@@ -88,6 +89,7 @@ class ConnectionPool:
         self._answer_timeout_s = answer_timeout_s
         self._idle: defaultdict[_Address, deque[tuple[float, UpstreamConnection]]]
         self._idle = defaultdict(deque)
+        self._open: WeakSet[UpstreamConnection] = WeakSet()
         self._expiry: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -118,6 +120,7 @@ class ConnectionPool:
         connection = None if fresh else self._take_idle(address)
         if connection is None:
             connection = await self._connect(address)
+            connection.url = url
         began_s = self._loop.time()
         on_begin()
         try:
@@ -155,7 +158,15 @@ class ConnectionPool:
             log.warning("attempt.unreachable address=%s error=%r", address, error)
             raise errors.WorkerUnreachable from error
         _set_keepalive(transport.get_extra_info("socket"))
+        self._open.add(connection)
         return connection
+
+    def end_silent(self, urls: tuple[str, ...], silent_s: float) -> None:
+        """End the responses that are silent for so long, from URLs that begin so."""
+        for connection in tuple(self._open):
+            if connection.url.startswith(urls) and connection.silent_s() >= silent_s:
+                log.warning("attempt.silent url=%s", connection.url)
+                connection.end(ReadTimeout("the worker sends neither bytes nor heartbeats"))
 
     def _take_idle(self, address: _Address) -> UpstreamConnection | None:
         """Return the connection used last, if one is open and not idle for too long."""
@@ -217,6 +228,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._busy = False
         self.used = False
         """It has carried a request before."""
+        self.url = ""
+        """Of its first request."""
         self._reset()
 
     def _reset(self) -> None:
@@ -321,8 +334,16 @@ class UpstreamConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once."""
-        self._fail(ConnectionLost("closed here"))
+        self.end(ConnectionLost("closed here"))
+
+    def end(self, error: ConnectionLost) -> None:
+        """Close at once; the reader gets this error."""
+        self._fail(error)
         self._transport.abort()
+
+    def silent_s(self) -> float:
+        """Return for how long a reader has waited for bytes; 0 if none waits."""
+        return self._read_timer.waited_s() if self._busy and not self._paused else 0.0
 
     # Called by the transport.
 
@@ -496,6 +517,10 @@ class ReadTimer:
     def stop(self) -> None:
         """Stop the current wait."""
         self._running = False
+
+    def waited_s(self) -> float:
+        """Return the time of the current wait; 0 without one."""
+        return self._loop.time() - self._since_s if self._running else 0.0
 
     def close(self) -> None:
         """Stop for good."""

@@ -67,6 +67,9 @@ def has_choices(answer: Mapping[str, Any]) -> bool:
 class StreamEncoder(Protocol):
     """Encodes one stream of events for a client."""
 
+    failovers: int
+    """How often the stream has gone on at another worker."""
+
     @property
     def passthrough(self) -> bool:
         """Whether text events pass unchanged, so that they need not be parsed."""

@@ -16,7 +16,7 @@ from pydantic_core import from_json, to_json
 
 from gateway.protocols.base import AnswerMalformed, StreamEncoder
 from gateway.types import Drafts, Header, Usage
-from workers.protocol import MAX_DRAFT_TOKENS, DraftSource
+from workers.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, DraftSource
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 
@@ -46,10 +46,37 @@ def fact_pattern(*more_keys: str) -> re.Pattern[bytes]:
 _FACT = fact_pattern()
 
 
+class AnswerProgress:
+    """What the client has received of a stream, in the lines by which its worker tells the tokens.
+
+    Another worker goes on after these tokens if this one fails. A line takes about as many bytes as
+    the numbers of its tokens have digits.
+    """
+
+    def __init__(self) -> None:
+        self.lines = bytearray()
+        self.complete = True
+        """The lines tell all that the client has received."""
+        self.finished = False
+        """The client has a finish reason."""
+        self.ended = False
+        """The client has all but the mark of the end."""
+
+    @property
+    def resumable(self) -> bool:
+        """Return whether another worker can go on."""
+        return self.complete and bool(self.lines)
+
+    def encode(self) -> str:
+        """Return the lines as the field of a request has them."""
+        return self.lines[:-1].replace(b"\n", b";").decode("latin-1")
+
+
 class StreamScanner:
     """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
 
-    `reader` reads the facts as the engine of the stream spells them.
+    `reader` reads the facts as the engine of the stream spells them. With `progress`, the scanner
+    cuts the lines that tell tokens off their events, and adds those whose events it passes on.
     """
 
     def __init__(
@@ -57,12 +84,19 @@ class StreamScanner:
         encoder: StreamEncoder,
         reader: AnswerReader | None = None,
         *,
+        progress: AnswerProgress | None = None,
         limit_bytes: int = EVENT_LIMIT_BYTES,
     ) -> None:
         self.state = StreamState()
-        self._encoder = encoder
+        self.progress = progress
+        """None from an event on whose tokens the worker does not tell."""
+        self.encoder = encoder
         self._reader = reader or _READER
         self._facts = self._reader.facts
+        self._line = b""
+        """Of the event that is being read."""
+        self._group: list[bytes] = []
+        """Events that are complete only with the next ones."""
         self._passthrough = encoder.passthrough
         self._limit_bytes = limit_bytes
         self._pending = b""
@@ -71,7 +105,8 @@ class StreamScanner:
     @property
     def quiet(self) -> bool:
         """Return whether whole text events may pass unparsed from here on."""
-        return self._passthrough and self.state.under_way and not self._pending
+        ready = self._passthrough and self.state.under_way
+        return ready and not self._pending and not self._group
 
     def has_facts(self, events: bytes) -> bool:
         """Return whether these events, however framed, may carry facts, or are no text."""
@@ -82,15 +117,19 @@ class StreamScanner:
 
     def feed(self, chunk: bytes) -> bytes:
         """Scan bytes and return those for the client; none once the stream is broken."""
-        if chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
+        told = self.progress is not None
+        if not told and chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
         data = self._pending + chunk
         passed = bytearray()
         start, search_from = 0, self._searched
         while end := _event_end(data, search_from):
-            self._read(data[start:end], passed)
+            if told:
+                self._read_told(data[start:end], passed)
+            else:
+                self._read(data[start:end], passed)
             start = end
-            if plain := self._plain_up_to(data, start):
+            if not told and (plain := self._plain_up_to(data, start)):
                 passed += data[start:plain]
                 start = plain
             search_from = start
@@ -130,12 +169,40 @@ class StreamScanner:
         end = data.rfind(b"\n\n", start, done if done >= 0 else upto)
         return end + 2 if end >= 0 and _is_utf8(data[start:end]) else 0
 
+    def _read_told(self, event: bytes, passed: bytearray) -> None:
+        """Read an event that may have a line, once all events of its group have come."""
+        if event.startswith(MORE_LINE):
+            self._group.append(event[len(MORE_LINE) :])
+            if sum(map(len, self._group)) > self._limit_bytes:
+                self._break("a group of events is too long")
+            return
+        if event.startswith(TOKENS_LINE):
+            end = event.find(b"\n") + 1
+            self._line, event = event[len(TOKENS_LINE) : end], event[end:]
+        elif b"data:" not in event:
+            if event.startswith(b":") and not self.state.done:
+                passed += event
+            return
+        group, self._group = (*self._group, event), []
+        for one in group:
+            self._read(one, passed)
+        line, self._line = self._line, b""
+        if self.progress is not None and not self.state.broken:
+            self.progress.lines += line
+
+    def _check_told(self) -> None:
+        """Record that the worker tells not all tokens, if the event has no line."""
+        if self.progress is not None and not self._line:
+            self.progress.complete = False
+            self.progress = None
+
     def _read(self, event: bytes, passed: bytearray) -> None:
         """Read the facts of one event and add its encoding to what is passed on."""
         state = self.state
         if not state.begun:
             event = event.removeprefix(BOM_UTF8)
         if self._plain(event):
+            self._check_told()
             passed += event
         elif state.done or state.broken:
             return  # events after the end are dropped
@@ -147,7 +214,7 @@ class StreamScanner:
         elif text == _DONE:
             if state.finished:
                 state.done = True
-                passed += self._encoder.done()
+                passed += self.encoder.done()
             else:
                 self._break("[DONE] came without a finish reason")
         else:
@@ -170,17 +237,25 @@ class StreamScanner:
         if self._reader.normalise(frame):
             event = b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n"
         choices = frame.get("choices")
+        if choices:
+            self._check_told()
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
                 state.finished |= choice.get("finish_reason") is not None
                 state.content_seen |= _has_content(choice)
         if (drafts := self._reader.drafts(frame)) is not None:
             state.drafts = drafts
-        state.usage = self._reader.usage(frame) or state.usage
+        usage = self._reader.usage(frame)
+        state.usage = usage or state.usage
         try:
-            return self._encoder.event(event, frame)
+            encoded = self.encoder.event(event, frame)
         except AnswerMalformed:
+            if self.progress is not None:
+                self.progress.complete = False  # the encoder may have begun the event
             return self._break("an event has no shape of a chat")
+        if self.progress is not None and usage is not None and not choices:
+            self.progress.ended = state.finished
+        return encoded
 
     def _break(self, why: str) -> bytes:
         self.state.broken = self.state.broken or why

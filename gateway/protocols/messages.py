@@ -536,6 +536,7 @@ class MessageEncoder:
     """Encodes the chunks of a chat as the events of a message, in Anthropic's order."""
 
     passthrough = False
+    failovers = 0
 
     def __init__(self, sign: Callable[[str], str], edits: Mapping[str, Any]) -> None:
         """`edits`: the fields of the last event that list what was cleared."""

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway import errors
-from gateway.protocols.base import WORKER_PATHS
+from gateway.protocols.base import WORKER_PATHS, object_in
 from gateway.protocols.legacy_functions import as_function_call, with_tools
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
@@ -155,6 +155,7 @@ class OpenAIStreamEncoder:
         self._running_usage = running_usage
         self._legacy_functions = legacy_functions
         self._late_headers = {name.decode(): value.decode() for name, value in late_headers}
+        self.failovers = 0
 
     def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
         """Return an event as it came, or without what the client did not request."""
@@ -164,6 +165,9 @@ class OpenAIStreamEncoder:
         trailing = has_usage and not frame.get("choices")
         if trailing and not (self._include_usage or (has_metrics and self._include_metrics)):
             return b""
+        if self.failovers and self._include_metrics and (has_metrics or trailing):
+            frame["metrics"] = {**object_in(frame, "metrics"), "failovers": self.failovers}
+            event = b"data: " + encode_json(frame) + b"\n\n"
         drop_metrics = has_metrics and not self._include_metrics
         drop_usage = has_usage and not trailing and not self._running_usage
         last = bool(self._late_headers) and (trailing or _finishes(frame))

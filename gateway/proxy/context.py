@@ -18,10 +18,12 @@ from policies.request.profile import RequestProfile
 from workers.protocol import NodeSource
 
 if TYPE_CHECKING:
-    from gateway.protocols.base import WireFormat
+    from gateway.protocols.base import StreamEncoder, WireFormat
+    from gateway.protocols.event_stream import AnswerProgress
     from gateway.proxy.responses import ResponseExchange
     from gateway.telemetry.tracing import Trace
 
+FAILOVERS_HEADER = b"x-paceline-failovers"
 # No status was sent, because the client had closed its connection; nginx logs it so.
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -61,6 +63,16 @@ class RequestContext(RequestRecord):
     """A worker has the request and may have begun it."""
     relayed: bool = False
     """The client has received an event of the answer."""
+    encoder: StreamEncoder | None = None
+    """The encoder of the stream, which goes on if another worker does."""
+    progress: AnswerProgress | None = None
+    """What the client has of the stream, if another worker could go on with it."""
+    fingerprint: str = ""
+    """Of the model that writes the stream."""
+    worker_failures: int = 0
+    """Failures of workers that had begun the request, without those that an admin ordered."""
+    seed: int | None = None
+    """Drawn for a request without one, so that another worker would draw the same tokens."""
     first_token_at_s: float | None = None
     error: GatewayError | None = None
 
@@ -147,6 +159,7 @@ class RequestContext(RequestRecord):
             (b"x-paceline-reason", self.candidate.reason.encode()),
             (b"x-paceline-prefix", self.cache_result.encode()),
             (b"x-paceline-attempts", str(self.attempts).encode()),
+            *([(FAILOVERS_HEADER, b"%d" % self.failovers)] if self.failovers else ()),
         ]
 
     def finish(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Forward a request to a worker and relay the response: attempts before its first byte, none after.
+"""Forward a request to a worker and relay the response; go on at another worker if one fails.
 
 A stream is relayed without a task of its own: the worker's connection passes each piece to the
 client's in the same iteration of the event loop.
@@ -6,8 +6,10 @@ client's in the same iteration of the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,17 +19,19 @@ from gateway import errors
 from gateway.assembly import Gateway
 from gateway.engines import Engine
 from gateway.fleet.circuit_breaker import AttemptResult
-from gateway.fleet.worker import Lease
+from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.http import upstream
 from gateway.http.downstream import AnswerWriter
 from gateway.protocols import WORKER_PATHS
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.event_stream import StreamScanner, comment_of
+from gateway.protocols.event_stream import AnswerProgress, StreamScanner, comment_of
 from gateway.proxy.context import RequestContext
 from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
-from gateway.proxy.retry_budget import RetryBudget
-from gateway.types import UNUSED
+from gateway.proxy.retry_budget import RetryBudget, RetryTurn
+from gateway.types import UNUSED, Headers
+from policies.request.profile import GENERATING
+from workers.protocol import ANSWER_FIELD, KEEPALIVE_S, PROGRESS_HEADER, TOKENS_LINE
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ log = logging.getLogger(__name__)
 _ATTEMPT_RESULTS = (
     (errors.RefusedByWorker, AttemptResult.SUCCEEDED),
     (errors.WorkerUnreachable, AttemptResult.UNREACHABLE),
+    (errors.WorkerMoved, AttemptResult.ABANDONED),
     (errors.WorkerBusy, AttemptResult.BUSY),
     (errors.WorkerSilent, AttemptResult.TIMED_OUT),
     (errors.WorkerError, AttemptResult.FAILED),
@@ -42,6 +47,15 @@ _ATTEMPT_RESULTS = (
 )
 # After these errors the worker has not begun the request.
 _NEVER_BEGUN = (errors.WorkerUnreachable, errors.WorkerBusy)
+# A body stays in memory until its answer is complete, so a larger one goes to no second worker.
+_FAILOVER_LIMIT_BYTES = 8 * 1024 * 1024
+# Three missed comments, with which a worker of Paceline ends each pause of a stream.
+_STALLED_S = 3 * KEEPALIVE_S + 1
+# Of the lines of one stream; each token takes some 9 bytes.
+_LINES_LIMIT_BYTES = 4 * 1024 * 1024
+_SEED_BITS = 53
+# So long after the estimated time for its prompt, a retry lets the next one begin.
+_READ_MARGIN_S = 1.0
 # Far more than any answer has; a worker that never ends one must not fill the memory.
 _WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 # The end of the stream follows the last event; a worker that does not end it is not waited for.
@@ -55,6 +69,9 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),  # nginx in front must not collect events
 )
 _KEEPALIVE = b": keepalive\n\n"
+_LINE_BEGIN = b"\r\n" + TOKENS_LINE
+_LINE_BEGINS_BEFORE = 12
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(4096)]
 
 
 class Forwarder:
@@ -67,6 +84,7 @@ class Forwarder:
         self._prefix_index = gateway.prefix_index
         self._prefix_hasher = gateway.prefix_hasher
         self._clock = gateway.clock
+        self._relays: set[StreamRelay] = set()
         self.connections = upstream.ConnectionPool(
             settings.connect_timeout_s, settings.answer_timeout_s
         )
@@ -87,6 +105,33 @@ class Forwarder:
         finally:
             self.retries.active -= 1
 
+    async def end_silent(self) -> None:
+        """End the attempts at workers that send neither bytes nor heartbeats any more."""
+        silent = tuple(f"{url}/" for url in self._fleet.silent_urls())
+        if silent:
+            self.connections.end_silent(silent, HEARTBEAT_TIMEOUT_S)
+        for relay in self._relays:
+            relay.bound_progress(_LINES_LIMIT_BYTES)
+
+    def move_streams(self, worker_id: str) -> int:
+        """Let the streams of a worker that can go on elsewhere do so; return their number."""
+        others = {
+            worker.report.fingerprint
+            for worker in self._fleet.workers()
+            if worker.accepting and worker.report.worker_id != worker_id
+        }
+        moving = [
+            relay
+            for relay in self._relays
+            if relay.resumable
+            and relay.context.fingerprint in others
+            and relay.context.candidate is not None
+            and relay.context.candidate.worker_id == worker_id
+        ]
+        for relay in moving:
+            relay.move()
+        return len(moving)
+
     def _keep_alive(
         self, context: RequestContext, writer: AnswerWriter
     ) -> contextlib.AbstractContextManager[object]:
@@ -106,48 +151,55 @@ class Forwarder:
     async def _try_workers(
         self, context: RequestContext, body: bytes, writer: AnswerWriter
     ) -> None:
-        """Try one worker after another, each once, as long as none can have begun the request."""
+        """Try one worker after another, each once, as long as the policy allows another one."""
         tried: frozenset[str] = frozenset()
         failure: errors.GatewayError | None = None
+        turn: RetryTurn | None = None
         while True:
             try:
                 lease = await self._acquire(context, tried)
-            except (errors.NoWorker, errors.WorkerBusy) as none_left:
-                # A busy worker says when to retry, and the scheduler has the earliest such time.
-                raise (
-                    none_left if isinstance(failure, errors.WorkerBusy | None) else failure
-                ) from None
-            result, retry_after_s = AttemptResult.ABANDONED, 0.0
-            try:
-                await self._attempt(lease, body, writer, context)
-                result = AttemptResult.SUCCEEDED
-                self.quarantine.answered(body)
-                return
-            except errors.GatewayError as error:
-                result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
-                retry_after_s = error.retry_after_s or 0.0
-                context.begun &= not isinstance(error, _NEVER_BEGUN)
-                if isinstance(error, errors.WorkerLost) and not context.relayed:
-                    self.quarantine.lost(body, "/".join(lease.boot), self._clock())
-                tried |= {lease.candidate.worker_id}
-                if not self._retries(error, lease, context):
-                    raise
-                failure = error
+                result, retry_after_s = AttemptResult.ABANDONED, 0.0
+                try:
+                    await self._attempt(lease, body, writer, context, turn)
+                    result = AttemptResult.SUCCEEDED
+                    self.quarantine.answered(body)
+                    return
+                except errors.GatewayError as error:
+                    result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
+                    retry_after_s = error.retry_after_s or 0.0
+                    tried |= {lease.candidate.worker_id}
+                    if not self._goes_on(error, lease, context, body):
+                        raise
+                    failure = error
+                finally:
+                    self._scheduler.release(lease, result, retry_after_s)
+                    self._record_prefix_usage(context, lease)
+            except (errors.NoWorker, errors.WorkerBusy, errors.RefusedByWorker) as error:
+                raise _first_cause(error, failure, begun=context.relayed) from None
             finally:
-                self._scheduler.release(lease, result, retry_after_s)
-                self._record_prefix_usage(context, lease)
+                if turn is not None:
+                    turn.end()
+            # A request that probed a worker waits for no other; such requests are few.
+            if not lease.on_probation:
+                turn = await self.retries.begin(context.policy.retries)
 
     async def _acquire(self, context: RequestContext, tried: frozenset[str]) -> Lease:
         """Acquire a slot, and record where and after how long."""
         request = context.routing_request
         assert request is not None, "the request has not been inspected"
-        lease = await self._scheduler.acquire(
-            request,
-            context.caller,
-            tried,
-            on_decision=context.record_decision,
-            since_s=context.body_read_s,
-        )
+        while True:
+            lease = await self._scheduler.acquire(
+                request,
+                context.caller,
+                tried,
+                on_decision=context.record_decision,
+                since_s=context.body_read_s,
+                begun=context.failovers > 0,
+            )
+            if not context.relayed or lease.state.report.fingerprint == context.fingerprint:
+                break
+            self._scheduler.release(lease, AttemptResult.ABANDONED)  # it has another model
+            tried |= {lease.candidate.worker_id}
         context.candidate = lease.candidate
         backend = lease.state.backend
         context.engine = "" if backend.sends_reports else backend.kind
@@ -171,14 +223,27 @@ class Forwarder:
                 prefix, lease.boot, usage, context.expected_reuse
             )
 
-    def _retries(self, error: errors.GatewayError, lease: Lease, context: RequestContext) -> bool:
-        """Return whether to try another worker: never if this one can have begun the request.
+    def _goes_on(
+        self, error: errors.GatewayError, lease: Lease, context: RequestContext, body: bytes
+    ) -> bool:
+        """Return whether the request goes to another worker after this error, and count that.
 
-        A request that probed a worker may always be retried; such requests are few.
+        Generating has no side effects, so a request may run again. Of workers that had begun it,
+        only so many may fail as the policy allows, and only one of them may have crashed before
+        its answer began: that may be the fault of the prompt.
         """
-        again = isinstance(error, _NEVER_BEGUN) and (
+        ordered = self._is_ordered(error, lease)
+        if isinstance(error, errors.WorkerLost) and not ordered:
+            self.quarantine.lost(body, "/".join(lease.boot), self._clock())
+        again = isinstance(error, errors.WorkerError) and (
             lease.on_probation or self.retries.allows(context.policy.retries)
         )
+        if isinstance(error, _NEVER_BEGUN):
+            context.begun = context.failovers > 0
+        else:
+            context.worker_failures += not ordered
+            again = again and self._can_go_on(context, body)
+            context.failovers += again
         log.warning(
             "attempt.failed request=%s worker=%s code=%s again=%s",
             context.request_id,
@@ -188,16 +253,76 @@ class Forwarder:
         )
         return again
 
-    async def _attempt(
-        self, lease: Lease, body: bytes, writer: AnswerWriter, context: RequestContext
-    ) -> None:
-        """Send the request to one worker and relay its response."""
+    def _can_go_on(self, context: RequestContext, body: bytes) -> bool:
+        """Return whether a request may go on after a worker that had begun it has failed."""
+        if len(body) > _FAILOVER_LIMIT_BYTES:
+            return False
+        if context.worker_failures > context.policy.retries.per_request:
+            return False
+        if context.relayed:
+            return context.progress is not None and context.progress.resumable
+        return not self.quarantine.holds(body, self._clock())
+
+    def _is_ordered(self, error: errors.GatewayError, lease: Lease) -> bool:
+        """Return whether the worker has failed because somebody stops it."""
+        absence = self._fleet.absence(lease.candidate.worker_id)
+        left = absence is not None and absence[0] == "left"
+        return isinstance(error, errors.WorkerMoved) or lease.state.report.draining or left
+
+    def _body_for(self, lease: Lease, body: bytes, context: RequestContext) -> bytes:
+        """Return the body for one worker."""
         assert context.inspected is not None
         backend, fields = lease.state.backend, context.inspected.body
         salt = ""
         if not backend.sends_reports:
             salt = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix)
         body = backend.body(body, fields, salt)
+        profile, more = context.profile, []
+        if not backend.continues_streams or profile.endpoint not in GENERATING:
+            return body
+        if profile.sampling.seed is None and not profile.sampling.greedy:
+            if context.seed is None:
+                context.seed = secrets.randbits(_SEED_BITS)
+            more.append(b'"seed":%d' % context.seed)
+        if context.relayed and context.progress is not None:
+            lines = to_json(context.progress.encode())
+            more.append(b'"%b":%b' % (ANSWER_FIELD.encode(), lines))
+        return b"%b,%b}" % (body[:-1], b",".join(more)) if more else body
+
+    def _prepare_progress(self, lease: Lease, body: bytes, context: RequestContext) -> None:
+        """Let a worker tell the tokens of a stream, if another one could go on with it."""
+        report = lease.state.report
+        continues = (
+            context.profile.stream
+            and lease.state.backend.continues_streams
+            and context.policy.retries.per_request > 0
+            and len(body) <= _FAILOVER_LIMIT_BYTES
+            and report.fingerprint
+        )
+        context.fingerprint = report.fingerprint
+        context.progress = AnswerProgress() if continues else None
+
+    async def _attempt(
+        self,
+        lease: Lease,
+        body: bytes,
+        writer: AnswerWriter,
+        context: RequestContext,
+        turn: RetryTurn | None,
+    ) -> None:
+        """Send the request to one worker and relay its response.
+
+        Until the worker should have read the prompt, a retry counts against the budget.
+        """
+        assert context.inspected is not None
+        backend, fields = lease.state.backend, context.inspected.body
+        if not context.relayed:
+            self._prepare_progress(lease, body, context)
+        body = self._body_for(lease, body, context)
+        timer = None
+        if turn is not None:
+            read_s = lease.candidate.prefill_s + _READ_MARGIN_S
+            timer = asyncio.get_running_loop().call_later(read_s, turn.end)
         try:
             response = await self._send(lease, body, context)
         except upstream.StaleConnection:
@@ -208,6 +333,11 @@ class Forwarder:
             except errors.WorkerUnreachable as error:
                 # Perhaps the connection was not stale, but the worker died of this request.
                 raise errors.WorkerLost from error
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if turn is not None:
+            turn.end()
         try:
             if response.status != 200:
                 idle_timeout_s = self._settings.idle_timeout_s
@@ -222,18 +352,9 @@ class Forwarder:
     async def _send(
         self, lease: Lease, body: bytes, context: RequestContext, *, fresh: bool = False
     ) -> upstream.UpstreamConnection:
-        """Send the request; until the response begins, a retry counts against the budget."""
+        """Send the request, and once more if the worker tells that it may need more tokens."""
         context.attempts += 1
         context.dispatched_at_s = context.dispatched_at_s or self._clock()
-        if context.attempts == 1:
-            return await self._post(lease, body, context)
-        with self.retries.retry():
-            return await self._post(lease, body, context, fresh=fresh)
-
-    async def _post(
-        self, lease: Lease, body: bytes, context: RequestContext, *, fresh: bool = False
-    ) -> upstream.UpstreamConnection:
-        """Send the request, and once more if the worker tells that it may need more tokens."""
         backend, candidate, reservation = lease.state.backend, lease.candidate, context.reservation
         headers = {"content-type": "application/json", "x-request-id": context.request_id}
         if context.trace is not None:
@@ -243,6 +364,8 @@ class Forwarder:
         scope = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix) or "all"
         lane, keys = candidate.lane, context.prefix_keys
         sources = context.prefix_sources
+        if context.progress is not None:
+            headers[PROGRESS_HEADER] = "1"
         headers |= backend.headers(lane, keys, scope, context.token_limit, sources=sources)
         response = await send(url, body, headers, context.begin, fresh=fresh)
         refused = response.status != 200 and response.tokens
@@ -290,6 +413,19 @@ class Forwarder:
             encoded = await context.exchange.finish()
         await writer.whole(200, [*_JSON_HEADERS, *context.route_headers()], encoded)
 
+    def _scanner(
+        self, context: RequestContext, backend: Engine, late_headers: Headers
+    ) -> StreamScanner:
+        """Return the scanner of an attempt, which goes on where the client has the stream."""
+        assert context.routing_request is not None
+        if not context.relayed or context.encoder is None:
+            context.encoder = context.wire_format.encoder(context.routing_request, late_headers)
+        context.encoder.failovers = context.failovers
+        scanner = StreamScanner(context.encoder, backend, progress=context.progress)
+        if context.relayed and context.progress is not None:
+            scanner.state.finished = context.progress.finished
+        return scanner
+
     async def _relay_stream(
         self,
         response: upstream.UpstreamConnection,
@@ -298,17 +434,19 @@ class Forwarder:
         backend: Engine,
     ) -> None:
         """Relay events as they come; raise a `WorkerError` unless the stream is complete."""
-        assert context.routing_request is not None
-        assert context.inspected is not None
         route_headers = context.route_headers()
-        late_headers = route_headers if writer.started else ()
-        encoder = context.wire_format.encoder(context.routing_request, late_headers)
-        scanner = StreamScanner(encoder, backend)
-        state, last = scanner.state, b""
-        idle_timeout_s = self._settings.idle_timeout_s
+        late_headers = route_headers if writer.started else []
+        scanner = self._scanner(context, backend, late_headers)
+        encoder, progress, state = scanner.encoder, scanner.progress, scanner.state
+        last = b""
+        idle_timeout_s, answer_timeout_s = (
+            min(one, _STALLED_S) if backend.continues_streams else one
+            for one in (self._settings.idle_timeout_s, self._settings.answer_timeout_s)
+        )
         relay = StreamRelay(response, writer, context, scanner, idle_timeout_s, self._clock)
         failure: errors.GatewayError = errors.WorkerLost()
-        response.set_read_timeout(self._settings.answer_timeout_s)
+        response.set_read_timeout(answer_timeout_s)
+        self._relays.add(relay)
         try:
             await writer.open([*_STREAM_HEADERS, *route_headers], relay.pause)
             if late_headers:
@@ -316,14 +454,21 @@ class Forwarder:
             end = await response.pour(relay.relay_data, relay.relay_chunk)
             last = relay.scan(end) + scanner.close()
         except upstream.ReadTimeout:
-            failure = errors.WorkerStalled() if state.begun else errors.WorkerSilent()
+            begun = state.begun or context.relayed
+            failure = errors.WorkerStalled() if begun else errors.WorkerSilent()
         except upstream.ConnectionLost as error:
             log.warning("stream.cut request=%s error=%r", context.request_id, error)
+            if relay.moved:
+                failure = errors.WorkerMoved()
         finally:
+            self._relays.discard(relay)
             context.usage = state.usage or context.usage
-            context.drafts = state.drafts
-            context.relayed = state.begun
-        if state.complete:
+            context.drafts = state.drafts or context.drafts
+            context.relayed |= state.begun
+            if progress is not None:
+                progress.finished |= state.finished
+        if state.complete or (progress is not None and progress.ended):
+            last += b"" if state.complete else encoder.done()
             if context.exchange is not None:
                 last += await context.exchange.finish()
             writer.end(last)
@@ -332,11 +477,27 @@ class Forwarder:
             writer.write(last)
         if state.broken:
             log.warning("stream.broken request=%s why=%s", context.request_id, state.broken)
+            failure = errors.WorkerFailed()
             if state.error and not state.begun and context.engine:
                 # Some engines begin each stream with 200, and then refuse the request.
-                raise backend.refusal(_REFUSED, state.error, context.inspected.body)
-            raise errors.WorkerFailed
+                assert context.inspected is not None
+                failure = backend.refusal(_REFUSED, state.error, context.inspected.body)
         raise failure
+
+
+def _first_cause(
+    error: errors.GatewayError, failure: errors.GatewayError | None, *, begun: bool
+) -> errors.GatewayError:
+    """Return the error for a client whose request ends with this one, after an earlier failure.
+
+    A busy worker says when to retry, and the scheduler has the earliest such time. What a second
+    worker refuses is not what ends a stream that a first one has begun.
+    """
+    if failure is None or isinstance(failure, errors.WorkerBusy):
+        return error
+    if isinstance(error, errors.RefusedByWorker) and not begun:
+        return error
+    return failure
 
 
 @dataclass(slots=True, eq=False)
@@ -351,6 +512,28 @@ class StreamRelay:
     clock: Callable[[], float]
     begun: bool = False
     send_chunk: Callable[[bytes], None] | None = None
+    lines: bytearray | None = None
+    """Gets the lines that tell tokens, which are cut off the events."""
+    moved: bool = False
+    """An admin drains the worker."""
+
+    @property
+    def resumable(self) -> bool:
+        """Return whether another worker can go on with the stream."""
+        progress = self.scanner.progress
+        return progress is not None and progress.resumable and not self.scanner.state.done
+
+    def move(self) -> None:
+        """End the attempt, so that another worker goes on."""
+        self.moved = True
+        self.response.end(upstream.ConnectionLost("an admin drains the worker"))
+
+    def bound_progress(self, limit_bytes: int) -> None:
+        """Forget what the client has of a stream that is too long to go on elsewhere."""
+        progress = self.scanner.progress
+        if progress is not None and len(progress.lines) > limit_bytes:
+            progress.complete = False
+            progress.lines.clear()
 
     def relay_data(self, piece: bytes) -> bool:
         """Relay a piece; return whether more is wanted."""
@@ -363,6 +546,8 @@ class StreamRelay:
             self.begun = True
             self.response.set_read_timeout(self.idle_timeout_s)
         self.send_chunk = self.writer.chunk_sender() if self.scanner.quiet else None
+        progress = self.scanner.progress
+        self.lines = None if progress is None else progress.lines
         return not state.broken
 
     def relay_chunk(self, chunk: bytes) -> bool:
@@ -370,14 +555,20 @@ class StreamRelay:
 
         Nearly every token takes this path, which changes no state.
         """
-        if (
-            self.send_chunk is None
-            or not chunk.endswith(b"\n\n\r\n")
-            or self.scanner.has_facts(chunk)
-        ):
+        send = self.send_chunk
+        if send is None or not chunk.endswith(b"\n\n\r\n") or self.scanner.has_facts(chunk):
             return False
+        lines = self.lines
+        if lines is not None:
+            begin = chunk.find(_LINE_BEGIN, 1, _LINE_BEGINS_BEFORE)
+            end = chunk.find(b"\n", begin + len(_LINE_BEGIN)) + 1
+            if begin < 0 or chunk.find(b"\n\n", end) != len(chunk) - 4:
+                return False  # not one event with its line
+            lines += chunk[begin + len(_LINE_BEGIN) : end]
+            event = chunk[end:]
+            chunk = _CHUNK_HEADS[len(event) - 2] + event
         self.writer.idle = False
-        self.send_chunk(chunk)
+        send(chunk)
         return True
 
     def pause(self, paused: bool) -> None:

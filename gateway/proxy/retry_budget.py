@@ -1,9 +1,8 @@
-"""The retry budget: enough retries at once for a fault, too few for a retry storm."""
+"""The retry budget: enough requests read again at once for a fault, too few for a retry storm."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import asyncio
 
 from policies.sections import Retries
 
@@ -14,20 +13,47 @@ class RetryBudget:
     def __init__(self) -> None:
         self.active = 0
         self.retrying = 0
-        self.denied = 0
-        """Retries that the budget did not allow, since the start."""
+        self.delayed = 0
+        """Retries that have waited because the budget was spent, since the start."""
+        self._ended: asyncio.Future[None] | None = None
+        """Done when a retry has ended; None while nobody waits."""
 
     def allows(self, retries: Retries) -> bool:
-        """Return whether one more request may retry; count it if not."""
-        allowed = self.retrying < max(retries.at_least, int(retries.share * self.active))
-        self.denied += not allowed
-        return allowed
+        """Return whether requests may retry at all."""
+        return max(retries.at_least, int(retries.share * self.active)) > 0
 
-    @contextlib.contextmanager
-    def retry(self) -> Iterator[None]:
-        """Count a retry until its response begins; after that no request retries."""
+    async def begin(self, retries: Retries) -> RetryTurn:
+        """Wait until one more request may retry, and count it until its turn ends.
+
+        None is dropped for the budget: the deadline of the request bounds the wait.
+        """
+        if not self._has_room(retries):
+            self.delayed += 1
+            while not self._has_room(retries):
+                self._ended = self._ended or asyncio.get_running_loop().create_future()
+                await asyncio.shield(self._ended)
         self.retrying += 1
-        try:
-            yield
-        finally:
-            self.retrying -= 1
+        return RetryTurn(self)
+
+    def end(self) -> None:
+        """Count a retry no more, and let those that wait look again."""
+        self.retrying -= 1
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended.set_result(None)
+
+    def _has_room(self, retries: Retries) -> bool:
+        return self.retrying < max(retries.at_least, int(retries.share * self.active))
+
+
+class RetryTurn:
+    """A retry that counts until its end."""
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self._budget: RetryBudget | None = budget
+
+    def end(self) -> None:
+        """Count the retry no more; do nothing if it has ended."""
+        budget, self._budget = self._budget, None
+        if budget is not None:
+            budget.end()

@@ -453,8 +453,10 @@ class Status(StatusModel):
     errors: dict[str, NonNegativeInt]
     """Error responses, by code."""
     retries: NonNegativeInt
-    retries_denied: NonNegativeInt
-    """Retries that this gateway did not make because the retry budget was spent."""
+    failovers: NonNegativeInt
+    """How often requests went on at another worker after one that had begun them."""
+    retries_delayed: NonNegativeInt
+    """Retries of this gateway that waited because the retry budget was spent."""
     quarantined_bodies: NonNegativeInt
     """Request bodies that this gateway blocks because two workers crashed while processing them."""
     prefix: FleetPrefix

@@ -106,6 +106,7 @@ class FleetRenderer:
             "outcomes": _family(self.counts, "outcomes"),
             "errors": _family(self.counts, "errors"),
             "retries": self.counts.get(("retries",), 0),
+            "failovers": self.counts.get(("failovers",), 0),
             "prefix": model.FleetPrefix(
                 **_prefix_results(_family(self.counts, "prefix")),
                 tokens_by_kind=prefix.tokens_by_kind,

@@ -182,6 +182,7 @@ def access_log_entry(record: RequestRecord, unix_s: float) -> dict[str, Any]:
         "prefix": record.prefix,
         "not_reused": record.missed_reuse,
         "attempts": record.attempts,
+        "failovers": record.failovers,
         "duration_s": round(record.seconds, 6),
         "added_latency_s": _rounded(record.added_s),
         "wait_s": round(record.waited_s, 6),

@@ -74,6 +74,7 @@ class Accounting:
         counters.cached_tokens += usage.cached_tokens
         if record.attempts > 1:
             counters.retries += record.attempts - 1
+            counters.failovers += record.failovers
         if record.missed_reuse:
             counters.missed_reuse[record.missed_reuse] += 1
         if record.engine:
@@ -179,6 +180,7 @@ class _Counters:
     lane: LaneStats | None
     requests: int = 0
     retries: int = 0
+    failovers: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -281,6 +283,8 @@ def _counts(counters: _Counters) -> dict[CounterKey, int]:
         counts["speculation_and_reuse", result] = found
     if counters.retries:
         counts["retries",] = counters.retries
+    if counters.failovers:
+        counts["failovers",] = counters.failovers
     return counts
 
 

@@ -64,7 +64,13 @@ _COUNTERS = (  # family of counts, name, help, labels
         "Tokens of answered requests (prompt, completion); cached tokens are part of the prompt.",
         ("model_name", "kind"),
     ),
-    ("retries", "retries", "Attempts at another worker before the first byte.", ()),
+    ("retries", "retries", "Attempts after the first one of a request.", ()),
+    (
+        "failovers",
+        "failovers",
+        "How often requests went on at another worker after one that had begun them.",
+        (),
+    ),
 )
 
 

@@ -36,6 +36,8 @@ class RequestRecord:
     engine: str = ""
     """The kind of the engine, if it is none of Paceline's workers: those send their own counts."""
     attempts: int = 0
+    failovers: int = 0
+    """How often it has gone on at another worker after one that had begun it."""
     usage: Usage = UNUSED
     waited_s: float = 0.0
     """Time in the queue for a slot."""

@@ -141,6 +141,7 @@ def _routing(record: RequestRecord) -> dict[str, str | int | float]:
         "paceline.outcome": record.outcome.value,
         "paceline.prefix": record.prefix,
         "paceline.attempts": record.attempts,
+        "paceline.failovers": record.failovers,
         "paceline.wait_s": record.waited_s,
     }
     if record.missed_reuse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -39,6 +40,7 @@ class Stream:
 
     worker: str
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     events: list[str] = field(default_factory=list)
 
     @property
@@ -46,8 +48,9 @@ class Stream:
         return self.events[-1] == "[DONE]" and not any('"error"' in event for event in self.events)
 
     @property
-    def broken(self) -> bool:
-        return "[DONE]" not in self.events and '"error"' in self.events[-1]
+    def text(self) -> str:
+        choices = [json.loads(event)["choices"] for event in self.events[:-1]]
+        return "".join(one[0]["delta"].get("content") or "" for one in choices if one)
 
 
 @contextlib.contextmanager
@@ -106,6 +109,7 @@ async def read(response: httpx.Response, stream: Stream) -> None:
         if line.startswith("data: "):
             stream.events.append(line.removeprefix("data: "))
             stream.begun.set()
+    stream.ended.set()
 
 
 @contextlib.asynccontextmanager
@@ -136,25 +140,31 @@ async def test_two_workers_share_the_load(fleet: Fleet) -> None:
 
 
 async def test_a_worker_without_heartbeats_is_removed_until_its_next_one(fleet: Fleet) -> None:
-    paused = fleet.workers["a"].process
-    paused.send_signal(signal.SIGSTOP)
-    try:
-        await asyncio.to_thread(wait_until_joined, fleet.url, {"b"})
-    finally:
-        paused.send_signal(signal.SIGCONT)
-    await asyncio.to_thread(wait_until_joined, fleet.url, {"a", "b"})
+    """It falls asleep, and its stream goes on at the other worker."""
+    async with client_of(fleet) as client, streaming(client, fleet) as stream:
+        await stream.begun.wait()
+        paused = fleet.workers[stream.worker].process
+        paused.send_signal(signal.SIGSTOP)
+        try:
+            others = set(fleet.workers) - {stream.worker}
+            await asyncio.to_thread(wait_until_joined, fleet.url, others)
+            await asyncio.wait_for(stream.ended.wait(), TIMEOUT_S)
+        finally:
+            paused.send_signal(signal.SIGCONT)
+        await asyncio.to_thread(wait_until_joined, fleet.url, set(fleet.workers))
+    assert stream.complete
 
 
-async def test_a_killed_worker_breaks_only_its_own_streams(tmp_path: Path) -> None:
+async def test_f03_the_streams_of_a_killed_worker_go_on_at_the_other_one(tmp_path: Path) -> None:
     with running_fleet(tmp_path) as fleet:
         async with client_of(fleet) as client:
             async with many_streams(client, fleet) as streams:
                 fleet.workers["a"].process.send_signal(signal.SIGKILL)
             assert {stream.worker for stream in streams} == {"a", "b"}
-            for stream in streams:
-                assert stream.broken if stream.worker == "a" else stream.complete, stream.events[
-                    -2:
-                ]
+            assert all(stream.complete for stream in streams)
+            assert {stream.text for stream in streams} == {streams[0].text}
+            status = (await client.get("/v1/status")).json()
+            assert status["failovers"] == sum(stream.worker == "a" for stream in streams)
             for _ in range(4):
                 body = text_body(fleet.model, "Hello!", temperature=0)
                 response = await client.post("/v1/chat/completions", json=body)

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.http_server import Headers, Request, ServerConnection
-from workers.protocol import CHECKS, LaneReport, Speculation, WorkerReport
+from workers.protocol import (
+    ANSWER_FIELD,
+    CHECKS,
+    PROGRESS_HEADER,
+    TOKENS_LINE,
+    LaneReport,
+    Speculation,
+    WorkerReport,
+)
 
 JOIN_TOKEN = "join-token-of-the-tests"
 FAULT_PATH = "/_fault"
@@ -49,6 +57,8 @@ class Script:
     """Sent unchanged instead of an answer."""
     headers: Headers = ()
     tokens: tuple[str, ...] = ("one", " two", " three")
+    tells_tokens: bool = False
+    """Tell the tokens of streams, and go on with those of other workers."""
     events: tuple[bytes, ...] | None = None
     """Stream exactly these pieces."""
     pause_s: float = 0.0
@@ -110,6 +120,8 @@ class ScriptedWorker:
     """The `Authorization` headers of requests for /v1/status."""
     port: int = 0
     """0 means any free port."""
+    fingerprint: str = ""
+    """Of the model; workers with the same one continue each other's streams."""
     remembers: bool = False
     """Report tokens by the text of a chat, those of a beginning that it had before as cached."""
 
@@ -125,6 +137,7 @@ class ScriptedWorker:
             boot_id=self.boot_id,
             url=self.url,
             model=self.model,
+            fingerprint=self.fingerprint,
             context_tokens=4096,
             lanes=tuple(lane_report(name) for name in self.lanes),
         )
@@ -189,7 +202,10 @@ class ScriptedWorker:
             body = b"{}" if script.body is None else script.body
             return await _send_response(connection, script.status, body, script)
         if received.body.get("stream"):
-            return await self._stream(connection, script)
+            pieces = script.events
+            if script.tells_tokens and PROGRESS_HEADER in received.headers:
+                pieces = told_events(script.tokens, received.body.get(ANSWER_FIELD, ""))
+            return await self._stream(connection, script, pieces)
         answer = chat_completion("".join(script.tokens))
         if self.remembers:
             answer |= {"usage": self._usage(received.body["messages"])}
@@ -205,10 +221,13 @@ class ScriptedWorker:
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return USAGE | details | {"prompt_tokens": prompt, "total_tokens": prompt + 3}
 
-    async def _stream(self, connection: ServerConnection, script: Script) -> None:
+    async def _stream(
+        self, connection: ServerConnection, script: Script, pieces: tuple[bytes, ...] | None
+    ) -> None:
         headers = ((b"content-type", b"text/event-stream"), *script.headers)
         await connection.send_head(200, headers, length=None, http_1_0=script.http_1_0)
-        pieces = script.events if script.events is not None else stream_events(script.tokens)
+        if pieces is None:
+            pieces = stream_events(script.tokens)
         for sent, piece in enumerate([*pieces, None]):
             if script.pause_s:
                 await asyncio.sleep(script.pause_s)
@@ -312,6 +331,19 @@ def stream_events(tokens: Iterable[str]) -> tuple[bytes, ...]:
         usage_chunk(),
         DONE,
     )
+
+
+def told_events(tokens: Iterable[str], so_far: str) -> tuple[bytes, ...]:
+    """Return the events of a stream with lines that tell its tokens, from where a client has it."""
+    *texts, usage, done = stream_events(tokens)
+    words = ["@1", *map(str, range(len(texts) - 2)), "."]
+    lines = [f"0 {word}" for word in words]
+    given = so_far.split(";") if so_far else []
+    assert given == lines[: len(given)], "what the first worker has told"
+    told = [
+        TOKENS_LINE + line.encode() + b"\n" + text for line, text in zip(lines, texts, strict=True)
+    ]
+    return (*told[len(given) :], usage, done)
 
 
 async def _send_response(

@@ -41,7 +41,7 @@ from workers.engine.row import Row
 from workers.engine.sampler import choose, token_logprobs
 from workers.engine.step_graph import Layers, State, StepGraph, VerifyResult
 from workers.engine.tokenizer import PromptRenderer
-from workers.engine.types import DraftStep, TokenLogprob
+from workers.engine.types import TokenLogprob
 from workers.protocol import DraftSource
 
 MAX_BACKLOG_STEPS = 32
@@ -294,13 +294,8 @@ class Decoder:
                 outcome.error = error
                 continue
             appended[index] = fitted
-            if sources:
-                # An accepted draft token behind the end of the answer counts as rejected, so that
-                # the counts add up to `completion_tokens`.
-                accepted = min(fitted, len(tokens) - 1)
-                row.speculation.add_step(DraftStep(len(sources), accepted), sources)
-                if set(sources) == {DraftSource.HEAD}:
-                    self._draft_length.observe_acceptance(len(sources), len(tokens) - 1)
+            if sources and set(sources) == {DraftSource.HEAD}:
+                self._draft_length.observe_acceptance(len(sources), len(tokens) - 1)
             if row.finish_reason:
                 outcome.finished.append(row)
         return outcome, appended

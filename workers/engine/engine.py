@@ -25,7 +25,11 @@ from workers.engine.model_folder import refusing
 from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint
+from workers.engine.prefix_cache_files import (
+    PrefixCacheFiles,
+    fingerprint,
+    model_fingerprint,
+)
 from workers.engine.prefix_exchange import PrefixExchange
 from workers.engine.prefix_transfer import CacheLayout, PrefixOffer, PrefixQuery, TransferFailed
 from workers.engine.probes import probe_cache_layout, probe_native_verify, probe_shared_rows
@@ -36,7 +40,7 @@ from workers.engine.self_test import HeadHealth, check_head, warm_up
 from workers.engine.sparse_prefill import load_sparse_prefill
 from workers.engine.thread import EngineThread
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
-from workers.protocol import LaneReport, StartStage
+from workers.protocol import ANSWER_FIELD, LaneReport, StartStage
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,7 @@ class Engine:
             mtp_unavailable_reason=reason,
             draft_tokens_requested=self.settings.draft_tokens,
             draft_tokens_effective=max(report.effective_draft_tokens for report in reports),
+            fingerprint=model_fingerprint(self.settings.model, self.settings.adapter),
             default_max_tokens=self.checkpoint.default_max_tokens,
             sampling=self.checkpoint.sampling,
             spec_prefill=spec_prefill,
@@ -217,6 +222,12 @@ class Engine:
             row.matcher = await self.grammars.matcher(
                 generation.constraint, generation.call_marks, prompt.scope
             )
+        if generation.given is not None:
+            for delta in await asyncio.to_thread(row.restore, generation.given):
+                yield delta
+            if row.finish_reason:
+                yield row.finished_event()
+                return
         try:
             row.prefetched = await asyncio.to_thread(
                 self.prefix_cache.prefetch, prompt.scope, prompt.identity, lambda: row.cancelled
@@ -310,9 +321,11 @@ class Engine:
             raise types.InvalidGeneration(
                 "messages", f"Token {max(prompt.tokens)} of the prompt is not in the vocabulary."
             )
+        given = generation.given.steps if generation.given else ()
         named = {
             "logit_bias": [token for token, _ in generation.sampling.logit_bias],
             "stop_token_ids": generation.stop_tokens,
+            ANSWER_FIELD: [token for step in given for token in step.tokens],
         }
         for field_name, tokens in named.items():
             for token in tokens:

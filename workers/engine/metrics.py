@@ -112,13 +112,16 @@ class LaneCounters:
             self._prefix += PrefixCounts(too_large=1)
 
     def record_finish(self, row: Row) -> None:
-        """Count an answer that ended or failed; its prompt once for all choices."""
+        """Count an answer that ended or failed; its prompt once for all choices.
+
+        What another worker has generated of it counts there.
+        """
         usage = row.usage()
-        speculation = row.speculation.total()
+        speculation = row.speculation.total(own=True)
         if row.drafting_skipped and not speculation.drafted:
             self.record_bypass(row, Bypass.MTP_NOT_PAYING)
         with self._lock:
-            self._completion_tokens += usage.completion_tokens
+            self._completion_tokens += usage.completion_tokens - row.given_tokens
             self._speculation += speculation
             if not row.generation.further_choice:
                 self._requests += 1

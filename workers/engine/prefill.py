@@ -171,9 +171,11 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
         match.restore(prefill.caches, prefill.head_caches, len(prefill.tokens) + 1)
         prefill.last_hidden = match.snapshot.last_hidden if match.snapshot else None
         prefill.read_count = match.tokens
-        if not row.answer:
-            row.cached_tokens = match.tokens
-            row.cached_kinds = _kinds(row, match.tokens, in_memory.tokens if in_memory else 0)
+        if not row.begun:
+            # Of an answer that another worker has begun, some may be cached too.
+            row.cached_tokens = min(match.tokens, len(prompt.tokens))
+            known = min(in_memory.tokens, row.cached_tokens) if in_memory else 0
+            row.cached_kinds = _kinds(row, row.cached_tokens, known)
     prefill.boundaries = _boundaries(prefill, cuttable=target.starts_anywhere and not prefill.head)
 
 

@@ -42,6 +42,11 @@ _SUFFIX = ".prefix.safetensors"
 _NAME = re.compile(r"([0-9a-f]{16})-(\d{1,9})-(\d{1,9})-([0-9a-f]{32})(-resume)?")
 _BUDGET = "writes.json"
 _PICTURE_CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
+_TEXT_CONFIGURATIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    "generation_config.json",
+)
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 _MAX_HEADER_BYTES = 1 << 20
@@ -315,6 +320,16 @@ def _is_abandoned(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return path.suffix == ".partial" and path.stat().st_mtime < time.time() - _PARTIAL_S
     return False
+
+
+def model_fingerprint(folder: Path, adapter: Path | None = None) -> str:
+    """Tell one model from another: its checkpoint, and what makes prompts and texts of tokens."""
+    digest = blake2b(fingerprint(folder, adapter).encode(), digest_size=16)
+    for name in _TEXT_CONFIGURATIONS:
+        with contextlib.suppress(FileNotFoundError):
+            content = (folder / name).read_bytes()
+            digest.update(f"{name}:{len(content)}".encode() + content)
+    return digest.hexdigest()
 
 
 def fingerprint(folder: Path, adapter: Path | None = None) -> str:

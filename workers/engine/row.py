@@ -17,7 +17,7 @@ from workers.engine.prompt_lookup import Found, PromptLookup
 from workers.engine.reasoning import ANSWERING, Part, Reasoning
 from workers.engine.sampler import PromptLogprobs, SamplingContext
 from workers.engine.tokenizer import PreparedPrompt
-from workers.protocol import RUNNING_USAGE_TOKENS, DraftSource, Speculation
+from workers.protocol import ANSWER_FIELD, RUNNING_USAGE_TOKENS, DraftSource, Speculation
 
 EventSink = Callable[[types.Event | types.EngineError], None]
 DELTA_INTERVAL_S = 0.01
@@ -37,6 +37,10 @@ class SpeculationCounter:
     drafted: Counter[str] = field(default_factory=Counter)
     """Draft tokens by source, those of failed drafts too."""
     accepted: Counter[str] = field(default_factory=Counter)
+    lost: list[DraftSource] = field(default_factory=list)
+    """Of the tokens of failed drafts."""
+    given: SpeculationCounter | None = None
+    """What another worker has counted of it."""
 
     def add_step(self, step: types.DraftStep, sources: Sequence[DraftSource]) -> None:
         """Count a verified draft whose tokens have these sources."""
@@ -47,23 +51,36 @@ class SpeculationCounter:
     def add_errors(self, sources: Sequence[DraftSource]) -> None:
         """Count a draft that failed."""
         self.errors += len(sources)
+        self.lost += sources
         self.drafted.update(source.value for source in sources)
 
-    def total(self) -> Speculation:
-        """Return the counts so far."""
-        longest = max([self.draft_tokens, *(step.drafted for step in self.steps)])
-        if not longest and not self.errors:
+    def begin(self) -> None:
+        """Take what has been counted so far as that of another worker."""
+        self.given = SpeculationCounter(
+            self.draft_tokens,
+            list(self.steps),
+            self.errors,
+            Counter(self.drafted),
+            Counter(self.accepted),
+        )
+
+    def total(self, *, own: bool = False) -> Speculation:
+        """Return the counts of the answer so far; with `own`, those of this worker alone."""
+        given = self.given if own and self.given else SpeculationCounter(self.draft_tokens)
+        steps, errors = self.steps[len(given.steps) :], self.errors - given.errors
+        longest = max([self.draft_tokens, *(step.drafted for step in steps)])
+        if not longest and not errors:
             return Speculation()
-        histogram = Counter(step.accepted for step in self.steps)
+        histogram = Counter(step.accepted for step in steps)
         return Speculation(
             num_spec_tokens=longest,
-            steps=len(self.steps),
-            drafted=sum(step.drafted for step in self.steps) + self.errors,
-            accepted=sum(step.accepted for step in self.steps),
-            errors=self.errors,
+            steps=len(steps),
+            drafted=sum(step.drafted for step in steps) + errors,
+            accepted=sum(step.accepted for step in steps),
+            errors=errors,
             histogram=tuple(histogram[accepted] for accepted in range(longest + 1)),
-            drafted_by_source=dict(self.drafted),
-            accepted_by_source=dict(self.accepted),
+            drafted_by_source=dict(self.drafted - given.drafted),
+            accepted_by_source=dict(self.accepted - given.accepted),
         )
 
 
@@ -145,6 +162,8 @@ class Row:
     """None unless the generation asks for them."""
     answer: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
+    given_tokens: int = 0
+    """The first tokens of the answer, which another worker has generated."""
     finish_reason: types.FinishReason | None = None
     cancelled: bool = False
     drafting_skipped: bool = False
@@ -177,6 +196,8 @@ class Row:
     _pending_logprobs: list[types.TokenLogprob] = field(default_factory=list)
     _pending_tokens: PendingTokens | None = None
     """None unless the generation asks for `token_sources`."""
+    _pending_steps: list[types.TokenStep] = field(default_factory=list)
+    _reported_errors: int = 0
 
     def __post_init__(self) -> None:
         if self.generation.token_sources:
@@ -191,6 +212,11 @@ class Row:
     def uses_head(self) -> bool:
         """Return whether the MTP head drafts for this row."""
         return self.draft_tokens > 0 and self.with_head
+
+    @property
+    def begun(self) -> bool:
+        """Return whether a token of the answer was generated here."""
+        return len(self.answer) > self.given_tokens
 
     @property
     def slots_used(self) -> int:
@@ -255,6 +281,37 @@ class Row:
             return None
         return TokenRules(self.matcher, state, missing, self.ends)
 
+    def restore(self, given: types.GivenAnswer) -> Sequence[types.Delta]:
+        """Take the beginning of the answer as another worker has generated it; return its deltas.
+
+        All states are then as that worker had them. Raise `InvalidGeneration` if no answer to the
+        request begins so.
+        """
+        deltas: list[types.Event | types.EngineError] = []
+        sink, self.sink = self.sink, deltas.append
+        for step in given.steps:
+            if not step.tokens:
+                self.speculation.add_errors(step.sources)
+            elif self.finish_reason:
+                raise _other_answer()
+            else:
+                sources = step.sources
+                appended = self._append(step.tokens, (), sources, step.accepted, now_s=0.0)
+                if appended < len(step.tokens):
+                    raise _other_answer()
+                if sources:
+                    counts = types.DraftStep(len(sources), step.accepted)
+                    self.speculation.add_step(counts, sources)
+        if given.finished and not self.finish_reason:
+            raise _other_answer()
+        self._emit_delta(0.0)
+        self.sink, self._last_delta_s = sink, -inf
+        self._pending_steps, self._reported_tokens = [], len(self.answer)
+        self.given_tokens = len(self.answer)
+        self.speculation.begin()
+        self._reported_errors = self.speculation.errors
+        return [replace(one, given=True) for one in deltas if isinstance(one, types.Delta)]
+
     def append_tokens(
         self,
         tokens: Sequence[int],
@@ -266,10 +323,32 @@ class Row:
         """Append the tokens of one step up to the end of the answer; return how many fitted.
 
         All tokens of a step but its last are drafts that the target accepted; `sources` says where
-        they come from.
-        The sink gets the decoded text in one delta: at once, or together with the text of the next
-        steps if the last delta is younger than `DELTA_INTERVAL_S`.
+        all tokens of the draft come from. An accepted draft behind the end of the answer counts as
+        rejected, so that the counts add up to `completion_tokens`. The sink gets the decoded text
+        in one delta: at once, or together with the text of the next steps if the last delta is
+        younger than `DELTA_INTERVAL_S`.
         """
+        appended = self._append(tokens, logprobs, sources, len(tokens) - 1, now_s=now_s)
+        accepted = min(appended, len(tokens) - 1)
+        if sources:
+            self.speculation.add_step(types.DraftStep(len(sources), accepted), sources)
+        if self.generation.report_steps:
+            step = types.TokenStep(tuple(tokens[:appended]), tuple(sources), accepted)
+            self._pending_steps.append(step)
+        if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
+            self._emit_delta(now_s)
+        return appended
+
+    def _append(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[types.TokenLogprob],
+        sources: Sequence[DraftSource],
+        drafts: int,
+        *,
+        now_s: float,
+    ) -> int:
+        """Append tokens up to the end of the answer, the first ones drafts; return how many."""
         appended = 0
         for token in tokens:
             begin = self.text.decided_chars
@@ -286,7 +365,7 @@ class Row:
             if self.finish_reason:
                 self._flush()
             if self._pending_tokens is not None:
-                drafted = appended < len(tokens)
+                drafted = appended <= drafts
                 self._pending_tokens.append(
                     self._decided_chars, sources[appended - 1] if drafted else None
                 )
@@ -294,8 +373,6 @@ class Row:
                 break
         if self.lookup is not None:
             self.lookup.extend(tokens[:appended])
-        if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
-            self._emit_delta(now_s)
         return appended
 
     def finished_event(self) -> types.Finished:
@@ -330,7 +407,7 @@ class Row:
             self._flush()
         elif part is Part.REASONING and self.reasoning is not None:
             if self._pending_text:  # text comes after reasoning in a delta
-                self._emit_delta(now_s)
+                self._emit_delta(now_s, partial=True)
             self._pending_reasoning += "".join(map(self.reasoning.text.push, tokens))
         else:
             self._pending_text += "".join(map(self.text.push, tokens))
@@ -347,7 +424,7 @@ class Row:
         reasoning = self.reasoning.text.decided_chars if self.reasoning else 0
         return reasoning + self.text.decided_chars
 
-    def _emit_delta(self, now_s: float) -> None:
+    def _emit_delta(self, now_s: float, *, partial: bool = False) -> None:
         # Also without text: a gateway charges a stream that is left by its last delta.
         unreported = len(self.answer) - self._reported_tokens
         text, logprobs = self._pending_text, tuple(self._pending_logprobs)
@@ -357,7 +434,12 @@ class Row:
             tokens = self._pending_tokens.release(
                 reasoning + text, final=self.finish_reason is not None
             )
-        if text or reasoning or logprobs or tokens or unreported >= RUNNING_USAGE_TOKENS:
+        ended = self.finish_reason is not None and bool(self._pending_steps)
+        if text or reasoning or logprobs or tokens or unreported >= RUNNING_USAGE_TOKENS or ended:
+            steps, self._pending_steps = self._pending_steps, []
+            if lost := self.speculation.lost[self._reported_errors :]:
+                steps.append(types.TokenStep((), tuple(lost)))
+                self._reported_errors += len(lost)
             self.sink(
                 types.Delta(
                     text=text,
@@ -365,8 +447,16 @@ class Row:
                     logprobs=logprobs,
                     tokens=tokens,
                     usage=self.usage(),
+                    steps=tuple(steps),
+                    partial=partial,
                 )
             )
             self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []
             self._pending_reasoning = ""
             self._reported_tokens = len(self.answer)
+
+
+def _other_answer() -> types.InvalidGeneration:
+    return types.InvalidGeneration(
+        ANSWER_FIELD, "No answer to this request begins with these tokens."
+    )

@@ -252,7 +252,7 @@ class LaneScheduler:
     def _open_prefill(self, row: Row) -> None:
         try:
             prefill = start_prefill(row, self._target, self._head.usable, self._prefix_cache)
-            if not row.answer and (row.cached_tokens or prefill.boundaries):
+            if not row.begun and (row.cached_tokens or prefill.boundaries):
                 saved_s = self._prefill_budget.best_case_s(row.cached_tokens)
                 self.counters.record_prefix_lookup(row, saved_s)
             self._sparse_prefill.start_scoring(prefill, self.counters)
@@ -332,7 +332,7 @@ class LaneScheduler:
             else:
                 self._index(row)
                 self._apply(self._decoder.join(prefill))
-        elif not row.answer:
+        elif not row.begun:
             row.sink(
                 types.PrefillProgress(
                     read_tokens=prefill.read_count, prompt_tokens=len(prefill.read_indices)

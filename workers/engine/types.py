@@ -73,6 +73,26 @@ class Prompt:
     """Prompts of the same isolation scope share the prefix cache; None: it stores nothing."""
 
 
+class TokenStep(NamedTuple):
+    """Tokens that one step of the engine has added to an answer."""
+
+    tokens: tuple[int, ...]
+    """None if the draft of the step failed."""
+    sources: tuple[DraftSource, ...] = ()
+    """Of the draft tokens that the step has verified, or lost."""
+    accepted: int = 0
+    """The first tokens of the step that were drafted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenAnswer:
+    """The beginning of an answer that the client has received from another worker."""
+
+    steps: tuple[TokenStep, ...] = ()
+    finished: bool = False
+    """Whether the client knows the finish reason too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """Request for one answer (a chat request with n = 3 becomes three of them)."""
@@ -115,6 +135,10 @@ class Generation:
     """Whether the deltas contain the tokens and their sources."""
     draft_tokens: int | None = None
     """Draft length that the request names; None applies the worker's setting."""
+    report_steps: bool = False
+    """Whether the deltas contain the steps of the engine."""
+    given: GivenAnswer | None = None
+    """What the client has of the answer already; None for a new one."""
     spec_prefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
     """Whether to read a long prompt sparsely, and how much of it."""
     prefix_sources: tuple[PrefixSource, ...] = ()
@@ -187,6 +211,12 @@ class Delta:
     """Tokens whose text is complete, if the generation asks for `token_sources`."""
     usage: Usage = Usage(prompt_tokens=0, completion_tokens=0)
     """The counts of the generation so far."""
+    steps: tuple[TokenStep, ...] = ()
+    """Steps since the last delta, if the generation asks for `report_steps`."""
+    partial: bool = False
+    """Whether it ends within a step, which the next delta reports."""
+    given: bool = False
+    """Whether the client has it already."""
 
 
 class DraftStep(NamedTuple):
@@ -334,6 +364,8 @@ class Card:
     """Number of parameters of the model and its MTP head."""
     weights_bytes: int
     """Memory of the parameters, which all lanes share."""
+    fingerprint: str = ""
+    """Digest of weights and tokenizer; empty if no other worker may go on with an answer."""
     default_max_tokens: int | None = None
     """The checkpoint's limit of an answer; None: the context window alone limits it."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)

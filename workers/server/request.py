@@ -24,17 +24,20 @@ from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_re
 from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.tool_formats import ToolFormat
-from workers.engine.types import Generation, LaneName, ModelCard, Prompt
+from workers.engine.types import Generation, GivenAnswer, LaneName, ModelCard, Prompt
 from workers.protocol import (
+    ANSWER_FIELD,
     KEYS_HEADER,
     MAX_COUNT,
     MAX_PREFIX_KEYS,
     MAX_PREFIX_NAME_CHARS,
     NO_PREFIX,
+    PROGRESS_HEADER,
     REQUEST_ID,
     SCOPE_HEADER,
     TOKENS_LIMIT_HEADER,
 )
+from workers.server.answer_progress import read_given
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.pictures import PictureMemory
 from workers.server.ports import Json, ServingEngine
@@ -66,6 +69,10 @@ class CompletionRequest:
     """The prompts, if the texts of their choices begin with them."""
     detailed_metrics: bool = False
     """Whether the response lists the counts of every draft step, beside their sums."""
+    reports_progress: bool = False
+    """Whether the events of the stream have lines that tell their tokens."""
+    given: bool = False
+    """Whether the client has the beginning of the stream from another worker."""
 
 
 def request_id_of(request: Request) -> str:
@@ -88,6 +95,7 @@ async def read_request(
     Raises `RequestError` or `FieldError`, which name the field.
     """
     body = await read_body(request)
+    answer_so_far = body.pop(ANSWER_FIELD, None)
     profile = read_profile(body, endpoint)
     if profile.model != engine.card.model:
         raise UnknownModel(profile.model, engine.card.model)
@@ -107,6 +115,11 @@ async def read_request(
         prompts = await _completion_prompts(body, engine)
         scope = None if scores_prompt else scope  # a prompt from the cache has no scores
     prompts = [replace(prompt, scope=scope) for prompt in prompts]
+    given = None
+    if answer_so_far is not None:
+        given = read_given(answer_so_far, profile.prompts * profile.choices)
+        created_s = given.created_s
+    reports_progress = profile.stream and PROGRESS_HEADER in request.headers and not scores_prompt
     request_id = request.state.request_id
     generation = Generation(
         request_id=request_id,
@@ -130,23 +143,29 @@ async def read_request(
         prompt_logprobs=scores_prompt,
         token_sources=profile.token_sources,
         draft_tokens=profile.draft_tokens,
+        report_steps=reports_progress,
         spec_prefill=SpecPrefillOptions(
-            sparse=False if scores_prompt else profile.spec_prefill,
+            sparse=False if scores_prompt or given is not None else profile.spec_prefill,
             keep_share=profile.spec_prefill_keep,
         ),
         prefix_sources=prefix_sources,
         bypass=bypass,
     )
+    generations = _one_per_choice(_one_per_prompt(generation, prompts), profile.choices)
+    if given is not None:
+        generations = tuple(map(_with_given, generations, given.answers))
     return CompletionRequest(
         request_id=request_id,
         created_s=created_s,
         profile=profile,
-        generations=_one_per_choice(_one_per_prompt(generation, prompts), profile.choices),
+        generations=generations,
         tool_format=FORCED_CALLS if forced else tool_format,
         tools=tuple(tools or ()),
         single_tool_call=body.get("parallel_tool_calls") is False,
         echoes=_read_echoes(body, engine) if profile.echo else (),
         detailed_metrics=body.get("metrics") == "detailed",
+        reports_progress=reports_progress,
+        given=given is not None,
     )
 
 
@@ -382,6 +401,10 @@ def _one_per_prompt(generation: Generation, prompts: Sequence[Prompt]) -> list[G
         replace(generation, prompt=prompt, further_tokens=sum(needs) - need)
         for prompt, need in zip(prompts, needs, strict=True)
     ]
+
+
+def _with_given(generation: Generation, answer: GivenAnswer) -> Generation:
+    return replace(generation, given=answer)
 
 
 def _one_per_choice(generations: Sequence[Generation], choices: int) -> tuple[Generation, ...]:

@@ -17,6 +17,7 @@ from policies.request.profile import Endpoint
 from workers.engine import types
 from workers.lifecycle import first_of
 from workers.protocol import RUNNING_USAGE_TOKENS
+from workers.server.answer_progress import AnswerProgress
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
 from workers.server.openai_format import ChatChoice, CompletionChoice, render_metrics, render_usage
 from workers.server.ports import Json, ServingEngine
@@ -61,6 +62,11 @@ class CompletionResponse(Response):
         """Of each choice so far."""
         # The first text has the usage of the prompt.
         self._reported_tokens = -RUNNING_USAGE_TOKENS
+        self._progress: AnswerProgress | None = None
+        if request.reports_progress:
+            self._progress = AnswerProgress(None if request.given else request.created_s)
+        self._held: dict[int, list[Json]] = {}
+        """Entries of choices that belong to the next ones."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send; count as a request in flight until the last byte."""
@@ -134,24 +140,61 @@ class CompletionResponse(Response):
                 continue
             if not begun:
                 begun, stream.comment = True, partial(bytes, _KEEPALIVE)
+                self._check_progress(event)
                 begin = [entry for writer in self._writers for entry in writer.begin()]
-                await self._send_entries(stream, begin)
-            await self._send_entries(stream, self._entries(index, event))
+                if not self._request.given:
+                    await self._send_entries(stream, 0, begin)
+            entries = self._new_entries(index, event)
+            if entries is not None:
+                await self._send_entries(stream, index, entries)
         if self._request.profile.include_usage:
             usage = self._envelope(_CHUNK, []) | self._totals()
             await stream.send(_encode_event(usage))
         await stream.send(_DONE, last=True)
 
-    async def _send_entries(self, stream: EventStream, entries: Sequence[Json]) -> None:
+    def _check_progress(self, event: types.Event) -> None:
+        """Tell no tokens of an answer whose prompt was read sparsely.
+
+        Another worker would read all of the prompt, and so go on with another answer.
+        """
+        if isinstance(event, types.Delta) and event.usage.skipped_tokens:
+            self._progress = None
+
+    def _new_entries(
+        self, index: int, event: types.PromptScored | types.Delta | types.Finished
+    ) -> Sequence[Json] | None:
+        """Return the entries of an event that the client lacks; None if they come later."""
+        entries = self._entries(index, event)
+        generation, progress = self._request.generations[index], self._progress
+        if isinstance(event, types.Finished):
+            if generation.given is not None and generation.given.finished:
+                return None
+            if progress is not None:
+                progress.add(index, (), ended=True)
+        elif isinstance(event, types.Delta):
+            if event.given:
+                return None
+            if progress is not None:
+                progress.add(index, event.steps)
+        held = self._held.pop(index, [])
+        if progress is not None and isinstance(event, types.Delta) and event.partial:
+            self._held[index] = [*held, *entries]
+            return None
+        return [*held, *entries]
+
+    async def _send_entries(self, stream: EventStream, index: int, entries: Sequence[Json]) -> None:
         usage = self._running_usage() if self._request.profile.running_usage else {}
         if not entries and not usage:
             return
         no_usage = {"usage": None} if self._request.profile.include_usage else {}
         # The engine also generates text that it holds back, as it may begin a tool call.
-        entries = entries or self._writers[0].idle()
+        whole, entries = bool(entries), entries or self._writers[0].idle()
         chunks = [self._envelope(_CHUNK, [entry]) | no_usage for entry in entries]
         chunks[-1] |= usage
-        await stream.send(b"".join(_encode_event(chunk) for chunk in chunks))
+        events = [_encode_event(chunk) for chunk in chunks]
+        if self._progress is not None:
+            events = self._progress.mark(events, index if whole else 0, whole=whole)
+        await stream.send(b"".join(events))
 
     def _running_usage(self) -> dict[str, Json]:
         """Return the usage so far, if many tokens were generated since it was sent."""

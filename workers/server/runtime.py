@@ -143,6 +143,7 @@ class Worker(Generic[EngineT]):
             url=self.url,
             model=card.model,
             labels=self.labels,
+            fingerprint=card.fingerprint,
             context_tokens=card.context_tokens,
             default_max_tokens=card.default_max_tokens or card.context_tokens,
             sampling=card.sampling,

@@ -367,6 +367,7 @@ class ResponseEncoder:
     """
 
     passthrough = False
+    failovers = 0
 
     def __init__(self, builder: ResponseBuilder) -> None:
         self._builder = builder

@@ -248,10 +248,10 @@ def test_f20_a_worker_with_five_consecutive_failures_gets_no_requests(
     worker.script = Script(status=500)
     responses = [gateway_with_worker.chat() for _ in range(40)]
     codes = [response.status_code for response in responses]
-    assert codes.count(502) == 5
-    assert set(codes) == {200, 502}
+    assert set(codes) == {200}
+    assert len(worker.requests) == 5
     assert worker_state(gateway_with_worker, worker) == "ejected"
-    wait_for_outcomes(gateway_with_worker, completed=35, failed=5)
+    wait_for_outcomes(gateway_with_worker, completed=40)
 
 
 def test_f22_refused_connections_return_503_with_retry_after(

@@ -203,14 +203,14 @@ def test_f02_a_body_that_crashed_two_workers_is_not_sent_to_a_third(
             response = gateway.chat(messages=[user("poison")])
             codes.append(status_and_code(response))
             assert len(codes) < 30
-        assert set(codes[:-1]) == {(502, "worker_lost")}
+        assert codes[:-1] == [(502, "worker_lost")], "one request has crashed two workers"
         reached = [bool(member.requests) for member in (worker, second_worker, third)]
         assert reached.count(True) == 2, "the third worker never received the body"
         assert gateway.chat().status_code == 200, "other requests still succeed"
     assert gateway.status()["quarantined_bodies"] == 1
 
 
-def test_f28_retries_stay_within_the_budget_when_most_workers_fail(
+def test_f28_retries_wait_for_the_budget_and_none_is_dropped_when_most_workers_fail(
     gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     for member in (worker, second_worker):
@@ -223,18 +223,11 @@ def test_f28_retries_stay_within_the_budget_when_most_workers_fail(
     with ThreadPoolExecutor(30) as executor:
         responses: list[FutureResponse] = [executor.submit(gateway.chat) for _ in range(30)]
 
-        def all_placed() -> bool:
-            finished = sum(response.done() for response in responses)
-            return finished + worker.in_flight + second_worker.in_flight == 30
-
-        wait_until(all_placed)
-        statuses = [response.result().status_code for response in responses if response.done()]
-        assert set(statuses) <= {503}
-        status = gateway.status()
-        assert status["retries_denied"] == len(statuses)
+        wait_until(lambda: gateway.status()["retries_delayed"] > 0)
+        assert worker.in_flight + second_worker.in_flight < 30
         worker.resume.set()
         second_worker.resume.set()
-        assert {response.result().status_code for response in responses} <= {200, 503}
+        assert {response.result().status_code for response in responses} == {200}
 
 
 def test_f20_the_status_shows_an_ejected_worker_with_its_reason(
@@ -243,7 +236,7 @@ def test_f20_the_status_shows_an_ejected_worker_with_its_reason(
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = Script(status=500)
     while gateway_with_worker.status()["workers"]["fake-a"]["state"] != "ejected":
-        assert gateway_with_worker.chat().status_code in {200, 502}
+        assert gateway_with_worker.chat().status_code == 200
         assert len(worker.requests) <= 5
     status = gateway_with_worker.status()["workers"]["fake-a"]
     assert 0 < status["ejection"]["remaining_s"] <= 12

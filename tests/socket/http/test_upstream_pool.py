@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from pydantic import SecretStr
 
-from gateway.errors import Overloaded
+from gateway.errors import Overloaded, WorkerSilent
 from gateway.http.upstream import ConnectionPool, retry_after_s
 from tests.support.fault_proxy import Fault, FaultProxy, unresponsive_port
 from tests.support.gateway_fixtures import MakeClusterGateway, MakeGateway
@@ -101,14 +101,29 @@ def test_f13_a_dead_pooled_connection_does_not_fail_the_next_request(
     assert gateway_behind_proxy.chat().status_code == 200
 
 
-def test_f14_a_request_on_a_new_connection_that_breaks_is_not_retried(
+def test_f14_a_request_on_a_new_connection_that_breaks_is_not_sent_there_again(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = second_worker.script = Script(drop=True)
     response = gateway_with_worker.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
-    assert len(worker.requests + second_worker.requests) == 1
+    assert (len(worker.requests), len(second_worker.requests)) == (1, 1)
+
+
+async def test_f05_a_response_that_is_silent_ends_if_its_worker_is(worker: ScriptedWorker) -> None:
+    worker.script.hang = True
+    async with ConnectionPool(10, 30) as pool:
+        url = f"{worker.url}/v1/chat/completions"
+        sending = asyncio.create_task(pool.send(url, b"{}", {}, lambda: None))
+        await asyncio.to_thread(worker.request_received.wait, 10)
+        pool.end_silent((f"{worker.url}0/",), 0.0)
+        pool.end_silent((f"{worker.url}/",), 60.0)
+        await asyncio.sleep(0)
+        assert not sending.done()
+        pool.end_silent((f"{worker.url}/",), 0.0)
+        with pytest.raises(WorkerSilent):
+            await sending
 
 
 @pytest.mark.parametrize("invalid", [b"nothing like HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])

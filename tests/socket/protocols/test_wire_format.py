@@ -32,6 +32,7 @@ class PoemEncoder:
     """Encodes a stream as `start`, `line`, `usage` and `end`."""
 
     passthrough: bool = False
+    failovers: int = 0
     started: bool = False
 
     def event(self, event: bytes, frame: dict[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -10,14 +11,26 @@ from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.raw_client import in_flight, raw_client, stream_error_code, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, running_server, wait_until
-from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, event, stream_events
+from tests.support.scripted_worker import (
+    DONE,
+    Script,
+    ScriptedWorker,
+    chunk,
+    event,
+    lane_report,
+    stream_events,
+)
 from tests.support.scripted_worker_process import scripted_worker_process
 
 HEAD = stream_events(())[0]
 
 
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_f02_a_worker_killed_before_its_response_returns_502_without_a_retry(
+def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(
     gateway: RunningGateway, worker: ScriptedWorker, stream: bool
 ) -> None:
     with scripted_worker_process() as process, raw_client(gateway) as client:
@@ -27,11 +40,85 @@ def test_f02_a_worker_killed_before_its_response_returns_502_without_a_retry(
         wait_until(lambda: process.answering() == 1)
         gateway.send_heartbeat(worker)
         process.kill()
+        received = client.read_until(DONE if stream else b"one two three")
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"x-paceline-attempts: 2\r\nx-paceline-failovers: 1\r\n" in received
+    assert len(worker.requests) == 1
+    wait_for_outcomes(gateway, completed=1)
+    assert gateway.status()["failovers"] == 1
+
+
+def test_f02_without_another_worker_the_response_is_502(gateway: RunningGateway) -> None:
+    with scripted_worker_process() as process, raw_client(gateway) as client:
+        process.fault(hang=True)
+        process.join(gateway)
+        client.send_chat()
+        wait_until(lambda: process.answering() == 1)
+        process.kill()
         received = client.read_until(b'"code":"worker_lost"')
     assert received.startswith(b"HTTP/1.1 502")
-    assert b"x-paceline-attempts: 1" in received
-    assert worker.requests == [], "a request that may have started is not retried"
     wait_for_outcomes(gateway, failed=1)
+
+
+BREAKS = (
+    Script(drop=True),
+    Script(status=500),
+    Script(status=404),
+    Script(body=b"<html>"),
+    Script(raw=b"HTTP/1.1 200 OK\r\ncontent-length: 90\r\n\r\n{"),
+    Script(raw=b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"),
+    Script(raw=b"nonsense"),
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", BREAKS)
+def test_f02_no_client_sees_a_failure_before_the_first_byte(
+    gateway: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    script: Script,
+    stream: bool,
+) -> None:
+    worker.script = script
+    gateway.send_heartbeat(worker)
+    busy = [lane_report(name, waiting=40).model_dump() for name in second_worker.lanes]
+    gateway.send_heartbeat(second_worker, lanes=busy)
+    for number in range(2):
+        response = gateway.chat(stream=stream, messages=[user(f"Hello {number}")])
+        assert response.status_code == 200
+        assert response.content.endswith(DONE) if stream else b"one two three" in response.content
+    assert len(worker.requests) == 2
+    wait_for_outcomes(gateway, completed=2)
+
+
+def test_f02_a_request_goes_on_at_most_as_often_as_the_policy_says(
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    """Of four workers that fail, three have a turn."""
+    with contextlib.ExitStack() as stack:
+        more = [ScriptedWorker(worker_id=f"fake-{name}") for name in "cd"]
+        for member in more:
+            stack.enter_context(running_server(member, sockets=[member.socket]))
+        members = [worker, second_worker, *more]
+        for member in members:
+            member.script = Script(status=500)
+            gateway.send_heartbeat(member)
+        response = gateway.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+    assert response.headers["x-paceline-failovers"] == "2"
+    assert sum(len(member.requests) for member in members) == 3
+
+
+def test_f02_a_body_above_8_mb_goes_to_one_worker_only(
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    worker.script = second_worker.script = Script(status=500)
+    for member in (worker, second_worker):
+        gateway.send_heartbeat(member)
+    response = gateway.chat(messages=[user("x" * 8 * 1024 * 1024)])
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+    assert len(worker.requests) + len(second_worker.requests) == 1
 
 
 def test_f03_a_worker_killed_during_a_stream_ends_it_in_an_error_event_without_done(
@@ -87,6 +174,20 @@ def test_f04_a_worker_that_never_responds_returns_504_and_is_disconnected(
     assert (response.status_code, response.json()["error"]["code"]) == (504, "worker_timeout")
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway, failed=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_f04_after_a_worker_that_never_responds_another_one_answers(
+    make_gateway: MakeGateway, worker: ScriptedWorker, second_worker: ScriptedWorker, stream: bool
+) -> None:
+    worker.script.hang = True
+    gateway = make_gateway(worker, answer_timeout_s=1.0)
+    busy = [lane_report(name, waiting=40).model_dump() for name in second_worker.lanes]
+    gateway.send_heartbeat(second_worker, lanes=busy)
+    assert gateway.chat(stream=stream).status_code == 200
+    assert len(worker.requests) == 1
+    wait_until(lambda: worker.in_flight == 0)
+    wait_for_outcomes(gateway, completed=1)
 
 
 def test_f04_response_headers_without_a_body_return_504(

@@ -80,6 +80,7 @@ def test_a_line_has_decision_reason_worker_prefix_times_tokens_and_acceptance(
         "prefix": "none",
         "not_reused": "",
         "attempts": 1,
+        "failovers": 0,
         "prompt_tokens": 7,
         "completion_tokens": 3,
         "cached_tokens": 2,

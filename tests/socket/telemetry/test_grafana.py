@@ -104,7 +104,7 @@ def test_dashboard_and_alerts_show_all_required_metrics() -> None:
         *("vllm:spec_decode_num_accepted_tokens_total", "paceline_requests_total"),
         *("paceline_queue_wait_seconds_bucket", "paceline_time_to_first_token_seconds_bucket"),
         *("paceline_added_latency_seconds_bucket", "paceline_prefixes_total"),
-        *("paceline_worker_ejections", "paceline_retries_denied_total"),
+        *("paceline_worker_ejections", "paceline_retries_delayed_total"),
         *("paceline_time_per_output_token_seconds_bucket", "paceline_tokens_total"),
         *("paceline_bypasses_total", "paceline_errors_total", "paceline_store_degraded"),
         *("paceline_worker_drafting_saved_seconds", "paceline_worker_prefix_saved_seconds_total"),

@@ -111,7 +111,7 @@ def test_all_required_metrics_are_exposed_with_their_labels(
         ("paceline_speculation_or_reuse_lost", "gauge", set()),
         ("paceline_tokens", "counter", {"model_name", "kind"}),
         ("paceline_retries", "counter", set()),
-        ("paceline_retries_denied", "counter", set()),
+        ("paceline_retries_delayed", "counter", set()),
         ("paceline_time_to_first_token_seconds", "histogram", {"pool", "le"}),
         ("paceline_time_per_output_token_seconds", "histogram", {"pool", "le"}),
         ("paceline_queue_wait_seconds", "histogram", {"pool", "le"}),

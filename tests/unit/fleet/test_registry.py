@@ -566,6 +566,18 @@ def test_c5_the_models_that_a_fleet_knows_are_bounded(clock: FakeClock) -> None:
     assert "model-4" not in known
 
 
+def test_a_worker_whose_heartbeats_cease_is_silent_until_it_is_heard_or_leaves(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    for heard in (lambda: fleet.heartbeat(report()), lambda: fleet.remove("mac")):
+        fleet.heartbeat(report())
+        assert fleet.silent_urls() == ()
+        clock.now_s += HEARTBEAT_TIMEOUT_S + 1
+        assert fleet.silent_urls() == ("http://mac:9200",)
+        heard()
+        assert fleet.silent_urls() == ()
+
+
 def test_an_absence_names_its_kind_and_begins_with_the_last_sign_of_the_worker(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from gateway.proxy.quarantine import KEPT_S, Quarantine
 from gateway.proxy.retry_budget import RetryBudget
 from policies.sections import Retries
 
 
-def test_a_fifth_of_the_active_requests_or_three_may_retry_at_once() -> None:
+async def test_a_fifth_of_the_active_requests_or_three_retry_at_once_and_the_others_wait() -> None:
+    for active, at_once in ((0, 3), (10, 3), (15, 3), (20, 4), (100, 20)):
+        budget = RetryBudget()
+        budget.active = active
+        turns = [await budget.begin(Retries()) for _ in range(at_once)]
+        assert (budget.retrying, budget.delayed) == (at_once, 0)
+        waiting = [asyncio.create_task(budget.begin(Retries())) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+        assert budget.delayed == 3
+        turns[0].end()
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(done), budget.retrying) == (1, at_once)
+        for turn in (*turns, *(task.result() for task in done)):
+            turn.end()
+        await asyncio.gather(*waiting)
+
+
+async def test_a_waiting_retry_that_is_cancelled_takes_no_turn() -> None:
     budget = RetryBudget()
-    for active, allowed in ((0, 3), (10, 3), (15, 3), (20, 4), (100, 20)):
-        budget.active, budget.retrying = active, allowed - 1
-        assert budget.allows(Retries())
-        budget.retrying = allowed
-        assert not budget.allows(Retries())
-    assert budget.denied == 5
+    one = Retries(share=0, at_least=1)
+    turn = await budget.begin(one)
+    waiting = [asyncio.create_task(budget.begin(one)) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    turn.end()
+    (await waiting[1]).end()
+    assert waiting[0].cancelled()
+    assert budget.retrying == 0
 
 
-def test_a_policy_may_allow_fewer_retries_or_none() -> None:
+def test_a_policy_may_allow_no_retries() -> None:
     budget = RetryBudget()
     budget.active = 100
+    assert budget.allows(Retries(share=0.1, at_least=0))
     assert not budget.allows(Retries(share=0, at_least=0))
-    budget.retrying = 9
-    assert budget.allows(Retries(share=0.1))
-    budget.retrying = 10
-    assert not budget.allows(Retries(share=0.1))
 
 
-def test_a_retry_counts_until_its_context_ends_even_by_an_exception() -> None:
+async def test_a_turn_ends_once() -> None:
     budget = RetryBudget()
-    try:
-        with budget.retry():
-            assert budget.retrying == 1
-            raise RuntimeError
-    except RuntimeError:
-        pass
+    one, other = await budget.begin(Retries()), await budget.begin(Retries())
+    for _ in range(2):
+        one.end()
+    assert budget.retrying == 1
+    other.end()
     assert budget.retrying == 0
 
 

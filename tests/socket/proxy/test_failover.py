@@ -1,0 +1,297 @@
+"""Streams that go on at another worker after the one that began them has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy
+from tests.support.gateway_fixtures import MakeGateway
+from tests.support.raw_client import stream_error_code, wait_for_outcomes
+from tests.support.running_gateway import RunningGateway, running_server, wait_until
+from tests.support.scripted_worker import (
+    DONE,
+    Script,
+    ScriptedWorker,
+    lane_report,
+    stream_events,
+    told_events,
+)
+from workers.protocol import ANSWER_FIELD, PROGRESS_HEADER
+
+TOKENS = ("one", " two", " three")
+WHOLE = [event.removesuffix(b"\n\n") for event in stream_events(TOKENS)]
+USAGE = {"stream_options": {"include_usage": True}}
+EVENTS = len(told_events(TOKENS, ""))
+
+
+def events_of(received: bytes) -> list[bytes]:
+    """Return the events without comments, and without the metrics that failovers add."""
+    events = [one for one in received.split(b"\n\n") if one and not one.startswith(b":")]
+    return [_without_failovers(event) for event in events]
+
+
+def _without_failovers(event: bytes) -> bytes:
+    if b'"failovers"' not in event:
+        return event
+    frame = json.loads(event.removeprefix(b"data: "))
+    del frame["metrics"]["failovers"]
+    return b"data: " + json.dumps(frame, separators=(",", ":")).encode()
+
+
+def join(gateway: RunningGateway, *workers: ScriptedWorker, models: str = "aaaa") -> None:
+    """Let workers join; the first one is the least loaded. Each has a model of one letter."""
+    for number, (worker, model) in enumerate(zip(workers, models, strict=False)):
+        worker.fingerprint = model
+        lanes = [lane_report(name, waiting=40 * number).model_dump() for name in worker.lanes]
+        assert gateway.send_heartbeat(worker, lanes=lanes).status_code == 200
+
+
+def telling(**changes: Any) -> Script:
+    return Script(tells_tokens=True, tokens=TOKENS, **changes)
+
+
+@pytest.fixture
+def third_worker() -> Iterator[ScriptedWorker]:
+    scripted = ScriptedWorker(worker_id="fake-c", script=telling())
+    with running_server(scripted, sockets=[scripted.socket]):
+        yield scripted
+
+
+@pytest.fixture
+def workers(worker: ScriptedWorker, second_worker: ScriptedWorker) -> tuple[ScriptedWorker, ...]:
+    worker.script = second_worker.script = telling()
+    return worker, second_worker
+
+
+@pytest.mark.parametrize("events", range(EVENTS + 1))
+def test_f03_a_stream_cut_at_any_event_goes_on(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], events: int
+) -> None:
+    first, second = workers
+    first.script = telling(cut_after=events)
+    join(gateway, first, second)
+    with gateway.stream(**USAGE) as response:
+        received = response.read()
+    assert events_of(received) == WHOLE
+    assert received.endswith(DONE)
+    assert b": t" not in received
+    # Without the end mark alone, there is nothing left for another worker.
+    assert len(second.requests) == (events < EVENTS - 1)
+    if 0 < events < EVENTS - 1:
+        assert b": x-paceline-failovers: 1\n" in received
+        assert b": x-paceline-worker: fake-b\n" in received
+        assert b'"failovers":1' in received
+        so_far = second.requests[0].body[ANSWER_FIELD]
+        assert so_far.count(";") == events - 1
+    wait_for_outcomes(gateway, completed=1)
+    assert gateway.status()["failovers"] == (events < EVENTS - 1)
+
+
+def test_f03_a_stream_cut_at_any_byte_goes_on(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], proxy: FaultProxy
+) -> None:
+    first, second = workers
+    sizes = [len(event) for event in told_events(TOKENS, "")]
+    for at in range(90, 100 + sum(sizes), 31):
+        proxy.fault = NO_FAULT
+        first.boot_id = f"boot-{at}"  # a new boot has no failures
+        gateway.remove_worker(first)
+        join(gateway, first, second)
+        proxy.reset_all()
+        proxy.fault = Fault(reset_after_bytes=at)
+        with gateway.stream(**USAGE) as response:
+            received = response.read()
+        assert events_of(received) == WHOLE, at
+
+
+def test_f03_a_stream_outlives_two_workers_and_no_third_one(
+    gateway: RunningGateway,
+    workers: tuple[ScriptedWorker, ...],
+    third_worker: ScriptedWorker,
+) -> None:
+    first, second = workers
+    fourth = ScriptedWorker(worker_id="fake-d", script=telling())
+    with running_server(fourth, sockets=[fourth.socket]):
+        for member in (first, second):
+            member.script = telling(cut_after=2)
+        join(gateway, first, second, third_worker)
+        with gateway.stream(**USAGE) as response:
+            received = response.read()
+        assert events_of(received) == WHOLE
+        assert b": x-paceline-failovers: 2\n" in received
+        assert len(third_worker.requests) == 1
+        third_worker.script = telling(cut_after=0)
+        join(gateway, first, second, third_worker, fourth)
+        with gateway.stream(messages=[{"role": "user", "content": "Again."}]) as response:
+            received = response.read()
+        assert stream_error_code(received) == "worker_lost"
+        assert fourth.requests == []
+
+
+def test_f03_only_a_worker_with_the_same_model_goes_on(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], third_worker: ScriptedWorker
+) -> None:
+    first, second = workers
+    first.script = telling(cut_after=2)
+    join(gateway, first, second, models="ab")
+    with gateway.stream() as response:
+        assert stream_error_code(response.read()) == "worker_lost"
+    join(gateway, first, second, third_worker, models="aba")
+    with gateway.stream(**USAGE) as response:
+        assert events_of(response.read()) == WHOLE
+    assert second.requests == []
+    assert len(third_worker.requests) == 1
+
+
+def test_f05_a_stream_that_stalls_goes_on(
+    make_gateway: MakeGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    first, second = workers
+    first.script = telling(hang_after=2)
+    gateway = make_gateway(idle_timeout_s=0.2)
+    join(gateway, first, second)
+    with gateway.stream(**USAGE) as response:
+        assert events_of(response.read()) == WHOLE
+    wait_until(lambda: first.in_flight == 0)
+    wait_for_outcomes(gateway, completed=1)
+
+
+def test_f18_a_stream_whose_worker_reports_an_error_goes_on(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    first, second = workers
+    begin = told_events(TOKENS, "")[:2]
+    first.script = Script(events=(*begin, b'data: {"error": {"message": "boom"}}\n\n'))
+    join(gateway, first, second)
+    with gateway.stream(**USAGE) as response:
+        assert events_of(response.read()) == WHOLE
+
+
+def test_f03_a_stream_whose_worker_does_not_tell_ends_in_an_error(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    first, second = workers
+    first.script = Script(cut_after=2)
+    join(gateway, first, second)
+    with gateway.stream() as response:
+        assert stream_error_code(response.read()) == "worker_lost"
+    assert second.requests == []
+
+
+def test_f03_a_stream_with_a_body_above_8_mb_ends_in_an_error(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    first, second = workers
+    first.script = telling(cut_after=2)
+    join(gateway, first, second)
+    messages = [{"role": "user", "content": "x" * 8 * 1024 * 1024}]
+    with gateway.stream(messages=messages) as response:
+        assert stream_error_code(response.read()) == "worker_lost"
+    assert PROGRESS_HEADER not in first.requests[0].headers
+    assert second.requests == []
+
+
+def test_f03_a_policy_may_let_no_stream_go_on(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    first, second = workers
+    first.script = telling(cut_after=2)
+    join(gateway, first, second)
+    current = gateway.admin.get("/admin/v1/policy")
+    response = gateway.admin.patch(
+        "/admin/v1/policy",
+        content=json.dumps({"retries": {"per_request": 0}}),
+        headers={
+            "if-match": current.headers["etag"],
+            "x-paceline-note": "no failover",
+            "content-type": "application/merge-patch+json",
+        },
+    )
+    assert response.status_code == 200, response.text
+    with gateway.stream() as response:
+        assert stream_error_code(response.read()) == "worker_lost"
+
+
+def test_f49_a_drain_moves_streams_if_asked(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    """Ordered failures count neither for the limit nor for the quarantine or the breaker."""
+    first, second = workers
+    first.script = telling(hang_after=3)
+    join(gateway, first, second)
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(gateway.stream(**USAGE)) for _ in range(3)]
+        pieces = [stream.iter_raw() for stream in streams]
+        received = [next(piece) for piece in pieces]
+        path = "/admin/v1/workers/fake-a/drain?timeout_s=10&move=true"
+        drained = gateway.admin.post(path).raise_for_status().json()
+        assert (drained["drained"], drained["moved"]) == (True, 3)
+        rest = [b"".join(piece) for piece in pieces]
+    for begin, end in zip(received, rest, strict=True):
+        assert events_of(begin + end) == WHOLE
+    assert len(second.requests) == 3
+    status = gateway.status()
+    assert status["workers"]["fake-a"]["state"] == "cordoned"
+    assert status["quarantined_bodies"] == 0
+    wait_for_outcomes(gateway, completed=3)
+
+
+def test_f49_a_drain_moves_no_stream_that_no_other_worker_takes(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    first, _ = workers
+    first.script = telling(hang_after=3)
+    join(gateway, first)
+    with gateway.stream(**USAGE) as stream:
+        pieces = stream.iter_raw()
+        received = next(pieces)
+        path = "/admin/v1/workers/fake-a/drain?timeout_s=0&move=true"
+        drained = gateway.admin.post(path).raise_for_status().json()
+        assert (drained["drained"], drained["moved"]) == (False, 0)
+        first.resume.set()
+        received += b"".join(pieces)
+    assert events_of(received) == WHOLE
+
+
+def test_another_worker_gets_the_seed_of_the_first_one(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    first, second = workers
+    first.script = telling(cut_after=2)
+    join(gateway, first, second)
+    with gateway.stream(temperature=1.0, **USAGE) as response:
+        assert events_of(response.read()) == WHOLE
+    seeds = [worker.requests[0].body["seed"] for worker in workers]
+    assert seeds[0] == seeds[1]
+    assert isinstance(seeds[0], int)
+    gateway.chat(temperature=1.0, seed=5)
+    gateway.chat(temperature=0)
+    sent = [request.body.get("seed") for worker in workers for request in worker.requests]
+    assert {5, None} < set(sent)
+
+
+def test_a_client_cannot_begin_an_answer_for_a_worker(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    join(gateway, *workers)
+    response = gateway.chat(**{ANSWER_FIELD: "0 @1"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == ANSWER_FIELD
+
+
+def test_the_death_of_a_stream_counts_for_the_quarantine(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+) -> None:
+    first, second = workers
+    for member in workers:
+        member.script = telling(cut_after=2)
+    join(gateway, first, second)
+    with gateway.stream() as response:
+        assert stream_error_code(response.read()) == "worker_lost"
+    assert gateway.status()["quarantined_bodies"] == 1
+    assert gateway.chat(stream=True).json()["error"]["code"] == "request_quarantined"
