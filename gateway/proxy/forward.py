@@ -88,7 +88,7 @@ class Forwarder:
         self.connections = upstream.ConnectionPool(
             settings.connect_timeout_s, settings.answer_timeout_s
         )
-        self.retries = RetryBudget()
+        self.retries = RetryBudget(asyncio.Event)
         self.quarantine = Quarantine()
 
     async def forward(self, context: RequestContext, writer: AnswerWriter) -> None:

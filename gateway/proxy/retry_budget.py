@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from policies.sections import Retries
+
+
+class Event(Protocol):
+    """An event of the loop, as `asyncio.Event`."""
+
+    def set(self) -> object:
+        """Wake all who wait."""
+
+    def wait(self) -> Awaitable[object]:
+        """Wait until it is set."""
 
 
 class RetryBudget:
     """Counts active requests, and those that are retrying and have no response yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_event: Callable[[], Event]) -> None:
+        self._new_event = new_event
         self.active = 0
         self.retrying = 0
         self.delayed = 0
         """Retries that have waited because the budget was spent, since the start."""
-        self._ended: asyncio.Future[None] | None = None
-        """Done when a retry has ended; None while nobody waits."""
+        self._ended: Event | None = None
+        """Set when a retry has ended; None while nobody waits."""
 
     def allows(self, retries: Retries) -> bool:
         """Return whether requests may retry at all."""
@@ -30,8 +42,8 @@ class RetryBudget:
         if not self._has_room(retries):
             self.delayed += 1
             while not self._has_room(retries):
-                self._ended = self._ended or asyncio.get_running_loop().create_future()
-                await asyncio.shield(self._ended)
+                self._ended = self._ended or self._new_event()
+                await self._ended.wait()
         self.retrying += 1
         return RetryTurn(self)
 
@@ -40,7 +52,7 @@ class RetryBudget:
         self.retrying -= 1
         ended, self._ended = self._ended, None
         if ended is not None:
-            ended.set_result(None)
+            ended.set()
 
     def _has_room(self, retries: Retries) -> bool:
         return self.retrying < max(retries.at_least, int(retries.share * self.active))

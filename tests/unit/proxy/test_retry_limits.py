@@ -11,7 +11,7 @@ from policies.sections import Retries
 
 async def test_a_fifth_of_the_active_requests_or_three_retry_at_once_and_the_others_wait() -> None:
     for active, at_once in ((0, 3), (10, 3), (15, 3), (20, 4), (100, 20)):
-        budget = RetryBudget()
+        budget = RetryBudget(asyncio.Event)
         budget.active = active
         turns = [await budget.begin(Retries()) for _ in range(at_once)]
         assert (budget.retrying, budget.delayed) == (at_once, 0)
@@ -28,7 +28,7 @@ async def test_a_fifth_of_the_active_requests_or_three_retry_at_once_and_the_oth
 
 
 async def test_a_waiting_retry_that_is_cancelled_takes_no_turn() -> None:
-    budget = RetryBudget()
+    budget = RetryBudget(asyncio.Event)
     one = Retries(share=0, at_least=1)
     turn = await budget.begin(one)
     waiting = [asyncio.create_task(budget.begin(one)) for _ in range(2)]
@@ -41,14 +41,14 @@ async def test_a_waiting_retry_that_is_cancelled_takes_no_turn() -> None:
 
 
 def test_a_policy_may_allow_no_retries() -> None:
-    budget = RetryBudget()
+    budget = RetryBudget(asyncio.Event)
     budget.active = 100
     assert budget.allows(Retries(share=0.1, at_least=0))
     assert not budget.allows(Retries(share=0, at_least=0))
 
 
 async def test_a_turn_ends_once() -> None:
-    budget = RetryBudget()
+    budget = RetryBudget(asyncio.Event)
     one, other = await budget.begin(Retries()), await budget.begin(Retries())
     for _ in range(2):
         one.end()
