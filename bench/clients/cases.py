@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -86,6 +87,8 @@ def case(name: str, modes: tuple[Mode, ...] = BOTH) -> Callable[[Run], Run]:
 
 def main() -> None:
     """Run all cases and print their results."""
+    # A shell ignores SIGINT in its background commands, whose clients would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, modes, run in _cases:
         outcomes = [(str(mode), *_attempt(run, mode)) for mode in modes]
         if len(modes) > 1:

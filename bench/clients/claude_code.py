@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.clients.cases import KEY, MODEL, URL, check
 
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 900.0
 
 
 def environment_of(key: str = KEY) -> dict[str, str]:

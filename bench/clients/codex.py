@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.clients.cases import API, KEY, MODEL
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 _CONFIG = f"""\
 model = "{MODEL}"
 model_provider = "paceline"

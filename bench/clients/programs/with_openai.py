@@ -89,8 +89,9 @@ def parse(mode: Mode) -> str:
 @case("response_format: json_object")
 def json_object(mode: Mode) -> str:
     request = fields(PERSON, mode, response_format={"type": "json_object"}, max_tokens=400)
-    choice = finish(mode, request)
-    if choice.finish_reason == "length":
+    try:
+        choice = finish(mode, request)
+    except openai.LengthFinishReasonError:  # nothing bounds the object
         return "cut by length"
     return f"an object of {len(json.loads(choice.message.content))} members"
 
@@ -180,7 +181,9 @@ def hints(mode: Mode) -> str:
 
 @case("completions: two prompts, echo and logprobs", ONCE)
 def completions(mode: Mode) -> str:
-    answer = client.completions.create(
+    # The first token has no log-probability, which the package's types leave out.
+    lenient: Any = OpenAI(base_url=API, api_key="none")
+    answer = lenient.completions.create(
         model=MODEL, prompt=["One", "Two"], echo=True, logprobs=1, max_tokens=0, temperature=0
     )
     check([one.text for one in answer.choices] == ["One", "Two"], answer)

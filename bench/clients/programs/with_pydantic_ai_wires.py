@@ -1,9 +1,12 @@
 # /// script
-# dependencies = ["pydantic-ai-slim[anthropic,openai]==2.38.0"]
+# dependencies = ["pydantic-ai-slim[anthropic,openai]==2.38.0", "anthropic==1.3.0"]
 # [tool.paceline]
 # scripted = true
 # ///
-"""The `pydantic-ai` package on chat, Responses and Messages: one agent, three models."""
+"""The `pydantic-ai` package on chat, Responses and Messages: one agent, three models.
+
+This version of it does not work with `anthropic` 2.13.0, whose `BetaMessageParam` is a union.
+"""
 
 from __future__ import annotations
 
