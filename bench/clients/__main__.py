@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import socket
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from workers.demo import CHECKPOINT
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "clients.md"
 _CELL_CHARS: Final = 200
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 Record = dict[str, Any]
 """The packages of a client, when and against which model it ran, and its results."""
 
@@ -98,7 +100,7 @@ def write_results(new: Mapping[str, Record], known: Sequence[str]) -> None:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:_CELL_CHARS]
+    return " ".join(_COLOURS.sub("", text).split()).replace("|", "\\|")[:_CELL_CHARS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

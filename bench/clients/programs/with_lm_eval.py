@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["lm-eval[api]==0.4.13"]
+# dependencies = ["lm-eval[api]==0.4.13", "transformers==5.23.0"]
 # ///
 """The evaluation harness `lm-eval`, on local tasks."""
 

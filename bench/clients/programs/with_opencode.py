@@ -124,8 +124,8 @@ def limited(_mode: Mode) -> str:
 @case("meets the end of the context", ONCE)
 def overflow(_mode: Mode) -> str:
     printed = opencode(OVERFLOW, "chat")
-    check("maximum context length" in printed or "too large" in printed, printed[-300:])
-    return printed.strip()[-200:]
+    check("maximum context length is exceeded" in printed, printed[-300:])
+    return "shows the gateway's error: maximum context length is exceeded"
 
 
 if __name__ == "__main__":
