@@ -2,7 +2,8 @@
 
 `python -m bench.families` makes a tiny random checkpoint of each family with its published
 configuration, in bfloat16, 4 bits with two group sizes, 8 bits and mxfp4, and prints what each
-does. With `--family` it checks some of them and writes nothing.
+does. With `--family` it checks some of them and leaves the rows of the others; with `--format` it
+writes nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import logging
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -27,6 +28,8 @@ from bench.harness.tables import Grid, provenance
 PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN: Final = "<!-- families: written by `python -m bench.families` -->"
 END: Final = "<!-- end of families -->"
+_SHORT: Final[dict[str, Any]] = {"prompt_lengths": (24, 40), "answer_tokens": 6}
+"""Of quantised formats, whose products are slow on a CPU."""
 _WINDOW_TOKENS: Final = 48
 """Of the further case in which rows go round their rings many times."""
 
@@ -68,7 +71,8 @@ def _check(family: Family, weights: Format, window_tokens: int | None = None) ->
         folder = Path(name) / "model"
         try:
             write_checkpoint(folder, family, weights, window_tokens=window_tokens)
-            return check_checkpoint(folder, mlx_lm=family.mlx_lm)
+            sizes = _SHORT if weights.quantization else {}
+            return check_checkpoint(folder, mlx_lm=family.mlx_lm, **sizes)
         except Exception as error:  # noqa: BLE001 - the table says what a family raises
             return f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -123,11 +127,19 @@ def _window(result: Result, checks: Checks) -> str:
     )
 
 
-def write_table(page: Path, text: str) -> None:
-    """Replace the table of the page."""
+def write_table(page: Path, header: str, grid: Grid) -> None:
+    """Write the rows of a grid into the table of the page; families that it lacks keep theirs."""
     before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}")
+    text, _, after = rest.partition(END)
+    rows = {row[0]: row for row in map(_cells, text.splitlines()) if row}
+    rows |= {row[0]: row for row in grid.rows}
+    known = tuple(rows[family.name] for family in FAMILIES if family.name in rows)
+    table_text = replace(grid, rows=known).to_markdown().strip()
+    page.write_text(f"{before}{BEGIN}\n\n{header}\n\n{table_text}\n\n{END}{after}")
+
+
+def _cells(line: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in line.strip("| ").split("|")) if "|" in line else ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,12 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{one.name}: {results[-1].problems or 'as expected'}\n")
     grid = table(results)
     Console(highlight=False, width=180).print(grid.to_table())
-    if not options.family and not options.format:
+    if not options.format:
         header = (
             f"{provenance()}. A CPU computes in float32, so this shows what is computed, and not "
             "how a GPU rounds it."
         )
-        write_table(PAGE, f"{header}\n\n{grid.to_markdown()}")
+        write_table(PAGE, header, grid)
     problems = [problem for result in results for problem in result.problems]
     for problem in problems:
         sys.stderr.write(f"{problem}\n")

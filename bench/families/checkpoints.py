@@ -49,23 +49,29 @@ def write_checkpoint(
     family: Family,
     weights: Format = FORMATS[0],
     *,
+    vocabulary: int | None = VOCABULARY,
     window_tokens: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Write a checkpoint of random weights; `window_tokens` replaces the published window."""
-    config = family.config(VOCABULARY, window_tokens=window_tokens)
+    """Write a checkpoint of random weights; `window_tokens` replaces the published window.
+
+    A vocabulary of None is the published one.
+    """
+    config = family.config(vocabulary, window_tokens=window_tokens)
     mx.random.seed(seed)
     model = _build(config)
     model.update(
         tree_unflatten([(name, _randomise(a)) for name, a in tree_flatten(model.parameters())])
     )
+    if family.tied:
+        model.language_model.lm_head.weight = model.language_model.model.embed_tokens.weight
     if weights.quantization is not None:
         nn.quantize(model, class_predicate=_is_quantised, **weights.quantization)
         config["quantization"] = weights.quantization
     tensors = dict(tree_flatten(model.parameters()))
     if "vision_config" not in config:
         tensors = {name.removeprefix("language_model."): array for name, array in tensors.items()}
-    if family.tied:
+    if family.tied and weights.quantization is None:  # a quantised conversion has both
         tensors = {name: array for name, array in tensors.items() if "lm_head" not in name}
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})

@@ -31,6 +31,8 @@ from workers.engine.windows import FamilyWindow, window_tokens
 TIE: Final = 1e-3
 """Two scores that are closer are a tie, which the order of summation may decide either way."""
 DRAFT_TOKENS: Final = 4
+TURN_TOKENS: Final = 20
+"""New tokens of a second turn."""
 _MEMORY: Final = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
 _CHUNK_TOKENS: Final = 64
 _FIRST_TEXT_TOKEN: Final = 64
@@ -78,8 +80,8 @@ def load_target(folder: Path) -> Checkpoint:
 def check_checkpoint(
     folder: Path,
     *,
-    prompt_lengths: Sequence[int] = (40, 90, 150),
-    answer_tokens: int = 20,
+    prompt_lengths: Sequence[int] = (40, 130),
+    answer_tokens: int = 12,
     mlx_lm: bool = True,
 ) -> Checks:
     """Answer prompts of these lengths in every way, and check each token."""
@@ -97,7 +99,7 @@ def check_checkpoint(
         if other != one:
             runner.check(prompt, other)
     turns = [
-        [*prompt, *answer, *_prompt(20, seed)]
+        [*prompt, *answer, *_prompt(TURN_TOKENS, seed)]
         for seed, (prompt, answer) in enumerate(zip(prompts, together.answers, strict=True))
     ]
     again = runner.answer(turns)

@@ -33,13 +33,15 @@ class Family:
     processor: Json = field(default_factory=dict)
     """`preprocessor_config.json`, if the family needs one."""
 
-    def config(self, vocabulary: int, *, window_tokens: int | None = None) -> Json:
-        """Return a tiny configuration; `window_tokens` replaces the published window."""
+    def config(self, vocabulary: int | None, *, window_tokens: int | None = None) -> Json:
+        """Return a tiny configuration; `window_tokens` replaces the published window.
+
+        Without a vocabulary it is the published one, or none where the file leaves it out.
+        """
         config = merge(self.published, self.tiny)
         text = config.get("text_config", config)
-        for holder in (config, text):
-            if "vocab_size" in holder or holder is text:
-                holder["vocab_size"] = vocabulary
+        if vocabulary is not None:
+            config["vocab_size"] = text["vocab_size"] = vocabulary
         if window_tokens is not None and self.window:
             text[self.window] = window_tokens
         return config
@@ -721,7 +723,6 @@ FAMILIES: tuple[Family, ...] = (
         },
         # As published its text model is sparse: heads, widths, patterns and context are defaults.
         tiny={
-            "vocab_size": 1536,
             "boi_token_index": 3,
             "eoi_token_index": 4,
             "image_token_index": 5,
