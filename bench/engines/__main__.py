@@ -53,7 +53,7 @@ _KINDS: Final = {
 }
 _ENGINES: Final = tuple(one for one in PEERS if one.name in _KINDS)
 _FLEET: Final = ("mlx-lm", "mlx-vlm", "vllm-mlx", "mlx-vlm+mtp")
-_READY_S: Final = 60.0
+_READY_S: Final = 180.0
 _REQUESTS: Final = 500
 
 
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pythons[contender.name] = python_of(contender.venv, options.venv_dir)
             log = options.venv_dir / f"{contender.name}.engines.log"
             asyncio.run(try_engine(engine, pythons[contender.name], log, record=options.record))
-        except PeerUnavailable as reason:
+        except (PeerUnavailable, AssertionError) as reason:
             failures.append(f"{contender.name}: {reason}")
         engines.append(engine)
         for seen in engine.seen:

@@ -71,6 +71,7 @@ def test_the_prefix_header_shows_the_workers_cached_tokens(
         "hit": 1,
         "miss": 1,
         "none": 1,
+        "unknown": 0,
         "index_size": 2,
         "mispredicted": 0,
         "tokens_by_kind": {},
