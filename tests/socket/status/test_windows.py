@@ -94,7 +94,7 @@ def test_every_level_has_the_figures_of_its_requests(
         assert (recent["requests"], recent["failures"]) == (requests, 0)
         assert recent["completion_tokens"] == 3 * requests
         assert recent["cached_tokens"] == 2 * requests
-        assert recent["prefix"] == {"hit": 0, "miss": 0, "none": requests}
+        assert recent["prefix"] == {"hit": 0, "miss": 0, "none": requests, "unknown": 0}
         assert recent["duration_s"]["count"] == requests
         assert recent["first_token_s"]["count"] == recent["token_s"]["count"] == 1
         speed = recent["request_tokens_per_s"]
