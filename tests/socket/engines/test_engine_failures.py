@@ -93,3 +93,17 @@ def test_what_an_engine_does_not_tell_is_unknown_in_the_usage_of_a_key(
         (row,) = gateway.admin.get("/admin/v1/usage").json()["rows"]
         assert (row["requests"], row["cached_unknown_requests"]) == (1, 1)
         assert row["guessed_tokens"] > 0
+
+
+def test_of_two_engines_one_that_answers_nine_of_ten_with_500_is_seen_by_no_client(
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    broken = Script(status=500, body=b'{"error": "Failed at /Users/ann"}')
+    worker.script = Script(rotation=(*[broken] * 9, Script()))
+    with gateway_of(tmp_path, worker, second_worker, slots=16) as gateway:
+        wait_until(lambda: all_ready(gateway, 2))
+        with ThreadPoolExecutor(16) as executor:
+            responses = list(executor.map(lambda n: gateway.chat(stream=bool(n % 2)), range(100)))
+        assert {response.status_code for response in responses} == {200}
+        assert not [one for one in responses if b"error" in one.content]
+    assert any(not one.generated for one in worker.requests), "the broken engine was asked"
