@@ -7,12 +7,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 from bench.clients.cases import (
+    API,
     HELLO,
+    KEY,
     LIMITED_KEY,
+    MODEL,
     ONCE,
     OVERFLOW,
     SLOWLY,
@@ -24,7 +31,52 @@ from bench.clients.cases import (
     requests_running,
     wait_until,
 )
-from bench.clients.codex import TIMEOUT_S, codex, running
+
+_TIMEOUT_S = 900.0
+_CONFIG = f"""\
+model = "{MODEL}"
+model_provider = "paceline"
+
+[model_providers.paceline]
+name = "Paceline"
+base_url = "{API}"
+wire_api = "responses"
+env_key = "PACELINE_KEY"
+"""
+
+
+@contextlib.contextmanager
+def running(question: str, key: str = KEY) -> Iterator[subprocess.Popen[str]]:
+    """Run `codex exec` in this folder, which is its home."""
+    folder = Path.home() / ".codex"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.toml").write_text(_CONFIG)
+    words = ["codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
+    process = subprocess.Popen(
+        [*words, "-"],
+        env={"PATH": os.environ["PATH"], "HOME": str(Path.home()), "PACELINE_KEY": key},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(question)
+    process.stdin.close()
+    process.stdin = None
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def codex(question: str, key: str = KEY) -> str:
+    """Return what Codex prints."""
+    with running(question, key) as process:
+        return process.communicate(timeout=_TIMEOUT_S)[0]
 
 
 @case("answers", ONCE)
@@ -47,15 +99,15 @@ def interrupted(_mode: Mode) -> str:
         with running(SLOWLY) as process:
             wait_until(lambda: requests_running() > 0)
             os.killpg(process.pid, signal.SIGINT)
-            process.communicate(timeout=TIMEOUT_S)
+            process.communicate(timeout=_TIMEOUT_S)
 
     return leave(interrupt)
 
 
 @case("meets a rate limit", ONCE)
 def limited(_mode: Mode) -> str:
-    codex("Say hello.", key=LIMITED_KEY)
-    printed = codex("Say hello.", key=LIMITED_KEY)
+    codex("Say hello.", LIMITED_KEY)
+    printed = codex("Say hello.", LIMITED_KEY)
     check("Reconnecting" in printed and HELLO in printed, printed[-300:])
     return "waited as long as `retry-after` says, then got its answer"
 
