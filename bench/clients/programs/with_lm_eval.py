@@ -16,7 +16,7 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
+doc_to_target: "{target}"
 """
 CHOICE = """
 output_type: multiple_choice
@@ -37,8 +37,10 @@ rows = [
     for second in (3, 4)
 ]
 data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-for kind, more in (("choice", CHOICE), ("generate", GENERATE)):
-    (tasks / f"{kind}.yaml").write_text(TASK.format(name=f"local_{kind}", data=data) + more)
+INDEX = "{{['6', '7', '8', '9'].index(answer)}}"
+for kind, target, more in (("choice", INDEX, CHOICE), ("generate", "{{answer}}", GENERATE)):
+    task = TASK.format(name=f"local_{kind}", data=data, target=target)
+    (tasks / f"{kind}.yaml").write_text(task + more)
 
 
 def evaluate(model: str, path: str, task: str, metric: str, *options: str) -> str:
