@@ -24,7 +24,7 @@ from rich.console import Console
 from bench.gateway import backend
 from bench.gateway import tables as gateway_tables
 from bench.gateway.contenders import OURS, PEERS, Running, running, running_backend
-from bench.gateway.load import Question, WrongAnswer, send_requests, send_staggered
+from bench.gateway.load import Question, Wire, WrongAnswer, send_requests, send_staggered
 from bench.harness.process_cost import cpu_s
 from bench.harness.samples import Samples
 from bench.harness.venvs import PeerUnavailable
@@ -80,7 +80,12 @@ async def measure_all(
 
 async def _measure(gateway: Running, plan: Plan, samples: Samples) -> None:
     try:
-        for name, question in (("unstreamed", _UNSTREAMED), ("stream", _STREAM)):
+        questions = {"unstreamed": _UNSTREAMED, "stream": _STREAM}
+        if gateway.name == OURS.name:
+            for wire in (Wire.MESSAGES, Wire.RESPONSES):
+                questions[f"{wire}_unstreamed"] = replace(_UNSTREAMED, wire=wire)
+                questions[f"{wire}_stream"] = replace(_STREAM, wire=wire)
+        for name, question in questions.items():
             await send_requests(
                 gateway.port,
                 question,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, cast
 
 from bench.gateway import backend
@@ -21,11 +22,32 @@ class WrongAnswer(Exception):
     """A gateway returned another answer than the worker sent."""
 
 
+class Wire(StrEnum):
+    """A wire format in which clients ask for a chat."""
+
+    CHAT = "chat"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+
+
+_PATHS: Final = {
+    Wire.CHAT: "/v1/chat/completions",
+    Wire.MESSAGES: "/v1/messages",
+    Wire.RESPONSES: "/v1/responses",
+}
+_STREAM_ENDS: Final = {
+    Wire.CHAT: b"[DONE]",
+    Wire.MESSAGES: b"event: message_stop",
+    Wire.RESPONSES: b"event: response.completed",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """A request, and the check of its answer."""
 
     stream: bool
+    wire: Wire = Wire.CHAT
     mark: str = ""
     """A mark of the worker, by which it paces its answer."""
     key: str = KEY
@@ -33,16 +55,15 @@ class Question:
     def request(self) -> bytes:
         """Return the bytes of the request."""
         content = f"{self.mark}: {_PROMPT}" if self.mark else _PROMPT
-        body = json.dumps(
-            {
-                "model": backend.MODEL,
-                "temperature": 0,
-                "stream": self.stream,
-                "messages": [{"role": "user", "content": content}],
-            }
-        ).encode()
+        fields: dict[str, object] = {"messages": [{"role": "user", "content": content}]}
+        if self.wire is Wire.MESSAGES:
+            fields["max_tokens"] = backend.WORDS
+        elif self.wire is Wire.RESPONSES:
+            fields = {"input": content, "store": False}
+        fields |= {"model": backend.MODEL, "temperature": 0, "stream": self.stream}
+        body = json.dumps(fields).encode()
         head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            f"POST {_PATHS[self.wire]} HTTP/1.1\r\nhost: 127.0.0.1\r\n"
             f"content-type: application/json\r\nauthorization: Bearer {self.key}\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
@@ -110,7 +131,10 @@ class Connection(asyncio.Protocol):
 def _is_complete(answer: bytes, question: Question) -> bool:
     """Return whether an answer has all words, in any framing."""
     if question.stream:
-        return answer.count(b'"word ') == backend.WORDS and b"[DONE]" in answer
+        words = answer.count(b'"word ')
+        # A response repeats its whole text at the end.
+        whole = words == backend.WORDS or question.wire is Wire.RESPONSES
+        return words >= backend.WORDS and whole and _STREAM_ENDS[question.wire] in answer
     return b"word word word" in answer
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from bench.gateway.contenders import OURS
+from bench.gateway.load import Wire
 from bench.harness.samples import Samples
 from bench.harness.tables import MISSING, Grid, Target
 from bench.harness.tables import targets as targets_grid
@@ -18,12 +19,13 @@ _CPU: Final = {
 }
 # The targets of our gateway, in CPU seconds.
 _BOUNDS_S: Final = {"unstreamed_cpu_s": 240e-6, "stream_cpu_s": 400e-6, "event_cpu_s": 35e-6}
+_WIRE_RATIO: Final = 3.0
 _ROUTERS: Final = ("vllm-router", "smg")
 
 
 def grids(samples: Mapping[str, Samples]) -> list[Grid]:
     """Return the tables of metrics, ratios and targets."""
-    return [_figures(samples), _ratios(samples), _targets(samples)]
+    return [_figures(samples), _ratios(samples), _wires(samples[OURS.name]), _targets(samples)]
 
 
 def failures(samples: Mapping[str, Samples]) -> list[str]:
@@ -68,6 +70,23 @@ def _ratios(samples: Mapping[str, Samples]) -> Grid:
     return Grid(title="Cost relative to paceline", columns=("", *names), rows=tuple(rows))
 
 
+def _wires(ours: Samples) -> Grid:
+    rows = []
+    for wire in Wire:
+        cells = []
+        for name in ("unstreamed_cpu_s", "stream_cpu_s"):
+            value = ours.median(_metric(wire, name))
+            ratio = _over(value, ours.median(name))
+            cells += [_cell(value, 1e6, ".0f"), _cell(ratio, 1, ".2f")]
+        rows.append((wire.value, *cells))
+    columns = ("", "CPU an answer, us", "over a chat's", "CPU a stream, us", "over a chat's")
+    return Grid(title="Cost of paceline by wire format", columns=columns, rows=tuple(rows))
+
+
+def _metric(wire: Wire, name: str) -> str:
+    return name if wire is Wire.CHAT else f"{wire}_{name}"
+
+
 def _targets(samples: Mapping[str, Samples]) -> Grid:
     ours = samples[OURS.name]
     results = [
@@ -82,6 +101,11 @@ def _targets(samples: Mapping[str, Samples]) -> Grid:
                     f"added to first words, p{share * 100:.0f}, ms", 1e3 * added_s, 1e3 * bound_s
                 )
             )
+    stream = ours.median("stream_cpu_s")
+    for wire in (Wire.MESSAGES, Wire.RESPONSES):
+        if (ratio := _over(ours.median(_metric(wire, "stream_cpu_s")), stream)) is not None:
+            label = f"CPU a stream of {wire.value.title()}, over a chat's"
+            results.append(_at_most(label, ratio, _WIRE_RATIO))
     return targets_grid([*results, *_against_peers(samples)])
 
 
