@@ -1,4 +1,7 @@
-"""`vllm-mlx`: text and pictures, with counts of drafts for the whole server alone."""
+"""`vllm-mlx`: text and pictures, with counts of drafts for the whole server alone.
+
+By its source of 0.6.0; not run here.
+"""
 
 from __future__ import annotations
 
