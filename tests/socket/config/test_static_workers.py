@@ -230,7 +230,7 @@ def test_ids_must_be_unique_and_pools_must_be_in_the_policy() -> None:
         check_unique_ids((static_worker(), static_worker()))
     assert pool_problems((static_worker(),), default_policy()) == []
     (problem,) = pool_problems((static_worker(pools=["fast"]),), default_policy())
-    assert re.search(r"the pool 'fast', but .* only in: text-mtp, vlm", problem)
+    assert re.search(r"the pool 'fast', but .* only in: embeddings, rerank, text-mtp, vlm", problem)
 
 
 def test_an_unset_key_is_named_by_its_environment_variable() -> None:
