@@ -160,7 +160,7 @@ def test_a_failing_static_worker_is_ejected(
         responses = []
         while gateway.status()["workers"]["a"]["state"] != "ejected":
             responses.append(gateway.chat())
-        assert [response.status_code for response in responses].count(502) == 5
+        assert {response.status_code for response in responses} == {200}, "the other one answers"
         assert not any(b"/Users" in response.content for response in responses)
         assert {gateway.chat().status_code for _ in range(5)} == {200}
 
