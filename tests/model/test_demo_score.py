@@ -67,8 +67,8 @@ def test_long_answers_are_long_and_end_without_a_limit(long_answers: Score) -> N
     assert 150 <= long_answers.tokens / long_answers.prompts <= 600
 
 
-def test_colour_and_shape_of_held_out_pictures_are_correct(openai_client: httpx.Client) -> None:
-    pictures = held_out.pictures(80)
+def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: httpx.Client) -> None:
+    pictures = held_out.pictures(200)
     score = score_pictures(openai_client, "demo", pictures)
 
     assert len({picture.colour for picture in pictures}) >= 6

@@ -246,7 +246,7 @@ def test_a_directory_without_a_model_is_unusable(tmp_path: Path) -> None:
         Engine.start(EngineSettings(model=tmp_path, served_name="nothing"))
 
 
-def test_a_lane_without_its_head_prevents_the_start_of_the_engine(tmp_path: Path) -> None:
+def test_a_lane_that_promises_drafts_and_has_none_prevents_the_start(tmp_path: Path) -> None:
     for file in CHECKPOINT.iterdir():
         if file.name != "model-mtp.safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -255,5 +255,7 @@ def test_a_lane_without_its_head_prevents_the_start_of_the_engine(tmp_path: Path
 
     with pytest.raises(ModelUnusable, match="mtp"):
         Engine.start(
-            EngineSettings(model=tmp_path, served_name="headless", lanes=(LaneName.TEXT_MTP,))
+            EngineSettings(
+                model=tmp_path, served_name="none", lanes=(LaneName.TEXT_MTP,), draft_tokens=0
+            )
         )

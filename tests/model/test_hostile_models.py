@@ -118,7 +118,7 @@ def test_c4_a_model_that_fails_after_its_weights_have_loaded_does_not_abort(tmp_
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     (tmp_path / "model" / "model-mtp.safetensors").unlink()
     (tmp_path / "model" / "model.safetensors.index.json").unlink()
-    flags = ("--lanes", "text-mtp", "--port", "0")
+    flags = ("--lanes", "text-mtp", "--draft-tokens", "0", "--port", "0")
     result = run_worker("--model", str(tmp_path / "model"), *flags)
     assert (result.returncode, "terminate" in result.stderr) == (3, False)
 

@@ -140,11 +140,11 @@ async def test_a_stream_without_include_usage_has_no_usage_chunk(
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
-async def test_a_sampled_answer_without_speculation_has_no_metrics(
+async def test_an_answer_without_speculation_has_no_metrics(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     response = await openai_client.chat.completions.create(
-        model=model, messages=QUESTION, max_tokens=4
+        model=model, messages=QUESTION, max_tokens=4, extra_body={"draft_tokens": 0}
     )
     assert response.model_extra == {}
 

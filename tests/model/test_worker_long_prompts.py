@@ -43,7 +43,11 @@ async def test_spec_prefill_fields_reach_the_engine_and_usage_reports_skipped_to
 
     assert engine.generations[0].spec_prefill == options
     details = response["usage"]["prompt_tokens_details"]
-    assert details == {"cached_tokens": 3, **({"skipped_tokens": 5} if skipped else {})}
+    assert details == {
+        "cached_tokens": 3,
+        "cache_write_tokens": 0,
+        **({"skipped_tokens": 5} if skipped else {}),
+    }
     assert response["usage"]["prompt_tokens"] == 7
 
 

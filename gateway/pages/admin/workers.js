@@ -139,7 +139,7 @@ function addMac() {
       make("p", {}, "On the new Mac, clone Paceline, run scripts/setup worker, and join with that token:"),
       code(`PACELINE_JOIN_TOKEN=TOKEN .venv/bin/paceline worker --join ${gateway} --model NAME`),
       make("p", {}, "A Mac that already runs LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp joins as it is, by a command on the gateway\u2019s machine:"),
-      code("paceline join-engine http://ITS-ADDRESS:PORT"),
+      code("paceline join-engine ITS-ADDRESS:PORT"),
       news,
     ],
     [],

@@ -138,6 +138,7 @@ def test_no_worker_header_reaches_the_client(
     assert set(response.headers) - {"date", "retry-after"} <= {
         *("content-type", "content-length", "x-request-id", "x-paceline-pool"),
         *("x-paceline-worker", "x-paceline-reason", "x-paceline-prefix", "x-paceline-attempts"),
+        "x-paceline-failovers",
     }
 
 

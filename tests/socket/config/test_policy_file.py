@@ -74,7 +74,7 @@ def test_an_edit_of_an_admin_survives_a_restart(file: Path, tmp_path: Path) -> N
 
 def test_an_edit_of_an_admin_survives_restart_and_upgrade_without_a_file(tmp_path: Path) -> None:
     with running(None, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
-        assert active_policy(gateway) == (1, ["text-mtp", "vlm"], "shipped")
+        assert active_policy(gateway) == (1, ["text-mtp", "vlm", "embeddings", "rerank"], "shipped")
         admin.put(single_pool_policy("b"))
     with running(None, tmp_path) as gateway:
         assert active_policy(gateway) == (2, ["b"], "admin")

@@ -181,8 +181,11 @@ def patterns() -> Iterator[tuple[str, str | bytes]]:
         for package_module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(package_module.name)
             for call in ast.walk(ast.parse(inspect.getsource(module))):
-                if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("re."):
+                function = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+                if isinstance(call, ast.Call) and function.startswith(("re.", "phrase")):
                     argument = call.args[0]
+                    if ast.unparse(argument) == "words":
+                        continue  # the function `phrase`, whose calls have the expressions
                     constant = vars(module)[argument.id] if isinstance(argument, ast.Name) else None
                     yield package_module.name, constant or ast.literal_eval(argument)
 

@@ -129,7 +129,7 @@ def test_a_request_without_a_worker_spends_nothing() -> None:
                 "candidate": CANDIDATE._replace(prefix_cached=True),
                 "usage": Usage(5, 2, cached_known=False),
             },
-            "hit",
+            "unknown",
         ),
     ],
 )
