@@ -182,8 +182,12 @@ def patterns() -> Iterator[tuple[str, str | bytes]]:
             module = importlib.import_module(package_module.name)
             for call in ast.walk(ast.parse(inspect.getsource(module))):
                 function = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-                if isinstance(call, ast.Call) and function.startswith(("re.", "phrase")):
+                if isinstance(call, ast.Call) and (
+                    function.startswith("re.") or function == "phrase"
+                ):
                     argument = call.args[0]
+                    if isinstance(argument, ast.BinOp):
+                        argument = argument.left  # names of fields are filled in
                     if ast.unparse(argument) == "words":
                         continue  # the function `phrase`, whose calls have the expressions
                     constant = vars(module)[argument.id] if isinstance(argument, ast.Name) else None
