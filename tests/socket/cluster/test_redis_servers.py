@@ -106,7 +106,7 @@ def use_every_part(server: RedisServer, url: str, folder: Path, worker: Scripted
             assert first.send_heartbeat(worker, boot_id="boot-17").is_success
             return second.admin.put(CORDON).is_success
 
-        wait_until(cordon)
+        wait_until(cordon, within_s=30)
         wait_until(lambda: "cordoned_by" in first.admin.get("/admin/v1/workers").text)
         assert first.admin.delete(CORDON).is_success
         first.send_heartbeat(worker, boot_id="boot-17")
