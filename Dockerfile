@@ -1,7 +1,7 @@
 # Two images: `gateway`, without MLX, and `worker`, with it (on the CPU: a container sees no Metal).
 # What they hold comes from the locks, by hash; what builds it stays behind in the first stages.
 
-FROM python:3.13.5-slim-bookworm AS base
+FROM python:3.13.16-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PATH=/opt/paceline/bin:$PATH
 # A new volume takes over the owner of the folder that it is put on.
 RUN groupadd --system --gid 10001 paceline \

@@ -26,7 +26,7 @@ bench: ## print the benchmarks
 	@scripts/setup dev
 	@exec $(BIN)/python -m bench $(ARGS)
 
-pictures: ## take pictures of all pages into docs/pages
+pictures: ## check the accessibility of all pages, and take pictures of them into docs/pages
 	@scripts/setup dev
 	@exec scripts/with-blas $(BIN)/python -m tools.pictures
 

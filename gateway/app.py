@@ -8,12 +8,11 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
@@ -188,7 +187,8 @@ def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: b
     app.add_exception_handler(Exception, _render)  # uvicorn logs it as well
     app.add_exception_handler(ClientDisconnected, _end)
     for router in (*routers, openapi.published(document)):
-        app.include_router(router)
+        # `include_router` would build each route a second time, half of the start of a gateway.
+        app.router.routes.extend(router.routes)
     return app
 
 
@@ -256,8 +256,6 @@ def _methods(routes: Iterable[BaseRoute], path: str) -> set[str]:
     """Return all methods of a path; Starlette reports those of the first matching route."""
     found: set[str] = set()
     for route in routes:
-        if (router := getattr(route, "original_router", None)) is not None:
-            found |= _methods(router.routes, path)
-        elif isinstance(route, APIRoute) and route.path_regex.match(path):
+        if isinstance(route, Route) and route.path_regex.match(path):
             found |= route.methods or set()
     return found

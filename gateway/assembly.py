@@ -12,6 +12,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from random import Random
 from typing import TYPE_CHECKING
 
+from tenacity import AsyncRetrying, retry_if_exception_cause_type, stop_after_delay
+
 from gateway.auth.api_keys import ApiKeys, missing_pools
 from gateway.auth.key_store import KeyStore
 from gateway.auth.usage_store import UsageStore
@@ -66,6 +68,8 @@ _DELETION_S = 2.0
 _EXCHANGE_S = 0.5
 _POLICY_FILE_CHECK_S = 1.0
 _USAGE_FLUSH_S = 5.0
+# Of the stored records at the start, which otherwise takes a few milliseconds.
+_READING_LIMIT_S = 30.0
 
 
 class Gateway:
@@ -158,11 +162,14 @@ class Gateway:
     async def open(self) -> None:
         """Load keys, usage, cordons and the policy; raise `StartupError`."""
         await self.cluster_sync.check()
+        # A disk that wakes up, or a machine that starts, may take longer than one call may.
+        reading = AsyncRetrying(
+            retry=retry_if_exception_cause_type(TimeoutError),
+            stop=stop_after_delay(_READING_LIMIT_S),
+            reraise=True,
+        )
         try:
-            await self.usage_store.open()
-            await self.key_store.refresh()
-            await self.cordons.refresh()
-            await self.engine_records.refresh()
+            await reading(self._read_records)
         except RecordsUnwritable:
             raise StartupError("The stored keys and their usage cannot be read.") from None
         check_binding(self.settings, keyed=self.api_keys.required)
@@ -170,6 +177,12 @@ class Gateway:
         # Last of all that may prevent the start: it writes the first version.
         self.policy_store = await self._open_policy_store()
         self.policy_file = PolicyFileWatcher(self.policy_store, self.settings.policy)
+
+    async def _read_records(self) -> None:
+        await self.usage_store.open()
+        await self.key_store.refresh()
+        await self.cordons.refresh()
+        await self.engine_records.refresh()
 
     @contextlib.asynccontextmanager
     async def started(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from policies.request.profile import Priority, RequestProfile
 
@@ -15,6 +15,24 @@ WorkerBoot = tuple[str, str]
 """A worker id and its boot id: the memory of a worker is lost when its process ends."""
 NOWHERE = "none"
 """The pool of a request that reached no pool."""
+EngineKind = Literal[
+    "auto",
+    "paceline",
+    "vllm-mlx",
+    "mlx-vlm",
+    "mlx-lm",
+    "omlx",
+    "lmstudio",
+    "ollama",
+    "llama.cpp",
+    "openai",
+]
+"""The kinds of engines that an admin may name; `auto`: the gateway asks the engine.
+
+They are here, and not with `gateway.engines`, because a command reads settings without engines.
+"""
+MAX_ENGINE_MODELS = 256
+"""The models of one engine that the gateway lists; an engine may have more on its disk."""
 Header = tuple[bytes, bytes]
 """A lower-case name and a value, as in ASGI."""
 Headers = list[Header]

@@ -217,9 +217,14 @@ class SamplingPolicy(Section):
 
 
 class ModelPolicy(Section):
-    """The aliases of one model, and its sampling defaults."""
+    """The aliases of one model, and its defaults for fields that a request omits."""
 
     aliases: Annotated[tuple[ModelName, ...], Field(strict=False)] = ()
     """Further names for clients, such as gpt-4o-mini."""
     sampling: SamplingPolicy = SamplingPolicy()
     """The default sampling values of this model."""
+    exact: bool = False
+    """Whether requests that omit `exact` get answers that no other request changes in any bit.
+
+    Such an answer is not drafted for, decodes by itself and takes nothing from the prefix cache.
+    """

@@ -1,7 +1,7 @@
-"""Take pictures of all pages, wide and narrow, light and dark: `make pictures`.
+"""Take pictures of all pages, wide and narrow, light and dark, and check each: `make pictures`.
 
 The pages belong to a gateway with two workers on the demo model, while a few clients use it. All
-share this machine, so no number on them is a measurement.
+share this machine, so no number on them is a measurement. axe-core must find nothing on any page.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import httpx
 from PIL import Image
 from playwright.async_api import Browser, async_playwright
 
+from tests.support.accessibility import accessibility_problems
 from tests.support.running_gateway import RunningGateway, make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.worker_process import wait_until_ready, worker_process
@@ -51,7 +52,7 @@ _PAGES = {
 
 
 def main() -> None:
-    """Take the pictures; fail if they are too large together."""
+    """Take the pictures; fail if axe finds something, or if they are too large together."""
     _FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as state, contextlib.ExitStack() as stack:
         gateway = stack.enter_context(RunningGateway(make_settings(Path(state))))
@@ -68,13 +69,17 @@ def main() -> None:
             wait_until_ready(worker)
         shown = gateway.client.get("/").json()["pages"]
         pages = {name: page for name, page in _PAGES.items() if page[0].partition("#")[0] in shown}
-        asyncio.run(_take_all(gateway, pages))
+        problems = asyncio.run(_take_all(gateway, pages))
+    if problems:
+        sys.exit("\n".join(problems))
     size_bytes = sum(file.stat().st_size for file in _FOLDER.glob("*.png"))
     if size_bytes > _LIMIT_BYTES:
         sys.exit(f"The pictures have {size_bytes:,} bytes together, more than {_LIMIT_BYTES:,}.")
 
 
-async def _take_all(gateway: RunningGateway, pages: Mapping[str, tuple[str, str]]) -> None:
+async def _take_all(gateway: RunningGateway, pages: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Take all pictures; return what axe finds on the pages."""
+    problems = []
     async with async_playwright() as playwright:
         executable = shutil.which("chromium") or shutil.which("google-chrome")
         browser = await playwright.chromium.launch(executable_path=executable)
@@ -90,11 +95,12 @@ async def _take_all(gateway: RunningGateway, pages: Mapping[str, tuple[str, str]
             await asyncio.sleep(_BEFORE_S)
             for width in _WIDTHS:
                 for scheme in _SCHEMES:
-                    await _take(browser, gateway, pages, width, scheme)
+                    problems += await _take(browser, gateway, pages, width, scheme)
             for task in asking:
                 task.cancel()
             await asyncio.wait(asking)
         await browser.close()
+    return problems
 
 
 async def _ask(client: httpx.AsyncClient, secrets: Sequence[str], first: int) -> None:
@@ -153,7 +159,8 @@ async def _take(
     pages: Mapping[str, tuple[str, str]],
     width: int,
     scheme: str,
-) -> None:
+) -> list[str]:
+    problems = []
     context = await browser.new_context(viewport={"width": width, "height": 900})
     tab = await context.new_page()
     await tab.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
@@ -171,7 +178,10 @@ async def _take(
         picture = Image.open(io.BytesIO(content)).convert("RGB")
         picture = picture.crop((0, 0, width, min(picture.height, _HEIGHTS[width])))
         picture.quantize(256).save(_FOLDER / f"{name}-{width}-{scheme}.png", optimize=True)
+        found = await accessibility_problems(tab)
+        problems += [f"{name}, {width} px, {scheme}: {problem}" for problem in found]
     await context.close()
+    return problems
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -93,10 +94,20 @@ def worker_command(run: Callable[..., int] | None = None) -> Command:
                 "Memory of the prefix cache (default: a quarter of what is free for requests).",
                 "N",
             ),
+            text("--kv-bits", "Bits of what the prefix cache keeps, 8 or 16 (default: 16).", "N"),
             text("--prefix-cache-gb", "Disk of the prefix cache (default: 20; 0: none).", "GB"),
             text("--spec-prefill", "Small model that selects the tokens of long prompts.", "MODEL"),
             text("--spec-prefill-threshold", "Shortest long prompt (default: 8192).", "TOKENS"),
             text("--spec-prefill-keep", "Share of tokens to prefill (default: 0.3).", "SHARE"),
+            text("--group", "Host file of the machines that serve the model together.", "FILE"),
+            text(
+                "--backend", "ring (TCP) or jaccl (RDMA) between them (default: ring).", "BACKEND"
+            ),
+            text(
+                "--split",
+                "tensor or pipeline: how they divide the model (default: tensor if it can).",
+                "SPLIT",
+            ),
             click.Option(
                 ["--config"],
                 type=click.Path(),
@@ -104,6 +115,67 @@ def worker_command(run: Callable[..., int] | None = None) -> Command:
                 help="Settings file (default: paceline.yaml).",
             ),
             click.Option(["--leash"], is_flag=True, help="Shut down when standard input closes."),
+        ],
+    )
+
+
+_LONGEST_S = 3600
+
+
+def seconds_from(lowest_s: float) -> Callable[[str], float]:
+    """Return a parser of a time limit between this and an hour."""
+
+    def parse(text: str) -> float:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if not lowest_s <= seconds <= _LONGEST_S:
+            raise click.BadParameter(
+                f"'{text}' is not a time between {lowest_s:g} and {_LONGEST_S} seconds"
+            )
+        return seconds
+
+    return parse
+
+
+def doctor_command(run: Callable[..., int] | None = None) -> Command:
+    """Return the command that measures this machine."""
+    return Command(
+        "doctor",
+        callback=run,
+        context_settings={**CONTEXT},
+        help="Measure what a model does on this Mac, and say what to run: rounds by draft length "
+        "and number of requests, reading, memory, and whether answers stay the same.\n\n"
+        "Nothing else should run meanwhile. A report for people goes to the terminal, and one to "
+        "send in to a file.",
+        short_help="Measure this Mac, and say what to run on it.",
+        params=[
+            click.Option(
+                ["--model"],
+                default="",
+                help="Folder or Hugging Face name of an MLX model (default: a toy model).",
+            ),
+            click.Option(
+                ["--mtp"],
+                default="",
+                metavar="HEAD",
+                help="Folder or Hugging Face name of an MTP head for the model.",
+            ),
+            click.Option(
+                ["--json", "json_file"],
+                type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                default="paceline-doctor.json",
+                metavar="FILE",
+                help="The report to send in (default: paceline-doctor.json).",
+            ),
+            click.Option(
+                ["--seconds"],
+                type=seconds_from(1),
+                default="120",
+                metavar="N",
+                help="Limit of the measurements, after the model is loaded (default: 120).",
+            ),
         ],
     )
 

@@ -1,7 +1,8 @@
 """The rate at which a queue drains, and so the wait of a request. Pure; for gateways and workers.
 
 The interval between two requests that leave the queue for a slot is a sample. Only a queue that is
-not empty has intervals: the others would measure how often requests come.
+not empty has intervals: the others would measure how often requests come. The first interval is
+the time of a whole answer, in which as many requests end as run at the same time.
 """
 
 from __future__ import annotations
@@ -36,27 +37,30 @@ class DrainRate:
         """Record that a request entered the empty queue."""
         self._since_s = now_s
 
-    def record(self, now_s: float) -> None:
-        """Record that a request left the queue for a slot."""
-        self._intervals_s.append(now_s - self._since_s)
+    def record(self, now_s: float, running: int = 1) -> None:
+        """Record that a request left the queue for a slot, while so many run."""
+        interval_s = now_s - self._since_s
+        self._intervals_s.append(interval_s if self._intervals_s else interval_s / max(running, 1))
         self._since_s = now_s
 
-    def place(self, number: int, now_s: float) -> QueuePlace:
-        """Return the place with its expected wait, while the queue is not empty.
+    def place(self, number: int, now_s: float, running: int = 1) -> QueuePlace:
+        """Return the place with its expected wait, while the queue is not empty and so many run.
 
         The interval that is still open counts if it is longer than the others are on average: a
         queue that has come to a halt must not promise its old rate.
         """
         intervals_s, open_s = self._intervals_s, now_s - self._since_s
         total_s, samples = sum(intervals_s), len(intervals_s)
-        if open_s * samples >= total_s:
+        if not samples:
+            total_s, samples = open_s, max(running, 1)
+        elif open_s * samples >= total_s:
             total_s, samples = total_s + open_s, samples + 1
         return QueuePlace(number, min(number * total_s / samples, _LONGEST_WAIT_S))
 
-    def retry_after_s(self, waiting: int, now_s: float) -> float:
+    def retry_after_s(self, waiting: int, now_s: float, running: int = 1) -> float:
         """Return after which time a request that the full queue rejects may return, within bounds.
 
         By then the requests that wait now have a slot.
         """
         low, high = _RETRY_AFTER_RANGE_S
-        return min(max(self.place(waiting, now_s).wait_s, low), high)
+        return min(max(self.place(waiting, now_s, running).wait_s, low), high)

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from workers.lifecycle import first_of
-from workers.protocol import ApiError, HeadTooLarge, HeadTooSlow, NotHttp
+from workers.protocol import ApiError
 
 TRAILERS_LIMIT_BYTES = 8 * 1024
 """Also of the extensions of a chunk: of all that a body holds beside its data, in one go."""
@@ -56,6 +56,29 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
+
+
+class NotHttp(ApiError, status=400, kind="invalid_request_error", code="invalid_http"):
+    """The bytes are not an HTTP/1.1 request."""
+
+    message = "This is not a valid HTTP/1.1 request."
+
+
+class HeadTooSlow(NotHttp, status=408, code="headers_timeout"):
+    """The headers did not arrive in time."""
+
+    message = "The headers of the request did not arrive in time."
+
+
+class HeadTooLarge(NotHttp, status=431, code="headers_too_large"):
+    """The headers are larger, or more, than the limit."""
+
+    limit_bytes = 32 * 1024
+    """As much as nginx takes."""
+    limit_headers = 100
+    message = (
+        f"A request may have at most {limit_headers} headers with {limit_bytes} bytes in total."
+    )
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -87,6 +110,15 @@ class BoundedProtocol(HttpToolsProtocol):
             may_read=lambda: not self._unparsed,
         )
         super().connection_made(self._buffered)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let go of what refers to this connection, so that its memory is free at once."""
+        super().connection_lost(exc)
+        self._buffered.forget_reader()
+        if self.pipeline:
+            self.pipeline.clear()
+            # The last one of those that have not started; uvicorn itself begins with None.
+            self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Parse; reject a head that is too long."""
@@ -387,6 +419,10 @@ class _BufferedTransport(asyncio.Transport):
         self._may_read = may_read
         self._held: list[bytes] = []
         self.closing_since_s: float | None = None
+
+    def forget_reader(self) -> None:
+        """Ask nobody any more what has been read: the connection is lost."""
+        self._unread = self._may_read = lambda: False
 
     def pause_reading(self) -> None:
         self._transport.pause_reading()

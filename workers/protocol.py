@@ -3,7 +3,7 @@
 The report of a worker is the body of every heartbeat and part of `/v1/status`. Its counts start at
 zero with every boot and never decrease: the total of a fleet is the sum over the last report of
 every boot. The exit code and the ready line are for the parent process; an end by a signal has no
-code here: MLX aborts the process if a GPU kernel fails, and the system kills it if memory runs out.
+code here, such as the system's when memory runs out.
 """
 
 from __future__ import annotations
@@ -292,6 +292,8 @@ class TimeSaved(Counters):
     """Time of prefilling the cached tokens again, at the best measured speed."""
 
 
+CRITICAL_PRESSURE = "critical"
+"""The memory pressure at which a worker refuses requests."""
 MTP_LANE = "text-mtp"
 """The lane with speculative decoding."""
 POOLING_LANES: Mapping[str, Endpoint] = {
@@ -328,6 +330,9 @@ class LaneReport(Record):
     """Current draft length; 0 if drafts slow down the current batch size, as measured."""
     draft_tokens_by_rows: tuple[DraftTokens, ...] = Field(default=(), max_length=256)
     """Best draft length for batches of 1, 2, 3 ... rows, as far as measured."""
+    draft_speedup_by_rows: tuple[Speed, ...] = Field(default=(), max_length=256)
+    """Tokens per second with the head's best drafts relative to none, for 1, 2, 3 ... rows; 0 where
+    it is not measured."""
     head_healthy: bool = True
     """False if the MTP head failed its self-test, or repeatedly since: the lane stops drafting."""
     speculation: Annotated[Speculation, AfterValidator(_check_consistency)] = Field(
@@ -444,9 +449,19 @@ class WorkerReport(Record):
     draining: bool = False
     start: StartProgress | None = None
     """None once the worker has started; a worker that starts is not ready and has no lanes yet."""
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Machines that serve the model together; `memory_bytes` and its limit are their sums."""
     memory_bytes: Count = 0
     memory_limit_bytes: Count = 0
     """Memory limit of MLX; 0 if unknown."""
+    footprint_bytes: Count = 0
+    """Memory of the whole process, as the kernel counts it."""
+    footprint_limit_bytes: Count = 0
+    """What the process may take of this machine now; 0 if unknown."""
+    memory_pressure: _Reason = "normal"
+    """`normal`, `high` (new rows wait) or `CRITICAL_PRESSURE` (the worker refuses requests)."""
+    failed_allocations: Count = 0
+    """Allocations of the device that have failed since boot."""
     prefix_cache_bytes: Count = 0
     """Part of `memory_bytes` in use by the prefix cache."""
     prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=MAX_REPORTED_PREFIXES)
@@ -564,29 +579,6 @@ class ApiError(Exception):
         """Return the body of the response."""
         fields = {"type": self.type, "param": self.param, "code": self.code}
         return {"error": {"message": self.message, **fields}}
-
-
-class NotHttp(ApiError, status=400, kind="invalid_request_error", code="invalid_http"):
-    """The bytes are not an HTTP/1.1 request."""
-
-    message = "This is not a valid HTTP/1.1 request."
-
-
-class HeadTooSlow(NotHttp, status=408, code="headers_timeout"):
-    """The headers did not arrive in time."""
-
-    message = "The headers of the request did not arrive in time."
-
-
-class HeadTooLarge(NotHttp, status=431, code="headers_too_large"):
-    """The headers are larger, or more, than the limit."""
-
-    limit_bytes = 32 * 1024
-    """As much as nginx takes."""
-    limit_headers = 100
-    message = (
-        f"A request may have at most {limit_headers} headers with {limit_bytes} bytes in total."
-    )
 
 
 def is_loopback(host: str) -> bool:

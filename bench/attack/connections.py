@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from statistics import quantiles
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from bench.harness.process_cost import resident_bytes
 
@@ -17,7 +17,10 @@ _CHUNKED: Final = (
 )
 _HALF_READ: Final = b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\nx"
 _PIECE_BYTES: Final = 1 << 20
-_PROBE_S: Final = 0.02
+_PROBE_S: Final = 0.005
+_SAMPLE_S: Final = 0.05
+_PROBES: Final = 200
+"""At least so many, for a 99th percentile: a flood that ends sooner is sent again."""
 _CLOSED_WITHIN_S: Final = 25.0
 """A gateway allows 15 s, and checks once a second."""
 
@@ -25,6 +28,7 @@ _CLOSED_WITHIN_S: Final = 25.0
 class Target(NamedTuple):
     """The port under attack, and its process."""
 
+    part: str
     port: int
     process_id: int
 
@@ -32,6 +36,7 @@ class Target(NamedTuple):
 class Flood(NamedTuple):
     """The effect of one flood."""
 
+    part: str
     name: str
     sent: int
     """Connections or requests, as the name says; of trailers, bytes."""
@@ -39,55 +44,84 @@ class Flood(NamedTuple):
     """The most memory above that before the flood."""
     kept_mb: float
     """The memory above that before the flood once all connections are closed."""
+    again_mb: float
+    """The most memory above `kept_mb` while the same flood comes again."""
     neighbour_p99_ms: float
     closed: bool
     """The server closed every connection in time."""
 
 
 async def run_floods(target: Target, *, scale: float) -> list[Flood]:
-    """Play every flood; `scale` 1.0 is the full size."""
+    """Play every flood; `scale` 1.0 is the full size.
+
+    Pipelined requests take as much memory however many they are, so fewer of them come again.
+    """
+    pipelined = int(500_000 * scale)
     return [
-        await _measure("bytes of trailers", target, int(50e6 * scale), _send_trailers),
-        await _measure("pipelined requests", target, int(500_000 * scale), _send_pipelined),
-        await _measure("half-read bodies", target, int(1_000 * scale), _send_half_read),
+        await _measure("bytes of trailers", target, (int(50e6 * scale),) * 2, _send_trailers),
+        await _measure("pipelined requests", target, (pipelined, pipelined // 10), _send_pipelined),
+        await _measure("half-read bodies", target, (int(1_000 * scale),) * 2, _send_half_read),
     ]
 
 
 async def _measure(
-    name: str, target: Target, count: int, flood: Callable[[int, int], Awaitable[bool]]
+    name: str, target: Target, counts: tuple[int, int], flood: Callable[[int, int], Awaitable[bool]]
 ) -> Flood:
-    """Run a flood beside a neighbour's requests, and sample the memory of the process."""
+    """Run a flood twice beside a neighbour's requests, and sample the memory of the process.
+
+    The flood is repeated, without a look at the memory, until the neighbour has enough times.
+    """
     await _probe(target.port)  # the first request of a process is slow
-    before = resident_bytes(target.process_id)
-    most, ended = before, asyncio.Event()
     times_s: list[float] = []
 
-    async def watch() -> None:
-        nonlocal most
-        while not ended.is_set():
+    async def sample(sampled_bytes: list[int]) -> None:
+        while True:
+            sampled_bytes.append(await asyncio.to_thread(resident_bytes, target.process_id))
+            await asyncio.sleep(_SAMPLE_S)
+
+    async def flooded(count: int) -> tuple[bool, float, float]:
+        """Return whether all was closed, the most memory and that afterwards, above the first."""
+        before = resident_bytes(target.process_id)
+        sampled_bytes = [before]
+        async with _running(sample(sampled_bytes)):
+            closed = await flood(target.port, count)
+            await asyncio.sleep(1.0)
+        after = resident_bytes(target.process_id)
+        return closed, (max(*sampled_bytes, after) - before) / 1e6, (after - before) / 1e6
+
+    async def ask() -> None:
+        while True:
             times_s.append(await _probe(target.port))
-            if len(times_s) % 10 == 0:
-                sampled = await asyncio.to_thread(resident_bytes, target.process_id)
-                most = max(most, sampled)
             await asyncio.sleep(_PROBE_S)
 
-    watching = asyncio.create_task(watch())
-    try:
-        closed = await flood(target.port, count)
-    finally:
-        ended.set()
-        await watching
-    await asyncio.sleep(1.0)
-    times_s += [await _probe(target.port) for _ in range(2)]  # a flood may end at once
-    after = resident_bytes(target.process_id)
+    async with _running(ask()) as neighbour:
+        first_closed, grown_mb, kept_mb = await flooded(counts[0])
+        again_closed, again_mb, _ = await flooded(counts[1])
+        closed = first_closed and again_closed
+        while len(times_s) < _PROBES and not neighbour.done():
+            closed &= await flood(target.port, counts[1])
     return Flood(
+        part=target.part,
         name=name,
-        sent=count,
-        grown_mb=(max(most, after) - before) / 1e6,
-        kept_mb=(after - before) / 1e6,
-        neighbour_p99_ms=1000 * quantiles(times_s, n=100)[98],
+        sent=counts[0],
+        grown_mb=grown_mb,
+        kept_mb=kept_mb,
+        again_mb=again_mb,
+        neighbour_p99_ms=1000 * quantiles(times_s, n=100, method="inclusive")[98],
         closed=closed,
     )
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Run an endless task within the context; raise what ended it before."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def _probe(port: int) -> float:

@@ -16,6 +16,10 @@ MODEL: Final = "liar"
 """The name of the model and of the worker."""
 ENDLESS: Final = "endless"
 """A message that gets a stream without an end."""
+LATE: Final = "late"
+"""A message that gets its answer so late that the gateway sends the head of the stream before."""
+_LATE_S: Final = 2.0
+"""A gateway checks once a second whether a head is due."""
 _SLOTS: Final = 64
 
 
@@ -87,6 +91,8 @@ class LyingServer:
                 writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 await writer.drain()
                 await asyncio.sleep(0)
+        if text.startswith(LATE):
+            await asyncio.sleep(_LATE_S)
         for piece in self.lies.pop(text, ()):
             writer.write(piece)
             await writer.drain()

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from bench.attack.attack import WORKER_CODES, Answer, Tally, Target, play
 from bench.attack.formats import MESSAGES, RESPONSES
-from bench.attack.http_client import CHAT, chat, chat_body, encode, request, send
-from bench.attack.liar import MODEL, report
+from bench.attack.http_client import CHAT, chat, chat_body, connection, encode, request, send
+from bench.attack.liar import LATE, MODEL, report
 from bench.attack.lies import CANARY, LIES, damaged
 from tests.support.hostile_checkpoints import VALUES
 from workers.protocol import WorkerReport
@@ -120,6 +120,45 @@ def _problem(answer: Answer, stream: bool, path: str) -> str:
         finished = b'"finish_reason"' in answer.body
         return "" if finished else "[DONE] without a finish"
     return "" if answer.ends_as(path) else "a stream without an end"
+
+
+class EarlyHeads(LyingAnswers):
+    """The same answers to streams whose heads have gone out before, and clients that leave."""
+
+    name = "early-heads"
+    promise = "a stream whose head went out before its worker began ends as any other"
+    share = 0.06
+
+    async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
+        async def one(chance: Random) -> None:
+            name = chance.choice(_NAMES)
+            pieces = LIES[name](True)
+            if chance.random() < 0.7:
+                pieces = damaged(pieces, chance)
+            text = f"{LATE} {name} {chance.getrandbits(48):x}"
+            if chance.random() < 0.2:
+                await self._leave(target, text, pieces, tally)
+            else:
+                await self._ask(target, text, pieces, True, tally)
+
+        await play(one, rng, deadline_s, concurrency=32)
+        if not tally.answers["left behind an early head"]:
+            tally.fail("no head went out early", tally.answers)
+
+    async def _leave(self, target: Target, text: str, pieces: list[bytes], tally: Tally) -> None:
+        """Leave once the head has come."""
+        target.liar.lies[text] = pieces
+        request_id = target.request_id("early")
+        body = json.dumps(chat_body(MODEL, text, stream=True)).encode()
+        async with connection(target.gateway_port) as opened:
+            await opened.send(encode(body, key=target.key, request_id=request_id))
+            answer = await opened.read_answer(until=b": keepalive")
+        target.sent.add(request_id)
+        tally.inputs += 1
+        if answer.body.startswith(b": keepalive"):
+            tally.answers["left behind an early head"] += 1
+        else:
+            tally.answer(answer, text, allowed=WORKER_CODES)
 
 
 class LyingReports:

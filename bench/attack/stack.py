@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -18,8 +16,9 @@ from bench.attack.attack import Target
 from bench.attack.http_client import chat_body, request
 from bench.attack.liar import MODEL, LyingServer
 from bench.attack.lying_workers import join
+from bench.attack.origins import ALLOWED
 from bench.harness.blas import preload
-from bench.harness.processes import end, inherited
+from bench.harness.processes import end, inherited, kill_session, start
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from tests.support.redis_server import RedisServer
 from workers.demo import CHECKPOINT
@@ -30,7 +29,9 @@ ADMIN_KEY: Final = "admin-key-of-the-attack"
 _ROOT: Final = Path(__file__).parents[2]
 _READY_S: Final = 300.0
 _LIMIT_S: Final = "3"
+_KEEPALIVE_S: Final = "0.5"
 _CACHE_BYTES: Final = str(4 << 20)
+_CONTEXT_TOKENS: Final = "2048"
 _REPORTING: Final = 4
 
 
@@ -59,7 +60,7 @@ class Part:
     async def start(self, before_exec: Callable[[], None] | None = None) -> None:
         """Start the process."""
         with self.log.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await start(
                 sys.executable,
                 *self._arguments,
                 stdin=subprocess.DEVNULL,
@@ -67,15 +68,13 @@ class Part:
                 stderr=output,
                 cwd=self.home,
                 env=self._environment,
-                start_new_session=True,
                 preexec_fn=before_exec,  # no thread of ours holds a lock then
             )
 
     async def kill(self) -> None:
         """Kill the process as kill -9 does."""
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_session(self._process.pid)
         await self._process.wait()
 
     async def stop(self) -> None:
@@ -89,7 +88,7 @@ class Part:
 
 
 def gateway_part(home: Path, port: int, **settings: str) -> Part:
-    """Return a gateway with short limits for stalled clients."""
+    """Return a gateway with short limits for stalled clients and silent streams."""
     values = {
         "JOIN_TOKEN": JOIN_TOKEN,
         "ADMIN_KEY": ADMIN_KEY,
@@ -98,6 +97,8 @@ def gateway_part(home: Path, port: int, **settings: str) -> Part:
         "HEAD_TIMEOUT_S": _LIMIT_S,
         "BODY_TIMEOUT_S": _LIMIT_S,
         "WRITE_TIMEOUT_S": _LIMIT_S,
+        "KEEPALIVE_S": _KEEPALIVE_S,
+        "ALLOWED_ORIGINS": ",".join(ALLOWED),
         **settings,
     }
     environment = {f"PACELINE_{name}": value for name, value in values.items()}
@@ -105,12 +106,13 @@ def gateway_part(home: Path, port: int, **settings: str) -> Part:
     return Part("gateway", arguments, home, **environment)
 
 
-def worker_part(home: Path, port: int, gateway_port: int) -> Part:
-    """Return a worker with the demo model and a small prefix cache, so that its memory is even."""
+def worker_part(home: Path, port: int, gateway_port: int | None = None) -> Part:
+    """Return a worker whose memory is even: a small prefix cache, and no long answers."""
+    joins = ("--join", f"http://127.0.0.1:{gateway_port}") if gateway_port else ()
     arguments = (
         *("-m", "workers", "--model", str(CHECKPOINT), "--port", str(port), "--id", "demo"),
-        *("--prefix-cache-gb", "0"),
-        *("--join", f"http://127.0.0.1:{gateway_port}", "--prefix-cache-bytes", _CACHE_BYTES),
+        *("--prefix-cache-gb", "0", "--context", _CONTEXT_TOKENS),
+        *(*joins, "--prefix-cache-bytes", _CACHE_BYTES),
     )
     return Part("worker", arguments, home, PACELINE_JOIN_TOKEN=JOIN_TOKEN)
 
@@ -135,7 +137,7 @@ async def wait_until_served(port: int, key: str, *models: str) -> None:
 
 
 async def wait_until_up(port: int) -> None:
-    """Wait until a gateway accepts requests."""
+    """Wait until a gateway or a worker accepts requests."""
     async with asyncio.timeout(_READY_S):
         while True:
             if (await request(port, "/livez")).status == 200:

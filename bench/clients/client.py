@@ -19,11 +19,11 @@ programs in Python.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,12 +33,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bench.harness.processes import exit_at_sigterm, kill_session
 from bench.harness.venvs import PeerUnavailable, Venv, last_line, python_of
 
 PROGRAMS: Final = Path(__file__).parent / "programs"
 _ROOT: Final = Path(__file__).parents[2]
 _PREFIX: Final = "with_"
 _TIMEOUT_S: Final = 1800.0
+_STOP_S: Final = 10.0
 _HEAD: Final = re.compile(r"^(?:#|//) /// script\n((?:(?:#|//).*\n)+?)(?:#|//) ///$", re.MULTILINE)
 _ENVIRONMENT: Final = {"DO_NOT_TRACK": "1", "COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -123,6 +125,7 @@ def _run(program: list[str], folders: list[Path], variables: Mapping[str, str]) 
     path = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
     with tempfile.TemporaryDirectory(prefix="paceline-client-") as home:
         places = {"PATH": path, "HOME": home, "PYTHONPATH": str(_ROOT)}
+        exit_at_sigterm()
         process = subprocess.Popen(
             program,
             stdout=subprocess.PIPE,
@@ -135,15 +138,25 @@ def _run(program: list[str], folders: list[Path], variables: Mapping[str, str]) 
         try:
             printed, errors = process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # what the program started too
+            _stop(process)
             printed, errors = process.communicate()
             errors += f"\nended after {_TIMEOUT_S:.0f} s"
+        finally:
+            _stop(process)
     results = [_parse(line) for line in printed.splitlines() if line.startswith('{"case"')]
     yield from results
     if process.returncode or not results:
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         reason = " / ".join(lines[-3:])[:400] or "it printed no result"
         yield Result(case="run", works=False, result=reason)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Stop a program: it ends what it has started in other sessions."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    kill_session(process.pid)
 
 
 def _folder_name(packages: tuple[str, ...]) -> str:

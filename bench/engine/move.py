@@ -27,7 +27,7 @@ from rich.console import Console
 
 from bench.engine.chat_turns import SENTENCE
 from bench.harness.blas import preload
-from bench.harness.processes import end, inherited
+from bench.harness.processes import end, inherited, start
 from bench.harness.tables import Grid, Target, provenance, targets, write_page
 from workers.demo import CHECKPOINT
 from workers.engine.types import EngineSettings
@@ -88,10 +88,10 @@ async def worker(folder: Path, name: str) -> AsyncIterator[httpx.AsyncClient]:
     }  # fmt: skip
     flags = ("--model", str(CHECKPOINT), "--port", "0", "--id", name)
     with (folder / f"{name}.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
+        process = await start(
             sys.executable, "-m", "workers", *flags,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log,
-            env=environment, start_new_session=True,
+            env=environment,
         )  # fmt: skip
         try:
             assert process.stdout is not None

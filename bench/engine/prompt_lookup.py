@@ -38,6 +38,7 @@ from workers.protocol import Speculation
 RESULTS: Final = Path(__file__).parents[1] / "results"
 ROWS: Final = (1, 4, 8)
 REPETITIONS: Final = 5
+WARM_UPS: Final = 3
 ANSWER_TOKENS: Final = 96
 DRAFT_TOKENS: Final = 2
 MODES: Final[Mapping[str, tuple[bool, bool]]] = {
@@ -83,7 +84,7 @@ def run(engine: Engine, prompts: Sequence[Prompt], mode: str, result: Mode) -> N
     rows = [_row(engine, lane, prompt, *MODES[mode]) for prompt in prompts]
     for row in rows:
         lane.add(row)
-    while lane.running_rows < len(rows):
+    while lane.running_rows < len(rows) and not any(row.finish_reason for row in rows):
         lane.step()
     before = sum(len(row.answer) for row in rows)
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
@@ -142,20 +143,23 @@ class Peer:
 
 
 def measure(engine: Engine, peer: Peer, title: str, make: Callable[[Engine, int], Prompt]) -> Grid:
-    """Compare the modes, in turns; the first repetition warms up."""
+    """Compare the modes, in turns; the first repetitions warm up.
+
+    In them a lane tries each length and source of drafts, once for each number of rows.
+    """
     lines: list[tuple[str, ...]] = []
     for count in ROWS:
         prompts = [make(engine, number) for number in range(count)]
         modes = {name: Mode() for name in MODES}
         peers = Mode()
-        for repetition in range(REPETITIONS + 1):
+        for repetition in range(WARM_UPS + REPETITIONS):
             names = list(modes)
             first = repetition % len(names)
             for name in (*names[first:], *names[:first]):
                 run(engine, prompts, name, modes[name])
             prepared = [engine.prompts.prepare(prompt).tokens for prompt in prompts]
             peer.run(prepared, peers)
-        plain = median(modes["off"].tokens_per_cpu_s[1:])
+        plain = median(modes["off"].tokens_per_cpu_s[WARM_UPS:])
         for name, mode in modes.items():
             equal = sum(
                 one == other for one, other in zip(mode.answers, modes["off"].answers, strict=True)
@@ -186,8 +190,8 @@ def measure(engine: Engine, peer: Peer, title: str, make: Callable[[Engine, int]
 
 def _speeds(mode: Mode, plain: float) -> tuple[str, str]:
     """Return the tokens per second, and the ratio of those per second of processor time."""
-    ratio = median(mode.tokens_per_cpu_s[1:]) / plain
-    return f"{median(mode.tokens_per_s[1:]):.0f}", f"{ratio:.2f}"
+    ratio = median(mode.tokens_per_cpu_s[WARM_UPS:]) / plain
+    return f"{median(mode.tokens_per_s[WARM_UPS:]):.0f}", f"{ratio:.2f}"
 
 
 def main() -> None:

@@ -79,10 +79,11 @@ def conversation_table(stats: ConversationStats) -> Grid:
         ("prompt tokens", stats.prompt_tokens),
         ("... found in the cache", stats.cached_tokens),
         ("... read from disk", stats.disk_tokens),
+        ("... from another engine", stats.moved_tokens),
         ("draft tokens", stats.drafted_tokens),
     )
     return Grid(
-        title="Random conversations over one prefix cache",
+        title="Random conversations over the prefix caches of two engines",
         columns=("statistic", "count"),
         rows=tuple((name, f"{count:,}") for name, count in lines),
     )

@@ -1,10 +1,10 @@
 """Real engines of other kinds behind a gateway: all wires, errors, aborts, and a mixed fleet.
 
-`python -m bench.engines` makes a virtual environment for each engine, starts one after another on
-the demo checkpoint, lets a gateway find it out, and sends it the same requests. Then a fleet of all
-of them under one model name serves 500 mixed requests at once. `--record` writes the answers for
-`make test`. Engines that need macOS (LM Studio, oMLX) and those that no registry has as a package
-(Ollama) are not among them.
+`python -m bench.engines` makes a virtual environment for each engine (for llama.cpp it compiles its
+server), starts one after another, lets a gateway find it out, and sends it the same requests. Then
+four kinds under one model name serve 500 mixed requests at once, and one of two engines fails nine
+of ten. `--record` writes the answers for `make test`. Engines that need macOS (LM Studio, oMLX) and
+those that no registry has as a package (Ollama) are not among them.
 """
 
 from __future__ import annotations
@@ -12,107 +12,86 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
-import random
+import re
 import signal
-import socket
 import sys
-import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
-import yaml
 from rich.console import Console
 
-from bench.engines.cases import WORD, Seen, chat, picture, run_case, run_cases
+from bench.engines.cases import WORD, Seen, chat, run_case, run_cases
+from bench.engines.fleet import try_fleets
+from bench.engines.llama_server import LLAMA_SERVERS, llama_server
 from bench.engines.recorder import Recorder
+from bench.engines.serving import READY_S, gateway_of, relayed
 from bench.harness.contenders import PEERS, Contender
 from bench.harness.servers import Server, running
-from bench.harness.tables import Grid, provenance, write_page
+from bench.harness.tables import MISSING, Grid, provenance, write_page
 from bench.harness.venvs import PeerUnavailable, python_of
 from gateway.config.static_workers import StaticWorker
-from policies.document import default_text
-from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
+from tests.support.running_gateway import RunningGateway, wait_until
 from workers.demo import CHECKPOINT
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "engines.md"
-_KINDS: Final = {
-    "mlx-lm": "mlx-lm",
-    "mlx-vlm": "mlx-vlm",
-    "mlx-vlm+mtp": "mlx-vlm",
-    "vllm-mlx": "vllm-mlx",
-    "vllm-mlx+mtp": "vllm-mlx",
-    "paceline": "paceline",
-}
-_ENGINES: Final = tuple(one for one in PEERS if one.name in _KINDS)
-_FLEET: Final = ("mlx-lm", "mlx-vlm", "vllm-mlx", "mlx-vlm+mtp")
-_READY_S: Final = 180.0
-_REQUESTS: Final = 500
+KEPT: Final = RESULTS.with_suffix(".json")
+"""The last result of each engine, since they may run at different times."""
+FLEET: Final = "fleet"
+_ENGINES: Final = (*PEERS, *LLAMA_SERVERS)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Engine:
     """One engine, and what was seen of it."""
 
-    contender: Contender
+    name: str
     version: str = ""
+    measured: str = ""
     seen: list[Seen] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    failure: str = ""
+    """Why it could not be run, or what it did not do."""
 
 
-@contextlib.contextmanager
-def recorder_of(url: str) -> Iterator[tuple[Recorder, str]]:
-    """Run a recorder in front of an engine; return it and its URL."""
-    recorder = Recorder(url)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    with running_server(recorder, sockets=[listener]):
-        yield recorder, f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def _patient_policy() -> str:
-    """Return the shipped policy with queues for all requests of a run at once."""
-    document = yaml.safe_load(default_text())
-    for pool in document["pools"].values():
-        pool["queue"] = {"limit": 2 * _REQUESTS, "timeout_s": 900}
-    return yaml.safe_dump(document)
-
-
-@contextlib.contextmanager
-def gateway_of(*entries: StaticWorker, **settings: Any) -> Iterator[RunningGateway]:
-    """Run a gateway whose workers are these engines, once all of them are ready."""
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        policy = Path(folder) / "policy.yaml"
-        policy.write_text(_patient_policy())
-        made = make_settings(Path(folder), workers=entries, policy=policy, **settings)
-        with RunningGateway(made) as gateway:
-            gateway.client.timeout = httpx.Timeout(600)
-
-            def ready() -> bool:
-                found = gateway.status()["workers"]
-                return len(found) == len(entries) and all(
-                    one["state"] == "ready" for one in found.values()
-                )
-
-            wait_until(ready, within_s=_READY_S)
-            yield gateway
-
-
-async def try_engine(engine: Engine, python: Path, log: Path, *, record: bool) -> None:
+def try_engine(contender: Contender, venvs: Path, *, record: bool) -> Engine:
     """Start one engine and run all cases against it."""
-    async with running(engine.contender, python=python, model=CHECKPOINT, log=log) as server:
-        await asyncio.to_thread(_try_server, engine, server, record)
+    engine = Engine(name=contender.name, measured=provenance())
+
+    async def run() -> None:
+        assert contender.venv is not None
+        engine.version = contender.version
+        program, model = python_of(contender.venv, venvs), CHECKPOINT
+        if contender in LLAMA_SERVERS:
+            program, model = llama_server(program, venvs)
+        log = venvs / f"{contender.name}.engines.log"
+        loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as servers:
+
+            def start() -> Server:
+                server = running(contender, python=program, model=model, log=log)
+                started = servers.enter_async_context(server)
+                return asyncio.run_coroutine_threadsafe(started, loop).result()
+
+            await asyncio.to_thread(_try_server, engine, start, record)
+
+    try:
+        asyncio.run(run())
+    except (PeerUnavailable, AssertionError) as reason:
+        engine.failure = str(reason)
+    return engine
 
 
-def _try_server(engine: Engine, server: Server, record: bool) -> None:
+def _try_server(engine: Engine, start: Callable[[], Server], record: bool) -> None:
+    server = start()
     with (
-        recorder_of(server.url) as (recorder, url),
+        relayed(Recorder(server.url)) as (recorder, url),
         gateway_of(StaticWorker(id="engine", url=url)) as gateway,
     ):
         worker = gateway.status()["workers"]["engine"]
@@ -120,30 +99,39 @@ def _try_server(engine: Engine, server: Server, record: bool) -> None:
         engine.facts["found out as"] = worker["kind"]
         engine.facts["models"] = str(len(worker["models"]))
         # The others read a prompt of any length, which takes minutes.
-        refuses = engine.contender.name.startswith("mlx-vlm")
+        refuses = engine.name.startswith(("mlx-vlm", "llama.cpp"))
         run_cases(gateway.client, model, engine.seen.append, long_prompts=refuses)
         recorder.recording = False
-        engine.facts["after an abort"] = _abort(gateway, model)
+        engine.facts["after an abort"] = _abort(gateway, engine, model)
         engine.facts["40 at once"] = _overload(gateway, model)
         state = gateway.status()["workers"]["engine"]
         engine.facts["state after all"] = state["state"]
         engine.facts["told"] = _told(state)
         if record:
             path = recorder.write(
-                engine.contender.name.replace("-", "_").replace("+", "_with_"),
-                engine=_KINDS[engine.contender.name],
+                re.sub(r"[-.]", "_", engine.name).replace("+", "_with_"),
+                engine=engine.name.partition("+")[0],
                 version=engine.version,
                 source="recorded by python -m bench.engines --record",
                 models=[model],
                 tells=[name for name, count in state["unreported"].items() if not count],
             )
             engine.facts["recorded"] = path.name
-        engine.facts["killed in a stream"] = _kill(gateway, model, server.process_id)
+        engine.facts["killed in a stream"] = _kill(gateway, engine, model, server.process_id)
+        recorder.engine_url = start().url
+        engine.facts["started again"] = _restarted(gateway, model)
 
 
-def _abort(gateway: RunningGateway, model: str) -> str:
+def _endless(engine: Engine) -> dict[str, Any]:
+    """Return the fields of a request whose answer lasts long enough to be left or cut."""
+    if engine.name.startswith("llama.cpp"):  # its tiny model is quick, and ends its answers
+        return {"max_tokens": 1500, "ignore_eos": True}
+    return {"max_tokens": 400}
+
+
+def _abort(gateway: RunningGateway, engine: Engine, model: str) -> str:
     """Leave a stream after its first event, and ask again."""
-    body = chat(WORD, stream=True, max_tokens=400, temperature=0.9)
+    body = chat(WORD, stream=True, **_endless(engine), temperature=0.9)
     with gateway.client.stream(
         "POST", "/v1/chat/completions", json={"model": model, **body}
     ) as one:
@@ -155,9 +143,9 @@ def _abort(gateway: RunningGateway, model: str) -> str:
     return f"slot free after {freed_s:.2f} s, next answer {again.status}"
 
 
-def _kill(gateway: RunningGateway, model: str, process_id: int) -> str:
+def _kill(gateway: RunningGateway, engine: Engine, model: str, process_id: int) -> str:
     """Kill the engine while it writes a stream; return what the client and the next one see."""
-    body = {"model": model, **chat(WORD, stream=True, max_tokens=400, temperature=1.5)}
+    body = {"model": model, **chat(WORD, stream=True, **_endless(engine), temperature=1.5)}
     with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
         pieces = stream.iter_raw()
         text = next(pieces)
@@ -172,9 +160,19 @@ def _kill(gateway: RunningGateway, model: str, process_id: int) -> str:
     def is_gone() -> bool:
         return str(gateway.status()["workers"]["engine"]["state"]) == "gone"
 
-    wait_until(is_gone, within_s=_READY_S)
+    wait_until(is_gone, within_s=READY_S)
     gone = f"out of the fleet after {time.monotonic() - began_s:.1f} s"
     return f"{end}; {gone}, next answer {run_case(gateway.client, model, 'chat').status}"
+
+
+def _restarted(gateway: RunningGateway, model: str) -> str:
+    """Wait until an engine that was started again is in the fleet, and ask it."""
+    began_s = time.monotonic()
+    wait_until(
+        lambda: str(gateway.status()["workers"]["engine"]["state"]) == "ready", within_s=READY_S
+    )
+    ready = f"in the fleet after {time.monotonic() - began_s:.1f} s"
+    return f"{ready}, next answer {run_case(gateway.client, model, 'chat').status}"
 
 
 def _overload(gateway: RunningGateway, model: str) -> str:
@@ -194,80 +192,6 @@ def _told(state: dict[str, Any]) -> str:
     )
 
 
-def _mixed_bodies(model: str, count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return requests of several kinds, in a random order."""
-    rng = random.Random(seed)
-    made = []
-    for number in range(count):
-        text = f"{WORD} ({number})"
-        kinds: tuple[tuple[str, dict[str, Any]], ...] = (
-            ("/v1/chat/completions", chat(text, temperature=0)),
-            ("/v1/chat/completions", chat(text, temperature=0.7, stream=True)),
-            ("/v1/chat/completions", chat(picture(), temperature=0)),
-            ("/v1/completions", {"prompt": text, "max_tokens": 8}),
-            ("/v1/messages", chat(text, stream=True)),
-        )
-        path, body = kinds[rng.randrange(len(kinds))]
-        made.append((path, {"model": model, **body}))
-    return made
-
-
-@contextlib.asynccontextmanager
-async def fleet(pythons: dict[str, Path], logs: Path) -> AsyncIterator[list[StaticWorker]]:
-    """Start several engines at a time; all serve one model name."""
-    entries = []
-    async with contextlib.AsyncExitStack() as stack:
-        for engine in _ENGINES:
-            if engine.name not in _FLEET or engine.name not in pythons:
-                continue
-            server = await stack.enter_async_context(
-                running(
-                    engine,
-                    python=pythons[engine.name],
-                    model=CHECKPOINT,
-                    log=logs / f"{engine.name}.fleet.log",
-                )
-            )
-            models = {"fleet-demo": server.model}
-            entries.append(
-                StaticWorker(id=engine.name.replace("+", "-with-"), url=server.url, models=models)
-            )
-        yield entries
-
-
-def _try_fleet(entries: Sequence[StaticWorker]) -> tuple[str, Counter[str]]:
-    with gateway_of(*entries) as gateway:
-        bodies = _mixed_bodies("fleet-demo", _REQUESTS, seed=26)
-        barrier = threading.Barrier(_REQUESTS)
-        limits = httpx.Limits(max_connections=None)
-        client = httpx.Client(base_url=gateway.url, timeout=1800, limits=limits, trust_env=False)
-
-        def ask(one: tuple[str, dict[str, Any]]) -> str:
-            path, body = one
-            barrier.wait(timeout=_READY_S)
-            response = client.post(path, json=body)
-            ended = not body.get("stream") or any(
-                end in response.text for end in ("[DONE]", "message_stop")
-            )
-            if response.status_code != 200:
-                return f"{response.status_code} {response.text[:120]}"
-            return "ok" if ended else "cut"
-
-        began_s = time.monotonic()
-        with client, ThreadPoolExecutor(_REQUESTS) as executor:
-            results = Counter(executor.map(ask, bodies))
-        took_s = time.monotonic() - began_s
-        status = gateway.status()
-        shares = {name: one["recent"]["requests"] for name, one in status["workers"].items()}
-    failures = {text: count for text, count in results.items() if text != "ok"}
-    text = (
-        f"{_REQUESTS} mixed requests at once to {len(entries)} engines under one name in "
-        f"{took_s:.0f} s: {results['ok']} answered, {_REQUESTS - results['ok']} failed "
-        f"({failures or 'none'}); by engine: {shares}."
-    )
-    return text, results
-
-
 def _grid(engines: Sequence[Engine]) -> Grid:
     cases = list(dict.fromkeys(seen.case for one in engines for seen in one.seen))
     rows = []
@@ -275,62 +199,67 @@ def _grid(engines: Sequence[Engine]) -> Grid:
         cells = []
         for one in engines:
             found = next((seen for seen in one.seen if seen.case == case), None)
-            cells.append(found.verdict.replace("|", "/") if found else "-")
+            cells.append(found.verdict.replace("|", "/") if found else MISSING)
         rows.append((case, *cells))
     facts = dict.fromkeys(name for one in engines for name in one.facts)
-    rows += [(fact, *(one.facts.get(fact, "-") for one in engines)) for fact in facts]
-    names = [f"{one.contender.name} ({one.version})" for one in engines]
+    rows += [(fact, *(one.facts.get(fact, MISSING) for one in engines)) for fact in facts]
     return Grid(
         title="One engine behind a gateway, as a client sees it",
-        columns=("case", *names),
+        columns=("case", *(f"{one.name} ({one.version})" for one in engines)),
         rows=tuple(rows),
     )
 
 
+def _kept() -> dict[str, Any]:
+    return dict(json.loads(KEPT.read_text())) if KEPT.exists() else {}
+
+
+def _write(name: str, result: dict[str, Any]) -> None:
+    """Keep the result of an engine or of the fleets, and write the page of all."""
+    kept = {**_kept(), name: result}
+    KEPT.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    engines = [
+        Engine(**{**kept[one.name], "seen": [Seen(**seen) for seen in kept[one.name]["seen"]]})
+        for one in _ENGINES
+        if one.name in kept
+    ]
+    about = "By `python -m bench.engines`; a schema needs Metal in mlx-vlm and vllm-mlx:\n\n"
+    about += "\n".join(f"- {name}: {one['measured']}" for name, one in kept.items())
+    failures = [f"{one.name}: {one.failure}" for one in engines if one.failure]
+    texts = kept.get(FLEET, {}).get("texts", [])
+    write_page(RESULTS, "Engines of other kinds", about, _grid(engines), *texts, *failures)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    names = [one.name for one in _ENGINES]
+    names = [*(one.name for one in _ENGINES), FLEET]
     parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
     add = parser.add_argument
-    add("--engines", default=",".join(names), help="comma-separated (default: all)")
+    add("--engines", default=",".join(names), help="comma-separated (default: all and the fleets)")
     add("--record", action="store_true", help="write the recordings that make test plays")
-    add("--no-fleet", action="store_true", help="leave out the mixed fleet")
-    add("--write", action="store_true", help=f"write {RESULTS.name} though only some run")
     add("--venv-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
     options = parser.parse_args(arguments)
     chosen = options.engines.split(",")
     if unknown := set(chosen) - set(names):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    engines, pythons, failures = [], {}, []
+    good = True
     for contender in _ENGINES:
-        if contender.name not in chosen or contender.venv is None:
+        if contender.name not in chosen:
             continue
-        engine = Engine(contender, version=contender.venv.pins[0].replace("==", " "))
         console.print(f"{contender.name}, installed if it is missing")
-        try:
-            pythons[contender.name] = python_of(contender.venv, options.venv_dir)
-            log = options.venv_dir / f"{contender.name}.engines.log"
-            asyncio.run(try_engine(engine, pythons[contender.name], log, record=options.record))
-        except (PeerUnavailable, AssertionError) as reason:
-            failures.append(f"{contender.name}: {reason}")
-        engines.append(engine)
+        engine = try_engine(contender, options.venv_dir, record=options.record)
         for seen in engine.seen:
             console.print(f"  {seen.case}: {seen.verdict}")
-        console.print(f"  {engine.facts}")
-    fleet_text, results = "", Counter[str]()
-    if not options.no_fleet:
-
-        async def run_fleet() -> tuple[str, Counter[str]]:
-            async with fleet(pythons, options.venv_dir) as entries:
-                return await asyncio.to_thread(_try_fleet, entries)
-
-        fleet_text, results = asyncio.run(run_fleet())
-        console.print(fleet_text)
-    failed = [seen for one in engines for seen in one.seen if seen.status >= 500]
-    if options.write or set(chosen) == set(names):
-        about = f"Measured {provenance()}, demo checkpoint, by `python -m bench.engines`."
-        write_page(RESULTS, "Engines of other kinds", about, _grid(engines), fleet_text, *failures)
-    return 1 if failed or failures or set(results) - {"ok"} else 0
+        console.print(f"  {engine.facts} {engine.failure}")
+        good &= not engine.failure and all(seen.status < 500 for seen in engine.seen)
+        _write(contender.name, asdict(engine))
+    if FLEET in chosen:
+        found = asyncio.run(try_fleets(options.venv_dir))
+        for text, answered in found:
+            console.print(text)
+            good &= answered
+        _write(FLEET, {"measured": provenance(), "texts": [text for text, _ in found]})
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

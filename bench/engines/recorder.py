@@ -29,7 +29,13 @@ class Recorder:
     exchanges: list[dict[str, Any]] = field(default_factory=list)
 
     async def __call__(self, connection: ServerConnection, request: Request) -> None:
-        """Relay one request; the end of the client ends the request to the engine."""
+        """Relay one request; an end of the client or of the engine ends both connections."""
+        try:
+            await self._exchange(connection, request)
+        except httpx.TransportError:
+            connection.abort()  # as an engine that was killed
+
+    async def _exchange(self, connection: ServerConnection, request: Request) -> None:
         headers = {
             name: value
             for name, value in request.headers.items()
@@ -111,3 +117,23 @@ def _short_message(message: dict[str, Any]) -> dict[str, Any]:
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     names = ("method", "path", "request")
     return all(one.get(name) == other.get(name) for name in names)
+
+
+@dataclass
+class FailingRelay(Recorder):
+    """Answers nine of ten requests for an answer with 500 at once, and relays the tenth."""
+
+    recording: bool = False
+    asked: int = 0
+
+    async def __call__(self, connection: ServerConnection, request: Request) -> None:
+        """Fail or relay one request."""
+        if request.method == "POST":
+            self.asked += 1
+            if self.asked % 10:
+                body = b'{"error": {"message": "Internal server error"}}'
+                headers = ((b"content-type", b"application/json"),)
+                await connection.send_head(500, headers, length=len(body))
+                await connection.send_body(body)
+                return
+        await super().__call__(connection, request)

@@ -5,6 +5,7 @@ Two gateways take turns in front of the same worker. To one it tells its tokens,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
@@ -16,9 +17,10 @@ from bench.gateway.load import send_staggered
 from bench.harness.process_cost import cpu_s
 
 STREAMS: Final = 50
+_ROUNDS: Final = 3
 
 
-async def measure_price(turns: int, log_dir: Path) -> dict[str, float]:
+async def measure_price(turns: int, log_dir: Path, advance: Callable[[], None]) -> dict[str, float]:
     """Return the CPU seconds per event, the median over turns, without and with lines."""
     fingerprints = {"without lines": "", "with lines": "b0"}
     samples: dict[str, list[float]] = {name: [] for name in fingerprints}
@@ -34,8 +36,10 @@ async def measure_price(turns: int, log_dir: Path) -> dict[str, float]:
                 gateway = gateways[name]
                 assert gateway.process_id is not None
                 before_s = cpu_s(gateway.process_id)
-                answers = await send_staggered(gateway.port, streams=STREAMS, rounds=1)
+                answers = await send_staggered(gateway.port, streams=STREAMS, rounds=_ROUNDS)
                 used_s = cpu_s(gateway.process_id) - before_s
                 if turn:  # the first one warms up
                     samples[name].append(used_s / len(answers) / backend.EVENTS)
+            if turn:
+                advance()
     return {name: median(values) for name, values in samples.items()}

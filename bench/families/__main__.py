@@ -22,6 +22,7 @@ from rich.console import Console
 from bench.families.checkpoints import FORMATS, Format, write_checkpoint
 from bench.families.checks import Checks, check_checkpoint
 from bench.families.configs import FAMILIES, Family
+from bench.families.heads import HEADED, write_head
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance
 
@@ -36,21 +37,22 @@ _WINDOW_TOKENS: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The checks of one family: by format, and with a small window in bfloat16."""
+    """The checks of one family: by format, and in bfloat16 with a small window and with a head."""
 
     family: Family
     by_format: dict[str, Checks | str]
     small_window: Checks | str | None
+    head: Checks | str | None
 
     @property
     def first(self) -> Checks | str:
-        """Return the result in bfloat16."""
-        return self.by_format[FORMATS[0].name]
+        """Return the result in the first of the formats: bfloat16, unless others were asked for."""
+        return next(iter(self.by_format.values()))
 
     @property
     def problems(self) -> list[str]:
         """Return what went wrong, with its format."""
-        cases = {**self.by_format, "small window": self.small_window}
+        cases = {**self.by_format, "small window": self.small_window, "MTP head": self.head}
         found = []
         for name, checks in cases.items():
             problems = [checks] if isinstance(checks, str) else checks.problems if checks else []
@@ -62,17 +64,26 @@ def check_family(family: Family, formats: Sequence[Format] = FORMATS) -> Result:
     """Check a family in each format."""
     by_format = {one.name: _check(family, one) for one in formats}
     small = _check(family, formats[0], window_tokens=_WINDOW_TOKENS) if family.window else None
-    return Result(family, by_format, small)
+    head = _check(family, formats[0], head=True) if family.name in HEADED else None
+    return Result(family, by_format, small, head)
 
 
-def _check(family: Family, weights: Format, window_tokens: int | None = None) -> Checks | str:
+def _check(
+    family: Family, weights: Format, window_tokens: int | None = None, *, head: bool = False
+) -> Checks | str:
     """Return the checks of a checkpoint, or why there are none."""
     with tempfile.TemporaryDirectory(prefix="paceline-family-") as name:
         folder = Path(name) / "model"
         try:
             write_checkpoint(folder, family, weights, window_tokens=window_tokens)
             sizes = _SHORT if weights.quantization else {}
-            return check_checkpoint(folder, mlx_lm=family.mlx_lm, **sizes)
+            mtp = Path(name) / "head" if head else None
+            if mtp is not None:
+                write_head(mtp, family)
+            compiled = weights.quantization is None
+            return check_checkpoint(
+                folder, mlx_lm=family.mlx_lm, mtp=mtp, compiled=compiled, **sizes
+            )
         except Exception as error:  # noqa: BLE001 - the table says what a family raises
             return f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -145,8 +156,17 @@ def _cells(line: str) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the families; return 1 if any answer is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__)
-    parser.add_argument("--family", action="append", help="check this family alone; repeatable")
-    parser.add_argument("--format", action="append", help="check this format alone; repeatable")
+    parser.add_argument(
+        "--family",
+        action="append",
+        choices=[one.name for one in FAMILIES],
+        metavar="NAME",
+        help="check this family alone; repeatable",
+    )
+    names = [one.name for one in FORMATS]
+    parser.add_argument(
+        "--format", action="append", choices=names, help="check this format alone; repeatable"
+    )
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     families = [one for one in FAMILIES if not options.family or one.name in options.family]

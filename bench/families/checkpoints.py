@@ -59,7 +59,7 @@ def write_checkpoint(
     """
     config = family.config(vocabulary, window_tokens=window_tokens)
     mx.random.seed(seed)
-    model = _build(config)
+    model = build(config)
     model.update(
         tree_unflatten([(name, _randomise(a)) for name, a in tree_flatten(model.parameters())])
     )
@@ -79,7 +79,7 @@ def write_checkpoint(
     _write_tokenizer(folder, family)
 
 
-def _build(config: Json) -> Any:
+def build(config: Json) -> Any:
     """Build the model of a configuration, as mlx-vlm does when it loads one."""
     module, _ = get_model_and_args(config)
     config = {**config, "vision_config": config.get("vision_config", {})}

@@ -19,14 +19,19 @@ import mlx.core as mx
 from policies.request.profile import Sampling
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
-from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.model import Checkpoint, CompiledPasses, load_checkpoint
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.probes import probe_native_verify, probe_shared_rows
+from workers.engine.probes import (
+    probe_compiled_passes,
+    probe_native_verify,
+    probe_shared_rows,
+)
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 from workers.engine.windows import FamilyWindow, window_tokens
+from workers.protocol import DraftSource
 
 TIE: Final = 1e-3
 """Two scores that are closer are a tie, which the order of summation may decide either way."""
@@ -43,6 +48,8 @@ _FIRST_TEXT_TOKEN: Final = 64
 class Checks:
     """What a checkpoint does, and what went wrong."""
 
+    compiles: CompiledPasses
+    """Which passes are compiled."""
     batches: bool = False
     """Whether rows share a pass."""
     most_rows: int = 0
@@ -55,6 +62,7 @@ class Checks:
     ties: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_by_head: int = 0
     cached_tokens: int = 0
     """Prompt tokens of second turns that the prefix cache had."""
     prompt_tokens: int = 0
@@ -66,13 +74,18 @@ class Checks:
     problems: list[str] = field(default_factory=list)
 
 
-def load_target(folder: Path) -> Checkpoint:
-    """Load a checkpoint, and probe it as the engine does."""
-    checkpoint = load_checkpoint(folder)
+def load_target(folder: Path, mtp: Path | None = None, *, compiled: bool = False) -> Checkpoint:
+    """Load a checkpoint, and probe it as the engine does; `mtp` is the folder of its head.
+
+    With `compiled` its passes are compiled where they can be, as on a GPU.
+    """
+    checkpoint = load_checkpoint(folder, mtp=mtp)
     target = checkpoint.target
     if target.supports_batching and not target.explicit_positions:
         target.supports_batching = probe_shared_rows(target)
     target.native_verify = target.supports_batching and probe_native_verify(target)
+    if compiled and target.supports_batching:
+        target.compiles = probe_compiled_passes(target)
     # Random weights end an answer anywhere, and their answers shall all be long.
     return replace(checkpoint, eos=frozenset())
 
@@ -83,10 +96,12 @@ def check_checkpoint(
     prompt_lengths: Sequence[int] = (40, 130),
     answer_tokens: int = 12,
     mlx_lm: bool = True,
+    mtp: Path | None = None,
+    compiled: bool = False,
 ) -> Checks:
     """Answer prompts of these lengths in every way, and check each token."""
     started_s = time.perf_counter()
-    checkpoint = load_target(folder)
+    checkpoint = load_target(folder, mtp, compiled=compiled)
     runner = _Runner(checkpoint, answer_tokens)
     checks = runner.checks
     prompts = [_prompt(length, seed) for seed, length in enumerate(prompt_lengths)]
@@ -125,6 +140,7 @@ class _Runner:
     def __init__(self, checkpoint: Checkpoint, answer_tokens: int) -> None:
         self.checks = Checks(
             batches=checkpoint.target.supports_batching,
+            compiles=checkpoint.target.compiles,
             context_tokens=checkpoint.context_tokens,
             mtp=checkpoint.head is not None,
             window_tokens=max(
@@ -161,6 +177,7 @@ class _Runner:
             counts = row.speculation.total()
             self.checks.drafted += counts.drafted
             self.checks.accepted += counts.accepted
+            self.checks.drafted_by_head += counts.drafted_by_source.get(DraftSource.HEAD, 0)
         cached = sum(row.cached_tokens for row in rows)
         return _Answers([list(row.answer) for row in rows], most_rows, cached)
 

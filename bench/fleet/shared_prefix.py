@@ -33,6 +33,7 @@ import httpx
 from rich.console import Console
 
 from bench.harness.blas import preload
+from bench.harness.processes import exit_at_sigterm
 from bench.harness.tables import Grid
 from tools.demo_model import held_out
 from workers.demo import CHECKPOINT
@@ -88,6 +89,7 @@ def _process(
     command: Sequence[str], ready_pattern: str, environment: Mapping[str, str], log: Path
 ) -> Iterator[re.Match[str]]:
     """Run a program until the block ends; yield the match of its line of readiness."""
+    exit_at_sigterm()
     with (
         log.open("w") as written,
         subprocess.Popen(

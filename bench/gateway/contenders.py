@@ -16,7 +16,7 @@ from typing import Final
 import httpx
 
 from bench.gateway import backend
-from bench.harness.processes import end, free_port, inherited
+from bench.harness.processes import end, free_port, inherited, start
 from bench.harness.venvs import PeerUnavailable, Venv, last_line, python_of
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 
@@ -148,7 +148,7 @@ PEERS: Final = (
 @contextlib.asynccontextmanager
 async def running_backend() -> AsyncIterator[int]:
     """Run the worker in a process; yield its port."""
-    process = await asyncio.create_subprocess_exec(
+    process = await start(
         *(sys.executable, "-m", "bench.gateway.backend"), stdout=asyncio.subprocess.PIPE, cwd=_ROOT
     )
     try:
@@ -174,14 +174,13 @@ async def running(
     port = free_port()
     log = venvs / f"{contender.name}.gateway.log"
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as home, log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
+        process = await start(
             *contender.command(python, Path(home), port, worker_port),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             cwd=home,
             env=_environment(home),
-            start_new_session=True,
         )
         heartbeats = (
             asyncio.create_task(_send_heartbeats(port, worker_port, fingerprint))

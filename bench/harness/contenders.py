@@ -25,6 +25,11 @@ class Contender:
     """Arguments of `python`; {model} and {port} are replaced."""
     mtp: bool = False
 
+    @property
+    def version(self) -> str:
+        """Return the package that brings it, and the version."""
+        return self.venv.pins[0].replace("==", " ") if self.venv else ""
+
 
 OURS: Final = Contender(
     name="paceline",

@@ -7,6 +7,9 @@ import contextlib
 import os
 import signal
 import socket
+import sys
+import threading
+from typing import Any
 
 _STOP_TIMEOUT_S = 30.0
 
@@ -22,12 +25,30 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+async def start(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """Start a process that leads a session; `end` ends it, also when SIGTERM ends this process."""
+    exit_at_sigterm()
+    return await asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
+
+
+def exit_at_sigterm() -> None:
+    """Let SIGTERM raise `SystemExit`, so that each block that has started a process ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 async def end(process: asyncio.subprocess.Process) -> None:
     """Stop a process that leads a session, and all its children."""
     if process.returncode is None:
         process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):  # remaining processes of its session
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_session(process.pid)
     await process.wait()
+
+
+def kill_session(leader_id: int) -> None:
+    """Kill what runs of the session that a process leads or has led."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader_id, signal.SIGKILL)

@@ -15,7 +15,7 @@ import httpx
 from bench.harness.blas import preload
 from bench.harness.contenders import Contender
 from bench.harness.process_cost import resident_bytes
-from bench.harness.processes import end, free_port, inherited
+from bench.harness.processes import end, free_port, inherited, start
 from bench.harness.venvs import PeerUnavailable, last_line
 
 START_TIMEOUT_S = 300.0
@@ -48,7 +48,7 @@ async def running(
     port = free_port()
     arguments = [text.format(model=model, port=port) for text in contender.arguments]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as home, log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
+        process = await start(
             str(python),
             *arguments,
             stdin=subprocess.DEVNULL,
@@ -56,7 +56,6 @@ async def running(
             stderr=output,
             cwd=home,
             env={**_environment(home, ours=contender.venv is None), **(environment or {})},
-            start_new_session=True,
         )
         try:
             url = f"http://127.0.0.1:{port}"

@@ -10,9 +10,7 @@ from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_route
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.errors import LimitReached, ModelUnknown, Overloaded
 from gateway.protocols.messages import MessagesFormat
-from gateway.proxy.token_count import TokenCounter
-
-ESTIMATE_HEADER = "x-paceline-estimate"
+from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
 
 
 class TokenCount(TypedDict):

@@ -26,7 +26,8 @@ from gateway.proxy.client import PRIORITY_HEADER
 from policies.request.profile import GENERATING, Endpoint, Priority
 from policies.request.schema import request_schema
 from policies.schema import policy_schema
-from workers.protocol import ApiError, HeadTooLarge, HeadTooSlow, NotHttp
+from workers.http import HeadTooLarge, HeadTooSlow, NotHttp
+from workers.protocol import ApiError
 
 JSON = "application/json"
 Responses = dict[int | str, dict[str, Any]]

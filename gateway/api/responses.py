@@ -25,11 +25,10 @@ from gateway.protocols.responses import (
 from gateway.proxy.kept_items import named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService
-from gateway.proxy.token_count import TokenCounter
+from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
 from policies.evaluate import ANY_MODEL
 from policies.request.fields import FieldError
 
-ESTIMATE_HEADER = "x-paceline-estimate"
 _KEPT = (*FOR_CLIENTS, errors.ResponseUnknown, errors.FieldInvalid, errors.RecordsUnwritable)
 _CHANGED = (*_KEPT, *WITH_BODY)
 _ENCRYPTED = "reasoning.encrypted_content"

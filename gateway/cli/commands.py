@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from gateway.loadgen import json_object
-from workers.command_line import CONTEXT, Command, worker_command
+from workers.command_line import CONTEXT, Command, doctor_command, seconds_from, worker_command
 
 PROGRAM = "paceline"
 COMPLETION_VARIABLE = "_PACELINE_COMPLETE"
@@ -61,16 +61,6 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
 def _numbers(kind: type[int] | type[float]) -> Callable[[str], tuple[float, ...]]:
     parse = _number(kind)
     return lambda text: tuple(parse(part) for part in text.split(","))
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise click.BadParameter(f"'{text}' is not a time between 0.1 and 3600 seconds")
-    return seconds
 
 
 def _temperature(text: str) -> float:
@@ -169,6 +159,7 @@ def paceline() -> None:
 @click.option("--model", help="Folder or Hugging Face name of an MLX model (default: a toy model).")
 def up(**given: Any) -> int:
     """Run the gateway and one worker: an endpoint in one command."""
+    click.echo("Starting the gateway ...")  # to import it takes some seconds
     return _run("up", "run", given)
 
 
@@ -214,7 +205,7 @@ def ask(**given: Any) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print /v1/status unchanged.")
 @click.option(
     "--watch",
-    type=_seconds,
+    type=seconds_from(0.1),
     is_flag=False,
     flag_value=2.0,
     metavar="[SECONDS]",
@@ -459,13 +450,18 @@ def gateway(**given: Any) -> int:
     return _run("gateway", "run", given)
 
 
-@click.pass_obj
-def _worker(arguments: tuple[str, ...], /, **_given: Any) -> int:
-    """Replace this process: the gateway's code and an engine's never share one."""
-    os.execv(sys.executable, [sys.executable, "-m", "workers", *arguments[1:]])  # noqa: S606
+def _engine_process(module: str) -> Callable[..., int]:
+    """Return a command that replaces this process: the gateway's code and MLX never share one."""
+
+    @click.pass_obj
+    def run(arguments: tuple[str, ...], /, **_given: Any) -> int:
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments[1:]])  # noqa: S606
+
+    return run
 
 
-paceline.add_command(worker_command(_worker))
+paceline.add_command(worker_command(_engine_process("workers")))
+paceline.add_command(doctor_command(_engine_process("workers.doctor")))
 
 
 @paceline.command()

@@ -13,6 +13,7 @@ from gateway.cli.client import connect, print_json, print_output, read_text
 
 BECAUSE = {
     "eligible": "the request can use drafts",
+    "exact": "the answer must be exact",
     "media": "the request contains pictures, video, audio or files",
     "non_greedy_sampling": "temperature is {temperature}",
     "logits_processors": "a penalty, a bias or forbidden words change token scores",

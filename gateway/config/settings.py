@@ -21,8 +21,9 @@ def _origin(value: str) -> str:
     return value
 
 
+# Desktop apps and extensions of browsers have schemes of their own, such as `chrome-extension`.
 _ORIGIN = re.compile(
-    r"https?://[a-z0-9.-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:]{2,45}\](:[0-9]{1,5})?"
+    r"[a-z][a-z0-9+.-]{0,31}://([a-z0-9.-]{1,253}|\[[0-9a-f:]{2,45}\])(:[0-9]{1,5})?"
 )
 Origin = Annotated[str, AfterValidator(_origin)]
 

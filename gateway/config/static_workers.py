@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from gateway.engines import MAX_MODELS, Kind
 from gateway.errors import StartupError
-from gateway.types import fits_header
+from gateway.types import MAX_ENGINE_MODELS, EngineKind, fits_header
 from policies.base import Label, ModelName, Name
 from workers.protocol import MAX_LABELS, MAX_LANES, BaseUrl
 
@@ -32,12 +31,12 @@ class StaticWorker(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str = Field(pattern=WORKER_ID)
-    kind: Kind = "auto"
+    kind: EngineKind = "auto"
     """The engine; `auto`: the gateway asks it."""
     url: BaseUrl
     """Base URL of its API, with or without the trailing /v1."""
     models: Annotated[
-        tuple[ModelName, ...] | dict[ModelName, ModelName], Field(max_length=MAX_MODELS)
+        tuple[ModelName, ...] | dict[ModelName, ModelName], Field(max_length=MAX_ENGINE_MODELS)
     ] = ()
     """Those of its models to serve, by the names that the engine itself uses, or a map from names
     for clients to these; empty: all that it lists."""

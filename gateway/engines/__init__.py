@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import get_args
 
 from gateway.engines.base import (
-    MAX_MODELS,
     Ask,
     Engine,
     EngineModel,
@@ -26,10 +25,10 @@ from gateway.engines.omlx import Omlx
 from gateway.engines.openai import OpenAIEngine
 from gateway.engines.paceline import PacelineGateway, PacelineWorker
 from gateway.engines.vllm_mlx import VllmMlx
+from gateway.types import EngineKind
 
 __all__ = [
     "KINDS",
-    "MAX_MODELS",
     "Ask",
     "Engine",
     "EngineModel",
@@ -38,26 +37,12 @@ __all__ = [
     "EngineUnusable",
     "HttpAnswer",
     "Isolation",
-    "Kind",
     "OpenAIEngine",
     "PacelineWorker",
     "Question",
     "detect",
 ]
 
-Kind = Literal[
-    "auto",
-    "paceline",
-    "vllm-mlx",
-    "mlx-vlm",
-    "mlx-lm",
-    "omlx",
-    "lmstudio",
-    "ollama",
-    "llama.cpp",
-    "openai",
-]
-"""The kinds that an admin may name; `auto`: the gateway asks the engine."""
 _CLASSES = (
     PacelineGateway,
     Omlx,
@@ -71,7 +56,7 @@ _CLASSES = (
 )
 """In the order in which an engine is asked: the last one accepts any list of models."""
 KINDS: Mapping[str, type[OpenAIEngine]] = {one.kind: one for one in _CLASSES}
-assert {"auto", *KINDS} == set(get_args(Kind))
+assert {"auto", *KINDS} == set(get_args(EngineKind))
 
 
 async def detect(ask: Ask) -> type[OpenAIEngine]:

@@ -15,11 +15,10 @@ from gateway.protocols.event_stream import AnswerReader
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import NO_MODELS, TAKES_ALL, ModelView
+from gateway.types import MAX_ENGINE_MODELS
 from policies.base import MODEL_PATTERN
 from workers.protocol import NodeSource, Speculation, WorkerReport
 
-MAX_MODELS = 256
-"""The models of one engine that the gateway lists; an engine may have more on its disk."""
 _MODEL_NAME = re.compile(MODEL_PATTERN)
 # Reading weights from the disk of a Mac, and the start of a model whose size is unknown.
 _LOAD_BYTES_PER_S = 2e9
@@ -175,10 +174,10 @@ def model_name(value: object) -> str:
 
 
 def objects(value: object) -> list[dict[str, Any]]:
-    """Return the objects of a list, at most `MAX_MODELS`; none if it is no list."""
+    """Return the objects of a list, at most `MAX_ENGINE_MODELS`; none if it is no list."""
     if not isinstance(value, list):
         return []
-    return [one for one in value[:MAX_MODELS] if isinstance(one, dict)]
+    return [one for one in value[:MAX_ENGINE_MODELS] if isinstance(one, dict)]
 
 
 def count(value: object) -> int:

@@ -1,11 +1,11 @@
 """`llama-server` of llama.cpp: slots, drafts and cached tokens told in each answer.
 
-By its published API description; not run here.
+By its published API description, and recorded from the one in llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.engines.base import (
@@ -20,8 +20,7 @@ from gateway.engines.base import (
     model_name,
     objects,
 )
-from gateway.engines.local import drafts_of_timings, use_max_tokens
-from gateway.engines.openai import OpenAIEngine
+from gateway.engines.local import LocalEngine, drafts_of_timings
 from gateway.protocols.event_stream import fact_pattern, read_usage
 from gateway.routing.features import Feature
 from gateway.types import Usage
@@ -41,7 +40,7 @@ def _usage(answer: Mapping[str, Any]) -> Usage | None:
     return usage._replace(cached_tokens=cached, cached_known=True)
 
 
-class LlamaCpp(OpenAIEngine):
+class LlamaCpp(LocalEngine):
     """A `llama-server`, of one model or as a router of several."""
 
     kind = "llama.cpp"
@@ -49,7 +48,7 @@ class LlamaCpp(OpenAIEngine):
     lacks = frozenset(
         (
             *(Feature.VIDEO, Feature.FILE, Feature.PROMPTS, Feature.ECHO, Feature.STOP_TOKENS),
-            *(Feature.MIN_TOKENS, Feature.TRUNCATION),
+            *(Feature.MIN_TOKENS, Feature.TRUNCATION, Feature.EXACT),
         )
     )
     default_slots = 4
@@ -93,13 +92,9 @@ class LlamaCpp(OpenAIEngine):
             raise EngineUnusable("The engine lists no models.")
         return EngineState(tuple(models), count(props.get("total_slots")) or None)
 
-    def listed_as(self, name: str, listed: Collection[str]) -> str:
-        """Return a listed name; the engine has no others."""
-        return name if name in listed else ""
-
     def adapt(self, fields: dict[str, Any], salt: str) -> None:
         """Spell the limit and the penalty as it does, and isolate scopes."""
-        use_max_tokens(fields)
+        super().adapt(fields, salt)
         if "repetition_penalty" in fields:
             fields["repeat_penalty"] = fields.pop("repetition_penalty")
         if self.serves_another_scope(salt):

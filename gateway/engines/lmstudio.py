@@ -5,7 +5,6 @@ By its published API description (REST API v1, and v0 of older versions); not ru
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from gateway.engines.base import (
@@ -19,8 +18,7 @@ from gateway.engines.base import (
     model_name,
     objects,
 )
-from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_tokens
-from gateway.engines.openai import OpenAIEngine
+from gateway.engines.local import LocalEngine
 from gateway.engines.refusals import OVERFLOW_MESSAGE, phrase
 from gateway.errors import CONTEXT_OVERFLOW
 from gateway.routing.features import Feature
@@ -31,20 +29,20 @@ _V1 = Question("/api/v1/models")
 _NO_PICTURES = frozenset((Feature.IMAGE,))
 
 
-class LmStudio(OpenAIEngine):
+class LmStudio(LocalEngine):
     """The server of LM Studio. It tells no cached tokens and knows no scopes."""
 
     kind = "lmstudio"
     sign = _V0
     lacks = frozenset(
         (
-            *(Feature.VIDEO, Feature.AUDIO, Feature.FILE, Feature.CHOICES, Feature.PROMPTS),
-            *(Feature.ECHO, Feature.LOGPROBS, Feature.STOP_TOKENS, Feature.MIN_TOKENS),
-            *(Feature.IGNORE_EOS, Feature.TRUNCATION, Feature.THINKING_BUDGET, Feature.MIN_P),
+            *(Feature.EXACT, Feature.VIDEO, Feature.AUDIO, Feature.FILE, Feature.CHOICES),
+            *(Feature.PROMPTS, Feature.ECHO, Feature.LOGPROBS, Feature.STOP_TOKENS),
+            *(Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
+            *(Feature.THINKING_BUDGET, Feature.MIN_P),
         )
     )
     default_slots = 4
-    facts = REASONING_FACTS
     phrases = (
         phrase(
             "greater than the context length|initial prompt",
@@ -86,19 +84,11 @@ class LmStudio(OpenAIEngine):
             raise EngineUnusable("The engine lists no models; download one there.")
         return state
 
-    def listed_as(self, name: str, listed: Collection[str]) -> str:
-        """Return a listed name; the engine has no others."""
-        return name if name in listed else ""
-
-    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
+    def adapt(self, fields: dict[str, Any], salt: str) -> None:
         """Limit the answer, and penalise repetition, by the fields that it knows."""
-        use_max_tokens(fields)
+        super().adapt(fields, salt)
         if "repetition_penalty" in fields:
             fields["repeat_penalty"] = fields.pop("repetition_penalty")
-
-    def normalise(self, answer: dict[str, Any]) -> bool:
-        """Spell reasoning as clients expect it."""
-        return spell_reasoning(answer)
 
 
 def _model(entry: dict[str, Any]) -> EngineModel:

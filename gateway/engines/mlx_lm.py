@@ -7,15 +7,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from gateway.engines.base import Ask, EngineModel, EngineState, HttpAnswer, Question
-from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_tokens
-from gateway.engines.openai import OpenAIEngine
+from gateway.engines.local import LocalEngine
 from gateway.routing.features import Feature
 
 _OWN_MODEL = "default_model"
 """Its name for the model with which it was started."""
 
 
-class MlxLm(OpenAIEngine):
+class MlxLm(LocalEngine):
     """An `mlx_lm.server`.
 
     It loads whatever model a request names, and lists all that it finds on its disk. Its thread for
@@ -29,10 +28,9 @@ class MlxLm(OpenAIEngine):
             *(Feature.IMAGE, Feature.VIDEO, Feature.AUDIO, Feature.FILE),
             *(Feature.STRUCTURED_OUTPUT, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO),
             *(Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
-            Feature.THINKING_BUDGET,
+            *(Feature.THINKING_BUDGET, Feature.EXACT),
         )
     )
-    facts = REASONING_FACTS
 
     def __init__(
         self, token: str = "", names: Mapping[str, str] | None = None, *, cache_salt: bool = False
@@ -53,11 +51,13 @@ class MlxLm(OpenAIEngine):
     async def read(self, ask: Ask) -> EngineState:
         """List its models; the last one that a request named is in memory.
 
-        Without a folder of downloads it fails to list any, also the one that it serves.
+        Without a folder of downloads it fails to list any, also the one that it serves. Then those
+        that an admin has named are taken for granted.
         """
         state = self.state_of((await ask(Question(self.models_path))).object().get("data"))
         if not state.models:
-            return EngineState((EngineModel(_OWN_MODEL),))
+            named = self._names.values() or (_OWN_MODEL,)
+            return EngineState(tuple(map(EngineModel, named)))
         last = self._last_model
         models = [
             EngineModel(model.name, loaded=last in ("", model.name)) for model in state.models
@@ -68,11 +68,7 @@ class MlxLm(OpenAIEngine):
         """Return a listed name, or its own name of the model with which it was started."""
         return name if name in listed or name == _OWN_MODEL else ""
 
-    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
+    def adapt(self, fields: dict[str, Any], salt: str) -> None:
         """Remember the model, which the engine keeps in memory from now on."""
         self._last_model = fields["model"]
-        use_max_tokens(fields)
-
-    def normalise(self, answer: dict[str, Any]) -> bool:
-        """Spell reasoning as clients expect it."""
-        return spell_reasoning(answer)
+        super().adapt(fields, salt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.engines.base import (
@@ -16,8 +16,7 @@ from gateway.engines.base import (
     model_name,
     objects,
 )
-from gateway.engines.local import drafts_of_timings, spell_reasoning, use_max_tokens
-from gateway.engines.openai import OpenAIEngine
+from gateway.engines.local import LocalEngine, drafts_of_timings
 from gateway.errors import GatewayError
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
@@ -28,7 +27,7 @@ _TENANT = "x-apc-tenant"
 """The header by which its prefix cache tells tenants apart."""
 
 
-class MlxVlm(OpenAIEngine):
+class MlxVlm(LocalEngine):
     """An `mlx_vlm.server`, with a drafter or without."""
 
     kind = "mlx-vlm"
@@ -37,10 +36,10 @@ class MlxVlm(OpenAIEngine):
         (
             *(Feature.COMPLETIONS, Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO),
             *(Feature.STOP, Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS),
-            Feature.TRUNCATION,
+            *(Feature.TRUNCATION, Feature.EXACT),
         )
     )
-    facts = fact_pattern("timings")
+    facts = fact_pattern("timings", "reasoning")
     drafts = staticmethod(drafts_of_timings)
     isolation = Isolation.CACHE_SALT
 
@@ -62,10 +61,6 @@ class MlxVlm(OpenAIEngine):
         ]
         return EngineState(tuple(models))
 
-    def listed_as(self, name: str, listed: Collection[str]) -> str:
-        """Return a listed name; the engine has no others."""
-        return name if name in listed else ""
-
     def headers(
         self,
         lane: str,
@@ -83,16 +78,8 @@ class MlxVlm(OpenAIEngine):
         """Return the body without a salt: the header isolates."""
         return super().body(body, fields, "")
 
-    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
-        """Limit the answer by the field that it knows."""
-        use_max_tokens(fields)
-
     def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
         """Return words of ours; with a drafter it answers 500 to what it does not support."""
         if status == 500 and b"is not supported" in body:
             status = 400
         return super().refusal(status, body, fields)
-
-    def normalise(self, answer: dict[str, Any]) -> bool:
-        """Spell reasoning as clients expect it."""
-        return spell_reasoning(answer)

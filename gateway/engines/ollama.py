@@ -19,8 +19,7 @@ from gateway.engines.base import (
     model_name,
     objects,
 )
-from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_tokens
-from gateway.engines.openai import OpenAIEngine
+from gateway.engines.local import LocalEngine
 from gateway.routing.features import Feature
 
 _TAGS = Question("/api/tags")
@@ -29,7 +28,7 @@ _FEATURES = {"vision": Feature.IMAGE, "tools": Feature.TOOLS}
 """Names of abilities, and the features of requests that need them."""
 
 
-class Ollama(OpenAIEngine):
+class Ollama(LocalEngine):
     """A server of Ollama. It tells neither cached tokens nor drafts and knows no scopes."""
 
     kind = "ollama"
@@ -39,11 +38,10 @@ class Ollama(OpenAIEngine):
             *(Feature.VIDEO, Feature.AUDIO, Feature.FILE, Feature.CHOICES, Feature.PROMPTS),
             *(Feature.ECHO, Feature.LOGPROBS, Feature.STOP_TOKENS, Feature.MIN_TOKENS),
             *(Feature.IGNORE_EOS, Feature.TRUNCATION, Feature.THINKING_BUDGET, Feature.TOP_K),
-            *(Feature.MIN_P, Feature.REPETITION_PENALTY, Feature.LOGIT_BIAS),
+            *(Feature.MIN_P, Feature.REPETITION_PENALTY, Feature.LOGIT_BIAS, Feature.EXACT),
         )
     )
     default_slots = 4
-    facts = REASONING_FACTS
 
     def __init__(self, *args: Any, **given: Any) -> None:
         self._abilities: dict[str, EngineModel] = {}
@@ -107,11 +105,3 @@ class Ollama(OpenAIEngine):
     def listed_as(self, name: str, listed: Collection[str]) -> str:
         """Return a listed name; one without a tag is the latest."""
         return next((one for one in (name, f"{name}:latest") if one in listed), "")
-
-    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
-        """Limit the answer by the field that it knows."""
-        use_max_tokens(fields)
-
-    def normalise(self, answer: dict[str, Any]) -> bool:
-        """Spell reasoning as clients expect it."""
-        return spell_reasoning(answer)

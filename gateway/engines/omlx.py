@@ -5,7 +5,7 @@ By its published source; not run here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.engines.base import (
@@ -18,9 +18,8 @@ from gateway.engines.base import (
     model_name,
     objects,
 )
-from gateway.engines.local import spell_reasoning, use_max_tokens
-from gateway.engines.openai import OpenAIEngine
-from gateway.protocols.event_stream import fact_pattern, read_usage
+from gateway.engines.local import LocalEngine
+from gateway.protocols.event_stream import read_usage
 from gateway.routing.features import Feature
 from gateway.routing.view import TAKES_ALL
 from gateway.types import Usage
@@ -38,7 +37,7 @@ def _usage(answer: Mapping[str, Any]) -> Usage | None:
     return usage._replace(cached_tokens=min(count(told), usage.prompt_tokens), cached_known=True)
 
 
-class Omlx(OpenAIEngine):
+class Omlx(LocalEngine):
     """A server of oMLX."""
 
     kind = "omlx"
@@ -47,10 +46,9 @@ class Omlx(OpenAIEngine):
         (
             *(Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO, Feature.LOGPROBS),
             *(Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
-            *(Feature.TOP_K, Feature.REPETITION_PENALTY, Feature.LOGIT_BIAS),
+            *(Feature.TOP_K, Feature.REPETITION_PENALTY, Feature.LOGIT_BIAS, Feature.EXACT),
         )
     )
-    facts = fact_pattern("reasoning")
     usage = staticmethod(_usage)
 
     @classmethod
@@ -74,18 +72,6 @@ class Omlx(OpenAIEngine):
                 if told.get(model.name, {}).get("model_type", "llm") in _CHATS
             )
         )
-
-    def listed_as(self, name: str, listed: Collection[str]) -> str:
-        """Return a listed name; the engine has no others."""
-        return name if name in listed else ""
-
-    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
-        """Limit the answer by the field that it knows."""
-        use_max_tokens(fields)
-
-    def normalise(self, answer: dict[str, Any]) -> bool:
-        """Spell reasoning as clients expect it."""
-        return spell_reasoning(answer)
 
 
 def _model(model: EngineModel, told: Mapping[str, Any]) -> EngineModel:

@@ -29,7 +29,7 @@ from workers.protocol import NodeSource, WorkerReport
 
 # What a request asks of Paceline alone; without these fields the answer is the same.
 _OURS = frozenset(
-    "draft_tokens metrics specprefill specprefill_keep_pct token_sources truncate "
+    "draft_tokens exact metrics specprefill specprefill_keep_pct token_sources truncate "
     "max_tokens_per_doc".split()
 )
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
@@ -50,7 +50,7 @@ class OpenAIEngine(Engine):
     models_path: ClassVar[str] = "/v1/models"
     health: ClassVar[Question] = Question("/v1/models")
     """The question that an engine answers while it works."""
-    lacks: ClassVar[frozenset[Feature]] = frozenset()
+    lacks: ClassVar[frozenset[Feature]] = frozenset((Feature.EXACT,))
     """Features that no model of this kind takes."""
     default_pools: ClassVar[tuple[str, ...]] = ("vlm",)
     default_slots: ClassVar[int] = 8

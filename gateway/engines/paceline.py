@@ -35,10 +35,24 @@ REPORT_PATH = "/v1/status"
 """At which a worker returns its report."""
 
 
-class PacelineWorker(Engine):
-    """A worker of Paceline that sends heartbeats, authorized by the join token."""
+class _Paceline(Engine):
+    """A worker or a gateway of Paceline, whose errors a client may read as they are."""
 
     kind = "paceline"
+
+    def refusal(
+        self,
+        status: int,
+        body: bytes,
+        fields: Mapping[str, Any],  # noqa: ARG002
+    ) -> GatewayError:
+        """Return the error in its own words: they are ours."""
+        return own_refusal(status, body)
+
+
+class PacelineWorker(_Paceline):
+    """A worker of Paceline that sends heartbeats, authorized by the join token."""
+
     sends_reports = True
     shares_slots = False
     continues_streams = True
@@ -74,20 +88,11 @@ class PacelineWorker(Engine):
         """Return the serialized body: the headers carry the rest."""
         return body
 
-    def refusal(
-        self,
-        status: int,
-        body: bytes,
-        fields: Mapping[str, Any],  # noqa: ARG002
-    ) -> GatewayError:
-        """Return the worker's own words: they are ours."""
-        return own_refusal(status, body)
 
-
-class PacelineGateway(OpenAIEngine):
+class PacelineGateway(_Paceline, OpenAIEngine):
     """Another gateway of Paceline: an OpenAI server that tells drafts and cached tokens."""
 
-    kind = "paceline"
+    lacks = frozenset()
     default_pools = ("text-mtp", "vlm")
     default_slots = 16
 
@@ -110,15 +115,6 @@ class PacelineGateway(OpenAIEngine):
         """Return the whole body with the draft counts requested, which this gateway counts."""
         model = self.names.get(fields["model"], fields["model"])
         return to_json({"metrics": "summary", **fields, "model": model}, inf_nan_mode="null")
-
-    def refusal(
-        self,
-        status: int,
-        body: bytes,
-        fields: Mapping[str, Any],  # noqa: ARG002
-    ) -> GatewayError:
-        """Return the gateway's own words: they are ours."""
-        return own_refusal(status, body)
 
 
 def _keys_text(prefix: PrefixKeys) -> str:

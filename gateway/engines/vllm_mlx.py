@@ -1,21 +1,36 @@
-"""`vllm-mlx`: text and pictures, with counts of drafts for the whole server alone.
+"""`vllm-mlx`: text and pictures, with the drafts of each answer beside it.
 
-By its source of 0.6.0; not run here.
+By its source of 0.6.0, and recorded from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.engines.base import Ask, EngineState, HttpAnswer, Question, count
-from gateway.engines.local import REASONING_FACTS, spell_reasoning, use_max_tokens
-from gateway.engines.openai import OpenAIEngine
+from gateway.engines.local import LocalEngine
+from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
+from gateway.types import Drafts
 from workers.protocol import Speculation
 
+_METADATA = "generation_metadata"
+"""Of an answer with something to tell, else null."""
 
-class VllmMlx(OpenAIEngine):
+
+def _drafts(answer: Mapping[str, Any]) -> Drafts | None:
+    """Read the drafts of an answer, one token a step; None if it tells none."""
+    metadata = answer.get(_METADATA)
+    if not isinstance(metadata, dict) or metadata.get("mtp_drafts") is None:
+        return None
+    drafted, accepted = count(metadata["mtp_drafts"]), count(metadata.get("mtp_accepted"))
+    if accepted > drafted:
+        return None
+    return Drafts(drafted, drafted, accepted, (drafted - accepted, accepted))
+
+
+class VllmMlx(LocalEngine):
     """A server of vllm-mlx. Its prefix cache is not told in answers and knows no scopes."""
 
     kind = "vllm-mlx"
@@ -24,10 +39,12 @@ class VllmMlx(OpenAIEngine):
         (
             *(Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO, Feature.LOGPROBS),
             *(Feature.STOP, Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS),
-            *(Feature.TRUNCATION, Feature.LOGIT_BIAS),
+            *(Feature.TRUNCATION, Feature.LOGIT_BIAS, Feature.EXACT),
         )
     )
-    facts = REASONING_FACTS
+
+    facts = fact_pattern("reasoning", _METADATA)
+    drafts = staticmethod(_drafts)
 
     @classmethod
     def is_sign(cls, answer: HttpAnswer) -> bool:
@@ -50,15 +67,3 @@ class VllmMlx(OpenAIEngine):
             histogram=(drafted - accepted, accepted),
         )  # fmt: skip
         return state._replace(drafts=True, speculation=counts)
-
-    def listed_as(self, name: str, listed: Collection[str]) -> str:
-        """Return a listed name; the engine has no others."""
-        return name if name in listed else ""
-
-    def adapt(self, fields: dict[str, Any], salt: str) -> None:  # noqa: ARG002
-        """Limit the answer by the field that it knows."""
-        use_max_tokens(fields)
-
-    def normalise(self, answer: dict[str, Any]) -> bool:
-        """Spell reasoning as clients expect it."""
-        return spell_reasoning(answer)

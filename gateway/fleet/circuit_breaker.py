@@ -72,10 +72,19 @@ class CircuitBreaker:
         return max(self.ejected_until_s, self.busy_until_s)
 
     def record_success(self, now_s: float, slots: int) -> CircuitBreaker:
-        """Record a success; on probation, the limit doubles until it reaches all slots."""
+        """Record a success; on probation, the limit doubles until it reaches all slots.
+
+        An answer of an ejected worker, which was asked for lack of another one, ends the ejection.
+        """
         if self.probation_limit is None and not self.failures:
             return self
-        recovered = replace(self, connect_failures=0, failures=0, unreachable=False)
+        recovered = replace(
+            self,
+            connect_failures=0,
+            failures=0,
+            unreachable=False,
+            ejected_until_s=min(self.ejected_until_s, now_s),
+        )
         if self.probation_limit is None:
             return recovered
         more = self.probation_limit * 2

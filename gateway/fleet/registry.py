@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -17,7 +17,14 @@ from gateway.storage.counters import MAX_WORKERS
 from gateway.types import WorkerBoot
 from policies.request.profile import Sampling
 from policies.sections import Pool
-from workers.protocol import MAX_SOURCES, LaneReport, NodeSource, WorkerReport, is_loopback
+from workers.protocol import (
+    CRITICAL_PRESSURE,
+    MAX_SOURCES,
+    LaneReport,
+    NodeSource,
+    WorkerReport,
+    is_loopback,
+)
 
 log = logging.getLogger(__name__)
 
@@ -190,11 +197,14 @@ class WorkerRegistry:
         self._views.invalidate()
         self.on_capacity()
 
-    def acquire(self, candidate: Candidate) -> Lease | None:
-        """Acquire a slot of a lane; return None if it has none free."""
+    def acquire(self, candidate: Candidate, *, ejected: bool = False) -> Lease | None:
+        """Acquire a slot of a lane; return None if it has none free.
+
+        `ejected`: an ejected worker may have one too, for as many requests as on probation.
+        """
         now_s = self._clock()
         worker = self._workers.get(candidate.worker_id)
-        if worker is None or not self._has_free_slot(worker, candidate.lane, now_s):
+        if worker is None or not self._has_free_slot(worker, candidate.lane, now_s, ejected):
             return None
         worker.add_request(candidate.lane, candidate.prefill_s, now_s)
         self._views.add_changed(worker)
@@ -226,7 +236,8 @@ class WorkerRegistry:
         elif result is AttemptResult.FAILED or (
             result in _TIMEOUTS and not self._is_stalled(now_s)
         ):
-            last = self._is_last(worker, now_s)
+            # An ejected worker was asked for lack of another one: no failure of it is news.
+            last = before.is_ejected(now_s) or self._is_last(worker, now_s)
             worker.breaker = before.record_failure(now_s, result, last=last, jitter=self._jitter())
         if worker.breaker.ejected_at_s != before.ejected_at_s:
             worker.probation_requests = 0
@@ -252,6 +263,11 @@ class WorkerRegistry:
             for lane in worker.report.lanes
             if lane.name == name or lane.name in pool.lanes
         )
+
+    def view_of_all(self) -> FleetView:
+        """Return a snapshot of all workers, also of those that accept no requests now."""
+        views = tuple(worker.view() for worker in self.workers())
+        return FleetView.of(views, self._known_models, self._clock())
 
     def view(self, without: frozenset[str] = NO_WORKERS) -> FleetView:
         """Return an immutable snapshot for decisions that excludes the workers `without`."""
@@ -310,21 +326,31 @@ class WorkerRegistry:
         ]
         return min((wait_s for wait_s in waits_s if wait_s > 0), default=None)
 
-    def busy_engines(self, model: str) -> dict[str, float]:
-        """Return how long each engine of a model is busy that takes requests but for that.
+    def report_short_of_memory(self, model: str) -> WorkerReport | None:
+        """Return the report of a worker of a model that refuses requests for lack of memory."""
+        for worker in self._workers.values():
+            report = worker.report
+            if report.memory_pressure == CRITICAL_PRESSURE and model in worker.models:
+                return report
+        return None
 
-        Workers of Paceline are none of them: they have a queue of their own.
+    def engine_free_in_s(self, model: str, without: Collection[str], at_s: float) -> float | None:
+        """Return when the first engine is free that took requests at a time but for being busy.
+
+        None if there is none. Workers of Paceline are left out: they have a queue of their own.
         """
         now_s = self._clock()
-        return {
-            worker.report.worker_id: wait_s
-            for worker in self._workers.values()
-            if worker.accepting
+        waits_s = [
+            max(0.0, worker.breaker.busy_until_s - now_s)
+            for worker_id, worker in self._workers.items()
+            if worker_id not in without
+            and worker.accepting
             and model in worker.models
             and not worker.backend.sends_reports
             and not worker.breaker.is_ejected(now_s)
-            and (wait_s := worker.breaker.busy_until_s - now_s) > 0
-        }
+            and worker.breaker.is_busy(at_s)
+        ]
+        return min(waits_s, default=None)
 
     def local_requests(self, worker_id: str) -> int:
         """Return how many requests of this gateway a worker has."""
@@ -459,14 +485,19 @@ class WorkerRegistry:
         # An ejected worker is better than none, so the last one of a model stays available.
         return not breaker.is_ejected(now_s) or self._is_last(worker, now_s)
 
-    def _has_free_slot(self, worker: WorkerState, lane: str, now_s: float) -> bool:
+    def _has_free_slot(
+        self, worker: WorkerState, lane: str, now_s: float, ejected: bool = False
+    ) -> bool:
         if worker.occupied(lane) >= worker.slots.get(lane, 0) or worker.cordoned:
             return False
         breaker = worker.breaker
         if breaker is HEALTHY:
             return True
         limit = breaker.probation_limit
-        return self._is_available(worker, now_s) and (
+        available = self._is_available(worker, now_s) or (
+            ejected and worker.accepting and not breaker.is_busy(now_s)
+        )
+        return available and (
             limit is None or worker.probation_requests < limit or self._is_last(worker, now_s)
         )
 

@@ -24,6 +24,7 @@ from gateway.fleet.worker import Lease
 from gateway.routing.features import FIELDS
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
+from gateway.routing.view import FleetView
 from gateway.types import Caller
 from policies.document import PolicyDocument
 from policies.request.profile import bypass_reasons
@@ -97,12 +98,13 @@ class Scheduler:
     ) -> Lease:
         """Decide which lane takes a request and acquire a slot there, in the queue if need be.
 
-        `tried` excludes workers, but none that was busy and is so no more. `on_decision` gets the
-        decision before any wait; `since_s` is the time from which the request waits. A request that
-        a worker had `begun` waits even in a full queue. Raise `PoolsNotAllowed`, `FeatureUntaken`,
-        `NoWorker` or `WorkerBusy` if no worker is left, `QueueFull` or `QueueTimeout`. The caller
-        must `release` the lease in the same function, however it ends.
+        `tried` excludes workers. `on_decision` gets the decision before any wait; `since_s` is the
+        time from which the request waits. A request that a worker had `begun` waits even in a full
+        queue. Raise `PoolsNotAllowed`, `FeatureUntaken`, `NoWorker` or `WorkerBusy` if no worker is
+        left, `QueueFull` or `QueueTimeout`. The caller must `release` the lease in the same
+        function, however it ends.
         """
+        before_s = self._clock()
         decision = self._decide(request, tried, first_only=True)
         if on_decision is not None:
             on_decision(decision)
@@ -116,18 +118,29 @@ class Scheduler:
             return lease
         if not decision.candidates:
             model = request.profile.model
-            if decision.lacking:
+            if decision.lacking and not self._takers(request):
                 feature = min(decision.lacking)
                 raise errors.FeatureUntaken(model, feature.value, param=FIELDS[feature])
-            if busy := self._fleet.busy_engines(model):
+            # As of the decision: an engine may have become free since.
+            if (busy_s := self._fleet.engine_free_in_s(model, tried, before_s)) is not None:
                 since_s = self._clock() if since_s is None else since_s
-                await self._await_engine(request, min(busy.values()), since_s)
-                rest = tried - busy.keys()
-                return await self.acquire(request, caller, rest, since_s=since_s, begun=begun)
+                await self._await_engine(request, busy_s, since_s)
+                return await self.acquire(request, caller, tried, since_s=since_s, begun=begun)
+            if tried and (lease := self._last_chance(request, tried)) is not None:
+                return lease
             if (available_in_s := self._fleet.available_in_s(model)) is not None:
-                raise errors.WorkerBusy(retry_after_s=available_in_s)
+                raise self._busy(model, available_in_s)
             raise errors.NoWorker(f"No worker can take requests for the model '{model}' now.")
         return await self._wait(request, decision, caller, tried, begun=begun)
+
+    def _busy(self, model: str, retry_after_s: float) -> errors.WorkerBusy:
+        """Return the error while all workers of a model pause, with the memory if that is why."""
+        report = self._fleet.report_short_of_memory(model)
+        if report is None:
+            return errors.WorkerBusy(retry_after_s=retry_after_s)
+        return errors.WorkerBusy.with_memory(
+            report.footprint_bytes, report.footprint_limit_bytes, retry_after_s=retry_after_s
+        )
 
     async def _await_engine(self, request: RoutingRequest, busy_s: float, since_s: float) -> None:
         """Wait until an engine is no longer busy; raise `WorkerBusy` at the limits of a queue."""
@@ -146,8 +159,30 @@ class Scheduler:
         self, request: RoutingRequest, tried: frozenset[str], *, first_only: bool = False
     ) -> Decision:
         """Decide by the present fleet without the workers tried before."""
-        fleet = self._prefixes.annotate(self._fleet.view(without=tried), request.prefix)
+        return self._decide_among(self._fleet.view(without=tried), request, first_only=first_only)
+
+    def _decide_among(
+        self, fleet: FleetView, request: RoutingRequest, *, first_only: bool = False
+    ) -> Decision:
+        fleet = self._prefixes.annotate(fleet, request.prefix)
         return decide(request, fleet, self._rng, first_only=first_only)
+
+    def _takers(self, request: RoutingRequest) -> tuple[Candidate, ...]:
+        """Return the lanes of all workers that take such requests, though perhaps not now."""
+        return self._decide_among(self._fleet.view_of_all(), request).candidates
+
+    def _last_chance(self, request: RoutingRequest, tried: frozenset[str]) -> Lease | None:
+        """Acquire a slot of an ejected worker for a request that all others have failed.
+
+        It is better than an error, as it is for the first attempt where all are ejected. Such a
+        worker has as many requests at a time as on probation, and none waits for it.
+        """
+        for candidate in self._takers(request):
+            if candidate.worker_id in tried:
+                continue
+            if (lease := self._take(candidate, request.policy, ejected=True)) is not None:
+                return lease
+        return None
 
     def _first_free(self, request: RoutingRequest, decision: Decision) -> Lease | None:
         """Acquire a slot of the first candidate that has one and needs no wait."""
@@ -170,13 +205,15 @@ class Scheduler:
             delay_s = after.available_at_s - self._clock()
             asyncio.get_running_loop().call_later(delay_s, self.wake)
 
-    def _take(self, candidate: Candidate, policy: PolicyDocument) -> Lease | None:
+    def _take(
+        self, candidate: Candidate, policy: PolicyDocument, *, ejected: bool = False
+    ) -> Lease | None:
         """Acquire a slot of a lane; return None if lane or pool have none free."""
         pool = self._pools[candidate.pool]
         bound = policy.pools[candidate.pool].slots
         if bound is not None and pool.running >= bound:
             return None
-        lease = self._fleet.acquire(candidate)
+        lease = self._fleet.acquire(candidate, ejected=ejected)
         if lease is not None:
             pool.running += 1
         return lease
@@ -208,13 +245,15 @@ class Scheduler:
             return None
         now_s = self._clock()
         pools = [self._pools[name] for name in waiter.pools]
-        places = [pool.drain_rate.place(pool.queue.place(waiter), now_s) for pool in pools]
+        places = [
+            pool.drain_rate.place(pool.queue.place(waiter), now_s, pool.running) for pool in pools
+        ]
         return min(places, key=lambda place: place.wait_s)
 
     def retry_after_s(self, pool: str) -> float:
         """Estimate when a retry makes sense: when the requests in this queue have a slot."""
         queued = self._pools[pool]
-        return queued.drain_rate.retry_after_s(len(queued.queue), self._clock())
+        return queued.drain_rate.retry_after_s(len(queued.queue), self._clock(), queued.running)
 
     async def _wait(
         self,
@@ -315,7 +354,7 @@ class Scheduler:
         self._pools[pool].queue.dequeue(waiter)
         for name in waiter.pools:
             self._pools[name].queue.remove(waiter)
-            self._pools[name].drain_rate.record(self._clock())
+            self._pools[name].drain_rate.record(self._clock(), self._pools[name].running)
 
 
 def _oldest_s(pool: _Pool) -> float:

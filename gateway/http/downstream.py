@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, Self
 
@@ -36,29 +37,30 @@ class DownstreamProtocol(BoundedProtocol):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._writer: ResponseWriter | None = None
+        self.writer: ResponseWriter | None = None
         """Of the running request, or of the last one."""
-        # Not the writer itself: each request would be a cycle of garbage.
+        # Neither the writer nor the connection itself: they would be cycles of garbage.
+        connection = weakref.proxy(self)
         self._extensions: dict[str, dict[object, object]]
-        self._extensions = {_RESPONSE: {"writer": lambda: self._writer}}
+        self._extensions = {_RESPONSE: {"writer": lambda: connection.writer}}
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the running request."""
         super().connection_lost(exc)
-        if self._writer is not None:
-            self._writer.disconnect()
+        if self.writer is not None:
+            self.writer.disconnect()
 
     def pause_writing(self) -> None:
         """Pause the running request and those behind it."""
         super().pause_writing()
-        if self._writer is not None:
-            self._writer.set_write_paused(True)
+        if self.writer is not None:
+            self.writer.set_write_paused(True)
 
     def resume_writing(self) -> None:
         """Resume what was paused."""
         super().resume_writing()
-        if self._writer is not None:
-            self._writer.set_write_paused(False)
+        if self.writer is not None:
+            self.writer.set_write_paused(False)
 
     def on_message_begin(self) -> None:
         """Offer the writer of the response to the application."""
@@ -68,12 +70,12 @@ class DownstreamProtocol(BoundedProtocol):
     def check(self, now_s: float) -> None:
         """Check the time limits of the connection and of its running request."""
         super().check(now_s)
-        if self._writer is not None:
-            self._writer.check(now_s)
+        if self.writer is not None:
+            self.writer.check(now_s)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Create the writer of the response, then start the request."""
-        self._writer = ResponseWriter(cycle, self._buffered.write_now)
+        self.writer = ResponseWriter(cycle, self._buffered.write_now)
         super()._start_asgi_task(cycle, app)
 
 

@@ -119,7 +119,7 @@ class WireFormat(Protocol):
         """Return the headers that tell a client what remains of its limits at this time."""
 
     def keep_alive(self, comment: bytes) -> bytes:
-        """Return what a silent stream sends, which begins with a comment."""
+        """Return what the client gets for a comment, while the engine of a stream is silent."""
 
     def error_body(self, error: GatewayError) -> bytes:
         """Return the body of an error response."""

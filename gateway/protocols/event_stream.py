@@ -75,13 +75,15 @@ class AnswerProgress:
 class StreamScanner:
     """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
 
-    `reader` reads the facts as the engine of the stream spells them. With `progress`, the scanner
-    cuts the lines that tell tokens off their events, and adds those whose events it passes on.
+    `keep_alive` encodes the comments of a silent engine. `reader` reads the facts as the engine of
+    the stream spells them. With `progress`, the scanner cuts the lines that tell tokens off their
+    events, and adds those whose events it passes on.
     """
 
     def __init__(
         self,
         encoder: StreamEncoder,
+        keep_alive: Callable[[bytes], bytes],
         reader: AnswerReader | None = None,
         *,
         progress: AnswerProgress | None = None,
@@ -91,6 +93,7 @@ class StreamScanner:
         self.progress = progress
         """None from an event on whose tokens the worker does not tell."""
         self.encoder = encoder
+        self._keep_alive = keep_alive
         self._reader = reader or _READER
         self._facts = self._reader.facts
         self._line = b""
@@ -181,7 +184,7 @@ class StreamScanner:
             self._line, event = event[len(TOKENS_LINE) : end], event[end:]
         elif b"data:" not in event:
             if event.startswith(b":") and not self.state.done:
-                passed += event
+                passed += self._keep_alive(event)
             return
         group, self._group = (*self._group, event), []
         for one in group:
@@ -210,7 +213,7 @@ class StreamScanner:
             self._break("an event is too long")
         elif not (text := _data_of(event)):
             if event.startswith(b":"):
-                passed += event  # a comment to keep the connection alive
+                passed += self._keep_alive(event)
         elif text == _DONE:
             if state.finished:
                 state.done = True

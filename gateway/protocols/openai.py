@@ -60,8 +60,12 @@ class OpenAIFormat:
         try:
             if legacy or _has_function_messages(body.get("messages")):
                 body = with_tools(body)
+            if _allows_tools(body.get("tool_choice")):
+                body = _with_allowed_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
-            profile = read_profile(body, self.endpoint, defaults)
+            rules = policy.models.get(model)
+            exact = rules is not None and rules.exact
+            profile = read_profile(body, self.endpoint, defaults, exact=exact)
             profile = apply_limits(profile, policy.limits, policy.media)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
@@ -223,6 +227,41 @@ def _has_function_messages(messages: Any) -> bool:
     )
 
 
+def _allows_tools(choice: Any) -> bool:
+    return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
+
+
+def _with_allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body whose tools are those that its `tool_choice` allows; raise `FieldError`.
+
+    Engines know a mode alone.
+    """
+    match body["tool_choice"].get("allowed_tools"), body.get("tools"):
+        case {"mode": "auto" | "required" as mode, "tools": [*references]}, [*tools]:
+            allowed = [_function_name(reference) for reference in references]
+            known = {_function_name(tool) for tool in tools} - {None}
+            for index, name in enumerate(allowed):
+                if name not in known:
+                    raise FieldError(
+                        f"tool_choice.allowed_tools.tools[{index}]",
+                        "An allowed tool must be the name of one of 'tools'.",
+                    )
+            names = set(allowed)
+            kept = [tool for tool in tools if _function_name(tool) in names]
+            return {**body, "tools": kept, "tool_choice": mode}
+    raise FieldError(
+        "tool_choice.allowed_tools",
+        "'tool_choice.allowed_tools' must have the mode auto or required, and some of 'tools'.",
+    )
+
+
+def _function_name(tool: Any) -> str | None:
+    match tool:
+        case {"function": {"name": str() as name}}:
+            return name
+    return None
+
+
 def parse(raw: bytes) -> dict[str, Any]:
     """Parse one strict JSON object: UTF-8, no NaN, no infinity, bounded depth and values."""
     # An empty list takes two bytes here and seventy when it is parsed.
@@ -264,6 +303,8 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
     }
     if sampling.repetition_penalty != 1.0:
         sent["repetition_penalty"] = sampling.repetition_penalty
+    if profile.exact:
+        sent["exact"] = True
     if profile.max_tokens is not None and "max_completion_tokens" not in sent:
         sent["max_tokens"] = profile.max_tokens
     if profile.endpoint is Endpoint.CHAT:

@@ -63,6 +63,8 @@ class RequestContext(RequestRecord):
     """A worker has the request and may have begun it."""
     relayed: bool = False
     """The client has received an event of the answer."""
+    answered: bool = False
+    """The client has received the whole answer."""
     encoder: StreamEncoder | None = None
     """The encoder of the stream, which goes on if another worker does."""
     progress: AnswerProgress | None = None
@@ -125,8 +127,9 @@ class RequestContext(RequestRecord):
         self.begun = True
 
     def disconnect(self) -> None:
-        """Record that the client disconnected before the response was complete."""
-        self.outcome = Outcome.CLIENT_LEFT
+        """Record that the client disconnected, perhaps before the response was complete."""
+        if not self.answered:
+            self.outcome = Outcome.CLIENT_LEFT
 
     def fail(self, error: GatewayError) -> None:
         """Record the error that ended the request."""

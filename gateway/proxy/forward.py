@@ -45,6 +45,13 @@ _ATTEMPT_RESULTS = (
     (errors.WorkerError, AttemptResult.FAILED),
     (errors.GatewayError, AttemptResult.ABANDONED),
 )
+# After these errors no further worker gets the request; the client gets the first cause.
+_ENDS_RETRIES = (
+    errors.NoWorker,
+    errors.FeatureUntaken,
+    errors.WorkerBusy,
+    errors.RefusedByWorker,
+)
 # After these errors the worker has not begun the request.
 _NEVER_BEGUN = (errors.WorkerUnreachable, errors.WorkerBusy)
 # A body stays in memory until its answer is complete, so a larger one goes to no second worker.
@@ -167,14 +174,16 @@ class Forwarder:
                 except errors.GatewayError as error:
                     result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
                     retry_after_s = error.retry_after_s or 0.0
-                    tried |= {lease.candidate.worker_id}
+                    # The fleet leaves out a busy worker itself, for as long as it is busy.
+                    if result is not AttemptResult.BUSY:
+                        tried |= {lease.candidate.worker_id}
                     if not self._goes_on(error, lease, context, body):
                         raise
                     failure = error
                 finally:
                     self._scheduler.release(lease, result, retry_after_s)
                     self._record_prefix_usage(context, lease)
-            except (errors.NoWorker, errors.WorkerBusy, errors.RefusedByWorker) as error:
+            except _ENDS_RETRIES as error:
                 raise _first_cause(error, failure, begun=context.relayed) from None
             finally:
                 if turn is not None:
@@ -245,10 +254,11 @@ class Forwarder:
             again = again and self._can_go_on(context, body)
             context.failovers += again
         log.warning(
-            "attempt.failed request=%s worker=%s code=%s again=%s",
+            "attempt.failed request=%s worker=%s code=%s ordered=%s again=%s",
             context.request_id,
             lease.candidate.worker_id,
             error.code,
+            ordered,
             again,
         )
         return again
@@ -280,7 +290,11 @@ class Forwarder:
         profile, more = context.profile, []
         if not backend.continues_streams or profile.endpoint not in GENERATING:
             return body
-        if profile.sampling.seed is None and not profile.sampling.greedy:
+        if (
+            profile.sampling.seed is None
+            and not profile.sampling.greedy
+            and lease.state.report.fingerprint  # else nobody goes on, and a seed may cost its batch
+        ):
             if context.seed is None:
                 context.seed = secrets.randbits(_SEED_BITS)
             more.append(b'"seed":%d' % context.seed)
@@ -296,6 +310,7 @@ class Forwarder:
             context.profile.stream
             and lease.state.backend.continues_streams
             and context.policy.retries.per_request > 0
+            and not context.profile.exact  # another worker would read the answer in one pass
             and len(body) <= _FAILOVER_LIMIT_BYTES
             and report.fingerprint
         )
@@ -421,7 +436,9 @@ class Forwarder:
         if not context.relayed or context.encoder is None:
             context.encoder = context.wire_format.encoder(context.routing_request, late_headers)
         context.encoder.failovers = context.failovers
-        scanner = StreamScanner(context.encoder, backend, progress=context.progress)
+        scanner = StreamScanner(
+            context.encoder, context.wire_format.keep_alive, backend, progress=context.progress
+        )
         if context.relayed and context.progress is not None:
             scanner.state.finished = context.progress.finished
         return scanner
@@ -465,6 +482,7 @@ class Forwarder:
             context.usage = state.usage or context.usage
             context.drafts = state.drafts or context.drafts
             context.relayed |= state.begun
+            context.answered = state.complete and context.exchange is None
             if progress is not None:
                 progress.finished |= state.finished
         if state.complete or (progress is not None and progress.ended):
@@ -491,9 +509,14 @@ def _first_cause(
     """Return the error for a client whose request ends with this one, after an earlier failure.
 
     A busy worker says when to retry, and the scheduler has the earliest such time. What a second
-    worker refuses is not what ends a stream that a first one has begun.
+    worker refuses is not what ends a stream that a first one has begun, and what the others lack
+    is no mistake of the client.
     """
-    if failure is None or isinstance(failure, errors.WorkerBusy):
+    if failure is None:
+        return error
+    if isinstance(error, errors.FeatureUntaken):
+        return failure
+    if isinstance(failure, errors.WorkerBusy):
         return error
     if isinstance(error, errors.RefusedByWorker) and not begun:
         return error

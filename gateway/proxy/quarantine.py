@@ -1,6 +1,6 @@
 """Quarantine of request bodies that crash workers: blocked for a while after the second crash.
 
-MLX aborts its whole process if a prompt is too large for it, so a body that every worker tries
+The system ends a worker whose prompt takes too much memory, so a body that every worker tries
 would crash one after the other.
 """
 

@@ -19,6 +19,8 @@ from workers.protocol import MAX_COUNT, TOKENIZE_PATH
 
 log = logging.getLogger(__name__)
 
+ESTIMATE_HEADER = "x-paceline-estimate"
+"""Of an answer whose number no worker has counted."""
 _TIMEOUT_S = 5.0
 _RESPONSE_LIMIT_BYTES = 4096
 

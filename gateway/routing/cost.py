@@ -22,7 +22,8 @@ _ROW_SHARE = 0.12
 _OTHER_LANE_SHARE = 0.5
 """Weight of a row of another lane: the lanes take turns on one machine."""
 _NOT_PAYING_SHARE = 0.3
-"""Share of an answer's time that is lost in a batch in which drafting does not pay."""
+"""Share of an answer's time that is lost in a batch in which drafting does not pay, on a Mac that
+has not measured its own."""
 FULL_LANE_FACTOR = 10
 """Weight of the rows of a lane that has no free slot."""
 # Above this share of its memory a worker evicts cached prompts and rows wait for each other.
@@ -46,8 +47,10 @@ class Throughput(NamedTuple):
 def throughput_of(report: WorkerReport) -> Throughput:
     """Return the speed that a worker reports."""
     rates = [lane.prefill_tokens_per_s for lane in report.lanes if lane.prefill_tokens_per_s]
-    limit_bytes = report.memory_limit_bytes
-    share = report.memory_bytes / limit_bytes if limit_bytes else 0.0
+    share = max(
+        _share(report.memory_bytes, report.memory_limit_bytes),
+        _share(report.footprint_bytes, report.footprint_limit_bytes),
+    )
     pressure = max(share - _MEMORY_PRESSURE_SHARE, 0.0) / (1 - _MEMORY_PRESSURE_SHARE)
     answers = {lane.name: _answer_s(lane) for lane in report.lanes}
     return Throughput(
@@ -62,7 +65,12 @@ UNMEASURED = Throughput(1 / _DEFAULT_PREFILL_TOKENS_PER_S, {}, {}, 0.0)
 
 
 def load_cost_s(
-    throughput: Throughput, lane: LaneReport, rows: int, other_rows: int, *, drafting_pays: bool
+    throughput: Throughput,
+    lane: LaneReport,
+    rows: int,
+    other_rows: int,
+    *,
+    draft_loss_share: float = 0.0,
 ) -> float:
     """Return the cost of one more request on a lane without its own prefill.
 
@@ -70,9 +78,23 @@ def load_cost_s(
     """
     row_s = throughput.row_s.get(lane.name) or _row_s(lane, 0.0)
     cost_s = throughput.memory_cost_s + row_s * (rows + other_rows * _OTHER_LANE_SHARE)
-    if drafting_pays:
-        return cost_s
-    return cost_s + _NOT_PAYING_SHARE * throughput.answer_s.get(lane.name, 0.0)
+    return cost_s + draft_loss_share * throughput.answer_s.get(lane.name, 0.0)
+
+
+def draft_loss_share(lane: LaneReport, rows: int) -> float:
+    """Return the share of an answer's time that a batch of so many rows loses.
+
+    Drafts gain less in it than in the batch in which this Mac has measured that they gain most.
+    """
+    speedups = lane.draft_speedup_by_rows
+    speedup = speedups[min(rows, len(speedups)) - 1] if speedups else 0.0
+    if not speedup:
+        return 0.0 if lane.drafting_pays(rows) else _NOT_PAYING_SHARE
+    return 1.0 - speedup / max(speedups)
+
+
+def _share(used_bytes: int, limit_bytes: int) -> float:
+    return used_bytes / limit_bytes if limit_bytes else 0.0
 
 
 def _answer_s(lane: LaneReport) -> float:

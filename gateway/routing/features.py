@@ -14,6 +14,7 @@ from policies.request.profile import Endpoint, RequestProfile
 class Feature(StrEnum):
     """One feature of a request; the value names it for people."""
 
+    EXACT = "exact answers"
     COMPLETIONS = "completions"
     IMAGE = "pictures"
     VIDEO = "videos"
@@ -39,6 +40,7 @@ class Feature(StrEnum):
 
 
 FIELDS: Mapping[Feature, str | None] = {
+    Feature.EXACT: "exact",
     Feature.COMPLETIONS: None,
     **dict.fromkeys((Feature.IMAGE, Feature.VIDEO, Feature.AUDIO, Feature.FILE), "messages"),
     Feature.TOOLS: "tools",
@@ -68,6 +70,7 @@ _MEDIA = {
     "file": Feature.FILE,
 }
 _TESTS: tuple[tuple[Feature, Callable[[RequestProfile], bool]], ...] = (
+    (Feature.EXACT, lambda profile: profile.exact),
     (Feature.COMPLETIONS, lambda profile: profile.endpoint is Endpoint.COMPLETIONS),
     (Feature.TOOLS, lambda profile: profile.tools),
     (Feature.STRUCTURED_OUTPUT, lambda profile: profile.structured_output),

@@ -84,6 +84,8 @@ class PrefixHasher:
     def prefix_keys(self, inspected: Inspected, caller: Caller, rules: PrefixPolicy) -> PrefixKeys:
         """Return the keys of the beginnings that a request may share with others."""
         profile, body = inspected.profile, inspected.body
+        if profile.exact:  # its worker reads all of it
+            return NO_KEYS
         if profile.text_chars < _MIN_TEXT_CHARS and not profile.media:
             return NO_KEYS
         scope = rules.scope(caller.key, caller.team)

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
-from gateway.routing.cost import FULL_LANE_FACTOR, UNMEASURED, Throughput, load_cost_s
+from gateway.routing.cost import (
+    FULL_LANE_FACTOR,
+    UNMEASURED,
+    Throughput,
+    draft_loss_share,
+    load_cost_s,
+)
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
@@ -136,7 +142,7 @@ class WorkerView:
                     lane.report,
                     lane.busy_rows * (1 if lane.in_flight < lane.slots else FULL_LANE_FACTOR),
                     busy_rows - lane.busy_rows,
-                    drafting_pays=lane.drafting_pays,
+                    draft_loss_share=draft_loss_share(lane.report, lane.busy_rows + 1),
                 ),
                 prefill_token_s=throughput.prefill_token_s,
             )

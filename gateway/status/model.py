@@ -307,7 +307,15 @@ class WorkerStatus(WorkStatus):
     boot_id: str
     """Empty if the worker is gone."""
     context_tokens: NonNegativeInt
+    group_size: NonNegativeInt
+    """Machines that serve the model together; `memory_bytes` is of all of them."""
     memory_bytes: NonNegativeInt
+    footprint_bytes: NonNegativeInt
+    """Memory of the whole process of the worker, as the kernel counts it."""
+    footprint_limit_bytes: NonNegativeInt
+    """What that process may take of its machine now; 0 if unknown."""
+    memory_pressure: str
+    """`normal`, `high` (new rows wait) or `critical` (the worker refuses requests)."""
     prefix_cache_bytes: NonNegativeInt
     """The part of `memory_bytes` that the prefix cache uses."""
     heartbeat_age_s: NonNegativeFloat

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from policies.request.fields import FieldError
+from policies.request.fields import FieldError, Fields
 
 CONSTRAINT_FIELDS = frozenset(
     "response_format structured_outputs guided_json guided_regex guided_choice "
@@ -36,6 +36,12 @@ class ConstraintKind(StrEnum):
 _VLLM_KINDS = frozenset(ConstraintKind) - {ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS}
 _KINDS = frozenset(kind.value for kind in _VLLM_KINDS)
 _MAX_CALLS = 16
+_OPTIONS: Mapping[str, tuple[bool, ...]] = {
+    "disable_fallback": (False, True),  # there is one backend
+    "disable_any_whitespace": (False, True),  # JSON has no free white space
+    "disable_additional_properties": (False,),
+}
+"""The options of vLLM's `structured_outputs`, with the values that change no answer."""
 
 
 class Constraint(NamedTuple):
@@ -127,16 +133,14 @@ def _from_vllm_fields(body: Mapping[str, Any]) -> Iterator[Constraint]:
         name = f"guided_{kind}"
         if body.get(name) is not None:
             yield _constraint(kind, body[name], name)
-    outputs = body.get("structured_outputs")
-    if outputs is None:
-        return
-    if not isinstance(outputs, Mapping):
-        raise FieldError("structured_outputs", "'structured_outputs' must be an object.")
+    outputs = Fields(body).object("structured_outputs")
     given = {name: value for name, value in outputs.items() if value is not None}
     if given.get("json_object") is False:
         del given["json_object"]
     for name, value in given.items():
         param = f"structured_outputs.{name[:100]}"
+        if isinstance(value, bool) and value in _OPTIONS.get(name, ()):
+            continue
         if name == "json_object" and value is True:
             yield Constraint(ConstraintKind.JSON, {"type": "object"}, param)
         elif name in _KINDS:

@@ -151,7 +151,13 @@ MEDIA_KINDS = {
 MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 """Optional texts of a message, for the chat template."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_TEXT_KINDS = frozenset({"text", "input_text", "output_text"})
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+"""The field of each kind of part that holds its text."""
 
 
 @dataclass(slots=True)
@@ -247,12 +253,12 @@ def _read_message(message: Any, where: str, found: Content) -> None:
 
 def _read_part(part: Any, where: str, found: Content) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str) or (kind not in _TEXT_KINDS and kind not in MEDIA_KINDS):
+    if not isinstance(kind, str) or (kind not in TEXT_PARTS and kind not in MEDIA_KINDS):
         raise FieldError(f"{where}.type", "This type of content part is not supported.")
-    if kind in _TEXT_KINDS:
-        if not isinstance(part.get("text"), str):
-            raise FieldError(f"{where}.text", "A text part needs a 'text' string.")
-        found.text_chars += len(part["text"])
+    if (name := TEXT_PARTS.get(kind)) is not None:
+        if not isinstance(part.get(name), str):
+            raise FieldError(f"{where}.{name}", f"A text part needs a '{name}' string.")
+        found.text_chars += len(part[name])
         return
     found.media[MEDIA_KINDS[kind]] += 1
     name, source = source_of(part)

@@ -75,6 +75,15 @@ class Fields:
             raise FieldError(name, f"'{name}' must be above 0.")
         return float(value)
 
+    def object(self, name: str) -> Mapping[str, Any]:
+        """Return an object; absent means an empty one."""
+        value = self._body.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise FieldError(name, f"'{name}' must be an object.")
+        return value
+
     def get(self, name: str) -> Any:
         """Return a value of any type, or None if the field is absent."""
         return self._body.get(name)

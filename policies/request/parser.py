@@ -50,12 +50,12 @@ _CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
     "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
     "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
     "ignore_eos min_tokens stop_token_ids truncate_prompt_tokens "
-    "draft_tokens specprefill specprefill_keep_pct metrics token_sources".split()
+    "draft_tokens exact specprefill specprefill_keep_pct metrics token_sources".split()
 )
 HONOURED_FIELDS = {
     Endpoint.CHAT: _CONTROL_FIELDS.union(
         "messages tools tool_choice parallel_tool_calls top_logprobs chat_template_kwargs "
-        "reasoning_effort thinking_budget include_reasoning".split()
+        "reasoning_effort thinking_budget thinking_token_budget include_reasoning".split()
     ),
     Endpoint.COMPLETIONS: _CONTROL_FIELDS | {"prompt", "echo"},
     Endpoint.EMBEDDINGS: EMBEDDINGS_FIELDS,
@@ -69,12 +69,15 @@ def read_profile(
     endpoint: Endpoint,
     defaults: Sampling = OPENAI_DEFAULTS,
     access: type[Fields] = Fields,
+    *,
+    exact: bool = False,
 ) -> RequestProfile:
     """Return the profile of a parsed body; raise `FieldError` for the first invalid field.
 
-    `access` reads the plain fields; `request_schema` passes a class that records them.
+    `defaults` and `exact` apply to fields that the body omits. `access` reads the plain fields;
+    `request_schema` passes a class that records them.
     """
-    ignored = read_ignored(body, HONOURED_FIELDS[endpoint], _ALL_FIELDS)
+    ignored = read_ignored(body, endpoint, HONOURED_FIELDS[endpoint], _ALL_FIELDS)
     if endpoint is Endpoint.EMBEDDINGS:
         return embeddings_profile(read_embeddings(body, access), ignored)
     if endpoint is Endpoint.RERANK:
@@ -108,9 +111,10 @@ def read_profile(
         top_logprobs=_read_logprobs(fields, endpoint),
         tools=bool(tools),
         structured_output=read_constraint(body) is not None,
-        thinking_budget=fields.integer("thinking_budget", None, low=0),
+        thinking_budget=_read_thinking_budget(fields),
         include_reasoning=fields.choice("include_reasoning") is not False,
         draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),
+        exact=_read_exact(fields, exact),
         spec_prefill=fields.choice("specprefill"),
         spec_prefill_keep=fields.number("specprefill_keep_pct", None, low=0, high=1, positive=True),
         messages=content.messages,
@@ -166,6 +170,26 @@ def _read_max_tokens(fields: Fields, endpoint: Endpoint) -> int | None:
     if limit is None and endpoint is Endpoint.COMPLETIONS:
         return 16  # OpenAI's default for this endpoint
     return limit
+
+
+def _read_thinking_budget(fields: Fields) -> int | None:
+    budget = fields.integer("thinking_budget", None, low=0)
+    other = fields.integer("thinking_token_budget", None, low=-1)  # vLLM's name; -1: no limit
+    if None not in (budget, other) and budget != other:
+        raise FieldError(
+            "thinking_token_budget",
+            "'thinking_budget' and 'thinking_token_budget' contradict each other.",
+        )
+    return budget if other in (None, -1) else other
+
+
+def _read_exact(fields: Fields, default: bool) -> bool:
+    wanted = fields.choice("exact")
+    exact = default if wanted is None else wanted
+    for name in ("draft_tokens", "specprefill"):
+        if exact and fields.get(name):
+            raise FieldError(name, f"'{name}' contradicts an exact answer ('exact').")
+    return exact
 
 
 def _read_choices(fields: Fields, prompts: int) -> int:
@@ -234,6 +258,11 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
     if not isinstance(tools, list) or len(tools) > _TOOLS_LIMIT:
         raise FieldError("tools", f"'tools' must be a list of at most {_TOOLS_LIMIT}.")
     for index, tool in enumerate(tools):
+        if isinstance(tool, Mapping) and tool.get("type") == "custom":
+            raise FieldError(
+                f"tools[{index}].type",
+                "Custom tools work on /v1/responses; a chat has functions alone.",
+            )
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise FieldError(f"tools[{index}]", "Each tool must be a function with a name.")
@@ -248,7 +277,10 @@ def _check_choices(body: Mapping[str, Any]) -> None:
     choice = body.get("tool_choice")
     named = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
     if not named and choice not in (None, "auto", "none", "required"):
-        raise FieldError("tool_choice", "'tool_choice' must be auto, none, required or a function.")
+        raise FieldError(
+            "tool_choice",
+            "'tool_choice' must be auto, none, required, a function or allowed tools.",
+        )
     if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
         raise FieldError("metrics", "'metrics' must be summary or detailed.")
 
@@ -283,6 +315,4 @@ def _read_stream_options(body: Mapping[str, Any], stream: bool) -> Fields:
         return Fields({})
     if not stream:
         raise FieldError("stream_options", "'stream_options' needs 'stream': true.")
-    if not isinstance(options, Mapping):
-        raise FieldError("stream_options", "'stream_options' must be an object.")
-    return Fields(options)
+    return Fields(Fields(body).object("stream_options"))

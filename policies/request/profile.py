@@ -31,6 +31,8 @@ class Bypass(StrEnum):
 
     ENDPOINT = "endpoint"
     """The request asks for vectors or scores, and nothing is generated."""
+    EXACT = "exact"
+    """The answer must not depend on the other requests in any bit, so nothing drafts for it."""
     MEDIA = "media"
     NON_GREEDY_SAMPLING = "non_greedy_sampling"
     LOGITS_PROCESSORS = "logits_processors"
@@ -124,6 +126,8 @@ class RequestProfile(NamedTuple):
     """Whether the response contains the reasoning."""
     draft_tokens: int | None = None
     """k of this request (`extra_body: {"draft_tokens": k}`); None: the worker's k."""
+    exact: bool = False
+    """Whether the answer must be the same in every bit, alone and beside other requests."""
     spec_prefill: bool | None = None
     """Whether to use sparse prefill (`specprefill`); None: the worker's setting."""
     spec_prefill_keep: float | None = None
@@ -155,6 +159,8 @@ def bypass_reasons(profile: RequestProfile) -> tuple[Bypass, ...]:
         return (Bypass.ENDPOINT,)
     reasons = []
     sampling = profile.sampling
+    if profile.exact:
+        reasons.append(Bypass.EXACT)
     if profile.media and profile.media_count > 0:
         reasons.append(Bypass.MEDIA)
     if not sampling.greedy:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from policies.request.compatibility import IGNORED, NEUTRAL
+from policies.request.compatibility import IGNORED, neutral_values
 from policies.request.content import PROMPTS_LIMIT, ROLES
 from policies.request.fields import Default, Fields
 from policies.request.parser import HONOURED_FIELDS, read_profile
@@ -120,7 +120,8 @@ def request_schema(endpoint: Endpoint) -> dict[str, Any]:
         name: _OUTLINES.get(name, recorded.get(name, {}))
         for name in sorted(HONOURED_FIELDS[endpoint])
     }
-    ignored = {name: {"enum": [None, *values]} for name, values in sorted(NEUTRAL.items())}
+    neutral = sorted(neutral_values(endpoint).items())
+    ignored = {name: {"enum": [None, *values]} for name, values in neutral}
     ignored |= {name: {} for name in sorted(IGNORED)}
     return {
         "type": "object",

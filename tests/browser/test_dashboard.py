@@ -32,7 +32,7 @@ async def test_before_the_first_request_the_page_shows_what_is_missing(
     await tab.open_dashboard(gateway.url)
     await expect(page.locator("#live")).to_have_text("No Mac ready")
     await expect(page.locator("#trouble")).to_contain_text("No worker has joined")
-    assert gateway.send_heartbeat(worker).status_code == 200
+    gateway.join(worker)
     await expect(page.locator("#trouble")).to_be_hidden()
     await expect(page.locator("#macs")).to_have_text("1 of 1")
     await expect(page.locator("#macs-line")).to_have_text("demo")

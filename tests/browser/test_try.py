@@ -136,14 +136,17 @@ async def test_a_key_is_asked_for_and_pictures_are_bounded(
     await page.keyboard.press("Enter")
     await expect(page.get_by_label("Model")).to_have_value("demo")
     assert secret not in await page.content()
-    # Two pastes at once, which are read later.
+    # One paste and one drop at once, which are read later.
     await page.evaluate(
-        """async () => {
-          const { attach } = await import("/try/page/pictures.js");
-          const file = () => new File(["x"], "x.png", { type: "image/png" });
-          const files = count => Array.from({ length: count }, file);
-          attach(files(5));
-          attach(files(5));
+        """() => {
+          const data = new DataTransfer();
+          for (let count = 0; count < 5; count += 1) {
+            data.items.add(new File(["x"], "x.png", { type: "image/png" }));
+          }
+          const settings = { clipboardData: data, dataTransfer: data, cancelable: true };
+          const question = document.getElementById("question");
+          question.dispatchEvent(new ClipboardEvent("paste", settings));
+          document.dispatchEvent(new DragEvent("drop", { ...settings, bubbles: true }));
         }"""
     )
     await expect(page.locator(".picture")).to_have_count(8)

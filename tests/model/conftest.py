@@ -20,6 +20,7 @@ from tests.support.worker_process import RunningWorker, running_worker
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
+from workers.engine.memory_pressure import MemoryMonitor
 from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
@@ -60,6 +61,7 @@ def make_lane(
         chunk_tokens: int = 512,
         prefix_cache: PrefixCache | None = None,
         memory: MemoryEstimate | None = None,
+        monitor: MemoryMonitor | None = None,
         sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
         siblings: Sequence[LaneScheduler] = (),
         prefill_queue: PrefillQueue[Prefill] | None = None,
@@ -76,6 +78,7 @@ def make_lane(
             prefill_chunk_tokens=chunk_tokens,
             prefill_budget_s=60.0,
             memory=memory or UNLIMITED_MEMORY,
+            monitor=monitor,
             sparse_prefill=sparse_prefill,
             siblings=siblings,
             prefill_queue=prefill_queue,

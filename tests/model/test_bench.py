@@ -39,7 +39,7 @@ def test_the_results_of_a_bench_are_consistent(
     up: UpProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = f"{up.url}/v1/status"
-    routed = httpx.get(status).json()["decisions"]["total"]
+    routed = httpx.get(status, timeout=60).json()["decisions"]["total"]
     record = tmp_path / "run.json"
     load = ("--requests", "4", "--max-tokens", "32", "--concurrency", "2")
     assert main(["bench", "--url", up.url, *load, "--json", str(record)]) == 0
@@ -52,4 +52,4 @@ def test_the_results_of_a_bench_are_consistent(
     assert round(sum(positions) * result["spec_decode_num_drafts"]) == accepted
     assert "Speculative Decoding" in capsys.readouterr().out
     extra_requests = 1 + 2
-    assert httpx.get(status).json()["decisions"]["total"] == routed + extra_requests + 4
+    assert httpx.get(status, timeout=60).json()["decisions"]["total"] == routed + extra_requests + 4

@@ -19,7 +19,7 @@ ENDLESS = {"temperature": 0, "max_tokens": 20_000, "logit_bias": SUPPRESS_END_TO
 
 def rows_in_use(process: UpProcess) -> int:
     """Return the number of requests at the worker plus that at the gateway."""
-    status = httpx.get(f"{process.url}/v1/status").json()
+    status = httpx.get(f"{process.url}/v1/status", timeout=60).json()
     lanes = [lane for worker in status["workers"].values() for lane in worker["lanes"].values()]
     at_worker = sum(lane["running"] + lane["waiting"] for lane in lanes)
     return int(at_worker + status["gateway"]["requests_in_flight"])
@@ -43,7 +43,7 @@ def test_a_disconnected_client_frees_its_row(
             assert b"data: " in raw.recv(65536)
         wait_until(lambda: rows_in_use(up) == 2)
     wait_until(lambda: rows_in_use(up) == 0)
-    workers = httpx.get(f"{up.url}/v1/status").json()["workers"].values()
+    workers = httpx.get(f"{up.url}/v1/status", timeout=60).json()["workers"].values()
     assert {worker["state"] for worker in workers} == {"ready"}, (
         "a disconnect is no failure of the worker"
     )

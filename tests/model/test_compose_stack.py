@@ -46,13 +46,19 @@ def test_all_gateways_of_the_stack_require_its_key_and_share_created_keys(stack:
     with stack.gateways(*hosts):
         first, second = (f"{stack.url('gateway', host)}" for host in hosts)
         for url in (first, second):
-            assert httpx.get(f"{url}/v1/models").status_code == 401
-            assert httpx.get(f"{url}/v1/models", headers=AS_CLIENT).status_code == 200
+            assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 401
+            assert httpx.get(f"{url}/v1/models", headers=AS_CLIENT, timeout=60).status_code == 200
         as_admin = {"authorization": f"Bearer {SECRETS['PACELINE_ADMIN_KEY']}"}
         created = httpx.post(
-            f"{first}/admin/v1/keys", headers=as_admin, json={"name": "Ann"}
+            f"{first}/admin/v1/keys",
+            headers=as_admin,
+            json={"name": "Ann"},
+            timeout=60,
         ).raise_for_status()
         with_created_key = {"authorization": f"Bearer {created.json()['secret']}"}
         wait_until(
-            lambda: httpx.get(f"{second}/v1/models", headers=with_created_key).status_code == 200
+            lambda: (
+                httpx.get(f"{second}/v1/models", headers=with_created_key, timeout=60).status_code
+                == 200
+            )
         )

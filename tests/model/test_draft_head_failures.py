@@ -11,7 +11,7 @@ from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart, assert_matches_reference
 from workers.engine.draft_head import MAX_CONSECUTIVE_ERRORS
 from workers.engine.draft_length import SAMPLES
-from workers.engine.model import MtpHead
+from workers.engine.mtp_head import MtpHead
 from workers.engine.types import Finished
 
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Who are you?"]

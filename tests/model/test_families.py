@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from bench.families.checkpoints import FORMATS, write_checkpoint
 from bench.families.checks import TURN_TOKENS, check_checkpoint
 from bench.families.configs import FAMILIES, Family, family
-from workers.engine.model import load_checkpoint
+from workers.engine.kv_cache import RowCache
+from workers.engine.model import Target, load_checkpoint
+from workers.engine.probes import probe_compiled_passes
 
 WINDOWED = [one for one in FAMILIES if one.window and not one.processor]
 """Those whose language model is that of another family, but for pictures, are left out."""
@@ -34,6 +39,7 @@ def test_a_family_with_its_published_configuration(
     )
     assert checks.problems == []
     assert checks.batches
+    assert checks.drafted > 0
     assert checks.most_rows == 2
     assert checks.prompt_tokens - checks.cached_tokens == 2 * UNREAD_TOKENS
 
@@ -42,13 +48,45 @@ def test_a_family_with_its_published_configuration(
 def test_rows_go_round_their_rings(tmp_path: Path, one: Family) -> None:
     write_checkpoint(tmp_path, one, window_tokens=SMALL_WINDOW)
     checks = check_checkpoint(
-        tmp_path, prompt_lengths=(20, 25, 60), answer_tokens=24, mlx_lm=one.mlx_lm
+        tmp_path, prompt_lengths=(20, 25, 60), answer_tokens=28, mlx_lm=one.mlx_lm
     )
     assert checks.problems == []
     assert checks.window_tokens == SMALL_WINDOW
     assert checks.most_rows == 3
     assert checks.drafted > checks.accepted > 0, "rejected drafts are rolled back in the rings"
     assert checks.prompt_tokens - checks.cached_tokens == 3 * UNREAD_TOKENS
+
+
+def test_compiled_passes_answer_as_others_do(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family("Llama 3"))
+    checks = check_checkpoint(tmp_path, compiled=True)
+    assert checks.compiles == (True, True)
+    assert checks.problems == []
+    assert checks.accepted > 0
+
+
+def test_a_family_that_reads_a_cursor_on_the_host_is_not_compiled(tmp_path: Path) -> None:
+    """One that raises in a trace, and one that goes on with the cursor of the first call."""
+
+    class Raises(Target):
+        def forward(self, tokens: mx.array, caches: Any, *inputs: Any, **more: Any) -> mx.array:
+            rows = [cache for cache in caches if isinstance(cache, RowCache)]
+            if rows and tokens.shape[1] > 1:
+                assert rows[0].offset.max().item() > 0
+            return super().forward(tokens, caches, *inputs, **more)
+
+    class Remembers(Target):
+        def forward(self, tokens: mx.array, caches: Any, *inputs: Any, **more: Any) -> mx.array:
+            rows = [cache for cache in caches if isinstance(cache, RowCache)]
+            if rows:
+                tokens = tokens + mx.array([[7 * next(numbers)]] * len(rows[0].offset))
+            return super().forward(tokens, caches, *inputs, **more)
+
+    numbers = itertools.count()
+    write_checkpoint(tmp_path, family("Llama 3"))
+    model = load_checkpoint(tmp_path).target.model
+    assert probe_compiled_passes(Raises(model)) == (True, False)
+    assert probe_compiled_passes(Remembers(model)) == (False, False)
 
 
 def test_a_sparse_configuration_means_the_defaults_of_transformers(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ def test_greedy_text_runs_in_the_speculative_lane_and_reports_its_acceptance(
     up: UpProcess, openai_client: OpenAI, stream: bool
 ) -> None:
     body = text_body(up.model, temperature=0, extra_body={"draft_tokens": 2})
+    reason = reason_of_one_row(up)
     answer = send_chat(openai_client, body, stream=stream)
     assert answer.headers["x-paceline-pool"] == "text-mtp"
-    # On a busy machine the worker may have measured that drafts cost more than they save.
-    assert answer.headers["x-paceline-reason"] in {"eligible", "mtp_not_paying"}
+    # A report that comes between may change it: the worker measures whether drafts pay.
+    assert answer.headers["x-paceline-reason"] in {reason, reason_of_one_row(up)}
     assert answer.text == ", ".join(map(str, range(1, 21))) + "."
     assert answer.finish_reason == "stop"
     assert answer.speculation["draft_acceptance_rate"] > 0.5
@@ -91,8 +92,16 @@ def test_draft_counts_explain_every_token(up: UpProcess, openai_client: OpenAI) 
 
 
 def read_status(process: UpProcess) -> dict[str, Any]:
-    status: dict[str, Any] = httpx.get(f"{process.url}/v1/status").raise_for_status().json()
+    status: dict[str, Any] = (
+        httpx.get(f"{process.url}/v1/status", timeout=60).raise_for_status().json()
+    )
     return status
+
+
+def reason_of_one_row(process: UpProcess) -> str:
+    """Return the reason for a greedy request to an idle lane, by what its worker has measured."""
+    mtp = read_status(process)["pools"]["text-mtp"]["mtp"]
+    return "eligible" if mtp["effective_draft_tokens"] else "mtp_not_paying"
 
 
 def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,7 +17,8 @@ import pytest
 from tests.support.model_loader import REFUSED, SERVED, ModelLoader, model_loader
 from tests.support.worker_process import run_worker
 from workers.demo import CHECKPOINT
-from workers.engine.model import Checkpoint
+from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.mtp_head import HeadUnusable
 from workers.engine.sparse_prefill import load_sparse_prefill
 from workers.engine.spec_prefill import SpecPrefillSettings
 
@@ -79,6 +81,16 @@ def test_c4_no_python_file_of_a_draft_model_runs(
     sparse = load_sparse_prefill(SpecPrefillSettings(draft=tmp_path / "draft"), checkpoint)
     assert not marker.exists()
     assert (sparse.draft is None) == (expected == REFUSED)
+
+
+@pytest.mark.parametrize(("file", "fields", "_"), PLACES)
+def test_c4_no_python_file_of_a_head_runs(
+    tmp_path: Path, file: str, fields: dict[str, Any], _: int
+) -> None:
+    marker = plant(tmp_path / "head", file, fields)
+    with contextlib.suppress(HeadUnusable):
+        load_checkpoint(CHECKPOINT, mtp=tmp_path / "head")
+    assert not marker.exists()
 
 
 def test_c4_code_does_not_run_where_a_library_trusts_it(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 The gateway's own hasher derives the keys of the system prompts. Every answer of the second team is
 compared with that of new lanes, which the first team has never used: its tokens, their
-log-probabilities, and `cached_tokens`. A prefix moves between workers only as a claim of a gateway,
-which holds a key and no content.
+log-probabilities, and `cached_tokens`. `test_prefix_exchange.py` does so for what moves between
+workers, `test_conversations.py` for features of pictures, `test_prompt_lookup.py` for drafts.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def teams(
         token = {"authorization": f"Bearer {JOIN_TOKEN}"}
 
         def send_heartbeat() -> httpx.Response:
-            report = httpx.get(f"{worker.url}/v1/status").json()["report"]
+            report = httpx.get(f"{worker.url}/v1/status", timeout=60).json()["report"]
             return gateway.client.put(path, headers=token, json=report)
 
         stack.enter_context(repeated(send_heartbeat))

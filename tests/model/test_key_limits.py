@@ -33,21 +33,21 @@ CALL = {
 def gateway(tmp_path: Path, real_worker: RunningWorker) -> Iterator[RunningGateway]:
     """Run a gateway that the worker of the session has joined."""
     headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
-    report = httpx.get(f"{real_worker.url}/v1/status").json()["report"]
+    report = httpx.get(f"{real_worker.url}/v1/status", timeout=60).json()["report"]
     with RunningGateway(make_settings(tmp_path)) as running:
         path = f"{running.url}/admin/v1/workers/{report['worker_id']}"
-        with repeated(lambda: httpx.put(path, headers=headers, json=report)):
+        with repeated(lambda: httpx.put(path, headers=headers, json=report, timeout=60)):
             yield running
 
 
 def used_tokens(worker: RunningWorker) -> int:
     """Return the tokens of all requests that the worker has ended."""
-    lanes = httpx.get(f"{worker.url}/v1/status").json()["report"]["lanes"]
+    lanes = httpx.get(f"{worker.url}/v1/status", timeout=60).json()["report"]["lanes"]
     return sum(lane["prompt_tokens"] + lane["completion_tokens"] for lane in lanes)
 
 
 def rows(worker: RunningWorker) -> int:
-    lanes = httpx.get(f"{worker.url}/v1/status").json()["report"]["lanes"]
+    lanes = httpx.get(f"{worker.url}/v1/status", timeout=60).json()["report"]["lanes"]
     return sum(lane["running"] + lane["waiting"] for lane in lanes)
 
 

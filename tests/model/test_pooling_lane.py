@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -154,6 +155,9 @@ async def test_an_engine_computes_concurrent_requests_and_refuses_what_it_cannot
     settings = PoolingSettings(model=folder, served_name="bge", endpoint=Endpoint.EMBEDDINGS)
     engine = await asyncio.to_thread(PoolingEngine.start, settings)
     try:
+        freed_limit_bytes = mx.set_cache_limit(0)
+        mx.set_cache_limit(freed_limit_bytes)
+        assert freed_limit_bytes <= max(mx.get_active_memory(), 32 << 20), "few freed buffers"
         texts = ["the cat", "paris is the capital of france", "a dog"]
         requests = [EmbeddingsRequest("bge", (text,)) for text in texts]
         pooled = await asyncio.gather(*map(engine.embed, requests))

@@ -174,8 +174,10 @@ def test_a_model_is_asked_only_for_what_it_serves(stack: Stack) -> None:
         stack.post("/v1/embeddings", model=RERANKER, input="x"),
         stack.gateway.chat(model=EMBEDDER),
         stack.gateway.client.post("/v1/responses", json={"model": RERANKER, "input": "x"}),
-        httpx.post(f"{stack.embedder.url}/v1/chat/completions", json={}, headers=token()),
-        httpx.post(f"{stack.embedder.url}/v1/rerank", json={}, headers=token()),
+        httpx.post(
+            f"{stack.embedder.url}/v1/chat/completions", json={}, headers=token(), timeout=60
+        ),
+        httpx.post(f"{stack.embedder.url}/v1/rerank", json={}, headers=token(), timeout=60),
     ):
         assert status_and_code(response) == (400, "model_not_supported")
 
@@ -186,9 +188,9 @@ def token() -> dict[str, str]:
 
 def test_a_worker_checks_its_token_and_tells_its_state(stack: Stack) -> None:
     url = stack.embedder.url
-    assert httpx.post(f"{url}/v1/embeddings", json={}).status_code == 401
-    assert httpx.get(f"{url}/readyz", headers=token()).status_code == 200
-    metrics = httpx.get(f"{url}/metrics", headers=token()).text
+    assert httpx.post(f"{url}/v1/embeddings", json={}, timeout=60).status_code == 401
+    assert httpx.get(f"{url}/readyz", headers=token(), timeout=60).status_code == 200
+    metrics = httpx.get(f"{url}/metrics", headers=token(), timeout=60).text
     assert f'paceline_worker_slots{{lane="embeddings",model_name="{EMBEDDER}"}} 32.0' in metrics
     line = "\n".join(stack.embedder.start_lines)
     assert f"It returns vectors of {DIMENSIONS} numbers" in line
@@ -226,14 +228,16 @@ def test_a_key_pays_for_the_tokens_that_were_read(stack: Stack) -> None:
 def test_a_worker_reads_no_more_than_the_gateway_allows(stack: Stack) -> None:
     body = {"model": EMBEDDER, "input": "0123456789"}
     headers = {**token(), TOKENS_LIMIT_HEADER: "5"}
-    refused = httpx.post(f"{stack.embedder.url}/v1/embeddings", json=body, headers=headers)
+    refused = httpx.post(
+        f"{stack.embedder.url}/v1/embeddings", json=body, headers=headers, timeout=60
+    )
     assert status_and_code(refused) == (400, "tokens_over_limit")
     assert refused.headers[TOKENS_HEADER] == "11"
 
 
 def test_a_client_that_leaves_ends_its_request(stack: Stack) -> None:
     def lane() -> dict[str, Any]:
-        status = httpx.get(f"{stack.embedder.url}/v1/status", headers=token()).json()
+        status = httpx.get(f"{stack.embedder.url}/v1/status", headers=token(), timeout=60).json()
         found: dict[str, Any] = status["lanes"]["embeddings"]
         return found
 

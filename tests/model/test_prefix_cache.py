@@ -251,6 +251,29 @@ def test_l8_a_file_of_somebody_without_the_secret_is_never_used(
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        NAME._replace(digest="ef" * 16),
+        NAME._replace(scope="12" * 8),
+        NAME._replace(begin=1),
+        NAME._replace(end=5),
+        NAME._replace(resumable=False),
+    ],
+    ids=["another prompt", "another scope", "another begin", "another end", "another state"],
+)
+def test_l8_a_file_under_the_name_of_another_run_is_never_used(files, other: FileName) -> None:
+    """A writer of the folder could otherwise give a client the prompt of another one."""
+    files.save(NAME, HostPrefix(arrays={"tokens": np.zeros(4, np.int32)}, bfloat16=frozenset()))
+    assert files.load(NAME) is not None
+    files._path(other).write_bytes(files._path(NAME).read_bytes())
+    assert files.load(other) is None
+    assert not files._path(other).exists()
+    assert files.load(NAME) is not None
+    of_another_model = PrefixCacheFiles(files._directory, 1 << 30, "another model", SECRET)
+    assert of_another_model.load(NAME) is None
+
+
 def test_l8_arrays_under_other_names_are_a_miss(files) -> None:
     names = ("tokens", "attention.x.y")
     arrays = {name: np.zeros(4, np.int32) for name in names}

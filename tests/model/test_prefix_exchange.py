@@ -528,13 +528,13 @@ def test_a_pace_is_of_the_last_transfers_and_grows_old() -> None:
 async def test_a_header_that_lists_no_workers_is_refused(engine: Engine, sources: str) -> None:
     headers = {"authorization": f"Bearer {TOKEN}", SOURCES_HEADER: sources}
     body = {"model": "demo", "messages": [user("Hello")]}
-    async with serving(engine) as url, httpx.AsyncClient() as client:
+    async with serving(engine) as url, httpx.AsyncClient(timeout=60) as client:
         response = await client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
     assert (response.status_code, response.json()["error"]["param"]) == (400, SOURCES_HEADER)
 
 
 async def test_a_question_needs_a_code_of_its_body() -> None:
-    async with serving(ScriptedEngine()) as url, httpx.AsyncClient() as client:
+    async with serving(ScriptedEngine()) as url, httpx.AsyncClient(timeout=60) as client:
         peers = PrefixPeers(SecretStr(TOKEN))
         right = peers.key.credentials("0" * 32, b"{}")
         other = PrefixPeers(SecretStr("other")).key.credentials("0" * 32, b"{}")
@@ -557,5 +557,5 @@ async def test_a_worker_without_a_token_asks_and_answers_nobody(engine: Engine) 
         before = counts(engine).moves
         assert (await ask(url, [user("Hello")], scope="none", sources=source)).text
         assert counts(engine).moves == before
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             assert (await client.post(url + PATH, content=b"{}")).status_code == 401

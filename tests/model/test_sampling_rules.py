@@ -199,7 +199,8 @@ def test_the_cost_of_a_step_that_reads_the_backlog_is_not_observed(make_lane, su
     policy = ScriptedDraftLength(0, 0, 0, 2, 2, 0, 1)
 
     assert draft_lengths(policy, make_lane(), submit) == [2, 2, 1]
-    assert policy.observed[:5] == [0, 0, 0, 2, 0]
+    # The first step also takes a part of the second one, which begins before the first is read.
+    assert policy.observed[:4] == [0, 0, 2, 0]
     assert 1 not in policy.observed
 
 
@@ -208,4 +209,5 @@ def test_the_cost_of_the_first_steps_of_an_answer_is_not_observed(make_lane, sub
     full_drafts = draft_lengths(policy, make_lane(), submit).count(2)
 
     assert full_drafts > EXPLORATION_STEPS
-    assert policy.observed == [2] * (full_drafts - EXPLORATION_STEPS)
+    # One more is chosen before the fourth is read, and no step begins ahead of the last but one.
+    assert policy.observed == [2] * (full_drafts - EXPLORATION_STEPS - 2)

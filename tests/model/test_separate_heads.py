@@ -16,7 +16,8 @@ from safetensors import safe_open
 from workers.demo import CHECKPOINT
 from workers.engine.engine import load_engine
 from workers.engine.known_heads import KNOWN_HEADS, known_head
-from workers.engine.model import HeadUnusable, load_checkpoint
+from workers.engine.model import load_checkpoint
+from workers.engine.mtp_head import HeadUnusable
 from workers.engine.types import EngineSettings, LaneName, ModelUnusable
 
 HEAD_FILE = "model-mtp.safetensors"
@@ -87,7 +88,7 @@ def test_a_head_below_language_model_is_found_and_is_the_same(tmp_path: Path) ->
     found, own = load_checkpoint(folder).head, load_checkpoint(CHECKPOINT).head
     assert found is not None
     assert own is not None
-    hidden = mx.random.normal((1, 1, own._drafter.config.text_config.hidden_size))
+    hidden = mx.random.normal((1, 1, own.drafter.config.text_config.hidden_size))
     states = [
         one.forward(mx.array([[30]]), hidden, one.new_caches(), mx.array([[0]]))
         for one in (found, own)
@@ -131,6 +132,12 @@ def test_a_folder_without_a_head_is_refused_by_the_engine(headless: Path) -> Non
         ("mlx-community/Qwen3.5-9B-4bit", "Qwen3.5-9B"),
         ("Qwen3.8-27B", "Qwen3.8-27B"),
         ("mlx-community/Qwen3.6-35B-A3B-8bit", "Qwen3.6-35B-A3B"),
+        ("mlx-community/GLM-4.7-Flash-4bit", "GLM-4.7-Flash"),
+        ("mlx-community/Qwen3-Next-80B-A3B-Instruct-4bit", "Qwen3-Next-80B-A3B-Instruct"),
+        ("mlx-community/gemma-4-e4b-it-4bit", "gemma-4-E4B-it"),
+        ("mlx-community/gemma-4-26b-a4b-it-6bit", "gemma-4-26B-A4B-it"),
+        ("mlx-community/gemma-4-E4B-it-assistant-bf16", None),
+        ("mlx-community/GLM-4.7-4bit", None),
         ("mlx-community/Qwen3.5-4B.1", None),
         ("mlx-community/Qwen3.8-27B-A3B-4bit", None),
         ("mlx-community/Qwen3.5-40B-4bit", None),

@@ -19,6 +19,7 @@ from tests.support.paceline_process import LISTENS, TIMEOUT_S, running_gateway_o
 from tests.support.running_gateway import ADMIN_KEY, wait_until
 from tests.support.worker_process import RunningWorker, wait_until_ready, worker_process
 from workers.demo import CHECKPOINT
+from workers.engine.prefix_cache import MIN_TOKENS
 
 TOKEN = "join-token"
 STREAMS = 12
@@ -72,7 +73,7 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Yield a fleet for tests that do not change it."""
+    """Yield a fleet that only the last test changes."""
     with running_fleet(tmp_path_factory.mktemp("fleet")) as fleet_:
         yield fleet_
 
@@ -155,23 +156,6 @@ async def test_a_worker_without_heartbeats_is_removed_until_its_next_one(fleet: 
     assert stream.complete
 
 
-async def test_f03_the_streams_of_a_killed_worker_go_on_at_the_other_one(tmp_path: Path) -> None:
-    with running_fleet(tmp_path) as fleet:
-        async with client_of(fleet) as client:
-            async with many_streams(client, fleet) as streams:
-                fleet.workers["a"].process.send_signal(signal.SIGKILL)
-            assert {stream.worker for stream in streams} == {"a", "b"}
-            assert all(stream.complete for stream in streams)
-            assert {stream.text for stream in streams} == {streams[0].text}
-            status = (await client.get("/v1/status")).json()
-            assert status["failovers"] == sum(stream.worker == "a" for stream in streams)
-            for _ in range(4):
-                body = text_body(fleet.model, "Hello!", temperature=0)
-                response = await client.post("/v1/chat/completions", json=body)
-                assert response.status_code == 200
-                assert response.headers["x-paceline-worker"] == "b"
-
-
 def test_requests_with_one_system_prompt_run_on_the_worker_that_cached_it(fleet: Fleet) -> None:
     """The usage of the worker shows that both of its lanes have the prompt cached."""
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
@@ -212,8 +196,7 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
                 workers.add(response.headers["x-paceline-worker"])
                 answer, usage = response.json()["choices"][0]["message"], response.json()["usage"]
                 cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-                if turn:
-                    assert 0.9 * earlier_tokens <= cached_tokens <= earlier_tokens
+                assert 0.9 * earlier_tokens <= cached_tokens <= earlier_tokens
                 assert response.headers["x-paceline-prefix"] == ("hit" if turn else "miss")
                 earlier_tokens = usage["prompt_tokens"] + usage["completion_tokens"]
                 messages += [answer, {"role": "user", "content": f"And then, {turn}?"}]
@@ -264,9 +247,27 @@ def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> Non
     first_prompt_tokens = first.json()["usage"]["prompt_tokens"]
     reused = reused_tokens(fleet, taker) - before[taker]
     assert reused.total() == cached_tokens >= first_prompt_tokens
-    assert reused["moved"] >= 0.9 * first_prompt_tokens, "other tests may have read a few of them"
+    assert cached_tokens - reused["moved"] < MIN_TOKENS, "of other chats: too few to start from"
     url, headers = fleet.workers[taker].url, {"authorization": f"Bearer {TOKEN}"}
     with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
         cold = client.post("/v1/chat/completions", json={**body, "messages": messages}).json()
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "of another scope"
     assert second.json()["choices"] == cold["choices"]
+
+
+async def test_f03_the_streams_of_a_killed_worker_go_on_at_the_other_one(fleet: Fleet) -> None:
+    """The last test of this file, because it kills a worker of the fleet."""
+    async with client_of(fleet) as client:
+        before = (await client.get("/v1/status")).json()["failovers"]
+        async with many_streams(client, fleet) as streams:
+            fleet.workers["a"].process.send_signal(signal.SIGKILL)
+        assert {stream.worker for stream in streams} == {"a", "b"}
+        assert all(stream.complete for stream in streams)
+        assert {stream.text for stream in streams} == {streams[0].text}
+        status = (await client.get("/v1/status")).json()
+        assert status["failovers"] - before == sum(stream.worker == "a" for stream in streams)
+        for _ in range(4):
+            body = text_body(fleet.model, "Hello!", temperature=0)
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200
+            assert response.headers["x-paceline-worker"] == "b"

@@ -45,9 +45,12 @@ def test_up_reports_that_the_demo_is_a_toy_model(up: UpProcess) -> None:
     assert any("toy model" in text and "--model" in text for text in up.lines)
 
 
-def test_c3_up_prints_a_link_with_the_admin_key_on_a_terminal(tmp_path: Path) -> None:
+def test_c3_a_newcomer_gets_a_link_with_the_admin_key_and_creates_a_key(tmp_path: Path) -> None:
+    """And `paceline keys` works beside it without settings."""
     with running_up(tmp_path, terminal=True) as up:
         link = up.wait_for(r"^Admin page: (\S+)$")[1]
+        result = run_paceline(tmp_path, "keys", "create", "Ann", "--json", "--url", up.url)
+        assert json.loads(result.stdout)["secret"].startswith("pk-"), result.stderr
     assert link == f"{up.url}/admin#admin-key={(up.state_dir / 'admin-key').read_text()}"
 
 
@@ -55,12 +58,6 @@ def test_l9_c3_up_prints_only_the_place_of_its_secrets_into_a_pipe(up: UpProcess
     up.wait_for(rf"^Admin page: {up.url}/admin \(admin key: {up.state_dir}/admin-key\)$")
     for name in ("join-token", "admin-key"):
         assert (up.state_dir / name).read_text() not in "\n".join(up.lines)
-
-
-def test_c3_a_newcomer_creates_a_key_beside_up_without_settings(tmp_path: Path) -> None:
-    with running_up(tmp_path) as up:
-        result = run_paceline(tmp_path, "keys", "create", "Ann", "--json", "--url", up.url)
-        assert json.loads(result.stdout)["secret"].startswith("pk-"), result.stderr
 
 
 def test_up_protects_the_join_token(up: UpProcess) -> None:
@@ -71,7 +68,9 @@ def test_up_protects_the_join_token(up: UpProcess) -> None:
         assert token_file.read_text() not in arguments.read_text()
 
 
-def test_a_killed_worker_is_restarted_and_its_counts_are_preserved(tmp_path: Path) -> None:
+def test_a_killed_worker_is_restarted_with_its_counts_and_ends_with_its_gateway(
+    tmp_path: Path,
+) -> None:
     with running_up(tmp_path) as up:
         body = text_body(up.model, "Hello!", temperature=0)
         assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
@@ -81,6 +80,10 @@ def test_a_killed_worker_is_restarted_and_its_counts_are_preserved(tmp_path: Pat
         assert up.worker_pid(boot=2) != up.worker_pid(boot=1)
         assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
         after = httpx.get(f"{up.url}/v1/status").json()
+        (worker,) = up.workers()
+        with connection_to(worker["url"]) as connection:
+            up.process.kill()
+            assert connection.recv(1) == b"", "the worker ends with its gateway"
     assert after["pools"]["text-mtp"]["requests"] == before["pools"]["text-mtp"]["requests"] + 1
     assert after["mtp"]["attempted"] == 2 * before["mtp"]["attempted"]
 
@@ -103,14 +106,6 @@ def test_ctrl_c_finishes_the_running_stream_and_stops_the_worker(tmp_path: Path)
             assert connection.recv(1) == b""
             notice = "Ending: 1 answer is still running. Ctrl-C again ends at once."
             assert (notice in up.lines, up.lines[-1]) == (True, "Ended.")
-
-
-def test_the_worker_stops_when_its_gateway_is_killed(tmp_path: Path) -> None:
-    with running_up(tmp_path) as up:
-        (worker,) = up.workers()
-        with connection_to(worker["url"]) as connection:
-            up.process.kill()
-            assert connection.recv(1) == b""
 
 
 def test_up_with_an_unusable_model_exits_with_a_message(tmp_path: Path) -> None:

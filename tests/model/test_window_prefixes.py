@@ -14,9 +14,10 @@ from bench.families.configs import family
 from tests.support.engine_lane import run_until_idle
 from workers.engine.engine import load_engine
 from workers.engine.model import Checkpoint, load_checkpoint
-from workers.engine.prefix_cache import PrefixCache, state_of
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles
 from workers.engine.prefix_transfer import PrefixQuery, TransferFailed
+from workers.engine.prefix_tree import state_of
 from workers.engine.probes import probe_cache_layout
 from workers.engine.tokenizer import PreparedPrompt
 from workers.engine.types import EngineSettings, LaneName, ModelUnusable

@@ -43,6 +43,22 @@ def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
     )
 
 
+async def test_an_exact_answer_says_so_and_has_no_drafts_and_no_cached_tokens(
+    openai_client: openai.AsyncOpenAI, model: str
+) -> None:
+    question: Any = [{"role": "user", "content": "What is two plus three? " * 20}]
+    fields: Any = {"model": model, "messages": question, "temperature": 0, "max_tokens": 8}
+    plain = await openai_client.chat.completions.create(**fields)
+    exact = await openai_client.chat.completions.create(**fields, extra_body={"exact": True})
+
+    assert plain.model_dump()["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    assert exact.model_dump()["metrics"] == {"exact": True}
+    assert exact.usage is not None
+    assert exact.usage.prompt_tokens_details is not None
+    assert exact.usage.prompt_tokens_details.cached_tokens == 0
+    assert exact.choices[0].message.content == plain.choices[0].message.content
+
+
 async def test_a_greedy_answer_contains_usage_and_metrics_of_its_speculation(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
@@ -230,7 +246,7 @@ async def test_a_stop_string_ends_the_answer_before_it(
 
 async def test_the_request_id_of_the_caller_is_returned(real_worker: RunningWorker) -> None:
     body = {"model": real_worker.model, "messages": QUESTION, "max_tokens": 1}
-    async with httpx.AsyncClient(base_url=real_worker.url) as client:
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         response = await client.post(
             "/v1/chat/completions", json=body, headers={"x-request-id": "abc-1"}
         )
@@ -299,3 +315,24 @@ async def test_c8_a_system_prompt_is_cached_within_its_isolation_scope_alone(
     assert [await cached_tokens(scope) > 0 for scope in ("red", "red", "-", "-", "blue")] == [
         *(False, True, False, False, False)
     ]
+
+
+async def test_a_refusal_in_the_history_reads_as_text(
+    openai_client: openai.AsyncOpenAI, model: str
+) -> None:
+    async def prompt_tokens(**message: Any) -> int:
+        messages: Any = [*QUESTION, {"role": "assistant", **message}, *QUESTION]
+        response = await openai_client.chat.completions.create(
+            model=model, messages=messages, max_tokens=1
+        )
+        assert response.usage is not None
+        return response.usage.prompt_tokens
+
+    text = "I cannot say that, because the sum is unknown to me."
+    parts = [{"type": "refusal", "refusal": text}]
+    counts = [
+        await prompt_tokens(content=text),
+        await prompt_tokens(content=parts),
+        await prompt_tokens(content=None, refusal=text),
+    ]
+    assert len(set(counts)) == 1

@@ -183,7 +183,10 @@ async def test_alternatives_that_are_incomplete_characters_have_distinct_names()
     token = TokenLogprob(token_id=0xF0, raw=b"\xf0", logprob=0.0, top=likeliest)
     engine = ScriptedEngine([Delta(text="", logprobs=(token,)), *text_events("\U0001f642")])
     body = {"model": "scripted", "prompt": "x", "logprobs": 2}
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
         response = await http.post("/v1/completions", json=body)
     (choice,) = response.json()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"\\xf0": 0.0, "\\xe2": -1.0}]

@@ -102,6 +102,42 @@ async def test_a_failed_device_ends_every_answer_with_an_error_and_restarts_the_
     assert after == before
 
 
+async def test_f63_answers_go_on_after_a_failed_allocation(tmp_path: Path) -> None:
+    fault_file, whole = tmp_path / "fault", tmp_path / "whole"
+    boots = Boots(fault_file)
+    long = {"max_tokens": 60, "logit_bias": SUPPRESS_END_TOKENS, "stream": True}
+    requests = [long | {"temperature": 0}, long | {"temperature": 1, "seed": 3}, long | {"seed": 4}]
+    async with (
+        boots.supervised(),
+        httpx.AsyncClient(base_url=await boots.url(), timeout=TIMEOUT_S) as client,
+    ):
+        alone = [await _read(client, fields, asyncio.Event()) for fields in requests]
+        started = [asyncio.Event() for _ in requests]
+        reading = [
+            asyncio.create_task(_read(client, fields, event))
+            for fields, event in zip(requests, started, strict=True)
+        ]
+        await started[0].wait()
+        whole.write_text("[METAL] Command buffer execution failed: Insufficient Memory (00000008)")
+        whole.rename(fault_file)
+        texts = await asyncio.gather(*reading)
+        status = (await client.get("/v1/status")).json()["memory"]
+
+    assert not fault_file.exists(), "one evaluation has failed"
+    assert [_content(text) for text in texts] == [_content(text) for text in alone]
+    assert all("[DONE]" in text for text in texts)
+    assert status["failed_allocations"] == 1
+    assert 0 < status["footprint_bytes"] < status["footprint_limit_bytes"]
+    assert any("lane.out_of_memory" in line for line in boots.log)
+
+
+def _content(text: str) -> str:
+    """Return the text of a streamed answer."""
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data")]
+    choices = [json.loads(event)["choices"] for event in events if event != "[DONE]"]
+    return "".join(choice[0]["delta"].get("content") or "" for choice in choices if choice)
+
+
 async def _answer(client: httpx.AsyncClient) -> str:
     body = QUESTION | {"model": await _model(client), "temperature": 0, "max_tokens": 12}
     response = (await client.post("/v1/chat/completions", json=body)).raise_for_status()

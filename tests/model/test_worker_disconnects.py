@@ -26,7 +26,10 @@ ENDLESS = {
 async def test_a_disconnect_cancels_an_unstreamed_generation(choices: int) -> None:
     engine = ScriptedEngine([asyncio.Event()])
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "n": choices}
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         request = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await engine.started.wait()
         request.cancel()
@@ -73,7 +76,7 @@ async def test_a_disconnect_frees_the_row_of_the_real_engine(
     real_worker: RunningWorker, stream: bool
 ) -> None:
     body = {"model": real_worker.model, "stream": stream, **ENDLESS}
-    async with httpx.AsyncClient(base_url=real_worker.url) as client:
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         _, writer = await _send(real_worker.url, "/v1/chat/completions", body)
         await _until_running(client, 1)
         writer.close()

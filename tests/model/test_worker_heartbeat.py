@@ -287,7 +287,7 @@ async def test_a_worker_process_joins_and_leaves_a_gateway() -> None:
         starting = running_worker("--join", url, *identity, environment=environment)
         worker = await asyncio.to_thread(starting.__enter__)
         await gateway.reports_reach(1)
-        async with httpx.AsyncClient(base_url=worker.url) as client:
+        async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
             assert (await client.get("/v1/status")).status_code == 401
         await asyncio.to_thread(starting.__exit__, None, None, None)
     assert worker.process.returncode == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
 import subprocess
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -24,54 +25,41 @@ from tests.support.worker_process import (
 from workers.config_file import InvalidSettings
 from workers.demo import CHECKPOINT
 from workers.lifecycle import Shutdown
+from workers.protocol import READY_PREFIX, START_PREFIX
 from workers.server.server import serve
 
 STORY = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "temperature": 0,
-    "max_tokens": 400,
     "logit_bias": SUPPRESS_END_TOKENS,
     "stream": True,
     "stream_options": {"include_usage": True},
 }
 
 
-def test_after_sigterm_streams_finish_and_readyz_returns_503() -> None:
-    with running_worker() as worker:
-        body = {"model": worker.model, **STORY}
-        with (
-            httpx.Client(base_url=worker.url, timeout=60) as client,
-            client.stream("POST", "/v1/chat/completions", json=body) as stream,
-        ):
-            events = (line for line in stream.iter_lines() if line)
+def test_after_sigterm_streams_finish_until_a_second_signal_ends_them() -> None:
+    with running_worker() as worker, contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=worker.url, timeout=60))
+
+        def begin_story(max_tokens: int) -> Iterator[str]:
+            body = {"model": worker.model, **STORY, "max_tokens": max_tokens}
+            stream = client.stream("POST", "/v1/chat/completions", json=body)
+            events = (line for line in stack.enter_context(stream).iter_lines() if line)
             next(events)
-            worker.process.send_signal(signal.SIGTERM)
-            while client.get("/readyz").status_code != 503:
-                pass
-            rejected = client.post("/v1/chat/completions", json=body)
-            rest = list(events)
-        worker.process.wait(STOP_TIMEOUT_S)
+            return events
+
+        endless, story = begin_story(20_000), begin_story(400)
+        worker.process.send_signal(signal.SIGTERM)
+        while client.get("/readyz").status_code != 503:
+            pass
+        rejected = client.post("/v1/chat/completions", json={"model": worker.model, **STORY})
         assert rejected.status_code == 503
+        rest = list(story)
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
-        assert worker.process.returncode == 0
-
-
-def test_a_second_signal_ends_streams_at_once() -> None:
-    with running_worker() as worker:
-        body = {"model": worker.model, **STORY, "max_tokens": 20_000}
-        with (
-            httpx.Client(base_url=worker.url, timeout=60) as client,
-            client.stream("POST", "/v1/chat/completions", json=body) as stream,
-        ):
-            events = (line for line in stream.iter_lines() if line)
-            next(events)
-            worker.process.send_signal(signal.SIGTERM)
-            while client.get("/readyz").status_code != 503:
-                pass
-            worker.process.send_signal(signal.SIGTERM)
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(events)
+        worker.process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(endless)
         assert worker.process.wait(STOP_TIMEOUT_S) == 0
 
 
@@ -140,32 +128,33 @@ async def test_a_port_that_another_worker_opened_during_loading_is_reported() ->
             )
 
 
-def test_of_two_workers_on_one_port_one_serves_and_the_other_reports_the_conflict() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    arguments = ("--model", str(CHECKPOINT), "--port", port)
-    with (
-        worker_process(*arguments, stderr=subprocess.PIPE) as first_process,
-        worker_process(*arguments, stderr=subprocess.PIPE) as second_process,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        waits = {pool.submit(process.wait): process for process in (first_process, second_process)}
-        exited = waits.pop(next(as_completed(waits)))
-        (serving,) = waits.values()
-        assert exited.stderr is not None
-        assert exited.returncode == 2
-        assert f"Cannot listen on 127.0.0.1 port {port}: " in exited.stderr.read().splitlines()[-1]
-        assert wait_until_ready(serving).url.endswith(port)
-        serving.terminate()
+def test_a_port_that_is_opened_while_the_weights_load_ends_the_worker_with_one_line() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = str(other.getsockname()[1])
+        arguments = ("--model", str(CHECKPOINT), "--port", port, "--leash")
+        with worker_process(*arguments, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline().startswith(START_PREFIX), "it has bound the port"
+            other.listen()
+            output, errors = process.stdout.read(), process.stderr.read()
+            assert process.wait(STOP_TIMEOUT_S) == 2
+    assert READY_PREFIX not in output
+    assert f"Cannot listen on 127.0.0.1 port {port}: " in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "no such model"])
-def test_a_missing_model_is_reported_without_a_traceback(model: str) -> None:
-    result = run_worker("--model", model, "--port", "0")
+def test_a_missing_model_is_reported_without_a_traceback_before_mlx_is_imported(model: str) -> None:
+    listing = {"PYTHONPROFILEIMPORTTIME": "1"}
+    result = run_worker("--model", model, "--port", "0", environment=listing)
     assert result.returncode == 3
-    assert model in result.stderr
+    assert model in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "workers.server.app" in imported
+    assert imported.isdisjoint({"mlx", "mlx_vlm", "transformers"}), "they take seconds"
 
 
 def test_a_folder_without_a_model_is_reported_without_a_traceback(tmp_path: Path) -> None:

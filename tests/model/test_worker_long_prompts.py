@@ -37,7 +37,10 @@ async def test_spec_prefill_fields_reach_the_engine_and_usage_reports_skipped_to
     engine = ScriptedEngine(
         [*texts, replace(end, usage=replace(end.usage, skipped_tokens=skipped))]
     )
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], **fields}
         response = (await client.post("/v1/chat/completions", json=body)).json()
 

@@ -88,7 +88,10 @@ async def test_pictures_reach_the_engine_in_order() -> None:
     engine = ScriptedEngine(text_events("ok"))
     urls = [encode_image(Image.new("RGB", (width, 1))) for width in (5, 3)]
     body = {"model": "scripted", "messages": question(*urls), "temperature": 0}
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         response = await client.post("/v1/chat/completions", json=body)
         forced = await client.post(
             "/v1/chat/completions", json=body, headers={"x-paceline-lane": "text-mtp"}
@@ -108,7 +111,7 @@ async def test_l6_the_decoded_pictures_of_all_requests_are_bounded() -> None:
         for picture in (encode_image(Image.new("RGB", (3, 2))), data_url(png_header(3, 2)))
     )
     path = "/v1/chat/completions"
-    async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         running = asyncio.create_task(client.post(path, json=first))
         await engine.started.wait()
         rejected = await client.post(path, json=broken)
@@ -131,7 +134,10 @@ def test_l6_a_machine_of_16_gb_holds_the_pictures_of_all_slots() -> None:
 async def test_a_model_without_vision_rejects_a_picture_with_its_field() -> None:
     engine = ScriptedEngine(text_events("ok"), card=replace(CARD, vision=False))
     body = {"model": "scripted", "messages": question("data:image/png;base64,AA")}
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         response = await client.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, FIELD)
 

@@ -51,7 +51,7 @@ async def test_status_increases_by_exactly_the_counts_of_the_responses(
 async def test_status_contains_lanes_memory_and_a_valid_report(
     real_worker: RunningWorker,
 ) -> None:
-    async with httpx.AsyncClient(base_url=real_worker.url) as client:
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         status = (await client.get("/v1/status")).json()
     report = WorkerReport.model_validate(status["report"])
     assert (status["worker_id"], status["boot_id"]) == (report.worker_id, report.boot_id)
@@ -135,7 +135,7 @@ async def test_prefix_cache_hits_are_counted_and_reported_in_the_response(
 
 
 async def test_models_lists_the_served_model(real_worker: RunningWorker) -> None:
-    async with httpx.AsyncClient(base_url=real_worker.url) as client:
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         models = (await client.get("/v1/models")).json()["data"]
         model = (await client.get(f"/v1/models/{real_worker.model}")).json()
         unknown = await client.get("/v1/models/some/other")
@@ -147,6 +147,11 @@ async def test_models_lists_the_served_model(real_worker: RunningWorker) -> None
 async def test_the_output_names_the_toy_model_in_one_line(real_worker: RunningWorker) -> None:
     (line,) = (line for line in real_worker.start_lines if "toy model" in line)
     assert "--model" in line
+
+
+async def test_a_worker_that_joins_nobody_says_so(real_worker: RunningWorker) -> None:
+    (line,) = (line for line in real_worker.start_lines if "Not joined to any gateway" in line)
+    assert "--join http://GATEWAY:8000 --token TOKEN" in line
 
 
 async def test_the_last_line_before_ready_contains_model_lanes_memory_and_draft_tokens(

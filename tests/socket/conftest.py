@@ -13,6 +13,8 @@ from tests.support.gateway_fixtures import (  # noqa: F401
     long_status_timeout,
     make_cluster_gateway,
     make_gateway,
+    module_gateway,
+    module_worker,
     private_redis,
     proxy,
     redis,

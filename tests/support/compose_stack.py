@@ -79,7 +79,7 @@ class Stack:
         return f"http://{host}:{self.ports[name]}"
 
     def ready(self, name: str, host: str = "127.0.0.1") -> bool:
-        return httpx.get(f"{self.url(name, host)}/readyz").status_code == 200
+        return httpx.get(f"{self.url(name, host)}/readyz", timeout=60).status_code == 200
 
     def _environment(self, service: dict[str, Any]) -> dict[str, str]:
         volumes = {volume.split(":")[1] for volume in service.get("volumes", ())}

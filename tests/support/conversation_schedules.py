@@ -1,18 +1,24 @@
-"""Random conversations that share one prefix cache: each answer is checked token by token.
+"""Random conversations over the prefix caches of two engines: each answer is checked.
 
 Chats begin, go on, fork from an earlier turn, lose a message, and change one; several are answered
 at once, by both lanes, with drafts and without, while others are cancelled and the cache is evicted
-in part. Evicted nodes go to disk and come back from there, also after a restart. What the engine
-has read before must not change an answer: one pass of the bare model over the prompt and the answer
-finds the likeliest token at each place.
+in part. Evicted nodes go to disk and come back from there, also after a restart. Chats move to the
+other engine, which gets their nodes from the first. What an engine has read before must not change
+an answer: one pass of the bare model over the prompt and the answer finds the likeliest token at
+each place.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 
@@ -23,12 +29,17 @@ from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles
+from workers.engine.prefix_exchange import PrefixExchange
+from workers.engine.prefix_transfer import CacheLayout, PrefixOffer, PrefixQuery
+from workers.engine.probes import probe_cache_layout
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
+from workers.engine.thread import EngineThread
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 
 Messages: TypeAlias = tuple[dict[str, str], ...]
+T = TypeVar("T")
 
 TIE = 1e-4
 """Two scores that are closer are a tie, which rounding may decide either way."""
@@ -58,13 +69,66 @@ class ConversationStats:
     evictions: int = 0
     restarts: int = 0
     disk_tokens: int = 0
+    moved_tokens: int = 0
     cancelled: int = 0
     drafted_tokens: int = 0
     ties: int = 0
 
 
+class _SameThread(EngineThread[None]):
+    """Runs calls at once: the schedules have one thread, which runs the lanes too."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: (None, ()))
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_result(work())
+        return future
+
+
+class _Engine:
+    """Two lanes over one small prefix cache, which gives nodes and takes some."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prompts: PromptRenderer,
+        cache_bytes: int,
+        folder: Path,
+        layout: CacheLayout,
+    ) -> None:
+        files = PrefixCacheFiles(folder, 16 * cache_bytes, "demo", b"secret")
+        self.cache = PrefixCache(cache_bytes, files)
+        self.exchange = PrefixExchange(self.cache, _SameThread(), layout, "demo", cuttable=False)
+        self.lanes: list[LaneScheduler] = []
+        queue: PrefillQueue[Prefill] = PrefillQueue()
+        for name in LaneName:
+            self.lanes.append(
+                LaneScheduler(
+                    name, checkpoint, prompts,
+                    prefix_cache=self.cache, siblings=self.lanes, draft_tokens=3, max_rows=8,
+                    prefill_chunk_tokens=192, prefill_budget_s=60.0, memory=UNLIMITED_MEMORY,
+                    prefill_queue=queue,
+                )
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The nodes of the other engine."""
+
+    exchange: PrefixExchange
+    tokens: int
+    name: str = "other"
+
+    def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
+        """Ask for nodes."""
+        return self.exchange.open(query)
+
+
 class ConversationRunner:
-    """Conversations on two lanes over one small prefix cache."""
+    """Conversations that two engines answer in turn."""
 
     def __init__(
         self,
@@ -75,52 +139,54 @@ class ConversationRunner:
         folder: Path,
     ) -> None:
         self.stats = ConversationStats()
-        self._folder = folder
+        self._folders = [folder / name for name in ("one", "two")]
+        for each in self._folders:
+            each.mkdir(mode=0o700)
         self._checkpoint, self._prompts = checkpoint, prompts
         self._rng = random.Random(seed)
         self._cache_bytes = cache_bytes
         self._chats: list[tuple[str, Messages]] = []
+        self._layout = probe_cache_layout(checkpoint.target, checkpoint.head)
         self._start()
 
     def close(self) -> None:
-        """Write the cache to disk, and end its thread."""
-        self.cache.close()
+        """Write the caches to disk, and end their threads."""
+        for engine in self._engines:
+            engine.cache.close()
 
     def _start(self) -> None:
-        files = PrefixCacheFiles(self._folder, 16 * self._cache_bytes, "demo", b"secret")
-        self.cache = PrefixCache(self._cache_bytes, files)
-        self._lanes: list[LaneScheduler] = []
-        queue: PrefillQueue[Prefill] = PrefillQueue()
-        for name in LaneName:
-            self._lanes.append(
-                LaneScheduler(
-                    name, self._checkpoint, self._prompts,
-                    prefix_cache=self.cache, siblings=self._lanes, draft_tokens=3, max_rows=8,
-                    prefill_chunk_tokens=192, prefill_budget_s=60.0, memory=UNLIMITED_MEMORY,
-                    prefill_queue=queue,
-                )
-            )  # fmt: skip
+        """Start both engines, the one that answers next first."""
+        self._engines = [
+            _Engine(self._checkpoint, self._prompts, self._cache_bytes, folder, self._layout)
+            for folder in self._folders
+        ]
 
     def run(self, tokens: int) -> ConversationStats:
         """Answer until so many tokens are checked; raise `AssertionError` at a wrong one."""
-        while self.stats.tokens < tokens:
-            if self._rng.random() < 0.1:
+        for batch in itertools.count(1):
+            if self.stats.tokens >= tokens:
+                break
+            if batch % 5 == 0:
                 self.stats.restarts += 1
                 self.close()
                 self._start()
-            lanes = self._lanes if self._rng.random() < 0.2 else [self._rng.choice(self._lanes)]
+            if batch % 2 == 0:
+                self._engines.reverse()
+            engine = self._engines[0]
+            lanes = engine.lanes if self._rng.random() < 0.2 else [self._rng.choice(engine.lanes)]
             count = self._rng.randint(2, 9)
             rows = [self._submit(self._rng.choice(lanes), *self._next_chat()) for _ in range(count)]
-            while any(lane.busy for lane in self._lanes):
-                for lane in self._lanes:
+            while any(lane.busy for lane in engine.lanes):
+                for lane in engine.lanes:
                     lane.step()
                 if self._rng.random() < 0.02:
                     self._rng.choice(rows)[2].row.cancelled = True
                 if self._rng.random() < 0.01:
                     self.stats.evictions += 1
-                    self.cache.evict_to(int(self._rng.random() * self.cache.size_bytes))
-            nodes_bytes = sum(node.size_bytes for node in self.cache._nodes())
-            assert self.cache.size_bytes == nodes_bytes
+                    engine.cache.evict_to(int(self._rng.random() * engine.cache.size_bytes))
+            for one in self._engines:
+                assert one.cache.size_bytes == sum(node.size_bytes for node in one.cache._nodes())
+                assert one.cache.size_bytes <= self._cache_bytes
             for scope, messages, result in rows:
                 self._check(result)
                 if isinstance(result.end, Finished):
@@ -183,7 +249,10 @@ class ConversationRunner:
             speculation=SpeculationCounter(draft_tokens),
             sink=result.on_event,
         )
-        result.row.prefetched = self.cache.prefetch(scope, result.row.prompt.identity)
+        engine, other = self._engines
+        result.row.prefetched = engine.cache.prefetch(scope, result.row.prompt.identity)
+        source = _Source(other.exchange, other.lanes[0].cached_tokens(result.row))
+        asyncio.run(engine.exchange.fetch(result.row, lane, [source]))
         lane.add(result.row)
         return scope, messages, result
 
@@ -194,10 +263,10 @@ class ConversationRunner:
         stats.prompt_tokens += len(row.prompt.tokens)
         stats.cached_tokens += row.cached_tokens
         stats.disk_tokens += row.cached_kinds.get("disk", 0)
+        stats.moved_tokens += row.cached_kinds.get("moved", 0)
         stats.tokens += len(row.answer)
         stats.drafted_tokens += row.speculation.total().drafted
         assert result.end is None or isinstance(result.end, Finished), result.end
-        assert self.cache.size_bytes <= self._cache_bytes
         if row.answer:
             stats.ties += check_greedy(self._checkpoint, row.prompt.tokens, row.answer)
 

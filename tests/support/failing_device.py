@@ -2,7 +2,7 @@
 
 `python -m tests.support.failing_device FILE ARGUMENTS...` is `paceline worker ARGUMENTS...`. MLX
 reports a device failure by an error from `mx.eval` or `mx.async_eval`, so this worker raises there;
-everything else is unchanged.
+everything else is unchanged. A file with a text fails one evaluation with it, and is then removed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ def fail_while_file_exists(evaluate: Callable[..., None], fault_file: Path) -> C
 
     def evaluate_or_fail(*results: Any) -> None:
         if fault_file.exists():
+            if text := fault_file.read_text():
+                fault_file.unlink()
+                raise RuntimeError(text)
             raise RuntimeError("[METAL] Command buffer execution failed: Internal Error (0000000e)")
         evaluate(*results)
 

@@ -137,6 +137,11 @@ class Fleet:
     workers: Mapping[str, ServedWorker]
     client: httpx.AsyncClient
 
+    @property
+    def faults(self) -> int:
+        """Return the number of answers that were cut so far."""
+        return sum(served.proxy.faults for served in self.workers.values())
+
     async def join(self, name: str, **changes: Any) -> None:
         report = self.workers[name].worker.report().model_copy(update=changes)
         response = await self.client.put(

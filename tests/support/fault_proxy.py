@@ -44,6 +44,8 @@ class FaultProxy:
         self.fault = NO_FAULT
         self.connections = 0
         """Number of connections so far."""
+        self.faults = 0
+        """Number of connections so far whose answer reached the bytes at which it was cut."""
         self._loop = loop
         self.target_port = target_port
         self._open: set[asyncio.StreamWriter] = set()
@@ -108,7 +110,9 @@ class FaultProxy:
             self._open.add(upstream_writer)
             try:
                 requests = asyncio.create_task(_forward_requests(reader, upstream_writer, fault))
-                responses = asyncio.create_task(_forward_responses(upstream_reader, writer, fault))
+                responses = asyncio.create_task(
+                    self._forward_responses(upstream_reader, writer, fault)
+                )
                 # The end of either side ends the other; a half-closed side does not.
                 await asyncio.wait((requests, responses), return_when=asyncio.FIRST_COMPLETED)
                 if not requests.done():
@@ -124,6 +128,33 @@ class FaultProxy:
                     task.cancel()
             self._open.discard(writer)
             writer.close()
+
+    async def _forward_responses(
+        self, upstream_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
+    ) -> None:
+        """Forward bytes of the worker up to the fault."""
+        limits = (fault.reset_after_bytes, fault.end_after_bytes, fault.stall_after_bytes)
+        remaining = min((limit for limit in limits if limit is not None), default=None)
+        size = fault.drip_bytes or _PIECE_BYTES
+        with contextlib.suppress(OSError):
+            while remaining != 0:
+                piece = await upstream_reader.read(
+                    size if remaining is None else min(size, remaining)
+                )
+                if not piece:
+                    break
+                remaining = None if remaining is None else remaining - len(piece)
+                if fault.drip_bytes:
+                    await asyncio.sleep(fault.drip_pause_s)
+                writer.write(piece)
+                await writer.drain()
+            self.faults += remaining == 0
+            if remaining == 0 and fault.stall_after_bytes is not None:
+                await asyncio.Event().wait()
+            if remaining == 0 and fault.reset_after_bytes is not None:
+                _reset(writer)
+            elif writer.can_write_eof():
+                writer.write_eof()
 
     def close(self) -> None:
         """Release the port."""
@@ -174,31 +205,6 @@ async def _forward_requests(
             if not fault.blackhole:
                 upstream_writer.write(piece)
                 await upstream_writer.drain()
-
-
-async def _forward_responses(
-    upstream_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
-) -> None:
-    """Forward bytes of the worker up to the fault."""
-    limits = (fault.reset_after_bytes, fault.end_after_bytes, fault.stall_after_bytes)
-    remaining = min((limit for limit in limits if limit is not None), default=None)
-    size = fault.drip_bytes or _PIECE_BYTES
-    with contextlib.suppress(OSError):
-        while remaining != 0:
-            piece = await upstream_reader.read(size if remaining is None else min(size, remaining))
-            if not piece:
-                break
-            remaining = None if remaining is None else remaining - len(piece)
-            if fault.drip_bytes:
-                await asyncio.sleep(fault.drip_pause_s)
-            writer.write(piece)
-            await writer.drain()
-        if remaining == 0 and fault.stall_after_bytes is not None:
-            await asyncio.Event().wait()
-        if remaining == 0 and fault.reset_after_bytes is not None:
-            _reset(writer)
-        elif writer.can_write_eof():
-            writer.write_eof()
 
 
 def _bound(port: int) -> socket.socket:

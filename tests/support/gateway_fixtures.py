@@ -29,11 +29,16 @@ MakeClusterGateway = Callable[[], RunningGateway]
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run without any Paceline setting of this machine."""
+    remove_settings(monkeypatch)
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def remove_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove all settings of Paceline from the environment."""
     for name in tuple(os.environ):
         if name.startswith("PACELINE_"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +103,31 @@ def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
 @pytest.fixture
 def gateway_with_worker(gateway: RunningGateway, worker: ScriptedWorker) -> RunningGateway:
     """Return a gateway that the scripted worker has joined."""
-    assert gateway.send_heartbeat(worker).status_code == 200
+    gateway.join(worker)
     return gateway
+
+
+@pytest.fixture(scope="module")
+def module_worker() -> Iterator[ScriptedWorker]:
+    """Run a worker for all tests of a file that change nothing at it."""
+    scripted = ScriptedWorker()
+    with running_server(scripted, sockets=[scripted.socket]):
+        yield scripted
+
+
+@pytest.fixture(scope="module")
+def module_gateway(
+    tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
+) -> Iterator[RunningGateway]:
+    """Run a gateway with `module_worker` for all tests of a file that change nothing at it."""
+    folder = tmp_path_factory.mktemp("module-gateway")
+    with contextlib.ExitStack() as stack:
+        # Before the environment of a test is clean.
+        clean = stack.enter_context(pytest.MonkeyPatch.context())
+        remove_settings(clean)
+        running = stack.enter_context(RunningGateway(make_settings(folder)))
+        stack.enter_context(send_heartbeats(running, module_worker))
+        yield running
 
 
 @pytest.fixture
@@ -174,7 +202,7 @@ def gateway_behind_proxy(
     gateway: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
 ) -> RunningGateway:
     """Return a gateway that reaches its only worker through the proxy."""
-    assert gateway.send_heartbeat(worker).status_code == 200
+    gateway.join(worker)
     return gateway
 
 
@@ -186,7 +214,7 @@ def make_gateway(tmp_path: Path) -> Iterator[MakeGateway]:
         def make(*workers: ScriptedWorker, **settings: object) -> RunningGateway:
             started = running.enter_context(RunningGateway(make_settings(tmp_path, **settings)))
             for worker_ in workers:
-                assert started.send_heartbeat(worker_).status_code == 200
+                started.join(worker_)
             return started
 
         yield make

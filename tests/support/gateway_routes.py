@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from fastapi.routing import APIRoute
-from starlette.routing import BaseRoute
+from starlette.routing import Route
 
 from gateway.app import PortApp
 from tests.support.page_files import FOLDERS, page_files, page_path
@@ -14,7 +11,11 @@ from tests.support.page_files import FOLDERS, page_files, page_path
 def page_routes(page: str) -> set[tuple[str, str]]:
     """Return the routes of a page."""
     names = {file.name for file in page_files(page)} - {"index.html"}
-    return {("GET", page_path(page))} | {("GET", f"/{page}/page/{name}") for name in names}
+    return _readable(page_path(page), *(f"/{page}/page/{name}" for name in names))
+
+
+def _readable(*paths: str) -> set[tuple[str, str]]:
+    return {(method, path) for path in paths for method in ("GET", "HEAD")}
 
 
 PROBES = {("GET", path) for path in ("/livez", "/readyz", "/health", "/metrics")}
@@ -24,30 +25,20 @@ OPENAPI_ROUTE = ("GET", "/openapi.json")
 _SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
 BOTH_PORTS = (
     page_routes("docs")
-    | {("GET", f"/docs/page/{name}") for name in _SWAGGER_FILES}
-    | {OPENAPI_ROUTE, ("GET", "/favicon.ico")}
+    | _readable("/favicon.ico", *(f"/docs/page/{name}" for name in _SWAGGER_FILES))
+    | {OPENAPI_ROUTE}
 )
 """Each port describes its own routes."""
 ADMIN_PAGE = page_routes("admin") | (BOTH_PORTS - {OPENAPI_ROUTE})
-PAGE = ADMIN_PAGE.union(*map(page_routes, FOLDERS), {("HEAD", "/")})
+PAGE = ADMIN_PAGE.union(*map(page_routes, FOLDERS))
 """Pages for people; they show no data without a key."""
 PUBLIC = PROBES | PAGE | {OPENAPI_ROUTE}
 
 
-def iter_routes(routes: list[BaseRoute]) -> Iterator[APIRoute]:
-    """Yield the API routes; fail on a route of an unknown kind."""
-    for route in routes:
-        if (router := getattr(route, "original_router", None)) is not None:
-            yield from iter_routes(router.routes)
-        else:
-            assert isinstance(route, APIRoute), f"{route} is no API route"
-            yield route
-
-
 def route_paths(app: PortApp) -> set[tuple[str, str]]:
-    """Return the routes that an app of the gateway serves."""
-    return {
-        (method, route.path)
-        for route in iter_routes(app._fastapi.routes)
-        for method in route.methods or ()
-    }
+    """Return the routes that an app of the gateway serves; fail on a route of an unknown kind."""
+    found = set()
+    for route in app._fastapi.routes:
+        assert isinstance(route, Route), f"{route} is no route of one path"
+        found |= {(method, route.path) for method in route.methods or ()}
+    return found

@@ -83,7 +83,9 @@ class UpProcess(PacelineProcess):
 
     def workers(self) -> list[dict[str, str]]:
         headers = {"authorization": f"Bearer {(self.state_dir / 'admin-key').read_text()}"}
-        response = httpx.get(f"{self.url}/admin/v1/workers", headers=headers).raise_for_status()
+        response = httpx.get(
+            f"{self.url}/admin/v1/workers", headers=headers, timeout=60
+        ).raise_for_status()
         workers: list[dict[str, str]] = response.json()["workers"]
         return workers
 

@@ -69,7 +69,7 @@ def gateway_with_policy(
     with RunningGateway(make_settings(folder, policy=file, workers=static_workers)) as gateway:
         for worker in workers:
             worker.status_report = worker.report(labels=[worker.worker_id])
-            assert gateway.send_heartbeat(worker, labels=[worker.worker_id]).status_code == 200
+            gateway.join(worker, labels=[worker.worker_id])
         if static_workers:
             wait_until(lambda: len(gateway.status()["workers"]) == len(static_workers))
         yield gateway

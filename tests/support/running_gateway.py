@@ -23,6 +23,7 @@ from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from workers.lifecycle import Shutdown
 
 ADMIN_KEY = "the-admin-key-of-all-gateways"
+_HEARTBEATS = 5
 """The key of gateways that share a Redis; others store one in their state folder."""
 
 
@@ -68,6 +69,7 @@ class RunningGateway:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.state_dir = settings.state_dir
         self._listening: Future[Listening] = Future()
         self.loop: asyncio.AbstractEventLoop
         self._shutdown: Shutdown
@@ -108,6 +110,11 @@ class RunningGateway:
             headers={"authorization": f"Bearer {JOIN_TOKEN}"},
             json=report.model_dump(mode="json"),
         )
+
+    def join(self, worker: ScriptedWorker, **changes: Any) -> None:
+        """Send heartbeats until one is taken, as a worker does: a call back may come too late."""
+        answers = (self.send_heartbeat(worker, **changes) for _ in range(_HEARTBEATS))
+        assert any(answer.status_code == 200 for answer in answers), worker.worker_id
 
     def remove_worker(self, worker: ScriptedWorker, **query: bool) -> httpx.Response:
         """Remove a worker, as it does at its shutdown, or its supervisor after its end."""

@@ -62,10 +62,10 @@ class ScheduledRow(RowEvents):
         assert total.drafted == total.accepted + total.rejected + total.errors
         assert sum(total.histogram) == total.steps
         assert sum(count * n for count, n in enumerate(total.histogram)) == total.accepted
-        if errors:
-            assert (steps, accepted, new, drafted) == (0, 0, 0, errors)
-            assert new_steps == []
-        elif steps:
+        assert errors <= self.longest
+        assert new or not errors or not steps, "a step that failed alone has added nothing"
+        drafted -= errors  # the next step may fail before the host reads the one that succeeded
+        if steps:
             assert new_steps == [(drafted, accepted)]
             assert 1 <= drafted <= self.longest
             assert sum(total.drafted_by_source.values()) == total.drafted

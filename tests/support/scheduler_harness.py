@@ -54,6 +54,11 @@ class SchedulerHarness:
         await run_ready_tasks()
         return self.dispatch.waiting(pool)
 
+    def ejected(self) -> list[str]:
+        """Return the workers that are ejected now."""
+        workers = self.fleet.workers()
+        return [one.report.worker_id for one in workers if self.fleet.ejected_for_s(one)]
+
     def slots_in_use(self) -> int:
         """Return the number of used slots."""
         return sum(sum(worker.in_flight.values()) for worker in self.fleet.workers())

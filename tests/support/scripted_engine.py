@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from workers.drain_rate import QueuePlace
+from workers.engine.memory_pressure import MemoryReading
 from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, TransferFailed
 from workers.engine.tool_formats import FORMATS, ToolFormat
 from workers.engine.types import (
@@ -22,6 +23,7 @@ from workers.engine.types import (
     Generation,
     LaneName,
     ModelCard,
+    NoPrefixCache,
     Prompt,
     Usage,
 )
@@ -96,7 +98,7 @@ class StubPrompts:
 
 
 @dataclass
-class ScriptedEngine:
+class ScriptedEngine(NoPrefixCache):
     """An engine that runs `script` for every generation: yields, raises or waits."""
 
     script: Sequence[Event | Exception | asyncio.Event] = ()
@@ -135,6 +137,10 @@ class ScriptedEngine:
     def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
         raise TransferFailed("absent")
 
+    @property
+    def ready(self) -> bool:
+        return self.alive
+
     def lane_reports(self) -> tuple[LaneReport, ...]:
         return tuple(LaneReport(name=name) for name in self.card.lanes)
 
@@ -147,14 +153,8 @@ class ScriptedEngine:
     def memory_limit_bytes(self) -> int:
         return 0
 
-    def prefix_cache_bytes(self) -> int:
-        return 0
-
-    def prefixes(self) -> tuple[str, ...]:
-        return ()
-
-    def evicted_prefixes(self) -> tuple[str, ...]:
-        return ()
+    def memory_reading(self) -> MemoryReading:
+        return MemoryReading()
 
     async def drop_prefixes(self, scope: str | None) -> None:
         self.dropped.append(scope)

@@ -34,7 +34,7 @@ class ScriptedWorkerProcess:
 
     def fault(self, **script: Any) -> None:
         """Set the fields of `Script` for further answers."""
-        httpx.post(f"{self.url}{FAULT_PATH}", json=script).raise_for_status()
+        httpx.post(f"{self.url}{FAULT_PATH}", json=script, timeout=60).raise_for_status()
 
     def join(self, gateway: RunningGateway) -> None:
         report = ScriptedWorker(worker_id=self.worker_id)
@@ -43,7 +43,7 @@ class ScriptedWorkerProcess:
 
     def answering(self) -> int:
         """Return the number of used rows, as reported by the worker."""
-        count: int = httpx.get(f"{self.url}/v1/status").json()["answering"]
+        count: int = httpx.get(f"{self.url}/v1/status", timeout=60).json()["answering"]
         return count
 
     def kill(self) -> None:

@@ -94,7 +94,9 @@ def wait_until_ready(process: subprocess.Popen[str]) -> RunningWorker:
     raise AssertionError(f"the worker ended with code {process.wait()} before it was ready")
 
 
-def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_worker(
+    *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m workers` until it exits; capture its output."""
     return subprocess.run(
         [sys.executable, "-m", "workers", *arguments],
@@ -102,7 +104,7 @@ def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=STOP_TIMEOUT_S,
-        env=environment_without_paceline(),
+        env={**environment_without_paceline(), **(environment or {})},
         check=False,
     )
 

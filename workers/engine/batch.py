@@ -1,21 +1,27 @@
 """Batch of decoding rows and their caches; rows join and leave between any two steps.
 
-While a batch drafts nothing, the hidden states that its MTP head would read collect in a backlog:
-plain steps then cost what they cost without a head, and drafting resumes after one pass of the head
-over the backlog.
+While the MTP head of a batch drafts nothing, the hidden states that it would read collect in a
+backlog: plain steps and those of prompt lookup then cost what they cost without a head, and the
+head drafts again after one pass over the backlog.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from workers.engine.kv_cache import RowCache, capacity
-from workers.engine.model import KVCache, LayerCache, MtpHead
+from workers.engine.model import KVCache, LayerCache
+from workers.engine.mtp_head import MtpHead
 from workers.engine.row import Row
 from workers.engine.step_graph import State
 from workers.engine.windows import FamilyWindow, to_ring
+
+if TYPE_CHECKING:
+    from workers.engine.step import OpenStep
 
 SIZE_CLASSES = (4096, 16384)
 """Slots at which the next class of rows begins."""
@@ -30,12 +36,24 @@ def size_class(slots: int) -> int:
     return sum(slots > limit for limit in SIZE_CLASSES)
 
 
+class Unread(NamedTuple):
+    """Tokens of one step that the head has not read."""
+
+    tokens: mx.array
+    """[rows, L]."""
+    hidden: mx.array
+    """[rows, L, width]."""
+    counts: Sequence[int] = ()
+    """Of each row, how many of its tokens are of the answer."""
+
+
 class Batch:
     """Decoding rows and, row by row, their caches, the head's caches and the last chosen token.
 
-    Between steps the target's caches hold exactly prompt + answer[:-1]. The head's caches hold the
-    same less the backlog; while there is no backlog, `seed_hidden` is the head's state that drafts
-    the first token after the answer.
+    Between steps the target's caches hold exactly prompt + answer[:-1], and those of an open step
+    more keys and values behind their cursors. The head's caches hold the same less the backlog;
+    while there is no backlog, `seed_hidden` is the head's state that drafts the first token after
+    the answer.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -49,15 +67,22 @@ class Batch:
         self.rows: list[Row] = []
         self.caches: list[LayerCache] = []
         self.head_caches: list[LayerCache] = []
-        """Empty in a batch that never drafts."""
+        """Empty in a batch that never drafts, or whose head has none."""
         self.last_tokens: mx.array = mx.zeros((0,), dtype=mx.int32)
         """[rows]: the last token of every answer, in no cache yet."""
         self.position_shift: mx.array = self.last_tokens
         """[rows]: difference from the slot of a token to its position."""
         self.seed_hidden: mx.array | None = None
         """[rows, 1, width]; None in a batch that never drafts."""
-        self.backlog: list[tuple[mx.array, mx.array]] = []
-        """Tokens [rows, 1] and hidden states [rows, 1, width] that the head has not read."""
+        self.backlog: list[Unread] = []
+        """What the head has not read, step by step."""
+        self.opened: OpenStep | None = None
+        """The next step, if it has begun."""
+
+    @property
+    def has_head(self) -> bool:
+        """Return whether the MTP head may draft for the rows."""
+        return self.seed_hidden is not None
 
     @property
     def offset(self) -> mx.array:
@@ -75,18 +100,32 @@ class Batch:
         for cache in self._row_caches():
             cache.reserve(needed)
 
-    def read_backlog(self, head: MtpHead) -> None:
-        """Let the head read its backlog in one pass."""
+    def read_backlog(self, head: MtpHead, unread_tokens: int = 0) -> None:
+        """Let the head read its backlog in one pass.
+
+        Rows may have up to `unread_tokens` tokens more than their answers say.
+        """
         if not self.backlog:
             return
-        tokens, hidden = (mx.concatenate(part, axis=1) for part in zip(*self.backlog, strict=True))
-        length = tokens.shape[1]
-        start = self.offset - length
+        tokens = mx.concatenate([step.tokens for step in self.backlog], axis=1)
+        hidden = mx.concatenate([step.hidden for step in self.backlog], axis=1)
+        kept, totals = _kept_tokens(self.backlog)
+        length, end = kept.shape[1], self.offset
+        start = end - mx.array(totals)
+        # A row that has kept fewer tokens than another one writes more behind its cursor.
+        used = [row.slots_used - total for row, total in zip(self.rows, totals, strict=True)]
         for cache in self.head_caches:
+            cache.reserve(max(used) + length + unread_tokens)
             cache.offset = start
-        positions = start[:, None] + mx.arange(length, dtype=mx.int32)
-        state = head.forward(tokens, hidden, self.head_caches, positions)
-        self.seed_hidden = state[:, -1:]
+        state = head.forward(
+            mx.take_along_axis(tokens, kept, axis=1),
+            mx.take_along_axis(hidden, kept[:, :, None], axis=1),
+            self.head_caches,
+            start[:, None] + mx.arange(length, dtype=mx.int32),
+        )
+        for cache in self.head_caches:
+            cache.offset = end
+        self.seed_hidden = mx.take_along_axis(state, (end - start - 1)[:, None, None], axis=1)
         self.backlog.clear()
 
     def join(
@@ -97,7 +136,8 @@ class Batch:
         last_token: int,
         seed_hidden: mx.array | None,
     ) -> None:
-        """Add a row after its prefill; the batch takes over its caches."""
+        """Add a row after its prefill; the batch takes over its caches, and has no open step."""
+        assert self.opened is None, "the row has no part in it"
         new_caches = [row_cache(cache) if self.shared else cache for cache in caches]
         new_head_caches = [row_cache(cache) for cache in head_caches]
         token = mx.array([last_token], dtype=mx.int32)
@@ -126,6 +166,9 @@ class Batch:
         chosen = mx.array(indices, dtype=mx.int32)
         self.rows = [self.rows[index] for index in indices]
         longest = max(row.slots_used for row in self.rows)
+        if self.opened is not None:
+            self.opened = self.opened.select(indices)
+            longest += self.opened.tokens
         for cache in (*self.caches, *self.head_caches):
             cache.filter(chosen)
         for cache in self._row_caches():
@@ -134,7 +177,10 @@ class Batch:
         self.position_shift = self.position_shift[chosen]
         if self.seed_hidden is not None:
             self.seed_hidden = self.seed_hidden[chosen]
-        self.backlog = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self.backlog]
+        self.backlog = [
+            Unread(step.tokens[chosen], step.hidden[chosen], [step.counts[at] for at in indices])
+            for step in self.backlog
+        ]
 
     def evaluate(self) -> None:
         """Compute the caches layer by layer, so that no copy outlives its layer."""
@@ -144,7 +190,7 @@ class Batch:
     def evaluate_async(self) -> None:
         """Start computing all inputs of the next step on the device, without waiting."""
         mx.async_eval(
-            self.last_tokens, self.seed_hidden, self.backlog,
+            self.last_tokens, self.seed_hidden, [step[:2] for step in self.backlog],
             [cache.state for cache in self.caches], [cache.state for cache in self.head_caches],
             [cache.offset for cache in self._row_caches()],
         )  # fmt: skip
@@ -153,6 +199,24 @@ class Batch:
         for cache in (*self.caches, *self.head_caches):
             if isinstance(cache, RowCache):
                 yield cache
+
+
+def _kept_tokens(backlog: Sequence[Unread]) -> tuple[mx.array, list[int]]:
+    """Return the places [rows, tokens] of the tokens of the answers, and how many each row has.
+
+    Where a row has fewer than another one, its last place stands again.
+    """
+    counts = np.array([step.counts for step in backlog])
+    begins = np.cumsum([0, *(step.tokens.shape[1] for step in backlog[:-1])])
+    totals = counts.sum(axis=0)
+    places = np.zeros((len(totals), totals.max()), np.int32)
+    for row, total in enumerate(totals):
+        kept = [
+            begin + np.arange(count) for begin, count in zip(begins, counts[:, row], strict=True)
+        ]
+        places[row, :total] = np.concatenate(kept)
+        places[row, total:] = places[row, total - 1]
+    return mx.array(places), totals.tolist()
 
 
 def row_cache(cache: LayerCache, room_tokens: int = 1) -> LayerCache:

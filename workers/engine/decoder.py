@@ -2,20 +2,22 @@
 
 Speculative decoding by match (Leviathan et al. 2023, arXiv 2211.17192, for a draft of the likeliest
 tokens): the target chooses a token at every position by the row's own sampling rules, and accepts a
-drafted token where it equals that choice. Every row therefore gets exactly the tokens that it would
-get without speculation, whatever its sampler and whatever rows share its batch.
+drafted token where it equals that choice. Every row therefore gets the tokens that it would get
+without speculation, whatever its sampler and whatever rows share its batch; kernels round scores in
+their last bits by the shape of the batch, so two tokens may change places that are as likely.
 
 Drafts come from the MTP head, from prompt lookup (`prompt_lookup.py`), and from a grammar that
 forces the next tokens; `draft_length.py` decides for each row and step.
 
 Rows of the head, rows that draft without it, and rows that do not draft form separate batches: a
 verify costs more than a plain step, and a row that gains nothing from it must not pay for it. So do
-rows of different size classes (`batch.py`).
+rows of different size classes (`batch.py`). A row whose answer must be exact has a batch of its
+own: how kernels round depends on the shape of a batch.
 
 An error in a step does not name its row, and invalidates every cache of the batch. All rows of the
 batch are requeued for a new prefill and degrade by one level: from the head to lookup, from drafts
 to plain steps, from there to a batch of their own. A row that fails alone in its batch is the
-cause, and ends with the error.
+cause, and ends with the error. An allocation that fails degrades nothing: the scheduler makes room.
 """
 
 from __future__ import annotations
@@ -27,25 +29,30 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from workers.engine.batch import Batch, set_states, size_class, states_of
+from workers.engine.batch import Batch, size_class
 from workers.engine.draft_head import DraftHead
 from workers.engine.draft_length import RUN_LENGTHS, DraftLength, Plan, Run
-from workers.engine.grammar import allowed_tokens, given_drafts
-from workers.engine.kv_cache import RowCache, state_after
+from workers.engine.kv_cache import STEP_TOKENS, state_after
+from workers.engine.memory_pressure import is_out_of_memory
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import Checkpoint, KVCache, Target
+from workers.engine.model import Checkpoint, Target
 from workers.engine.prefill import Prefill, seed_head
-from workers.engine.prefix_cache import RowState, state_of
+from workers.engine.prefix_tree import RowState, state_of
 from workers.engine.prompt_lookup import Found, Reliability
 from workers.engine.row import Row
-from workers.engine.sampler import choose, token_logprobs
-from workers.engine.step_graph import Layers, State, StepGraph, VerifyResult
+from workers.engine.sampler import token_logprobs
+from workers.engine.step import (
+    OpenStep,
+    StepResult,
+    begin_step,
+    draft_sources,
+    finish_step,
+    run_uncompiled_step,
+)
+from workers.engine.step_graph import StepGraph
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import TokenLogprob
 from workers.protocol import DraftSource
-
-MAX_BACKLOG_STEPS = 32
-"""Backlog at which the head reads it even though the batch drafts nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,19 +80,19 @@ class Decoder:
         draft_tokens: int,
         clock: Callable[[], float],
         store: Callable[[Row, Callable[[], RowState]], None],
+        graph: StepGraph | None = None,
     ) -> None:
-        """Create a decoder; it calls `store` with the state of each row whose answer has ended."""
+        """Create a decoder; it calls `store` with the state of each row whose answer has ended.
+
+        Without a graph it creates one, if rows can share a pass.
+        """
         self._store = store
         self._target = target = checkpoint.target
         self._head = head
-        # Another family drafts if rows of any length share its forward pass. That finds positions
-        # in the caches, and is no pure function of arrays: its steps are not compiled.
-        verifies = target.supports_batching and target.native_verify and draft_tokens > 0
-        self._graph = (
-            StepGraph(target, head.usable, compiled=target.explicit_positions)
-            if target.explicit_positions or verifies
-            else None
-        )
+        # A graph needs rows that share a pass, or positions that no cache has to know.
+        if graph is None and (target.explicit_positions or target.supports_batching):
+            graph = StepGraph(target, head.usable)
+        self._graph = graph
         self._counters = counters
         self._token_bytes = prompts.raw
         # A verify takes the memory of a recurrent state for each token, which is measured for the
@@ -133,18 +140,21 @@ class Decoder:
         for batch in self._batches:
             batch.clear()
 
-    def drop_cancelled(self) -> list[Row]:
-        """Remove and return the cancelled rows."""
-        cancelled = [row for row in self.rows if row.cancelled]
+    def remove(self, unwanted: Callable[[Row], bool]) -> list[Row]:
+        """Remove and return the rows that are not wanted any more."""
+        removed = [row for row in self.rows if unwanted(row)]
         for batch in self._batches:
-            batch.select([i for i, row in enumerate(batch.rows) if row not in cancelled])
-        return cancelled
+            batch.select([i for i, row in enumerate(batch.rows) if row not in removed])
+        return removed
 
     def preempt(self) -> Row:
-        """Remove and return the row with the shortest answer, to free its memory now."""
-        preempted = min(self.rows, key=lambda row: len(row.answer))
+        """Remove and return the row with the shortest answer, to free its memory now.
+
+        A row whose answer is exact is the last resort: it cannot go on.
+        """
+        preempted = min(self.rows, key=lambda row: (row.exact, len(row.answer)))
+        self.remove(lambda row: row is preempted)
         for batch in self._batches:
-            batch.select([i for i, row in enumerate(batch.rows) if row is not preempted])
             batch.evaluate()  # without it the memory would stay in use until the next step
         return preempted
 
@@ -179,57 +189,127 @@ class Decoder:
             return Outcome(failed=[row], requeued=[*others, *outcome.requeued], error=error)
         return outcome
 
-    def step(self) -> Iterator[Outcome]:
-        """Advance every row by one step, batch by batch."""
-        for batch in self._batches:
-            if batch.rows:
-                yield self._step(batch)
+    def step(self, *, ahead: bool = False) -> Iterator[Outcome]:
+        """Advance every row by one step, batch by batch.
+
+        With `ahead`, the next step of a batch that is alone begins before this one is read.
+        """
+        batches = [batch for batch in self._batches if batch.rows]
+        for batch in batches:
+            yield self._step(batch, ahead=ahead and len(batches) == 1)
         self._single = [batch for batch in self._single if batch.rows]
 
-    def _step(self, batch: Batch) -> Outcome:
+    def finish_open_steps(self) -> Iterator[Outcome]:
+        """Finish the steps that have begun, so that rows can join and nothing else is computed."""
+        for batch in self._batches:
+            if batch.opened is not None:
+                yield self._step(batch, ahead=False)
+
+    def _step(self, batch: Batch, *, ahead: bool) -> Outcome:
         rows = list(batch.rows)
         with_head = any(row.uses_head for row in rows)
         if with_head and self._head.usable is None:
             return self._requeue(batch, RuntimeError("The MTP head became unhealthy."))
-        k, representative = self._choose_k(batch) if with_head else (0, True)
+        opened, batch.opened = batch.opened, None
         backlog = bool(batch.backlog)
+        if opened is not None:
+            k, representative = opened.k, opened.representative
+        else:
+            k, representative = self._choose_k(batch) if with_head else (0, True)
         begun_s = self._clock()
-        drafts = _Drafts(Plan(k), [()] * len(rows), [None] * len(rows))
+        drafts = _Drafts.of_head(k, len(rows))
         try:
-            if self._graph is None or not batch.shared:
-                result = run_uncompiled_step(batch, self._target)
-            else:
-                drafts = self._plan(batch, k)
-                result = run_step(batch, self._graph, drafts.plan.head_tokens, drafts.runs)
+            drafts = self._plan(batch, k) if self._graph and batch.shared else drafts
+            result, unopened = self._compute(batch, opened, drafts, ahead=ahead)
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
             if with_head:
                 self._head.record_error(error)
-            _add_errors(rows, k, drafts.runs)
+            _add_errors(rows, k, drafts.runs if opened is None else ())
             return self._requeue(batch, error)
         outcome, fitted = self._append(rows, result, begun_s)
         self._observe_lookups(rows, result, drafts.found)
-        representative &= not (backlog and any(drafts.runs))
+        if opened is None:
+            representative &= not (backlog and drafts.plan.head_tokens)
+        # Else it also took a part of the next step, or the step before took one of this.
+        representative &= (opened is None) == (batch.opened is None)
         appended = sum(fitted)
         duration_s = self._clock() - begun_s
         self._counters.record_decode(sum(map(len, result.tokens)) / len(rows), duration_s)
         if with_head or any(row.lookup or row.matcher for row in rows):
-            cost = drafts.plan.cost if representative else None
-            self._record_cost(result, cost, appended, duration_s)
+            plan = drafts.plan if opened is None else Plan(k)
+            self._record_cost(result, plan.cost if representative else None, appended, duration_s)
         if with_head:
             self._head.record_success()
             self._record_skipped(rows, k)
         for index, row in enumerate(rows):
-            if row in outcome.finished:
+            if row in outcome.finished and unopened is None:
                 self._store(row, partial(self._state, batch, index, result, fitted[index]))
         ended = [*outcome.finished, *outcome.failed]
         batch.select([i for i, row in enumerate(rows) if row not in ended])
+        return outcome if unopened is None else self._requeue_ahead(batch, unopened, outcome)
+
+    def _compute(
+        self, batch: Batch, opened: OpenStep | None, drafts: _Drafts, *, ahead: bool
+    ) -> tuple[StepResult, _Unopened | None]:
+        """Begin the next step unless it is open, finish and read it.
+
+        Also return the step after it if that was to begin before this one is read, and failed.
+        """
+        if self._graph is None or not batch.shared:
+            return run_uncompiled_step(batch, self._target), None
+        if opened is None:
+            opened = begin_step(batch, self._graph, drafts.plan.head_tokens, drafts.runs)
+        choice, unopened = finish_step(batch, self._graph, opened), None
+        if ahead and not any(drafts.runs) and self._may_go_ahead(batch, opened.tokens):
+            unopened = self._begin_ahead(batch, self._graph, opened.tokens)
+        return choice.read(batch), unopened
+
+    def _may_go_ahead(self, batch: Batch, unread_tokens: int) -> bool:
+        """Return whether the next step can begin before the tokens of this one are read.
+
+        Not near the limit of an answer, nor where rules over the next tokens change a draft.
+        """
+        longest = max(row.draft_tokens for row in batch.rows) if batch.has_head else 0
+        if unread_tokens + longest + 1 > STEP_TOKENS:
+            return False
+        return all(
+            row.max_tokens - len(row.answer) - unread_tokens > longest
+            and not (longest and row.token_rules(unread_tokens + longest))
+            for row in batch.rows
+        )
+
+    def _begin_ahead(self, batch: Batch, graph: StepGraph, unread_tokens: int) -> _Unopened | None:
+        """Begin the step after one of which up to `unread_tokens` tokens are not read yet."""
+        with_head = any(row.uses_head for row in batch.rows)
+        k, representative = self._choose_k(batch) if with_head else (0, True)
+        representative &= not (batch.backlog and k)
+        try:
+            opened = begin_step(
+                batch, graph, k, representative=representative, unread_tokens=unread_tokens
+            )
+            opened.compute(batch)
+        except Exception as error:  # noqa: BLE001  # the step before has its tokens
+            return _Unopened(error, k)
+        batch.opened = opened
+        return None
+
+    def _requeue_ahead(self, batch: Batch, unopened: _Unopened, outcome: Outcome) -> Outcome:
+        """Requeue the rows of a batch whose next step could not begin."""
+        error, k = unopened
+        if any(row.uses_head for row in batch.rows):
+            self._head.record_error(error)
+        _add_errors(batch.rows, k)
+        requeued = self._requeue(batch, error)
+        outcome.failed += requeued.failed
+        outcome.requeued += requeued.requeued
+        outcome.error = outcome.error or error
         return outcome
 
     def _plan(self, batch: Batch, k: int) -> _Drafts:
         """Decide what each row drafts: k tokens of the head, or some of its run."""
         rows = batch.rows
         if not self._run_limit or not any(row.lookup or row.matcher for row in rows):
-            return _Drafts(Plan(k), [()] * len(rows), [None] * len(rows))
+            return _Drafts.of_head(k, len(rows))
         runs: list[Run | None] = []
         found: list[Found | None] = []
         for row in rows:
@@ -266,14 +346,13 @@ class Decoder:
     def _choose_k(self, batch: Batch) -> tuple[int, bool]:
         """Return the draft length of the next step, and whether its duration is representative.
 
-        A step that begins an answer, or in which the head reads its backlog, costs more for that
-        reason alone: counting it would keep a lane from drafting where drafting pays.
+        A step that begins an answer costs more for that reason alone: counting it would keep a lane
+        from drafting where drafting pays. So does one in which the head reads its backlog.
         """
         count = len(batch.rows)
         fewest_steps = min(len(row.speculation.steps) for row in batch.rows)
         k = self._draft_length.choose(count, fewest_steps)
-        exploring = self._draft_length.is_exploring(count, fewest_steps)
-        return k, not (exploring or (k and batch.backlog))
+        return k, not self._draft_length.is_exploring(count, fewest_steps)
 
     def _append(
         self, rows: list[Row], result: StepResult, now_s: float
@@ -311,15 +390,10 @@ class Decoder:
         if tokens == len(result.tokens[index]):
             return state
         # The answer ended inside a draft, and the caches of the batch have read on.
-        histories = [
-            layer
-            for cache, layer in zip(batch.caches, result.layers, strict=True)
-            if not isinstance(cache, KVCache | RowCache)
-        ]
         length, kept = result.scores.shape[1], mx.array([tokens])
         recurrent = [
             [state_after(tuple(part[one] for part in slot), kept, length) for slot in layer]
-            for layer in histories
+            for layer in result.recurrent
         ]
         return state._replace(recurrent=recurrent)
 
@@ -349,6 +423,7 @@ class Decoder:
             self._counters.set_draft_tokens(
                 [self._draft_length.best(size) for size in range(1, self._counters.slots + 1)]
             )
+            self._counters.set_draft_speedup(rows, self._draft_length.speedup(rows))
         plain_s = self._draft_length.plain_step_s(rows)
         if plain_s is not None and any(drafted):
             self._counters.record_decode_saving(plain_s * appended / rows - duration_s)
@@ -357,6 +432,8 @@ class Decoder:
         """Empty a batch whose caches are invalid; requeue its rows degraded, fail a suspect one."""
         rows = list(batch.rows)
         batch.clear()
+        if is_out_of_memory(error):
+            return Outcome(requeued=rows, error=error)  # no row is to blame
         requeued = [row for row in rows if not row.suspect]
         failed = [row for row in rows if row.suspect]
         for row in requeued:
@@ -375,7 +452,7 @@ class Decoder:
         return batch
 
     def _can_share(self, row: Row) -> bool:
-        return self._shared and not row.suspect
+        return self._shared and not row.suspect and not row.exact
 
     def _logprobs(
         self, row: Row, scores: mx.array, tokens: Sequence[int]
@@ -388,11 +465,20 @@ def _batch_key(row: Row) -> tuple[bool, bool, int]:
     return row.draft_tokens > 0, row.uses_head, size_class(row.slots_used)
 
 
-def _add_errors(rows: list[Row], k: int, runs: Sequence[Sequence[int]]) -> None:
+def _add_errors(rows: list[Row], k: int, runs: Sequence[Sequence[int]] = ()) -> None:
     """Count the drafts of a step that failed."""
+    runs = runs or [()] * len(rows)
     for row, run in zip(rows, runs, strict=True):
         limit = row.draft_limit(k) if row.uses_head else 0
-        row.speculation.add_errors(_sources(len(run) or limit, run, ()))
+        row.speculation.add_errors(draft_sources(len(run) or limit, run))
+
+
+class _Unopened(NamedTuple):
+    """A step that could not begin."""
+
+    error: Exception
+    k: int
+    """Draft length that the lane had chosen for the head."""
 
 
 class _Drafts(NamedTuple):
@@ -403,157 +489,10 @@ class _Drafts(NamedTuple):
     """For each row the tokens of its run that it drafts; empty for the head, or nothing."""
     found: Sequence[Found | None]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Tokens that one step of a batch decided, row by row."""
-
-    sources: tuple[tuple[DraftSource, ...], ...]
-    """Where each verified draft token comes from."""
-    tokens: tuple[tuple[int, ...], ...]
-    """The accepted draft tokens, then the one token that the target adds."""
-    scores: mx.array
-    """[rows, L, vocabulary]: the scores behind every token, for log-probabilities."""
-    hidden: mx.array | None = None
-    """[rows, L, width]: the hidden states of the tokens that the step has read."""
-    layers: Layers = field(default_factory=list)
-    """Layers of the verify, with the histories of recurrent layers where L > 1."""
-
-
-def run_step(
-    batch: Batch, graph: StepGraph, k: int, runs: Sequence[Sequence[int]] = ()
-) -> StepResult:
-    """Advance every row by one verify of up to k draft tokens, or of its fixed draft length.
-
-    `runs` has for each row the tokens that it drafts instead of asking the head.
-
-    The host waits for the device once, for the chosen tokens; the device computes the new caches
-    while the host emits them.
-    """
-    runs = runs or [()] * len(batch.rows)
-    wanted = [row.draft_limit(k) if batch.head_caches else 0 for row in batch.rows]
-    wanted = [0 if run else limit for limit, run in zip(wanted, runs, strict=True)]
-    head_length = max(wanted)
-    limits = [len(run) or limit for limit, run in zip(wanted, runs, strict=True)]
-    length = max(limits)
-    rules = [row.token_rules(length) for row in batch.rows]
-    forced = [() if one is None or not length else one.forced() for one in rules]
-    given = [_given(run, own, length) for run, own in zip(runs, forced, strict=True)]
-    batch.reserve(length + 1)
-    if graph.head is not None and (length or len(batch.backlog) >= MAX_BACKLOG_STEPS):
-        batch.read_backlog(graph.head)
-    offset = batch.offset
-    drafts, head_state = _draft(batch, graph, head_length, given)
-    verified = graph.verify(
-        mx.concatenate([batch.last_tokens[:, None], drafts], axis=1),
-        states_of(batch.caches),
-        offset,
-        batch.position_shift,
-    )
-    allowed = None
-    if any(rules):
-        # The device verifies while the host reads the drafts and finds the tokens allowed after
-        # each. The caches must not hold the old keys meanwhile, or MLX would copy all of them.
-        set_states(batch.caches, graph.attention_state(verified.layers, batch.caches))
-        mx.async_eval(verified.scores)
-        allowed = allowed_tokens(rules, verified.scores.shape[-1], drafts)
-    contexts = [row.sampling_context() for row in batch.rows]
-    chosen = choose(verified.scores, contexts, drafts, allowed)
-    drafted = (drafts, mx.array(limits))
-    if length and batch.head_caches:
-        assert verified.hidden is not None
-        committed = graph.commit(
-            verified.layers, verified.hidden, chosen, drafted, (head_state, offset)
-        )
-        accepted, batch.last_tokens, state, head_state, batch.seed_hidden = committed
-        set_states(batch.caches, state)
-        set_states(batch.head_caches, head_state)
-    elif length:
-        accepted, batch.last_tokens, state = graph.settle(verified.layers, chosen, drafted)
-        set_states(batch.caches, state)
-    else:
-        accepted = mx.zeros((len(limits),), dtype=mx.int32)
-        batch.last_tokens = chosen[:, 0]
-        set_states(batch.caches, verified.state)
-        if batch.head_caches:
-            assert verified.hidden is not None
-            batch.backlog.append((chosen, verified.hidden))
-    decided = mx.concatenate([accepted[:, None], chosen], axis=1)
-    mx.async_eval(decided)
-    batch.set_offset(offset + accepted + 1)
-    batch.evaluate_async()
-    sources = [
-        _sources(limit, run, own) for limit, run, own in zip(limits, runs, forced, strict=True)
-    ]
-    return _result(sources, decided, verified)
-
-
-def _draft(
-    batch: Batch, graph: StepGraph, head_length: int, given: Sequence[Sequence[int]]
-) -> tuple[mx.array, State]:
-    """Return the drafts [rows, k], of which k tokens are given or -1, and the head's new caches."""
-    head_state = states_of(batch.head_caches)
-    drafts = mx.zeros((len(given), 0), dtype=mx.int32)
-    if head_length:
-        assert batch.seed_hidden is not None
-        drafts, head_state = graph.draft(batch.seed_hidden, head_state, batch.offset, head_length)
-    if length := len(given[0]):
-        drafts = given_drafts(given, mx.pad(drafts, ((0, 0), (0, length - head_length))))
-        mx.async_eval(drafts)  # the device drafts while the host describes the verify
-    return drafts, head_state
-
-
-def _given(run: Sequence[int], forced: Sequence[int], length: int) -> list[int]:
-    """Return the tokens of a draft that are not the head's; -1 in place of one of those."""
-    tokens = [*run, *[-1] * (length - len(run))][:length]
-    for at, token in enumerate(forced[:length]):
-        tokens[at] = token if token >= 0 else tokens[at]
-    return tokens
-
-
-def _sources(limit: int, run: Sequence[int], forced: Sequence[int]) -> tuple[DraftSource, ...]:
-    """Return where each of the first `limit` tokens of a draft comes from."""
-    drafted = DraftSource.LOOKUP if run else DraftSource.HEAD
-    return tuple(
-        DraftSource.FORCED if at < len(forced) and forced[at] >= 0 else drafted
-        for at in range(limit)
-    )
-
-
-def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
-    """Advance every row by one token, for families whose steps are no pure functions of arrays."""
-    batch.reserve(1)
-    positions = [[row.context_tokens + row.position_offset] for row in batch.rows]
-    output = target.forward(
-        batch.last_tokens[:, None], batch.caches, mx.array(positions, dtype=mx.int32)
-    )
-    scores = target.scores(output)
-    allowed = None
-    rules = [row.token_rules(0) for row in batch.rows]
-    if any(rules):
-        mx.async_eval(scores)
-        allowed = allowed_tokens(rules, scores.shape[-1])
-    contexts = [row.sampling_context() for row in batch.rows]
-    chosen = choose(scores, contexts, allowed=allowed)
-    batch.last_tokens = chosen[:, 0]
-    decided = mx.concatenate([mx.zeros_like(chosen), chosen], axis=1)
-    mx.async_eval(decided)
-    batch.evaluate_async()
-    return _result([()] * len(batch.rows), decided, VerifyResult(scores, None, []))
-
-
-def _result(
-    sources: Sequence[tuple[DraftSource, ...]], decided: mx.array, verified: VerifyResult
-) -> StepResult:
-    rows = decided.tolist()
-    return StepResult(
-        sources=tuple(sources),
-        # An accepted draft token is the target's own choice, so the choices are the answer.
-        tokens=tuple(tuple(row[1 : row[0] + 2]) for row in rows),
-        scores=verified.scores,
-        hidden=verified.hidden,
-        layers=verified.layers,
-    )
+    @classmethod
+    def of_head(cls, k: int, rows: int) -> _Drafts:
+        """Return the drafts of a step in which no row has a run."""
+        return cls(Plan(k), [()] * rows, [None] * rows)
 
 
 def check_device(target: Target) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 
 from policies.request.profile import Bypass
+from workers.engine.memory_pressure import is_out_of_memory
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import MtpHead
+from workers.engine.mtp_head import MtpHead
 from workers.engine.row import Row
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,12 @@ class DraftHead:
         self._consecutive_errors = 0
 
     def record_error(self, error: Exception) -> None:
-        """Count an error; mark the head unhealthy at `MAX_CONSECUTIVE_ERRORS`."""
+        """Count an error; mark the head unhealthy at `MAX_CONSECUTIVE_ERRORS`.
+
+        A failed allocation is not the head's fault.
+        """
+        if is_out_of_memory(error):
+            return
         self._consecutive_errors += 1
         logger.error(
             "mtp_head.failed consecutive_errors=%d", self._consecutive_errors, exc_info=error

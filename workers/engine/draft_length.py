@@ -138,11 +138,14 @@ class DraftLength:
         plans = [(base, free * len(runs))]
         for length in lengths:
             gains = [run.expected_tokens(length) if run else 0.0 for run in runs]
-            uses = tuple(gain > free for gain in gains)
-            if any(uses):
-                head_tokens = 0 if all(uses) else k
-                tokens = sum(max(gain, free) for gain in gains)
-                plans.append((Plan(head_tokens, length, uses), tokens))
+            for head_tokens in dict.fromkeys((k, 0)):  # the other rows may draft nothing
+                other = self.tokens_per_step(head_tokens)
+                uses = tuple(gain > other for gain in gains)
+                tokens = sum(max(gain, other) for gain in gains)
+                if any(uses):
+                    plans.append((Plan(0 if all(uses) else head_tokens, length, uses), tokens))
+                if all(uses):
+                    break
         if len(self._samples(size, *base.cost)) < MIN_SAMPLES:
             certain = max(run.forced for run in runs if run)
             return [plan for plan, _ in plans if plan.run_tokens <= certain][-1]
@@ -190,6 +193,18 @@ class DraftLength:
             for length, samples in costs
         )
         return self._max_draft_tokens if pays else 0
+
+    def speedup(self, rows: int) -> float:
+        """Return the tokens per second with the head's best drafts relative to none.
+
+        0 while a batch of this size is not measured, and without a head: the gain of prompt lookup
+        is that of a text, and not of a machine.
+        """
+        size = _size_class(rows)
+        k, plain_s = self._current.get(size), self.plain_step_s(rows)
+        if k is None or plain_s is None or not self._has_head:
+            return 0.0
+        return self.tokens_per_step(k) * plain_s / self._cost_s(size, k, k)
 
     def plain_step_s(self, rows: int) -> float | None:
         """Return the cost of a step without drafts; None while it is not measured."""

@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 
@@ -17,11 +17,25 @@ from mlx.utils import tree_flatten
 from policies.request.profile import Bypass
 from workers.drain_rate import QueuePlace
 from workers.engine import types
+from workers.engine.device import (
+    compiles_quickly,
+    limit_freed_buffers,
+    limit_memory,
+    memory_limit_bytes,
+)
 from workers.engine.draft_length import RUN_LENGTHS
 from workers.engine.grammar import GrammarCompiler
+from workers.engine.head_precision import quantise_if_faster
 from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.model import Checkpoint, HeadUnusable, load_checkpoint
+from workers.engine.memory_pressure import (
+    MemoryMonitor,
+    MemoryReading,
+    Pressure,
+    memory_reader,
+)
+from workers.engine.model import Checkpoint, limit_context, load_checkpoint
 from workers.engine.model_folder import refusing
+from workers.engine.mtp_head import HeadUnusable
 from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
@@ -32,12 +46,18 @@ from workers.engine.prefix_cache_files import (
 )
 from workers.engine.prefix_exchange import PrefixExchange
 from workers.engine.prefix_transfer import CacheLayout, PrefixOffer, PrefixQuery, TransferFailed
-from workers.engine.probes import probe_cache_layout, probe_native_verify, probe_shared_rows
+from workers.engine.probes import (
+    probe_cache_layout,
+    probe_compiled_passes,
+    probe_native_verify,
+    probe_shared_rows,
+)
 from workers.engine.row import EventSink, Row, SpeculationCounter
 from workers.engine.sampler import PromptLogprobs
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.self_test import HeadHealth, check_head, warm_up
 from workers.engine.sparse_prefill import load_sparse_prefill
+from workers.engine.step_graph import StepGraph
 from workers.engine.thread import EngineThread
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.protocol import ANSWER_FIELD, LaneReport, StartStage
@@ -56,6 +76,7 @@ class Engine:
     lanes: tuple[LaneScheduler, ...]
     prefix_cache: PrefixCache
     memory: MemoryEstimate
+    monitor: MemoryMonitor
     health: InitVar[HeadHealth | None]
     spec_prefill: InitVar[str | None]
     cache_layout: CacheLayout | None
@@ -63,6 +84,8 @@ class Engine:
     card: types.ModelCard = field(init=False)
     thread: EngineThread[Engine] = field(init=False)
     exchange: PrefixExchange | None = field(init=False, default=None)
+    _relief: Future[None] | None = field(init=False, default=None)
+    """The last time that an idle engine was asked to give back caches."""
 
     def __post_init__(self, health: HeadHealth | None, spec_prefill: str | None) -> None:
         parts = [self.checkpoint.target.model.parameters()]
@@ -125,6 +148,11 @@ class Engine:
         """Return whether the engine accepts requests."""
         return self.thread.alive
 
+    @property
+    def ready(self) -> bool:
+        """Return whether it serves now, as always while it is alive."""
+        return self.alive
+
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return the counts of every lane; safe from any thread."""
         return tuple(lane.counters.report() for lane in self.lanes)
@@ -140,6 +168,21 @@ class Engine:
     def memory_limit_bytes(self) -> int:
         """Return the limit of that memory."""
         return self.memory.limit_bytes
+
+    def memory_reading(self) -> MemoryReading:
+        """Return what the process takes of the memory; while that is short, give back caches.
+
+        A lane does so in each step; this is for the time between requests.
+        """
+        reading = self.monitor.reading()
+        if reading.pressure is not Pressure.NORMAL and (not self._relief or self._relief.done()):
+            with suppress(types.EngineStopped):
+                self._relief = self.thread.call(self.lanes[0].relieve)
+        return reading
+
+    def failed_allocations(self) -> int:
+        """Return how many allocations have failed since the start."""
+        return self.monitor.failed_allocations
 
     def prefix_cache_bytes(self) -> int:
         """Return the memory in use by the prefix cache."""
@@ -195,11 +238,21 @@ class Engine:
             raise types.InvalidGeneration("model", f"This worker has no {generation.lane} lane.")
         return lane
 
+    def _check_room(self, lane: LaneScheduler) -> None:
+        """Raise `EngineBusy` for a full queue, or `MemoryShort` at critical pressure."""
+        if lane.waiting_rows >= self.settings.queue_limit:
+            raise types.EngineBusy(retry_after_s=lane.retry_after_s)
+        reading = self.memory_reading()
+        if reading.pressure is Pressure.CRITICAL:
+            raise types.MemoryShort(reading.used_bytes, reading.limit_bytes)
+
     async def _prepare(self, generation: types.Generation) -> PreparedPrompt:
         prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
-        if generation.prompt_limit is None:
-            return prompt
-        return self._cut(prompt, generation.prompt_limit)
+        if generation.prompt_limit is not None:
+            prompt = self._cut(prompt, generation.prompt_limit)
+        if generation.exact:  # what the prefix cache holds may have been read in other chunks
+            prompt = replace(prompt, scope=None)
+        return prompt
 
     async def generate(self, generation: types.Generation) -> AsyncGenerator[types.Event, None]:
         """Yield the events of one generation; raise an `EngineError` if it cannot continue.
@@ -207,8 +260,7 @@ class Engine:
         Closing the generator, or cancelling its task, drops the row within one step.
         """
         lane = self._lane(generation)
-        if lane.waiting_rows >= self.settings.queue_limit:
-            raise types.EngineBusy(retry_after_s=lane.retry_after_s)
+        self._check_room(lane)
         prompt = await self._prepare(generation)
         events: asyncio.Queue[types.Event | types.EngineError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -264,7 +316,7 @@ class Engine:
         requested = generation.draft_tokens
         draft_tokens = self.settings.draft_tokens if requested is None else requested
         with_head = lane.has_head and Bypass.HEAD_UNHEALTHY not in bypass
-        barred = any(reason is not Bypass.HEAD_UNHEALTHY for reason in bypass)
+        barred = generation.exact or any(one is not Bypass.HEAD_UNHEALTHY for one in bypass)
         # A request that names its draft length gets the head's drafts where there is a head.
         looks_up = lane.looks_up and not (with_head and requested is not None)
         if barred or not (with_head or looks_up):
@@ -300,26 +352,12 @@ class Engine:
         """
         count = len(prompt.tokens)
         context, longest = self.card.context_tokens, self.memory.max_row_tokens()
-        if not count:
-            raise types.InvalidGeneration("messages", "The prompt is empty.")
-        if count >= context:
-            # In OpenAI's words, by which clients know that they must shorten a conversation.
-            raise types.InvalidGeneration(
-                "messages",
-                f"This model's maximum context length is {context} tokens. However, your messages "
-                f"resulted in {count} tokens. Please reduce the length of the messages. "
-                "(context_length_exceeded)",
-                code="context_length_exceeded",
-            )
+        prompt.check(context, self.checkpoint.vocabulary)
         if count >= longest:
             raise types.InvalidGeneration(
                 "messages",
                 f"The prompt has {count} tokens; this machine's memory holds {longest}.",
                 code="prompt_exceeds_memory",
-            )
-        if max(prompt.tokens) >= self.checkpoint.vocabulary:
-            raise types.InvalidGeneration(
-                "messages", f"Token {max(prompt.tokens)} of the prompt is not in the vocabulary."
             )
         given = generation.given.steps if generation.given else ()
         named = {
@@ -353,27 +391,28 @@ def load_engine(
 ) -> Engine:
     """Load the model, create its lanes, and test its MTP head; runs on the engine thread."""
     progress(StartStage.WEIGHTS, 0, 0)
+    limit_memory()
     try:
         checkpoint = load_checkpoint(
             settings.model, mtp=settings.mtp, adapter=settings.adapter, dtype=settings.dtype
         )
     except HeadUnusable as error:
         raise types.ModelUnusable(str(error)) from error
-    checkpoint = _limit_context(checkpoint, settings.context_tokens)
+    checkpoint = limit_context(checkpoint, settings.context_tokens)
     sparse_prefill = load_sparse_prefill(settings.spec_prefill, checkpoint)
     prompts = PromptRenderer(checkpoint.processor)
     grammars = GrammarCompiler(checkpoint.processor, checkpoint.vocabulary, checkpoint.eos)
     target = checkpoint.target
-    if target.supports_batching and not target.explicit_positions:
-        target.supports_batching = probe_shared_rows(target)
-    draft_tokens = settings.draft_tokens
-    if draft_tokens and target.supports_batching:
-        target.native_verify = probe_native_verify(target)
-    if checkpoint.head is None and not (target.supports_batching and target.native_verify):
-        draft_tokens = 0
+    draft_tokens = _probe(checkpoint, settings.draft_tokens)
+    head = checkpoint.head if draft_tokens else None
+    restore = quantise_if_faster(head, target) if head is not None else None
+    # One for all lanes and the warm-up: what is compiled once serves all.
+    shares = target.explicit_positions or target.supports_batching
+    graph = StepGraph(target, head) if shares else None
     memory = measure_memory(
         target, checkpoint.head, max(draft_tokens, RUN_LENGTHS[0]) if draft_tokens else 0
     )
+    monitor = MemoryMonitor(memory_reader(memory_limit_bytes()))
     make_lane = partial(
         LaneScheduler,
         checkpoint=checkpoint,
@@ -383,12 +422,16 @@ def load_engine(
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         prefill_budget_s=settings.prefill_budget_s,
         memory=memory,
+        monitor=monitor,
+        graph=graph,
     )
     files = _open_files(settings, checkpoint)
     limit_bytes = settings.prefix_cache_bytes
     if limit_bytes is None:
         limit_bytes = memory.room_bytes // 4
-    prefix_cache = PrefixCache(min(limit_bytes, memory.room_bytes // 2), files)
+    prefix_cache = PrefixCache(
+        min(limit_bytes, memory.room_bytes // 2), files, quantized=settings.prefix_cache_quantized
+    )
     lanes: list[LaneScheduler] = []
     prefill_queue: PrefillQueue[Prefill] = PrefillQueue()
     for name in settings.lanes:
@@ -408,11 +451,18 @@ def load_engine(
     test_lane = make_lane(lanes[0].name, prefix_cache=PrefixCache(0))
     warm_up(test_lane, prompts, draft_tokens, partial(progress, StartStage.KERNELS))
     health = None
-    if draft_tokens and checkpoint.head is not None:
-        health = check_head(test_lane, prompts, partial(progress, StartStage.SELF_TEST))
+    if head is not None:
+        progress_of_test = partial(progress, StartStage.SELF_TEST)
+        health = check_head(test_lane, prompts, progress_of_test)
+        if restore is not None and graph is not None and not health.healthy:
+            restore()
+            graph.forget()
+            test_lane = make_lane(lanes[0].name, prefix_cache=PrefixCache(0))
+            health = check_head(test_lane, prompts, progress_of_test)
         logger.info("mtp_head.tested %s", health.description)
         for lane in lanes:
             lane.counters.head_healthy = health.healthy
+    limit_freed_buffers(memory.max_score_bytes if memory.score_bytes else 0)
     return Engine(
         settings=settings,
         checkpoint=checkpoint,
@@ -421,24 +471,29 @@ def load_engine(
         lanes=tuple(lanes),
         prefix_cache=prefix_cache,
         memory=memory,
+        monitor=monitor,
         health=health,
         spec_prefill=sparse_prefill.description,
-        cache_layout=probe_cache_layout(target, checkpoint.head)
+        cache_layout=probe_cache_layout(
+            target, checkpoint.head, quantized=settings.prefix_cache_quantized
+        )
         if target.supports_prefix_cache
         else None,
     )
 
 
-def _limit_context(checkpoint: Checkpoint, tokens: int | None) -> Checkpoint:
-    """Limit the context of a checkpoint; raise `ModelUnusable` for more than it was trained for."""
-    if tokens is None:
-        return checkpoint
-    if tokens > checkpoint.context_tokens:
-        raise types.ModelUnusable(
-            f"A context of {tokens} tokens is longer than the {checkpoint.context_tokens} that "
-            "the model was trained for; choose a smaller --context."
-        )
-    return replace(checkpoint, context_tokens=tokens)
+def _probe(checkpoint: Checkpoint, draft_tokens: int) -> int:
+    """Probe what a model can do in a batch; return how many tokens its lanes draft."""
+    target = checkpoint.target
+    if target.supports_batching and not target.explicit_positions:
+        target.supports_batching = probe_shared_rows(target)
+    if not target.supports_batching:
+        return 0
+    if draft_tokens:
+        target.native_verify = probe_native_verify(target)
+    if not target.compiles.plain and compiles_quickly():
+        target.compiles = probe_compiled_passes(target)
+    return draft_tokens if target.native_verify or checkpoint.head is not None else 0
 
 
 def _fingerprint(settings: types.EngineSettings) -> str:
@@ -456,6 +511,7 @@ def _open_files(settings: types.EngineSettings, checkpoint: Checkpoint) -> Prefi
         return None
     parameters = tree_flatten(checkpoint.target.model.parameters())
     dtypes = ",".join(sorted({str(array.dtype) for _, array in parameters}))
+    dtypes += " kv-8" if settings.prefix_cache_quantized else ""
     try:
         return PrefixCacheFiles(
             settings.prefix_cache_dir,

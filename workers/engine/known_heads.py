@@ -1,15 +1,17 @@
-"""MTP heads that others published apart from the models that they draft for.
+"""MTP heads for conversions that have lost theirs: where they are, and in which files.
 
-Conversions of Qwen3.5 and its successors lose the tensors `mtp.*`, and the heads are repositories
-of their own. A head fits every conversion of the model from which it was taken, and of no other
-one; a self-test decides (`self_test.py`). The worker names such a head at its start, and fetches it
-only if its owner names it with `--mtp`.
+Conversions lose the tensors of the head. It is a repository of its own, or in that of the model's
+owner, of which only the files with tensors of the head are fetched (3 of 48 for GLM-4.7-Flash, 4 of
+60 GB). A head fits every conversion of the model from which it was taken, and of no other one; a
+self-test decides (`self_test.py`). The worker names such a head at its start, and fetches it only
+if its owner names it with `--mtp`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 KNOWN_HEADS: Mapping[str, str] = {
     # Rapid-MLX measures this pair; mlx-vlm#1167 has the same head, split by its author.
@@ -22,8 +24,22 @@ KNOWN_HEADS: Mapping[str, str] = {
     "Qwen3.6-35B-A3B": "mlx-community/Qwen3.6-35B-A3B-MTP-4bit",
     # lablup/mlxcel#1165 lists what the conversions lost; the card of the head names its model.
     "Qwen3.8-27B": "mlx-community/Qwen3.8-27B-MTP-4bit",
+    # lablup/mlxcel#1753 and vllm-project/vllm-metal#484 take the head from there.
+    "GLM-4.7-Flash": "zai-org/GLM-4.7-Flash",
+    # zai-org/GLM-4.5's README serves the model with its MTP layer.
+    "GLM-4.5-Air": "zai-org/GLM-4.5-Air",
+    # vLLM's example of MTP acceptance runs the model with its own head.
+    "Qwen3-Next-80B-A3B-Instruct": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    # mlx-vlm documents these pairs: an assistant is trained for one model, and fits each format.
+    "gemma-4-E2B-it": "mlx-community/gemma-4-E2B-it-assistant-bf16",
+    "gemma-4-E4B-it": "mlx-community/gemma-4-E4B-it-assistant-bf16",
+    "gemma-4-26B-A4B-it": "mlx-community/gemma-4-26B-A4B-it-assistant-bf16",
+    "gemma-4-31B-it": "mlx-community/gemma-4-31B-it-assistant-bf16",
 }
 """The head for a model by the model's name, each with who uses it so."""
+MTP_PREFIX = "mtp."
+NEXTN_PREFIX = "model.layers.{layers}."
+"""What the tensors of a head begin with, after the `layers` layers of the model."""
 _WORD_END = r"(?![A-Za-z0-9.])"
 
 
@@ -31,6 +47,23 @@ def known_head(name: str) -> str | None:
     """Return the repository of the head for a model of this name; None if we know of none."""
     for model, head in KNOWN_HEADS.items():
         # A sparse model has the name of a dense one, and more.
-        if re.search(rf"(^|/){re.escape(model)}{_WORD_END}(?!-A\d)", name):
+        pattern = rf"(^|/){re.escape(model)}{_WORD_END}(?!-A\d)(?!-assistant)"
+        if re.search(pattern, name, re.IGNORECASE):
             return head
     return None
+
+
+def head_files(config: Mapping[str, Any], files: Mapping[str, str]) -> frozenset[str]:
+    """Return the files of a checkpoint with tensors of its head, given the file of each tensor.
+
+    All files if the names of no tensor are those of a head in a whole checkpoint.
+    """
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    prefixes = (MTP_PREFIX, NEXTN_PREFIX.format(layers=text.get("num_hidden_layers")))
+    found = {
+        file
+        for name, file in files.items()
+        if name.removeprefix("language_model.").startswith(prefixes)
+    }
+    return frozenset(found or files.values())

@@ -155,6 +155,10 @@ History: TypeAlias = tuple[mx.array, ...]
 `(between, final)` of a state: [rows, L - 1, ...] after all tokens but the last, and [rows, ...]"""
 
 
+class NoHistory(Exception):
+    """A pass over several tokens has left no states to roll back to."""
+
+
 class RecurrentCache:
     """The slots of one recurrent layer, [rows, ...] each, during one pass over L tokens."""
 
@@ -203,7 +207,9 @@ class RecurrentCache:
         return tuple(self._slots)
 
     def history(self) -> list[History]:
-        """Return the history of every slot; raise `KeyError` where an operator left none."""
+        """Return the history of every slot; raise `NoHistory` where an operator left none."""
+        if len(self._history) < len(self._slots):
+            raise NoHistory("a recurrent layer of the family keeps no history of its states")
         return [self._history[index] for index in range(len(self._slots))]
 
 

@@ -1,13 +1,15 @@
 """Memory estimate of rows, measured at load, and the maximum length of a row.
 
-On Apple silicon the system aborts a process that exceeds the working set, with all its answers. The
-engine therefore rejects a prompt that cannot fit before reading it, ends an answer at the length at
-which even a single row no longer fits, and queues rows that do not fit beside others
-(`scheduler.py`). A sliding window stops growing when its ring is whole. The estimate omits the
-draft model's caches during scoring, which fit into the share that is left for activations.
+On Apple silicon the system ends a process that exceeds the working set by far, with all its
+answers; `memory_pressure.py` watches for that. The engine rejects a prompt that cannot fit before
+reading it, ends an answer at the length at which even a single row no longer fits, and queues rows
+that do not fit beside others (`scheduler.py`). A sliding window stops growing when its ring is
+whole. The estimate omits the draft model's caches during scoring, which fit into the share that is
+left for activations.
 
 Two activations grow with what rows hold, and are counted. A verify of k drafts stores the recurrent
-states after each of them, and two more while it rolls back. Attention that no kernel fuses stores
+states after each of them, and two more while it rolls back; a plain step stores those before it
+until the host has read the step before. Attention that no kernel fuses stores
 the scores of a chunk over its whole context: chunks are cut to fit, down to one block.
 """
 
@@ -22,7 +24,8 @@ import mlx.core as mx
 
 from workers.engine.device import memory_limit_bytes
 from workers.engine.kv_cache import STEP_TOKENS, capacity, capacity_within
-from workers.engine.model import ArraysCache, KVCache, MtpHead, Target
+from workers.engine.model import ArraysCache, KVCache, Target
+from workers.engine.mtp_head import MtpHead
 from workers.engine.prefill_budget import BLOCK_TOKENS
 from workers.engine.windows import FamilyWindow, recent_tokens, ring_slots, window_tokens
 
@@ -82,6 +85,10 @@ class MemoryEstimate:
             for tokens in batches
         )
 
+    def step_bytes(self, *, drafts: bool) -> int:
+        """Return the bytes that a row needs in a step beside its caches: recurrent states."""
+        return self.draft_bytes if drafts else self.row_bytes
+
     def row_cache_bytes(self, slots: int) -> int:
         """Return the bytes of a row of `slots` slots."""
         window_bytes = sum(size * min(slots, most) for size, most in self.windows)
@@ -91,7 +98,8 @@ class MemoryEstimate:
         """Return the maximum tokens of a row without others, its answer included."""
 
         def needed_bytes(slots: int) -> int:
-            return self.row_cache_bytes(slots) + self.draft_bytes + self.reading_bytes(slots)
+            step_bytes = max(self.draft_bytes, self.row_bytes)
+            return self.row_cache_bytes(slots) + step_bytes + self.reading_bytes(slots)
 
         slots = bisect_right(range(_MAX_SLOTS), self.room_bytes, key=needed_bytes) - 1
         return max(capacity_within(max(slots, 0)) - STEP_TOKENS, 0)

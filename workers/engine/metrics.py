@@ -42,6 +42,7 @@ class LaneCounters:
         self.slots = slots
         self._requested_draft_tokens = draft_tokens
         self._draft_tokens_by_rows = (draft_tokens,) * slots
+        self._draft_speedup_by_rows = [0.0] * slots
         self.head_healthy = True
         """False after a failed self-test or too many consecutive errors."""
         self._bypass: Counter[str] = Counter()
@@ -149,6 +150,11 @@ class LaneCounters:
         with self._lock:
             self._draft_tokens_by_rows = tuple(by_rows)
 
+    def set_draft_speedup(self, rows: int, speedup: float) -> None:
+        """Set how much faster the best drafts make a batch of so many rows; 0: not measured."""
+        with self._lock:
+            self._draft_speedup_by_rows[rows - 1] = speedup
+
     def report(self) -> LaneReport:
         """Return a consistent copy of all counts."""
         with self._lock:
@@ -166,6 +172,9 @@ class LaneCounters:
                 requested_draft_tokens=self._requested_draft_tokens,
                 effective_draft_tokens=by_rows[min(max(self._running, 1), self.slots) - 1],
                 draft_tokens_by_rows=by_rows,
+                draft_speedup_by_rows=tuple(self._draft_speedup_by_rows)
+                if self.head_healthy
+                else (),
                 speculation=self._speculation,
                 bypass_counts=dict(self._bypass),
                 spec_prefill=self._spec_prefill,

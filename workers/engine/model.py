@@ -2,7 +2,8 @@
 
 It imports public classes and functions only: loaders, model classes, caches. How a Qwen3.5 language
 model takes positions and returns hidden states, and which modules its MTP head has, is duck-typed
-here and nowhere else; `tests/model/test_mlx_vlm_contract.py` fails when that changes.
+here and nowhere else (and for heads in `mtp_head.py`); `tests/model/test_mlx_vlm_contract.py` fails
+when that changes.
 """
 
 from __future__ import annotations
@@ -12,38 +13,43 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import mlx.core as mx
-from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_vlm.models.gemma4.language import LanguageModel as Gemma4Language
 from mlx_vlm.models.glm4v.language import LanguageModel as Glm4vLanguage
 from mlx_vlm.models.glm4v_moe.language import LanguageModel as Glm4vMoeLanguage
 from mlx_vlm.models.glm_ocr.language import LanguageModel as GlmOcrLanguage
+from mlx_vlm.models.lfm2.language import LanguageModel as Lfm2Language
 from mlx_vlm.models.llama4.language import LanguageModel as Llama4Language
 from mlx_vlm.models.paddleocr_vl.language import LanguageModel as PaddleOcrLanguage
 from mlx_vlm.models.qwen2_5_vl.language import LanguageModel as Qwen25VlLanguage
 from mlx_vlm.models.qwen2_vl.language import LanguageModel as Qwen2VlLanguage
 from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35Language
+from mlx_vlm.models.qwen3_next.language import LanguageModel as Qwen3NextLanguage
 from mlx_vlm.models.qwen3_vl.language import LanguageModel as Qwen3VlLanguage
 from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLanguage
-from mlx_vlm.speculative.drafters import load_drafter
-from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
-from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
 from mlx_vlm.utils import load
 from pydantic import ValidationError
 from transformers import AutoConfig
 
-from workers.engine import llama4
+from workers.engine import gemma4, lfm2, llama4, qwen3_next
 from workers.engine.adapter import apply_adapter
 from workers.engine.device import cast_for_device
 from workers.engine.kv_cache import RecurrentCache, RowCache
 from workers.engine.model_folder import check_folder, forbid_code
-from workers.engine.types import WeightType
+from workers.engine.mtp_head import (
+    ASSISTED,
+    LAYER_HEADS,
+    MtpHead,
+    load_own_head,
+    load_separate_head,
+)
+from workers.engine.types import ModelUnusable, WeightType
 from workers.protocol import SamplingDefaults
-from workers.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +70,12 @@ _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config
 _LAST_WITHOUT_BFLOAT16 = 14
 _NO_CODE = (lambda: None).__code__
 _POSITION_ATTRIBUTES = ("_position_ids", "_rope_deltas")
-_NO_HEAD = "the text-mtp lane supports no MTP head of this model family"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A loaded model."""
+class ModelFacts:
+    """What a folder tells of its model, beside the weights."""
 
-    target: Target
-    head: MtpHead | None
-    mtp_unavailable_reason: str | None
-    """A phrase for the logs and the ready line; None if there is a head."""
     processor: Any
     eos: frozenset[int]
     vocabulary: int
@@ -84,6 +85,19 @@ class Checkpoint:
     sampling: SamplingDefaults
     """The checkpoint's values for requests that have none."""
     family: str
+
+
+Facts = TypeVar("Facts", bound=ModelFacts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(ModelFacts):
+    """A loaded model."""
+
+    target: Target
+    head: MtpHead | None
+    mtp_unavailable_reason: str | None
+    """A phrase for the logs and the ready line; None if there is a head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +112,15 @@ class PromptEmbedding:
     """Difference from a slot number to a text position after the pictures."""
     extras: dict[str, mx.array]
     """Further arguments of the family's language model."""
+
+
+class CompiledPasses(NamedTuple):
+    """Which passes of a batch are compiled."""
+
+    plain: bool
+    """Those of one token."""
+    verify: bool
+    """Those of several tokens."""
 
 
 class PictureFeatures:
@@ -140,9 +163,16 @@ class Target:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.language = getattr(model, "language_model", model)
-        # These families take explicit positions and return hidden states, which the MTP head needs;
-        # the others find positions in their caches and return scores.
+        # Families take explicit positions, or find them in their caches.
         self.explicit_positions = isinstance(self.language, Qwen35Language)
+        self.returns_hidden = self.explicit_positions or isinstance(
+            self.language, (*LAYER_HEADS, *ASSISTED)
+        )
+        """Whether a pass returns hidden states, as an MTP head reads them, and not scores."""
+        owned = self.explicit_positions or isinstance(self.language, tuple(LAYER_HEADS))
+        self.compiles = CompiledPasses(plain=owned, verify=owned)
+        """Which passes are compiled, as they read no value on the host; probed at load where others
+        may be."""
         self.takes_positions = self.explicit_positions or isinstance(
             self.language, _ReturnsPositions | _StoresPositions
         )
@@ -233,13 +263,21 @@ class Target:
     ) -> mx.array:
         """Run tokens [rows, L] at positions [rows, L] or [3, rows, L] and append to the caches.
 
-        Returns the hidden states [rows, L, width] of a family with explicit positions, and the
-        scores [rows, L, vocabulary] of any other. Families that find positions in their caches
-        ignore `positions`.
+        Returns the hidden states [rows, L, width] if `returns_hidden`, else the scores
+        [rows, L, vocabulary]. Families that find positions in their caches ignore `positions`.
         """
+        if isinstance(self.language, Qwen3NextLanguage):
+            return qwen3_next.forward(self.language, tokens, caches)
         rows = [cache for cache in caches if isinstance(cache, RowCache)]
-        if isinstance(self.language, Llama4Language) and rows:
-            return llama4.forward(self.language, tokens, rows, embeddings)
+        own = self._forward_rows(tokens, caches, rows, embeddings) if rows else None
+        if own is not None:
+            return own
+        if isinstance(self.language, Gemma4Language):
+            return self.language.model(
+                tokens, inputs_embeds=embeddings, cache=list(caches), **(extras or {})
+            )
+        if self.returns_hidden and not self.explicit_positions:
+            return self.language.model(tokens, cache=list(caches))
         arguments: dict[str, Any] = dict(extras or {})
         if embeddings is not None:
             arguments["inputs_embeds"] = embeddings
@@ -255,13 +293,35 @@ class Target:
         output = self.language(tokens, cache=layers, **arguments)
         return output.hidden_states[-1] if self.explicit_positions else output.logits
 
+    def _forward_rows(
+        self,
+        tokens: mx.array,
+        caches: Sequence[LayerCache | RecurrentCache],
+        rows: Sequence[RowCache],
+        embeddings: mx.array | None,
+    ) -> mx.array | None:
+        """Run the pass of a batch where mlx-vlm's cannot serve one; return None for all others."""
+        if isinstance(self.language, Gemma4Language):
+            return gemma4.forward(self.language, tokens, rows)
+        if isinstance(self.language, Llama4Language):
+            return llama4.forward(self.language, tokens, rows, embeddings)
+        if isinstance(self.language, Lfm2Language):
+            return lfm2.forward(self.language, tokens, caches)
+        return None
+
     def scores(self, output: mx.array, last: int | None = None) -> mx.array:
         """Return the scores [rows, L, vocabulary] of all positions of a pass, or of the last."""
         if last is not None:
             output = output[:, -last:]
-        if not self.explicit_positions:
+        if not self.returns_hidden:
             return output
-        return self.language.speculative_logits_from_hidden(output)
+        if self.explicit_positions:
+            return self.language.speculative_logits_from_hidden(output)
+        if isinstance(self.language, ASSISTED):
+            return gemma4.scores(self.language, output)
+        if "lm_head" in self.language:
+            return self.language.lm_head(output)
+        return self.language.model.embed_tokens.as_linear(output)
 
 
 class _ByPositions:
@@ -279,49 +339,6 @@ def _is_known(cache: Any) -> bool:
     if type(cache) is RotatingKVCache:
         return bool(cache.keep == 0)
     return type(cache) in (KVCache, ChunkedKVCache, ArraysCache)
-
-
-class MtpHead:
-    """The checkpoint's own multi-token-prediction head (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
-
-    def __init__(self, drafter: Any, target: Target) -> None:
-        self._drafter = drafter
-        self._embed = target.language.model.embed_tokens
-        self._score = target.language.speculative_logits_from_hidden
-
-    def parameters(self) -> Any:
-        """Return the head's own weights; it shares the target's embeddings and output layer."""
-        return self._drafter.parameters()
-
-    def new_caches(self) -> list[KVCache]:
-        """Create the empty caches of one row, one for each layer."""
-        return [KVCache() for _ in self._drafter.layers]
-
-    def forward(
-        self,
-        tokens: mx.array,
-        hidden: mx.array,
-        caches: Sequence[LayerCache],
-        positions: mx.array,
-    ) -> mx.array:
-        """Read token i + 1 with the hidden state of token i; return the head's hidden states.
-
-        Shapes: tokens and positions [rows, L], hidden [rows, L, width].
-        """
-        head = self._drafter
-        mixed = mx.concatenate(
-            [head.pre_fc_norm_embedding(self._embed(tokens)), head.pre_fc_norm_hidden(hidden)],
-            axis=-1,
-        )
-        state = head.fc(mixed)
-        mask = create_attention_mask(state, caches[0])
-        for layer, cache in zip(head.layers, caches, strict=True):
-            state = layer(state, mask=mask, cache=cache, position_ids=positions)
-        return head.norm(state)
-
-    def draft(self, hidden: mx.array) -> mx.array:
-        """Return the most likely next token [rows] of hidden states [rows, 1, width]."""
-        return mx.argmax(self._score(hidden)[:, 0], axis=-1).astype(mx.int32)
 
 
 def load_checkpoint(
@@ -345,17 +362,27 @@ def load_checkpoint(
         apply_adapter(model, adapter)
         cast_for_device(model)
     target = Target(model)
-    file = path / "generation_config.json"
-    generation = json.loads(file.read_text()) if file.is_file() else {}
-    limit = generation.get("max_new_tokens")
     if mtp is None:
-        head, mtp_unavailable_reason = _load_own_head(path, config, target)
+        head, mtp_unavailable_reason = load_own_head(path, config, target)
     else:
-        head, mtp_unavailable_reason = _load_separate_head(mtp, target), None
+        head, mtp_unavailable_reason = load_separate_head(mtp, target), None
+    facts = read_facts(path, config, processor, target)
     return Checkpoint(
         target=target,
         head=head,
         mtp_unavailable_reason=mtp_unavailable_reason,
+        **{field.name: getattr(facts, field.name) for field in fields(ModelFacts)},
+    )
+
+
+def read_facts(
+    path: Path, config: dict[str, Any], processor: Any, target: Target | None = None
+) -> ModelFacts:
+    """Return what a folder tells of its model; `target` tells the rest, where it is loaded."""
+    file = path / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.is_file() else {}
+    limit = generation.get("max_new_tokens")
+    return ModelFacts(
         processor=processor,
         eos=_end_tokens(config, generation, processor),
         vocabulary=_count("vocab_size", _text_value(path, config, target, "vocab_size")),
@@ -369,7 +396,19 @@ def load_checkpoint(
     )
 
 
-def _text_value(path: Path, config: dict[str, Any], target: Target, name: str) -> object:
+def limit_context(facts: Facts, tokens: int | None) -> Facts:
+    """Limit the context of a model; raise `ModelUnusable` for more than it was trained for."""
+    if tokens is None:
+        return facts
+    if tokens > facts.context_tokens:
+        raise ModelUnusable(
+            f"A context of {tokens} tokens is longer than the {facts.context_tokens} that "
+            "the model was trained for; choose a smaller --context."
+        )
+    return replace(facts, context_tokens=tokens)
+
+
+def _text_value(path: Path, config: dict[str, Any], target: Target | None, name: str) -> object:
     """Return a value of the language model's configuration, as published, or its default.
 
     Published configurations leave out what equals the default in Transformers, whose defaults are
@@ -387,8 +426,9 @@ def _text_value(path: Path, config: dict[str, Any], target: Target, name: str) -
     except Exception as error:  # noqa: BLE001  # a family may be unknown there, or raise anything
         logger.info("model.defaults_unknown error=%s", type(error).__name__)
         value = None
+    language = None if target is None else target.language
     for holder in ("args", "config"):
-        value = value or getattr(getattr(target.language, holder, None), name, None)
+        value = value or getattr(getattr(language, holder, None), name, None)
     return value
 
 
@@ -431,77 +471,6 @@ def choose_dtype(dtype: WeightType | None, family: str, architecture: str) -> We
     generation = re.fullmatch(r"applegpu_g(\d+)\w*", architecture)
     old = generation is not None and int(generation[1]) <= _LAST_WITHOUT_BFLOAT16
     return WeightType.FLOAT16 if old and not family.startswith("gemma") else None
-
-
-class HeadUnusable(Exception):
-    """The head that the owner names is of another model; the message is a sentence."""
-
-
-class _NestedMtpSplitter(Qwen3_5MTPSplitter):  # type: ignore[misc]  # it has no types
-    """Finds the tensors of a head also under `language_model.`, where vllm-mlx writes them."""
-
-    def select_keys(self, key: str, text_config: dict[str, Any]) -> bool:  # noqa: ARG002
-        return key.removeprefix("language_model.").startswith("mtp.")
-
-    def rename(
-        self,
-        tensors: dict[str, mx.array],
-        text_config: dict[str, Any],  # noqa: ARG002
-    ) -> dict[str, mx.array]:
-        return {key.removeprefix("language_model."): array for key, array in tensors.items()}
-
-
-def _load_own_head(
-    path: Path, config: dict[str, Any], target: Target
-) -> tuple[MtpHead | None, str | None]:
-    """Load the head in the directory of the model; return why there is none otherwise."""
-    if not target.explicit_positions:
-        return None, _NO_HEAD
-    try:
-        drafter = _NestedMtpSplitter().load(path, source_config=config)
-    except (ValueError, KeyError, FileNotFoundError):
-        return None, "the checkpoint has no mtp.* tensors (many conversions drop them)"
-    return _bind_head(drafter, target), None
-
-
-def _load_separate_head(path: Path, target: Target) -> MtpHead:
-    """Load the head in a directory that the owner names; raise `HeadUnusable` if it cannot draft.
-
-    The directory has a head alone, or a whole checkpoint with one.
-    """
-    if not target.explicit_positions:
-        raise HeadUnusable(f"The MTP head in {path} cannot draft: {_NO_HEAD}.")
-    try:
-        config = check_folder(path, head=True)
-        if config.get("model_type") == Qwen3_5MTPSplitter.output_model_type:
-            drafter, _ = load_drafter(str(path), kind="mtp")
-        else:
-            drafter = _NestedMtpSplitter().load(path, source_config=config)
-    except (ValueError, KeyError, OSError) as error:
-        reason = " ".join(printable(f"{type(error).__name__}: {str(error)[:300]}").split())
-        raise HeadUnusable(f"The MTP head in {path} cannot be loaded ({reason}).") from error
-    if not isinstance(drafter, Qwen3_5MTPDraftModel):
-        raise HeadUnusable(f"The MTP head in {path} cannot draft: {_NO_HEAD}.")
-    _check_sizes(path, drafter, target)
-    return _bind_head(drafter, target)
-
-
-def _bind_head(drafter: Any, target: Target) -> MtpHead:
-    cast_for_device(drafter)
-    mx.eval(drafter.parameters())
-    return MtpHead(drafter, target)
-
-
-def _check_sizes(path: Path, drafter: Any, target: Target) -> None:
-    """Raise `HeadUnusable` for a head of another width or vocabulary than the target."""
-    config, model = drafter.config.text_config, target.language.args
-    for field, noun in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
-        theirs, ours = getattr(config, field), getattr(model, field)
-        if theirs != ours:
-            raise HeadUnusable(
-                f"The MTP head in {path} is of another model: its {noun} is {theirs}, and that of "
-                f"the model {ours}."
-            )
 
 
 def _end_tokens(

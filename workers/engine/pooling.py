@@ -25,7 +25,13 @@ from mlx.utils import tree_flatten
 from policies.request.pooling import EmbeddingsRequest, RerankRequest
 from policies.request.profile import Endpoint
 from workers.engine import types
-from workers.engine.device import memory_limit_bytes
+from workers.engine.device import limit_freed_buffers, limit_memory, memory_limit_bytes
+from workers.engine.memory_pressure import (
+    MemoryMonitor,
+    MemoryReading,
+    Pressure,
+    memory_reader,
+)
 from workers.engine.metrics import Throughput
 from workers.engine.model_folder import refusing
 from workers.engine.pooling_model import (
@@ -229,12 +235,13 @@ class Pooled:
     """The tokens that the model has read."""
 
 
-class PoolingEngine:
+class PoolingEngine(types.NoPrefixCache):
     """An embedder or a reranker and its thread; create it with `PoolingEngine.start`."""
 
     def __init__(self, settings: PoolingSettings, model: Embedder | Reranker) -> None:
         self._model = model
         self._lane = PoolingLane(model)
+        self._monitor = MemoryMonitor(memory_reader(memory_limit_bytes()))
         self.thread: EngineThread[PoolingEngine]
         parameters = [array for _, array in tree_flatten(model.module.parameters())]
         self.card = types.PoolingCard(
@@ -256,9 +263,11 @@ class PoolingEngine:
         def load() -> tuple[PoolingEngine, tuple[PoolingLane, ...]]:
             with refusing(settings.model):
                 progress(StartStage.WEIGHTS, 0, 0)
+                limit_memory()
                 model = load_pooling_model(settings.model, settings.endpoint)
                 progress(StartStage.KERNELS, 0, 1)
                 model.forward([TokenRow.of([0, 0]), TokenRow.of([0])])
+                limit_freed_buffers()
                 engine = cls(settings, model)
             return engine, (engine._lane,)
 
@@ -334,6 +343,10 @@ class PoolingEngine:
     async def _compute(self, rows: Sequence[TokenRow]) -> Pooled:
         if self._lane.full:
             raise types.EngineBusy(retry_after_s=self._lane.retry_after_s)
+        reading = self.memory_reading()
+        if reading.pressure is Pressure.CRITICAL:
+            self.thread.call(mx.clear_cache)
+            raise types.MemoryShort(reading.used_bytes, reading.limit_bytes)
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[types.EngineError | None] = loop.create_future()
 
@@ -361,6 +374,11 @@ class PoolingEngine:
         """Return whether the engine accepts requests."""
         return self.thread.alive
 
+    @property
+    def ready(self) -> bool:
+        """Return whether it serves now, as always while it is alive."""
+        return self.alive
+
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return the counts of the one lane; safe from any thread."""
         return (self._lane.report(),)
@@ -373,20 +391,9 @@ class PoolingEngine:
         """Return the limit of that memory."""
         return memory_limit_bytes()
 
-    def prefix_cache_bytes(self) -> int:
-        """Return 0: every text is read whole."""
-        return 0
-
-    def prefixes(self) -> tuple[str, ...]:
-        """Return no keys of cached prefixes."""
-        return ()
-
-    def evicted_prefixes(self) -> tuple[str, ...]:
-        """Return no keys of evicted prefixes."""
-        return ()
-
-    async def drop_prefixes(self, scope: str | None) -> None:
-        """Delete nothing: the engine keeps nothing of a request."""
+    def memory_reading(self) -> MemoryReading:
+        """Return what the process takes of the memory."""
+        return self._monitor.reading()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; running requests raise `EngineStopped`."""

@@ -10,17 +10,10 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from workers.engine.model import KVCache, LayerCache, MtpHead, PromptEmbedding, Target
-from workers.engine.prefix_cache import (
-    MIN_TOKENS,
-    SNAPSHOT_INTERVAL_TOKENS,
-    Match,
-    PrefixCache,
-    RowState,
-    TokenArray,
-    common_length,
-    state_of,
-)
+from workers.engine.model import KVCache, LayerCache, PromptEmbedding, Target
+from workers.engine.mtp_head import MtpHead
+from workers.engine.prefix_cache import MIN_TOKENS, SNAPSHOT_INTERVAL_TOKENS, PrefixCache
+from workers.engine.prefix_tree import Match, RowState, TokenArray, common_length, state_of
 from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.row import Row
 from workers.engine.types import InvalidGeneration
@@ -142,6 +135,8 @@ def find_prefix(
     """
     if row.prompt.scope is None or not target.supports_prefix_cache:
         return None
+    if head is not None and not head.has_caches:
+        head = None
     find = partial(prefix_cache.match, row.prompt.scope, context_of(row))
     match = find(with_head=head is not None, cuttable=target.starts_anywhere and head is None)
     if head is None or row.uses_head:
@@ -166,7 +161,7 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
         if prompt.prefix is not None:
             prefix_cache.name(match.nodes, prompt.prefix.tokens, prompt.prefix.key)
         prefix_cache.touch(match.nodes)
-        if prefill.head and not all(node.head for node in match.nodes):
+        if prefill.head_caches and not all(node.head for node in match.nodes):
             prefill.head, prefill.head_caches = None, []
         match.restore(prefill.caches, prefill.head_caches, len(prefill.tokens) + 1)
         prefill.last_hidden = match.snapshot.last_hidden if match.snapshot else None
@@ -176,7 +171,9 @@ def _restore_prefix(prefill: Prefill, target: Target, prefix_cache: PrefixCache)
             row.cached_tokens = min(match.tokens, len(prompt.tokens))
             known = min(in_memory.tokens, row.cached_tokens) if in_memory else 0
             row.cached_kinds = _kinds(row, row.cached_tokens, known)
-    prefill.boundaries = _boundaries(prefill, cuttable=target.starts_anywhere and not prefill.head)
+    prefill.boundaries = _boundaries(
+        prefill, cuttable=target.starts_anywhere and not prefill.head_caches
+    )
 
 
 def _kinds(row: Row, tokens: int, in_memory: int) -> dict[str, int]:
@@ -236,13 +233,13 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
     )
     if row.prompt_logprobs is not None and not row.answer:
         row.prompt_logprobs.read(lambda part: target.scores(output[:, part])[0], end - begin)
-    if prefill.head is not None:
+    if prefill.head is not None and prefill.head_caches:
         try:
             _prefill_head(prefill, prefill.head, output, begin, end)
         except Exception as error:  # noqa: BLE001  # the target needs no head to go on
             prefill.head, prefill.head_caches, head_error = None, [], error
     prefill.read_count = end
-    if target.explicit_positions:
+    if target.returns_hidden:
         prefill.last_hidden = output[:, -1:]
     if prefill.complete:
         prefill.scores = target.scores(output, last=1)
@@ -270,8 +267,13 @@ def _prefill_head(prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int,
 
 
 def seed_head(prefill: Prefill, head: MtpHead, last_token: int) -> mx.array:
-    """Let the head read the last token of the answer; return its state [1, 1, width]."""
+    """Let the head read the last token of the answer; return its state [1, 1, width].
+
+    A head without caches begins with the target's own state.
+    """
     assert prefill.last_hidden is not None
+    if not head.has_caches:
+        return prefill.last_hidden
     begin = len(prefill.read_indices) - 1
     return _forward_head(prefill, head, [last_token], prefill.last_hidden, begin)
 

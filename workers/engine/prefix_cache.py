@@ -19,40 +19,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import Any, NamedTuple, TypeAlias
 
-import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_unflatten
 
-from workers.engine.kv_cache import RowCache, capacity
-from workers.engine.model import KVCache, LayerCache
-from workers.engine.prefix_cache_files import (
-    FileName,
-    HostPrefix,
-    Prefetched,
-    PrefixCacheFiles,
-)
-from workers.engine.windows import FamilyWindow, WindowCache, recent_tokens, restore_window
+from workers.engine.prefix_cache_files import FileName, Prefetched, PrefixCacheFiles
+from workers.engine.prefix_tree import Match, Node, PendingRun, RowState, TokenArray, from_host
 
 logger = logging.getLogger(__name__)
-
-TokenArray: TypeAlias = npt.NDArray[np.int64]
-"""Tokens as the cache compares them; those of a picture are digests of it."""
-KeysValues: TypeAlias = tuple[mx.array, mx.array]
-"""Of one attention layer and one row: [1, heads, tokens, width] each."""
 
 MIN_TOKENS = 32
 """Reading fewer tokens again costs less than a cache entry."""
 SNAPSHOT_INTERVAL_TOKENS = 2048
 """Where memory is short, earlier snapshots are thinned to this distance."""
-
-
 _KNOWN_EVICTIONS = 64
 _KEYS_PER_NODE = 64
 """Prompts whose keys differ may have the same tokens."""
@@ -70,124 +51,6 @@ _OTHER_TOKENS = 1 << 15
 _CONTEXT_TOKENS = 8
 
 
-class RowState(NamedTuple):
-    """Caches of one row; the arrays may hold more tokens, and may be computed later."""
-
-    attention: Sequence[KeysValues]
-    recurrent: Sequence[Sequence[mx.array | None]] | None
-    """None if only keys and values are known."""
-    head: Sequence[KeysValues] = ()
-    """Of the MTP head: one token less. Empty if it has not read all tokens."""
-    last_hidden: mx.array | None = None
-    """[1, 1, width] of the last token, which the head reads together with the next one."""
-    begin: int = 0
-    """Number of tokens before those of the arrays."""
-    windows: Sequence[KeysValues] = ()
-    """Of windowed layers: the last tokens that a layer may still see, and no others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """State after a token that keys and values do not contain."""
-
-    recurrent: Sequence[Sequence[mx.array | None]]
-    last_hidden: mx.array | None
-    windows: Sequence[KeysValues]
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of all arrays."""
-        return _size_bytes((self.recurrent, self.last_hidden, self.windows))
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Node:
-    """A run of tokens after those of its parent."""
-
-    tokens: TokenArray
-    end: int
-    """Number of tokens from the beginning to the end of this run."""
-    parent: Node | None
-    children: dict[int, Node] = field(default_factory=dict)
-    """By the first token of their run."""
-    attention: Sequence[KeysValues] = ()
-    head: Sequence[KeysValues] = ()
-    snapshot: Snapshot | None = None
-    keys: set[str] = field(default_factory=set)
-    """Keys of the system prompts that end here."""
-    turns: dict[str, int] = field(default_factory=dict)
-    """Keys of conversations, and the number of tokens up to the ends that they name."""
-    used: int = 0
-    """Time of the last use, in uses of the cache."""
-    written: bool = False
-    """Whether a file has been written, as far as memory knows."""
-
-    @property
-    def begin(self) -> int:
-        """Return the number of tokens before this run."""
-        return self.end - len(self.tokens)
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of all arrays."""
-        snapshot_bytes = self.snapshot.size_bytes if self.snapshot else 0
-        return _size_bytes((self.attention, self.head)) + snapshot_bytes
-
-    def path(self) -> list[Node]:
-        """Return the nodes from the first run to this one."""
-        nodes = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Nodes from which a row can start."""
-
-    nodes: Sequence[Node]
-    tokens: int
-    """Tokens that the row need not read; the last node may have more."""
-    snapshot: Snapshot | None
-
-    @property
-    def is_system_prompt(self) -> bool:
-        """Return whether the match ends with a system prompt."""
-        return bool(self.nodes[-1].keys)
-
-    def restore(
-        self, caches: Sequence[LayerCache], head_caches: Sequence[KVCache], slots: int
-    ) -> None:
-        """Fill empty caches of one row that is going to have `slots` tokens."""
-        attention = [cache for cache in caches if isinstance(cache, KVCache)]
-        windows = [cache for cache in caches if isinstance(cache, FamilyWindow)]
-        others = [cache for cache in caches if not isinstance(cache, KVCache | FamilyWindow)]
-        for layer, cache in enumerate(attention):
-            _fill(cache, [node.attention[layer] for node in self.nodes], self.tokens, slots)
-        for layer, cache in enumerate(head_caches):
-            _fill(cache, [node.head[layer] for node in self.nodes], self.tokens - 1, slots)
-        if self.snapshot is not None:
-            for recurrent, arrays in zip(others, self.snapshot.recurrent, strict=True):
-                recurrent.state = list(arrays)
-            for window, (keys, values) in zip(windows, self.snapshot.windows, strict=True):
-                restore_window(window, keys, values, self.tokens)
-
-
-class PendingRun(NamedTuple):
-    """A run that MLX has computed, and that any thread may copy out of it."""
-
-    name: FileName
-    tokens: TokenArray
-    arrays: Mapping[str, mx.array]
-    bfloat16: frozenset[str]
-
-    def to_host(self) -> Prefetched:
-        """Copy the run out of MLX; safe from any thread."""
-        return self.name, _to_host(self.tokens, self.arrays, self.bfloat16)
-
-
 class PrefixCache:
     """Trees of prompts and answers in memory, evicted at `limit_bytes`.
 
@@ -195,8 +58,12 @@ class PrefixCache:
     by the engine thread only, unless a method says otherwise.
     """
 
-    def __init__(self, limit_bytes: int, files: PrefixCacheFiles | None = None) -> None:
+    def __init__(
+        self, limit_bytes: int, files: PrefixCacheFiles | None = None, *, quantized: bool = False
+    ) -> None:
+        """Create an empty cache; `quantized` keeps keys and values in 8 bits."""
         self._limit_bytes = limit_bytes
+        self._quantized = quantized
         self._files = files
         self._writer = ThreadPoolExecutor(1, "paceline-prefix-cache")
         self._roots: dict[str, Node] = {}
@@ -291,21 +158,11 @@ class PrefixCache:
             stop = min(node.begin + common, end)
             if not node.begin <= begin < stop:
                 continue
-            token_bytes = _size_bytes((node.attention, node.head)) // len(node.tokens)
-            stop = min(stop, begin + max(size_bytes // max(token_bytes, 1), MIN_TOKENS))
-            wanted = stop == node.end and (stop == end or bool(node.keys))
-            first, last = begin - node.begin, stop - node.begin
-            pairs = (_pairs(at) - _pairs(node.begin) for at in (begin, stop))
-            part = Node(
-                tokens=node.tokens[first:last],
-                end=stop,
-                parent=None,
-                attention=_copies(node.attention, first, last),
-                head=_copies(node.head, *pairs),
-                snapshot=node.snapshot if wanted else None,
-            )
-            name = FileName(begin, stop, "", part.snapshot is not None)
-            return PendingRun(name, part.tokens, *_arrays(part))
+            stop = min(stop, begin + max(size_bytes // max(node.token_bytes, 1), MIN_TOKENS))
+            part = node.part(begin, stop)
+            if stop == node.end and (stop == end or node.keys):
+                part.snapshot = node.snapshot
+            return part.compute(FileName(begin, stop, "", part.snapshot is not None))
         return None
 
     def _add_prefetched(self, size_bytes: int) -> None:
@@ -347,7 +204,7 @@ class PrefixCache:
         if scope is None or root is None:
             return []
         own = {node for node, common in self._walk(scope, tokens) if common == len(node.tokens)}
-        others = (node for node in _below(root) if node not in own)
+        others = (node for node in root.below() if node not in own)
         texts: list[TokenArray] = []
         room = _OTHER_TOKENS
         for node in nlargest(_OTHER_TEXTS, others, key=lambda node: node.used):
@@ -419,7 +276,8 @@ class PrefixCache:
         path = list(self._walk(scope, tokens))
         begin = sum(common for _, common in path)
         known = [node for node, _ in path]
-        needed_bytes = _needed_bytes(state, begin, len(tokens))
+        state = state._replace(quantized=self._quantized)
+        needed_bytes = state.copy_bytes(begin, len(tokens))
         shared_bytes = sum(node.size_bytes for node in known)
         limit_bytes = min(self._limit_bytes, room_bytes)
         if needed_bytes + shared_bytes > limit_bytes:
@@ -430,18 +288,16 @@ class PrefixCache:
         self.touch(known)
         self._evict_to(limit_bytes - needed_bytes, frozenset(known))
         # Not earlier: an eviction also removes the roots of empty trees.
-        root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0, parent=None))
-        cuttable = not (
-            state.recurrent or state.windows or state.head
-        )  # what it holds has no end of its own
+        root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0))
         ends_within_run = bool(path) and path[-1][1] < len(known[-1].tokens)
-        if ends_within_run and (begin < len(tokens) or not cuttable):
+        if ends_within_run and (begin < len(tokens) or not state.cuttable):
             known[-1] = self._split(known[-1], path[-1][1])
         end = known[-1] if known else root
-        self._complete_head(known, state)
+        self.size_bytes += sum(node.add_head(state) for node in known)
         if begin < len(tokens):
-            end = self._add_child(end, tokens[begin:], state)
-        self._add_snapshot(end, state)
+            end = end.add_child(tokens[begin:], state)
+            self.size_bytes += end.size_bytes
+        self.size_bytes += end.add_snapshot(state)
         self.touch([end])
         self.evict_to(limit_bytes)
         self._write_ahead(limit_bytes)
@@ -451,7 +307,7 @@ class PrefixCache:
         """Store runs from disk or from another worker; return whether `tokens` begin with all."""
         for name, host in runs:
             try:
-                run, state = _from_host(name, host)
+                run, state = from_host(name, host)
                 expected = tokens[name.begin : name.end]
                 if name.begin + len(run) != name.end or not np.array_equal(run, expected):
                     return False
@@ -470,7 +326,7 @@ class PrefixCache:
         """Forget all of a scope in memory, then delete its files; None: of all scopes."""
         scopes = list(self._roots) if scope is None else [scope]
         for root in [self._roots.pop(each) for each in scopes if each in self._roots]:
-            for node in _below(root):
+            for node in root.below():
                 self._release(node)
         files = self._files
         return self._writer.submit(lambda: files.drop(scope) if files is not None else None)
@@ -482,7 +338,7 @@ class PrefixCache:
         """
         until_s = time.monotonic() + _FLUSH_S
         for scope, root in self._roots.items():
-            for node in sorted(_below(root), key=lambda node: (-node.used, node.end)):
+            for node in sorted(root.below(), key=lambda node: (-node.used, node.end)):
                 self._write(scope, node, until_s=until_s)
 
     def close(self) -> None:
@@ -490,91 +346,22 @@ class PrefixCache:
         self.flush()
         self._writer.shutdown()
 
-    # --- the tree ---------------------------------------------------------------------------------
+    # --- the trees --------------------------------------------------------------------------------
 
     def _walk(self, scope: str, tokens: TokenArray) -> Iterator[tuple[Node, int]]:
         """Yield the nodes that begin like the rest of `tokens`, and for how many tokens."""
-        node, at = self._roots.get(scope), 0
-        while node is not None and at < len(tokens):
-            node = node.children.get(int(tokens[at]))
-            if node is None:
-                return
-            common = common_length(node.tokens, tokens[at:])
-            yield node, common
-            if common < len(node.tokens):
-                return
-            at += common
+        root = self._roots.get(scope)
+        return root.walk(tokens) if root is not None else iter(())
 
     def _nodes(self) -> Iterator[Node]:
         for root in self._roots.values():
-            yield from _below(root)
-
-    def _add_child(self, parent: Node, tokens: TokenArray, state: RowState) -> Node:
-        begin, end = parent.end, parent.end + len(tokens)
-        first = _pairs(state.begin)
-        node = Node(
-            tokens=tokens.copy(),
-            end=end,
-            parent=parent,
-            attention=_copies(state.attention, begin - state.begin, end - state.begin),
-            head=_copies(state.head, _pairs(begin) - first, _pairs(end) - first),
-        )
-        parent.children[int(tokens[0])] = node
-        mx.async_eval(node.attention, node.head)
-        self.size_bytes += node.size_bytes
-        return node
-
-    def _add_snapshot(self, node: Node, state: RowState) -> None:
-        found = node.snapshot
-        if state.recurrent is None:
-            return
-        if found is not None and (found.last_hidden is not None or not state.head):
-            return
-        before_bytes = node.size_bytes
-        hidden = state.last_hidden if state.head else None
-        recurrent = [[_copy(array) for array in arrays] for arrays in state.recurrent]
-        windows = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in state.windows]
-        node.snapshot, node.written = Snapshot(recurrent, _copy(hidden), windows), False
-        mx.async_eval(recurrent, node.snapshot.last_hidden, windows)
-        self.size_bytes += node.size_bytes - before_bytes
-
-    def _complete_head(self, path: Sequence[Node], state: RowState) -> None:
-        """Add the head's keys and values where a row that did not draft left none."""
-        for node in path:
-            if state.head and not node.head and node.begin >= state.begin:
-                pairs = (_pairs(at) - _pairs(state.begin) for at in (node.begin, node.end))
-                node.head = _copies(state.head, *pairs)
-                mx.async_eval(node.head)
-                self.size_bytes += _size_bytes(node.head)
+            yield from root.below()
 
     def _split(self, node: Node, length: int) -> Node:
-        """Split a run in two; return the new node with its first `length` tokens."""
-        assert node.parent is not None
-        before_bytes = node.size_bytes
-        begin, middle = node.begin, node.begin + length
-        head_length = _pairs(middle) - _pairs(begin)
-        upper = Node(
-            tokens=node.tokens[:length],
-            end=middle,
-            parent=node.parent,
-            children={int(node.tokens[length]): node},
-            attention=_copies(node.attention, 0, length),
-            head=_copies(node.head, 0, head_length),
-            used=node.used,
-        )
-        for key, end in list(node.turns.items()):
-            if end <= middle:
-                del node.turns[key]
-                upper.turns[key] = end
-                if self._by_key.get(key) is node:
-                    self._by_key[key] = upper
-        node.parent.children[int(node.tokens[0])] = upper
-        node.parent = upper
-        node.tokens = node.tokens[length:]
-        node.attention = _copies(node.attention, length, None)
-        node.head = _copies(node.head, head_length, None)
-        mx.async_eval(upper.attention, upper.head, node.attention, node.head)
-        self.size_bytes += upper.size_bytes + node.size_bytes - before_bytes
+        upper = node.split(length)
+        for key in upper.turns:
+            if self._by_key.get(key) is node:
+                self._by_key[key] = upper
         return upper
 
     # --- eviction ---------------------------------------------------------------------------------
@@ -601,11 +388,7 @@ class PrefixCache:
                 continue
             if not any(child.children for child in node.children.values()):
                 continue
-            before = node.parent
-            while before is not None and before.parent is not None and not before.snapshot:
-                before = before.parent
-            begin = before.end if before is not None else 0
-            if _farthest_snapshot(node) - begin <= SNAPSHOT_INTERVAL_TOKENS:
+            if node.snapshot_distance() <= SNAPSHOT_INTERVAL_TOKENS:
                 yield node
 
     def _drop_snapshot(self, node: Node) -> None:
@@ -647,7 +430,7 @@ class PrefixCache:
         unwritten = (
             (scope, node)
             for scope, root in self._roots.items()
-            for node in _below(root)
+            for node in root.below()
             if not node.children and not node.written
         )
         scope, leaf = min(unwritten, key=lambda one: _eviction_order(one[1]), default=("", None))
@@ -668,16 +451,15 @@ class PrefixCache:
         node.written = True
         if name in files or name in self._pending:
             return
-        arrays, bfloat16 = _arrays(node)
-        run = node.tokens
+        run = node.compute(name)
         with self._lock:
             self._pending_bytes += size_bytes
             self._pending.add(name)
 
         def save() -> None:
             if until_s is None or time.monotonic() < until_s:
-                files.save(name, _to_host(run, arrays, bfloat16))
-            arrays.clear()
+                files.save(*run.to_host())
+            run.arrays.clear()
             with self._lock:
                 self._pending_bytes -= size_bytes
                 self._pending.discard(name)
@@ -693,141 +475,5 @@ class PrefixCache:
             )  # fmt: skip
 
 
-def common_length(first: TokenArray, second: TokenArray) -> int:
-    """Return the length of the common beginning."""
-    length = min(len(first), len(second))
-    differences = np.flatnonzero(first[:length] != second[:length])
-    return int(differences[0]) if differences.size else length
-
-
-def state_of(
-    caches: Sequence[LayerCache],
-    head_caches: Sequence[KVCache | RowCache],
-    last_hidden: mx.array | None,
-    row: int = 0,
-    end: int = 0,
-) -> RowState:
-    """Return the state of one row, given its caches, or those of its batch after `end` tokens."""
-    one = slice(row, row + 1)
-    attention, recurrent, windows = [], [], []
-    for cache in caches:
-        if isinstance(cache, WindowCache):
-            windows.append(cache.recent_tokens(row, end))
-        elif isinstance(cache, FamilyWindow):
-            windows.append(recent_tokens(cache))
-        elif isinstance(cache, KVCache | RowCache):
-            attention.append(_keys_values(cache, one))
-        else:
-            recurrent.append([None if array is None else array[one] for array in cache.state])
-    head = [_keys_values(c, one) for c in head_caches if not c.empty()]
-    return RowState(attention, recurrent, head, last_hidden, windows=windows)
-
-
-def _keys_values(cache: KVCache | RowCache, row: slice) -> KeysValues:
-    return cache.keys[row], cache.values[row]
-
-
-def _below(root: Node) -> Iterator[Node]:
-    """Yield all nodes of a tree but its root."""
-    stack = list(root.children.values())
-    while stack:
-        node = stack.pop()
-        stack += node.children.values()
-        yield node
-
-
 def _eviction_order(leaf: Node) -> tuple[bool, int]:
     return bool(leaf.keys), leaf.used
-
-
-def _pairs(tokens: int) -> int:
-    """Return how many tokens the head has read: each together with the next one."""
-    return max(tokens - 1, 0)
-
-
-def _farthest_snapshot(node: Node) -> int:
-    """Return the end of the farthest of the next snapshots after a node."""
-    ends = [
-        child.end if child.snapshot or not child.children else _farthest_snapshot(child)
-        for child in node.children.values()
-    ]
-    return max(ends, default=node.end)
-
-
-def _fill(cache: KVCache, runs: Sequence[KeysValues], tokens: int, slots: int) -> None:
-    """Join runs in a cache, with room for the tokens that follow: one copy."""
-    joined = []
-    for parts in zip(*runs, strict=True):
-        arrays, room = [], capacity(slots)
-        for array in parts:
-            kept = min(array.shape[2], tokens - (capacity(slots) - room))
-            arrays.append(array if kept == array.shape[2] else array[:, :, :kept])
-            room -= kept
-        shape = (*parts[0].shape[:2], room, parts[0].shape[3])
-        joined.append(mx.concatenate([*arrays, mx.zeros(shape, parts[0].dtype)], axis=2))
-    cache.keys, cache.values = joined
-    cache.offset = tokens
-
-
-def _needed_bytes(state: RowState, begin: int, end: int) -> int:
-    """Return the size of a copy, which is known before it is made."""
-    parts = [array for layer in (*state.attention, *state.head) for array in layer]
-    run_bytes = sum(array.nbytes // max(array.shape[2], 1) * (end - begin) for array in parts)
-    return run_bytes + _size_bytes((state.recurrent or (), state.last_hidden, state.windows))
-
-
-def _copies(layers: Sequence[KeysValues], begin: int, end: int | None) -> list[KeysValues]:
-    return [
-        (mx.contiguous(keys[:, :, begin:end]), mx.contiguous(values[:, :, begin:end]))
-        for keys, values in layers
-    ]
-
-
-def _copy(array: mx.array | None) -> mx.array | None:
-    """Return a copy that keeps no other memory alive, as a view of a larger array would."""
-    return None if array is None else mx.contiguous(array)
-
-
-def _size_bytes(tree: object) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(tree) if array is not None)
-
-
-def _arrays(node: Node) -> tuple[dict[str, mx.array], frozenset[str]]:
-    """Return the arrays of a node by name, those in bfloat16, which NumPy lacks, as bits."""
-    tree: dict[str, Any] = {"attention": node.attention, "head": node.head}
-    if node.snapshot is not None:
-        snapshot = node.snapshot
-        tree |= {
-            "recurrent": snapshot.recurrent,
-            "hidden": snapshot.last_hidden,
-            "window": snapshot.windows,
-        }
-    arrays = {name: array for name, array in tree_flatten(tree) if array is not None}
-    bfloat16 = frozenset(name for name, array in arrays.items() if array.dtype == mx.bfloat16)
-    arrays |= {name: arrays[name].view(mx.uint16) for name in bfloat16}
-    mx.eval(arrays)
-    return arrays, bfloat16
-
-
-def _to_host(
-    tokens: TokenArray, arrays: Mapping[str, mx.array], bfloat16: frozenset[str]
-) -> HostPrefix:
-    """Copy evaluated arrays out of MLX; safe from any thread."""
-    host = {name: np.array(array) for name, array in arrays.items()}
-    return HostPrefix(arrays={"tokens": tokens, **host}, bfloat16=bfloat16)
-
-
-def _from_host(name: FileName, host: HostPrefix) -> tuple[TokenArray, RowState]:
-    """Copy a run back into MLX."""
-    arrays = {key: mx.array(values) for key, values in host.arrays.items() if key != "tokens"}
-    arrays |= {key: arrays[key].view(mx.bfloat16) for key in host.bfloat16}
-    tree = tree_unflatten(arrays)
-    state = RowState(
-        [(keys, values) for keys, values in tree["attention"]],
-        tree.get("recurrent", ()) if name.resumable else None,
-        [(keys, values) for keys, values in tree.get("head", ())],
-        tree.get("hidden"),
-        begin=name.begin,
-        windows=[(keys, values) for keys, values in tree.get("window", ())],
-    )
-    return host.arrays["tokens"].astype(np.int64), state

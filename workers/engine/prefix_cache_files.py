@@ -93,7 +93,7 @@ class HostPrefix:
     """A run of tokens without MLX; arrays in bfloat16 are stored as bits."""
 
     arrays: HostArrays
-    """By name: `tokens`, and the arrays of `prefix_cache.Node`."""
+    """By name: `tokens`, and the arrays of `prefix_tree.Node`."""
     bfloat16: frozenset[str]
     """Names of the arrays in bfloat16."""
 

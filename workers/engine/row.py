@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import inf
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from workers.engine.grammar import Matcher, TokenRules
 from workers.engine.prefix_cache_files import Prefetched
 from workers.engine.prompt_lookup import Found, PromptLookup
 from workers.engine.reasoning import ANSWERING, Part, Reasoning
-from workers.engine.sampler import PromptLogprobs, SamplingContext
+from workers.engine.sampler import PromptLogprobs, SamplingContext, TokenCounts
 from workers.engine.tokenizer import PreparedPrompt
 from workers.protocol import ANSWER_FIELD, RUNNING_USAGE_TOKENS, DraftSource, Speculation
 
@@ -158,6 +159,8 @@ class Row:
     """None if the text contains whatever the model writes."""
     speculation: SpeculationCounter
     sink: EventSink
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    """Of the tokens so far, for penalties."""
     prompt_logprobs: PromptLogprobs | None = None
     """None unless the generation asks for them."""
     answer: list[int] = field(default_factory=list)
@@ -168,6 +171,10 @@ class Row:
     cancelled: bool = False
     drafting_skipped: bool = False
     """Whether the lane drafted nothing at some step, since drafting did not pay."""
+    arrival: int = field(default_factory=count().__next__)
+    """Its place among all rows of the process, in the order in which they came."""
+    starved: bool = False
+    """Whether an allocation failed although no other row took memory."""
     suspect: bool = False
     """Whether a plain step with this row failed: it then decodes in a batch of its own."""
     cached_tokens: int = 0
@@ -207,6 +214,11 @@ class Row:
     def context_tokens(self) -> int:
         """Count the tokens before the next one: the prompt and all of the answer but its last."""
         return len(self.prompt.tokens) + max(len(self.answer) - 1, 0)
+
+    @property
+    def exact(self) -> bool:
+        """Return whether no other row may change a bit of the answer."""
+        return self.generation.exact
 
     @property
     def uses_head(self) -> bool:
@@ -260,6 +272,7 @@ class Row:
             seed=self.seed,
             prompt=self.prompt.tokens,
             answer=self.answer,
+            counts=self.counts,
         )
 
     def usage(self) -> types.Usage:
@@ -374,6 +387,12 @@ class Row:
         if self.lookup is not None:
             self.lookup.extend(tokens[:appended])
         return appended
+
+    def end(self, reason: types.FinishReason, *, now_s: float) -> None:
+        """End the answer where another engine has ended it."""
+        self.finish_reason = reason
+        self._flush()
+        self._emit_delta(now_s)
 
     def finished_event(self) -> types.Finished:
         """Return the event that ends the answer."""

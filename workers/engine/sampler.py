@@ -6,8 +6,8 @@ gives the same text alone, in a full batch, and with or without speculation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import nan
 
 import mlx.core as mx
@@ -16,6 +16,35 @@ from policies.request.profile import Sampling
 from workers.engine.types import ScoredToken, TokenLogprob
 
 _MASK = (1 << 64) - 1
+
+
+class TokenCounts:
+    """How often each token occurs in one row, counted on the device as the answer grows."""
+
+    def __init__(self) -> None:
+        self._prompt: mx.array | None = None
+        self._answer: mx.array | None = None
+        self._counted = 0
+        """Tokens of the answer that are counted."""
+
+    def in_prompt(self, prompt: Sequence[int], vocabulary: int) -> mx.array:
+        """Return whether each token occurs in the prompt: [vocabulary]; the prompt never changes.
+
+        The answer is counted apart, so that no step sends a prompt to the device again.
+        """
+        if self._prompt is None:
+            at = mx.array(sorted(set(prompt)), dtype=mx.int32)
+            self._prompt = mx.zeros((vocabulary,), dtype=mx.bool_).at[at].add(True)
+        return self._prompt
+
+    def in_answer(self, answer: Sequence[int], vocabulary: int) -> mx.array:
+        """Return the occurrences of each token in the answer so far: [vocabulary] float32."""
+        if self._answer is None:
+            self._answer = mx.zeros((vocabulary,))
+        if new := answer[self._counted :]:
+            self._answer = self._answer.at[mx.array(new, dtype=mx.int32)].add(1.0)
+            self._counted = len(answer)
+        return self._answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +57,8 @@ class SamplingContext:
     prompt: Sequence[int]
     answer: Sequence[int]
     """The tokens so far; their number is the position of the next one."""
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    """Those of the same row in its former steps, or new ones."""
 
 
 def choose(
@@ -47,14 +78,26 @@ def choose(
     plain = [row.sampling.greedy and not row.sampling.reshapes_logits for row in rows]
     if all(plain):
         return greedy
-    return mx.stack(
-        [
-            greedy[index]
-            if plain[index]
-            else _choose_row(logits[index], row, None if drafts is None else drafts[index])
-            for index, row in enumerate(rows)
-        ]
-    )
+    chosen = [greedy[index] for index in range(len(rows))]
+    drawn: list[int] = []
+    scores: list[mx.array] = []
+    for index, row in enumerate(rows):
+        if plain[index]:
+            continue
+        own = logits[index].astype(mx.float32)
+        if row.sampling.reshapes_logits:
+            own = reshape_logits(own, row, None if drafts is None else drafts[index])
+        if row.sampling.greedy:
+            chosen[index] = mx.argmax(own, axis=-1).astype(mx.int32)
+        else:
+            drawn.append(index)
+            scores.append(own / row.sampling.temperature)
+    if drawn:
+        samplings = [rows[index].sampling for index in drawn]
+        filtered = filter_logits(mx.stack(scores), samplings)
+        for at, index in enumerate(drawn):
+            chosen[index] = _draw(filtered[at], rows[index])
+    return mx.stack(chosen)
 
 
 def _exclude(logits: mx.array, allowed: mx.array) -> mx.array:
@@ -65,19 +108,14 @@ def _exclude(logits: mx.array, allowed: mx.array) -> mx.array:
     return mx.where(bits.astype(mx.bool_), logits, mx.array(-mx.inf, dtype=logits.dtype))
 
 
-def _choose_row(logits: mx.array, row: SamplingContext, drafts: mx.array | None) -> mx.array:
-    logits = logits.astype(mx.float32)
-    if row.sampling.reshapes_logits:
-        logits = reshape_logits(logits, row, drafts)
-    if row.sampling.greedy:
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
-    filtered = filter_logits(logits / row.sampling.temperature, row.sampling)
+def _draw(logits: mx.array, row: SamplingContext) -> mx.array:
+    """Draw a token for each position of a row: [L, vocabulary] to [L] int32."""
     return mx.concatenate(
         [
             mx.random.categorical(
-                filtered[at : at + 1], key=position_key(row.seed, len(row.answer) + at)
+                logits[at : at + 1], key=position_key(row.seed, len(row.answer) + at)
             )
-            for at in range(filtered.shape[0])
+            for at in range(logits.shape[0])
         ]
     ).astype(mx.int32)
 
@@ -96,12 +134,13 @@ def reshape_logits(
         one_hot = (drafts[:, None] == mx.arange(vocabulary)).astype(mx.float32)
         drafted = mx.concatenate([drafted, mx.cumsum(one_hot, axis=0)])
     if sampling.repetition_penalty != 1.0:
-        present = drafted + _counts({*row.prompt, *row.answer}, vocabulary) > 0
+        present = drafted + row.counts.in_answer(row.answer, vocabulary) > 0
+        present = present | row.counts.in_prompt(row.prompt, vocabulary)
         penalty = sampling.repetition_penalty
         penalized = mx.where(logits > 0, logits / penalty, logits * penalty)
         logits = mx.where(present, penalized, logits)
     if row.answer and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = drafted + _counts(row.answer, vocabulary)
+        counts = drafted + row.counts.in_answer(row.answer, vocabulary)
         cost = counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
         logits = logits - cost
     if sampling.logit_bias:
@@ -111,29 +150,71 @@ def reshape_logits(
     return logits
 
 
-def _counts(tokens: Iterable[int], vocabulary: int) -> mx.array:
-    """Return the number of occurrences of each token: [vocabulary]."""
-    at = mx.array(list(tokens), dtype=mx.int32)
-    return mx.zeros((vocabulary,)).at[at].add(1.0)
+def filter_logits(logits: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+    """Set all scores [rows, L, vocabulary] that a row's top_k, min_p or top_p excludes to -inf.
 
-
-def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
-    """Set all scores [L, vocabulary] that top_k, min_p or top_p exclude to minus infinity."""
+    All rows with a top_k share one selection of the largest scores, and all others with a top_p
+    one sort of the vocabulary, which takes several times as long.
+    """
     vocabulary = logits.shape[-1]
-    if 0 < sampling.top_k < vocabulary:
-        kth = mx.sort(logits, axis=-1)[:, vocabulary - sampling.top_k]
-        logits = mx.where(logits >= kth[:, None], logits, -mx.inf)
-    if sampling.min_p > 0:
-        floor = logits.max(axis=-1, keepdims=True) + mx.log(mx.array(sampling.min_p))
-        logits = mx.where(logits >= floor, logits, -mx.inf)
-    if sampling.top_p < 1:
-        ordered = mx.sort(logits, axis=-1)[:, ::-1]
-        shares = mx.softmax(ordered, axis=-1)
-        # A token stays if the shares of the likelier ones sum up to less than top_p.
-        count = (mx.cumsum(shares, axis=-1) - shares < sampling.top_p).sum(-1, keepdims=True)
-        least = mx.take_along_axis(ordered, count - 1, axis=-1)
-        logits = mx.where(logits >= least, logits, -mx.inf)
+    few = [at for at, each in enumerate(samplings) if 0 < each.top_k < vocabulary]
+    rest = [
+        at
+        for at, each in enumerate(samplings)
+        if at not in few and (each.top_p < 1 or each.min_p > 0)
+    ]
+    longest = max((samplings[at].top_k for at in few), default=0)
+    sort = any(samplings[at].top_p < 1 for at in rest)
+    for group, count in ((few, longest), (rest, vocabulary if sort else 1)):
+        if group:
+            at = mx.array(group, dtype=mx.int32)
+            own = logits if len(group) == len(samplings) else logits[at]
+            least = _least_scores(own, [samplings[index] for index in group], count)
+            own = mx.where(own >= least, own, -mx.inf)
+            logits = own if len(group) == len(samplings) else _replace_rows(logits, at, own)
     return logits
+
+
+def _replace_rows(array: mx.array, at: mx.array, rows: mx.array) -> mx.array:
+    array = mx.array(array)
+    array[at] = rows
+    return array
+
+
+def _least_scores(logits: mx.array, samplings: Sequence[Sampling], count: int) -> mx.array:
+    """Return the least score that each row's filters leave: [rows, L, 1].
+
+    The largest `count` scores suffice: none of the filters leaves more, or `top_p` is 1.
+    """
+    vocabulary = logits.shape[-1]
+    ordered = mx.topk(logits, count, axis=-1) if count < vocabulary else logits
+    ordered = mx.sort(ordered, axis=-1)[..., ::-1]
+
+    def each(values: Sequence[float]) -> mx.array:
+        return mx.array(values)[:, None, None]
+
+    least = mx.full((*logits.shape[:-1], 1), -mx.inf)
+    if any(one.min_p > 0 for one in samplings):
+        least = ordered[..., :1] + mx.log(each([one.min_p for one in samplings]))
+    if count < vocabulary and all(0 < one.top_k <= count for one in samplings):
+        last = mx.array([one.top_k - 1 for one in samplings])[:, None, None]
+        least = mx.maximum(
+            least,
+            mx.take_along_axis(ordered, mx.broadcast_to(last, least.shape), axis=-1),
+        )
+    if all(one.top_p >= 1 for one in samplings):
+        return least
+    left = mx.where(ordered >= least, ordered, -mx.inf)
+    if count < vocabulary:
+        # More tokens than there are places may have the score of the last one.
+        ties = (logits == least).sum(-1, keepdims=True) - (left == least).sum(-1, keepdims=True)
+        left = mx.concatenate([left, least + mx.log(ties)], axis=-1)
+    shares = mx.softmax(left, axis=-1)[..., :count]
+    # A token stays if the shares of the likelier ones sum up to less than top_p.
+    limits = each([one.top_p if one.top_p < 1 else mx.inf for one in samplings])
+    stay = (mx.cumsum(shares, axis=-1) - shares < limits) & (ordered >= least)
+    stays = mx.maximum(stay.sum(-1, keepdims=True), 1)
+    return mx.maximum(least, mx.take_along_axis(ordered, stays - 1, axis=-1))
 
 
 def position_key(seed: int, position: int) -> mx.array:
@@ -195,7 +276,7 @@ def token_logprobs(
     """
     logprobs = scores[: len(tokens)].astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-    likeliest = mx.argsort(-logprobs, axis=-1)[:, :top].astype(mx.int32)
+    likeliest = _likeliest(logprobs, top)
     named = mx.concatenate([mx.array(tokens, dtype=mx.int32)[:, None], likeliest], axis=1)
     values = mx.take_along_axis(logprobs, named, axis=1)
     return tuple(
@@ -210,3 +291,13 @@ def token_logprobs(
         )
         for ids, shares in zip(named.tolist(), values.tolist(), strict=True)
     )
+
+
+def _likeliest(scores: mx.array, count: int) -> mx.array:
+    """Return the places of the `count` largest scores [L, vocabulary], the largest one first."""
+    count = min(count, scores.shape[-1])
+    if not count:
+        return mx.zeros((scores.shape[0], 0), dtype=mx.int32)
+    at = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(scores, at, axis=-1), axis=-1)
+    return mx.take_along_axis(at, order, axis=-1).astype(mx.int32)

@@ -2,8 +2,10 @@
 
 A step drops cancelled rows, admits what fits, evicts what exceeds the memory, reads prompts for a
 bounded time, and decodes one step of every batch. Only MLX blocks it. An error ends one row; the
-other rows of its batch are requeued, and so is the row with the shortest answer when memory runs
-out.
+other rows of its batch are requeued, and so is the row with the shortest answer when the rows grow
+beyond the memory. When an allocation fails, all rows of all lanes but the oldest are requeued, and
+all caches are given back; when the memory of the machine is short, caches are given back and rows
+wait (`memory_pressure.py`).
 
 Several prompts are open at once; `prefill_queue.py` says which is read next.
 """
@@ -13,10 +15,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+
+import mlx.core as mx
 
 from policies.request.profile import Bypass
 from workers.drain_rate import DrainRate, QueuePlace
@@ -25,6 +29,12 @@ from workers.engine.decoder import Decoder, Outcome, check_device
 from workers.engine.draft_head import DraftHead
 from workers.engine.grammar import allowed_tokens
 from workers.engine.memory import GROWTH_TOKENS, MemoryEstimate
+from workers.engine.memory_pressure import (
+    MemoryMonitor,
+    Pressure,
+    is_out_of_memory,
+    trim_heap,
+)
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
 from workers.engine.prefill import (
@@ -36,17 +46,23 @@ from workers.engine.prefill import (
 )
 from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefill_queue import PrefillQueue
-from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache, RowState
+from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache
+from workers.engine.prefix_tree import RowState
 from workers.engine.prompt_lookup import PromptLookup
 from workers.engine.row import Row
 from workers.engine.sampler import choose
 from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
+from workers.engine.step_graph import StepGraph
 from workers.engine.tokenizer import PromptRenderer
 
 logger = logging.getLogger(__name__)
 
+_LONG_PROMPT_TOKENS = 4096
+"""Reading so many tokens leaves freed buffers of many sizes, which no step will use again."""
 _ESTIMATED_ROWS = 64
 """Queued rows whose cached tokens are counted anew when the prefix cache has grown."""
+EXACT_CHUNK_TOKENS = 256
+"""Chunk of a prompt whose answer must be exact; the measured time changes the size of others."""
 DRAFTABLE_BYPASSES = frozenset(
     {
         Bypass.NON_GREEDY_SAMPLING,
@@ -78,8 +94,10 @@ class LaneScheduler:
         prefill_chunk_tokens: int,
         prefill_budget_s: float,
         memory: MemoryEstimate,
+        monitor: MemoryMonitor | None = None,
         sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
         prefill_queue: PrefillQueue[Prefill] | None = None,
+        graph: StepGraph | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
@@ -95,7 +113,9 @@ class LaneScheduler:
         self._siblings = siblings
         self._max_rows = max_rows
         self._prefill_budget = PrefillBudget(prefill_chunk_tokens, prefill_budget_s)
+        self._exact_chunk_tokens = min(prefill_chunk_tokens, EXACT_CHUNK_TOKENS)
         self._memory = memory
+        self._monitor = monitor or MemoryMonitor()
         self._sparse_prefill = sparse_prefill
         self._waiting: deque[Row] = deque()
         self._drain_rate = DrainRate()
@@ -105,7 +125,7 @@ class LaneScheduler:
         self._decoder = Decoder(
             checkpoint, prompts, self._head, self.counters,
             draft_tokens=draft_tokens, clock=clock,
-            store=self._store_answer,
+            store=self._store_answer, graph=graph,
         )  # fmt: skip
 
     @property
@@ -136,7 +156,8 @@ class LaneScheduler:
     @property
     def retry_after_s(self) -> float:
         """Return when a request that the full queue rejects may return; safe from any thread."""
-        return self._drain_rate.retry_after_s(len(self._waiting), self._clock())
+        waiting, running = len(self._waiting), self._max_rows
+        return self._drain_rate.retry_after_s(waiting, self._clock(), running)
 
     def queue_place(self, generation: types.Generation) -> QueuePlace | None:
         """Return the place of a generation in the queue; None if it waits no more.
@@ -145,7 +166,9 @@ class LaneScheduler:
         """
         waiting = enumerate(tuple(self._waiting), 1)
         number = next((at for at, row in waiting if row.generation is generation), None)
-        return None if number is None else self._drain_rate.place(number, self._clock())
+        if number is None:
+            return None
+        return self._drain_rate.place(number, self._clock(), self._max_rows)
 
     @property
     def _full(self) -> bool:
@@ -199,13 +222,62 @@ class LaneScheduler:
     def step(self) -> None:
         """Drop cancelled rows, read prompts for a while, and decode one step of every row."""
         self._drop_cancelled()
+        self.relieve()
         self._admit()
         self._evict()
+        has_decoded = False
+        if self.prefills:  # the device does nothing else meanwhile, and rows can join
+            has_decoded = self.finish_open_steps()
+            for lane in self._lanes[1:]:
+                lane.finish_open_steps()
         self._read_prompts()
-        for outcome in self._decoder.step():
-            self._apply(outcome)
+        if not has_decoded:
+            for outcome in self._decoder.step(ahead=self.decodes_alone):
+                self._apply(outcome)
         self._prefill_queue.record_decode(self.name)
         self._update_occupancy()
+
+    def finish_open_steps(self) -> bool:
+        """Finish the steps that have begun; return whether there were any."""
+        outcomes = list(self._decoder.finish_open_steps())
+        for outcome in outcomes:
+            self._apply(outcome)
+        return bool(outcomes)
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Return whether the device does nothing for any other row than those of this decoder.
+
+        A step that has begun would otherwise count as time of another lane, or of a prompt.
+        """
+        lanes = self._lanes
+        return not any(lane.prefills for lane in lanes) and not any(
+            lane.running_rows for lane in lanes[1:]
+        )
+
+    def relieve(self) -> None:
+        """Give back caches while the memory of the machine is short, once for each reading.
+
+        Freed memory goes first, then as many cached prefixes as exceed the limit.
+        """
+        reading = self._monitor.reading()
+        if reading is self._monitor.relieved or reading.pressure is Pressure.NORMAL:
+            return
+        mx.clear_cache()
+        trim_heap()
+        reading = self._monitor.reading(fresh=True)
+        if reading.pressure is Pressure.CRITICAL:
+            self._give_back(0)
+        elif reading.excess_bytes:
+            self._give_back(max(self._prefix_cache.size_bytes - reading.excess_bytes, 0))
+        self._monitor.relieved = self._monitor.reading(fresh=True)
+
+    def _give_back(self, kept_bytes: int) -> None:
+        """Give back cached prefixes but for `kept_bytes`, features of pictures, and buffers."""
+        self._prefix_cache.evict_to(kept_bytes)
+        self._target.picture_features.drop(None)
+        mx.clear_cache()
+        trim_heap()
 
     def close(self, reason: types.EngineError) -> None:
         """End every row with this error, and write the prefix cache to disk."""
@@ -224,7 +296,7 @@ class LaneScheduler:
             self._waiting.remove(row)
         removed = self._prefill_queue.remove(self.name, lambda prefill: prefill.row.cancelled)
         cancelled += [prefill.row for prefill in removed]
-        cancelled += self._decoder.drop_cancelled()
+        cancelled += self._decoder.remove(lambda row: row.cancelled)
         for row in cancelled:
             self.counters.record_finish(row)
 
@@ -232,7 +304,8 @@ class LaneScheduler:
         """Open prefills of queued rows while there is room.
 
         A row whose beginning another prefill is about to read waits for it, and holds up nobody. A
-        row that the memory has no room for holds up all behind it, or it would wait for ever.
+        row that the memory has no room for holds up all behind it, or it would wait for ever. A row
+        alone always starts: the engine has rejected prompts that exceed the memory.
         """
         for row in tuple(self._waiting):
             if self._full:
@@ -240,25 +313,32 @@ class LaneScheduler:
             in_prefill = max(lane.tokens_in_prefill(row) for lane in self._lanes)
             if in_prefill - row.expected_tokens >= MIN_TOKENS:
                 continue  # in a few steps the prefix cache will have it
-            # A row alone always fits: the engine has rejected prompts that exceed the memory.
-            if self._rows_in_all_lanes and self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0:
+            if self._rows_in_all_lanes and (
+                self._monitor.pressure is not Pressure.NORMAL
+                or self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0
+            ):
                 return  # rows that end will free memory
             self._waiting.remove(row)
             if self._draining:
-                self._drain_rate.record(self._clock())
+                self._drain_rate.record(self._clock(), self._max_rows)
                 self._draining = bool(self._waiting)
             self._open_prefill(row)
 
     def _open_prefill(self, row: Row) -> None:
+        if row.exact and len(row.answer) > 1:
+            # To read the answer in one pass rounds otherwise than to decode it.
+            self._fail([row], RuntimeError("An exact answer has lost its caches."))
+            return
         try:
-            prefill = start_prefill(row, self._target, self._head.usable, self._prefix_cache)
+            head = None if row.exact else self._head.usable
+            prefill = start_prefill(row, self._target, head, self._prefix_cache)
             if not row.begun and (row.cached_tokens or prefill.boundaries):
                 saved_s = self._prefill_budget.best_case_s(row.cached_tokens)
                 self.counters.record_prefix_lookup(row, saved_s)
             self._sparse_prefill.start_scoring(prefill, self.counters)
             self._prefill_queue.add(self.name, prefill)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
-            self._fail([row], error)
+            self._end_or_requeue([row], error)
 
     @property
     def _lanes(self) -> list[LaneScheduler]:
@@ -271,16 +351,22 @@ class LaneScheduler:
 
     def _free_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
         """Return the bytes that the rows of all lanes leave, each grown by `growth_tokens`."""
+        used_bytes = self._used_bytes(*newcomers, growth_tokens=growth_tokens)
+        return self._monitor.room_bytes(self._memory.room_bytes) - used_bytes
+
+    def _used_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
+        """Return the bytes that the rows of all lanes take, each grown by `growth_tokens`."""
         batches = self.rows_by_batch(*newcomers)
         for lane in self._lanes[1:]:
             batches += lane.rows_by_batch()
         tokens = [[row.slots_after(growth_tokens) for row in rows] for rows in batches]
-        drafting = sum(row.draft_tokens > 0 for rows in batches for row in rows)
         unread = [prefill.row for lane in self._lanes for prefill in lane.prefills]
         longest = max((row.slots_used for row in (*unread, *newcomers)), default=0)
         memory = self._memory
-        used_bytes = memory.batch_cache_bytes(tokens) + drafting * memory.draft_bytes
-        return memory.room_bytes - used_bytes - memory.reading_bytes(longest)
+        used_bytes = memory.batch_cache_bytes(tokens) + memory.reading_bytes(longest)
+        return used_bytes + sum(
+            memory.step_bytes(drafts=row.draft_tokens > 0) for rows in batches for row in rows
+        )
 
     def _evict(self) -> None:
         """Preempt rows that together exceed the memory, and evict cached prefixes for the rest."""
@@ -309,6 +395,9 @@ class LaneScheduler:
             )
             if has_read and chunk_tokens < prefill.next_tokens:
                 break
+            if prefill.row.exact:  # in the same chunks whatever else runs
+                chunk_tokens = self._memory.max_chunk_tokens(prefill.read_count)
+                chunk_tokens = min(chunk_tokens, self._exact_chunk_tokens)
             self._prefill_queue.record_chunk(prefill)
             whole = self._advance_prefill(prefill, chunk_tokens)
             has_read, spent_s = True, self._clock() - begun_s
@@ -322,10 +411,12 @@ class LaneScheduler:
             self._prefill_chunk(prefill, chunk_tokens, whole=whole)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
             self._close_prefill(prefill)
-            self._fail([row], error)
+            self._end_or_requeue([row], error)
             return whole
         if prefill.complete:
             self._close_prefill(prefill)
+            if prefill.read_count - row.cached_tokens >= _LONG_PROMPT_TOKENS:
+                mx.clear_cache()
             if row.finish_reason:
                 self._store_answer(row, prefill.state)
                 self._finish(row)
@@ -396,7 +487,7 @@ class LaneScheduler:
                 self._prefix_cache.name_turn(prompt.scope, turn, prompt.turn_key)
 
     def _store(self, row: Row, tokens: int, state: Callable[[], RowState], key: str = "") -> None:
-        if not row.cacheable:
+        if not row.cacheable or self._monitor.pressure is not Pressure.NORMAL:
             return
         try:
             stored = self._prefix_cache.store(
@@ -423,11 +514,48 @@ class LaneScheduler:
         """Finish and fail the rows that ended; requeue the others first in the queue."""
         for row in outcome.finished:
             self._finish(row)
+        if outcome.error is not None and is_out_of_memory(outcome.error):
+            self._end_or_requeue([*outcome.requeued, *outcome.failed], outcome.error)
+            return
         self._waiting.extendleft(reversed(outcome.requeued))
         if outcome.error is not None:
             self._fail(outcome.failed, outcome.error)
 
+    def _end_or_requeue(self, rows: list[Row], error: Exception) -> None:
+        """End rows with an error; if an allocation has failed, make room and requeue them.
+
+        All rows of all lanes but the oldest are sent back. A row that fails twice without others
+        has not enough memory by itself, and ends.
+        """
+        if not is_out_of_memory(error):
+            self._fail(rows, error)
+            return
+        others = [row for lane in self._lanes for row in chain(*lane.rows_by_batch())]
+        held = [*rows, *(row for row in others if row not in rows)]
+        logger.warning("lane.out_of_memory lane=%s rows=%d error=%s", self.name, len(held), error)
+        self._monitor.record_failed_allocation(self._used_bytes(*rows))
+        oldest = min(held, key=lambda row: row.arrival)
+        alone = len(held) == 1
+        ended = rows if alone and oldest.starved else []
+        oldest.starved = alone
+        for lane in self._lanes:
+            lane.send_back(oldest, lost=rows if lane is self and not ended else ())
+        self._give_back(0)
+        if ended:
+            self._fail(ended, error)
+
+    def send_back(self, kept: Row, lost: Iterable[Row] = ()) -> None:
+        """Requeue all rows but one, and those whose caches are lost.
+
+        A batch that keeps the one frees the memory of the others in its next step.
+        """
+        prefills = self._prefill_queue.remove(self.name, lambda prefill: prefill.row is not kept)
+        decoding = self._decoder.remove(lambda row: row is not kept)
+        rows = [*lost, *(prefill.row for prefill in prefills), *decoding]
+        self._waiting.extendleft(sorted(rows, key=lambda row: -row.arrival))
+
     def _finish(self, row: Row) -> None:
+        self._monitor.record_answer(self._memory.room_bytes)
         # The counts come first: a client may read them as soon as its answer has ended.
         self.counters.record_finish(row)
         self._update_occupancy()

@@ -60,7 +60,7 @@ class HeadHealth:
         if self.failures:
             return (
                 f"MTP head unhealthy: it failed in {self.failures} answers of the self-test; "
-                "the lane runs without it. Check the log for the error, and the checkpoint: mtp.* "
+                "the lane runs without it. Check the log for the error, and the checkpoint: its "
                 "tensors may be missing, or belong to another model size or revision."
             )
         share = (
@@ -70,7 +70,7 @@ class HeadHealth:
             return f"MTP head healthy: {share}."
         return (
             f"MTP head unhealthy: only {share}; the lane runs without it. Check the checkpoint: "
-            "RMSNorm weights of mtp.* may be off by one (converted twice, or not at all), mtp.* "
+            "RMSNorm weights of the head may be off by one (converted twice, or not at all), its "
             "tensors may be missing or random, or the head may belong to another model size or "
             "revision, or be quantised too far (it needs bfloat16)."
         )

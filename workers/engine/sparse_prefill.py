@@ -10,7 +10,7 @@ prompt or the draft model ends in a full prefill, counted by its reason.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, Target, load_checkpoint
@@ -52,6 +52,8 @@ class SparsePrefill:
             row.skipped_tokens = 0  # a requeued row is read in full
             return
         options = row.generation.spec_prefill
+        if row.exact:
+            options = replace(options, sparse=False)
         if self.settings is None or self.draft is None:
             if options.sparse or (self.settings and options.sparse is None):
                 counters.record_full_prefill(FullPrefillReason.NO_DRAFT)

@@ -1,4 +1,4 @@
-"""Device side of a step as pure functions of arrays, compiled once for each shape.
+"""Device side of a step as pure functions of arrays, compiled for each shape.
 
 The host that launches the operations limits a small model on a fast machine, not the device:
 compiled, a verify of three tokens costs as much as an uncompiled plain step. Compilation needs
@@ -11,16 +11,23 @@ States are lists of layers: `(keys, values)` of an attention, the slots of a rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
 from workers.engine.kv_cache import History, RecurrentCache, RowCache, stack_history, state_after
-from workers.engine.model import KVCache, LayerCache, MtpHead, Target
+from workers.engine.model import CompiledPasses, KVCache, LayerCache, Target
+from workers.engine.mtp_head import AssistantHead, MtpHead
 from workers.engine.windows import FamilyWindow, open_window
 
-F = TypeVar("F")
+P = ParamSpec("P")
+R = TypeVar("R")
+COMPILED_STEPS = 64
+"""Functions that a graph keeps compiled, each for one shape: rows, tokens and slots. Eight streams
+of one lane use 81 within 1,200 calls, and compile 7% more often than if all were kept."""
 LayerState: TypeAlias = tuple[mx.array, ...]
 State: TypeAlias = list[LayerState]
 Layers: TypeAlias = list[LayerState | list[History]]
@@ -43,34 +50,59 @@ class VerifyResult(NamedTuple):
 
 
 class StepGraph:
-    """Draft, verify and commit of a target, with or without its head."""
+    """Draft, verify and commit of a target, with or without its head; all lanes share one."""
 
-    def __init__(self, target: Target, head: MtpHead | None, *, compiled: bool = True) -> None:
-        """Create the graph of a target whose forward pass reads no value on the host.
-
-        One that does is not compiled, and has no head.
-        """
+    def __init__(
+        self,
+        target: Target,
+        head: MtpHead | None,
+        *,
+        compiles: CompiledPasses | None = None,
+    ) -> None:
+        """Create the graph of a target; `compiles` replaces what is known of its passes."""
+        compiles = target.compiles if compiles is None else compiles
+        self._steps = steps = CompiledSteps()
         self.head = head
         self._target = target
         self._layers = target.new_caches()
         self._attends = [isinstance(cache, KVCache | FamilyWindow) for cache in self._layers]
-        self.draft = _compile(self._trace_draft)
-        self._verify = _compile(self._trace_verify) if compiled else self._trace_verify
-        self.commit = _compile(self._trace_commit)
-        self.settle = _compile(self._trace_settle) if compiled else self._trace_settle
+        self.draft = Compiled(self._trace_draft, steps)
+        self._compiles = compiles
+        self._compiled_verify = Compiled(self._trace_verify, steps)
+        self.commit = Compiled(self._trace_commit, steps)
+        self.settle = Compiled(self._trace_settle, steps)
+
+    def forget(self) -> None:
+        """Compile everything anew: weights have been replaced."""
+        self._steps.clear()
 
     def verify(
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
     ) -> VerifyResult:
         """Run tokens [rows, L] through the target, at every row's cursor."""
-        scores, hidden, layers = self._verify(tokens, state, offset, position_shift)
-        return VerifyResult(scores, hidden if self._target.explicit_positions else None, layers)
+        one = tokens.shape[1] == 1
+        compiled = self._compiles.plain if one else self._compiles.verify
+        verify = self._compiled_verify if compiled else self._trace_verify
+        scores, hidden, layers = verify(tokens, state, offset, position_shift)
+        return VerifyResult(scores, hidden if self._target.returns_hidden else None, layers)
 
     def attention_state(self, layers: Layers, caches: Sequence[LayerCache]) -> State:
         """Return the new states of the attention layers, and the old ones of the others."""
         return [
             tuple(layer) if attends else tuple(cache.state)
             for attends, layer, cache in zip(self._attends, layers, caches, strict=True)
+        ]
+
+    def recurrent_layers(self, layers: Layers) -> Layers:
+        """Return the layers that are no attention."""
+        return [layer for attends, layer in zip(self._attends, layers, strict=True) if not attends]
+
+    def all_layers(self, caches: Sequence[LayerCache], recurrent: Layers) -> Layers:
+        """Return the attention layers that caches hold, between those that are none."""
+        others = iter(recurrent)
+        return [
+            tuple(cache.state) if attends else next(others)
+            for attends, cache in zip(self._attends, caches, strict=True)
         ]
 
     def roll_back(self, layers: Layers, kept: mx.array, length: int) -> State:
@@ -83,17 +115,38 @@ class StepGraph:
     # --- compiled: these read no value, and return nothing but arrays -----------------------
 
     def _trace_draft(
-        self, seed_hidden: mx.array, head_state: State, offset: mx.array, length: int
+        self,
+        seed: tuple[mx.array, mx.array],
+        head_state: State,
+        attended: State,
+        offset: mx.array,
+        length: int,
     ) -> tuple[mx.array, State]:
-        """Draft the next `length` tokens: [rows, length]; return the head's new caches too."""
+        """Draft the next `length` tokens: [rows, length]; return the head's new caches too.
+
+        `seed` is the hidden state [rows, 1, width] that the head begins with, and the last token
+        [rows]; `attended` are the states of the target's layers that the head reads.
+        """
         assert self.head is not None
+        hidden, last_tokens = seed
+        if isinstance(self.head, AssistantHead):
+            read = [
+                _open_attention(self._layers[layer], state, offset)
+                for layer, state in zip(self.head.attended_layers, attended, strict=True)
+            ]
+            return mx.stack(self.head.draft_tokens(hidden, last_tokens, read, length), axis=1), []
         caches = [RowCache(keys, values, offset) for keys, values in head_state]
-        hidden, drafts = seed_hidden, [self.head.draft(seed_hidden)]
+        drafts = [self.head.draft(hidden)]
         while len(drafts) < length:
             position = caches[0].offset[:, None]
             hidden = self.head.forward(drafts[-1][:, None], hidden, caches, position)
             drafts.append(self.head.draft(hidden))
         return mx.stack(drafts, axis=1), [cache.state for cache in caches]
+
+    def attended_state(self, caches: Sequence[LayerCache]) -> State:
+        """Return the states of the target's layers that the head reads."""
+        layers = self.head.attended_layers if isinstance(self.head, AssistantHead) else ()
+        return [tuple(caches[layer].state) for layer in layers]
 
     def _trace_verify(
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
@@ -178,13 +231,73 @@ class StepGraph:
 def _open_layer(
     cache: LayerCache, state: LayerState, offset: mx.array
 ) -> RowCache | RecurrentCache:
-    if isinstance(cache, FamilyWindow):
-        return open_window(cache, state[0], state[1], offset)
-    if isinstance(cache, KVCache):
-        return RowCache(state[0], state[1], offset)
+    if isinstance(cache, FamilyWindow | KVCache):
+        return _open_attention(cache, state, offset)
     return RecurrentCache(state)
 
 
-def _compile(function: F) -> F:
-    """Compile a function; mypy cannot read the type that MLX gives the result."""
-    return mx.compile(function)
+def _open_attention(cache: LayerCache, state: LayerState, offset: mx.array) -> RowCache:
+    if isinstance(cache, FamilyWindow):
+        return open_window(cache, state[0], state[1], offset)
+    return RowCache(state[0], state[1], offset)
+
+
+class CompiledSteps:
+    """What a graph keeps compiled; the least recently used is dropped.
+
+    MLX keeps what it has compiled for as long as it has the function, and that takes about 0.13 MB
+    for each layer of a model: hundreds of shapes take gigabytes. So each shape of each function is
+    a function of its own.
+    """
+
+    def __init__(self) -> None:
+        """Keep nothing yet."""
+        self._compiled: OrderedDict[object, Callable[..., Any]] = OrderedDict()
+
+    def get(self, function: Callable[..., Any], shape: object) -> Callable[..., Any]:
+        """Return the compiled function for arguments of this shape."""
+        key = (function, shape)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            # MLX knows a function by its address.
+            compiled = self._compiled[key] = mx.compile(partial(function))
+            if len(self._compiled) > COMPILED_STEPS:
+                self._compiled.popitem(last=False)
+        else:
+            self._compiled.move_to_end(key)
+        return compiled
+
+    def clear(self) -> None:
+        """Keep nothing any more."""
+        self._compiled.clear()
+
+    def __len__(self) -> int:
+        """Return how many are kept."""
+        return len(self._compiled)
+
+
+class Compiled(Generic[P, R]):
+    """A function that MLX compiles for each shape of its arguments."""
+
+    def __init__(self, function: Callable[P, R], steps: CompiledSteps) -> None:
+        """Compile `function`, which reads no value and returns nothing but arrays, when called."""
+        self._function = function
+        self._steps = steps
+
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> R:
+        """Call the function for the shapes of these arguments."""
+        compiled: Callable[P, R] = self._steps.get(self._function, _shape_of(arguments))
+        return compiled(*arguments, **named)
+
+
+def _shape_of(argument: object) -> object:
+    """Return what tells the shapes of an argument from others.
+
+    Of a list of layers the first and the last suffice: all have the same rows and slots, or do not
+    change. A wrong guess only makes MLX compile two shapes for one function.
+    """
+    if isinstance(argument, mx.array):
+        return argument.shape
+    if isinstance(argument, list):
+        return tuple(map(_shape_of, (*argument[:1], *argument[-1:])))
+    return tuple(map(_shape_of, argument)) if isinstance(argument, tuple) else argument

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
+from workers.engine.memory_pressure import HeapTrimmer
 from workers.engine.types import EngineError, EngineStopped
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ class Lane(Protocol[RowT_contra]):
 
 
 class EngineThread(Generic[T]):
-    """A thread that loads the lanes and steps every busy one in turn until it is stopped."""
+    """A thread that loads the lanes and steps every busy one in turn until it is stopped.
+
+    Between two steps it also gives the system what the process has freed of its heap.
+    """
 
     def __init__(self, load: Callable[[], tuple[T, Sequence[Lane[Any]]]]) -> None:
         self._load = load
@@ -54,6 +58,7 @@ class EngineThread(Generic[T]):
         self._submit_lock = threading.Lock()
         self._accepting = True
         self._stopping = False
+        self._trimmer = HeapTrimmer()
         self._loaded: Future[T] = Future()
 
     def start(self) -> T:
@@ -131,6 +136,7 @@ class EngineThread(Generic[T]):
     def _run_commands(self) -> bool:
         """Run the queued commands, waiting for one while no lane is busy; return False to stop."""
         while not self._stopping:
+            self._trimmer.trim_if_due()
             idle = not any(lane.busy for lane in self._lanes)
             try:
                 command = self._commands.get(block=idle)

@@ -17,7 +17,6 @@ from re import escape
 from typing import Any, Final
 
 import regex
-from mlx_vlm.tools import SPECS, load_tool_module
 
 from workers.engine import grammar_source
 
@@ -355,6 +354,8 @@ FORMATS: Final = {
 
 def detect_tool_format(template: str) -> ToolFormat | None:
     """Return the format of a chat template's calls; None if the template shows none."""
+    from mlx_vlm.tools import SPECS  # noqa: PLC0415  # takes seconds, and only an engine needs it
+
     matching = [spec for spec in SPECS if spec.matches(template)]
     best: Any = max(matching, key=lambda spec: spec.priority, default=None)
     if best is not None and best.priority > 0:
@@ -398,5 +399,7 @@ def write_calls(functions: Sequence[Mapping[str, Any]], tool_format: ToolFormat 
 def _format_of(name: str) -> ToolFormat:
     if name in FORMATS:
         return FORMATS[name]
+    from mlx_vlm.tools import load_tool_module  # noqa: PLC0415  # as above
+
     module = load_tool_module(name)
     return ToolFormat(module.tool_call_start, module.tool_call_end, parser=name)

@@ -135,6 +135,9 @@ class Generation:
     """Whether the deltas contain the tokens and their sources."""
     draft_tokens: int | None = None
     """Draft length that the request names; None applies the worker's setting."""
+    exact: bool = False
+    """Whether the answer must be the same in every bit, alone and beside other rows: it drafts
+    nothing, shares no pass and no prefix, and its prompt is read in chunks of one size."""
     report_steps: bool = False
     """Whether the deltas contain the steps of the engine."""
     given: GivenAnswer | None = None
@@ -271,6 +274,7 @@ class EngineError(Exception):
     +-- InvalidGeneration   the request can never run on this engine (names the field)
     +-- TokenLimitExceeded  the request may need more tokens than it is allowed
     +-- EngineBusy          the queue is full; a retry may succeed
+    +-- MemoryShort         the memory of the machine is nearly full; a retry may succeed
     +-- GenerationFailed    the generation failed while running; others continue
     +-- EngineStopped       the engine is shutting down or its thread has died
     +-- ModelUnusable       the engine cannot serve the model
@@ -301,6 +305,15 @@ class EngineBusy(EngineError):
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("The queue of this lane is full.")
         self.retry_after_s = retry_after_s
+
+
+class MemoryShort(EngineError):
+    """The memory of the machine is nearly full: `used_bytes` of `limit_bytes`, or the kernel's."""
+
+    def __init__(self, used_bytes: int, limit_bytes: int) -> None:
+        super().__init__("The memory of this machine is nearly full.")
+        self.used_bytes = used_bytes
+        self.limit_bytes = limit_bytes
 
 
 class GenerationFailed(EngineError):
@@ -338,6 +351,8 @@ class EngineSettings:
     """Maximum duration of a chunk while rows decode."""
     prefix_cache_bytes: int | None = None
     """Limit of the prefix cache in memory; None: a quarter of that for rows."""
+    prefix_cache_quantized: bool = False
+    """Whether the prefix cache keeps keys and values in 8 bits."""
     prefix_cache_disk_bytes: int = 20 * 10**9
     """Limit of the prefix cache on disk; 0 stores nothing there."""
     prefix_cache_dir: Path | None = None
@@ -366,6 +381,8 @@ class Card:
     """Memory of the parameters, which all lanes share."""
     fingerprint: str = ""
     """Digest of weights and tokenizer; empty if no other worker may go on with an answer."""
+    group_size: int = 1
+    """Machines that serve the model together."""
     default_max_tokens: int | None = None
     """The checkpoint's limit of an answer; None: the context window alone limits it."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -395,3 +412,26 @@ class ModelCard(Card):
     draft_tokens_effective: int
     spec_prefill: str | None = None
     """Phrase on how long prompts are read; None if no draft model is configured."""
+
+
+class NoPrefixCache:
+    """The answers of an engine that keeps no prefixes, or is told of none."""
+
+    def failed_allocations(self) -> int:
+        """Return 0: without prefixes to give back, an allocation that fails ends its request."""
+        return 0
+
+    def prefix_cache_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Return no keys of cached prefixes."""
+        return ()
+
+    def evicted_prefixes(self) -> tuple[str, ...]:
+        """Return no keys of evicted prefixes."""
+        return ()
+
+    async def drop_prefixes(self, scope: str | None) -> None:
+        """Delete nothing."""

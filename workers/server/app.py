@@ -216,6 +216,10 @@ async def read_status(worker: ServedWorker) -> dict[str, Json]:
         "uptime_s": round(worker.clock() - worker.started_s, 1),
         "memory": {
             "bytes": report.memory_bytes,
+            "footprint_bytes": report.footprint_bytes,
+            "footprint_limit_bytes": report.footprint_limit_bytes,
+            "pressure": report.memory_pressure,
+            "failed_allocations": report.failed_allocations,
             "prefix_cache_bytes": report.prefix_cache_bytes,
             "weights_bytes": card.weights_bytes,
             "parameters": card.parameters,

@@ -10,6 +10,7 @@ RequestError                any request without a completion, with its status an
 +-- NotAuthorised           401
 +-- PrefixRefused           404, 409 or 503, tells another worker why it gets no nodes
 +-- WorkerDraining          503 with Retry-After
++-- MemoryShort             503 with Retry-After, tells the memory in use and its limit
 
 `as_request_error` translates errors of the engine (`workers.engine.types`) and of the parser
 (`policies.request.fields.FieldError`), so that no response contains the text of a library.
@@ -131,6 +132,18 @@ class _EngineStopped(WorkerDraining, code="engine_stopped"):
     message = "The engine of this worker has stopped."
 
 
+class MemoryShort(RequestError, status=503, kind="overloaded_error", code="memory_short"):
+    """The memory of the machine is nearly full, and one more request could end the worker."""
+
+    retry_after_s = 5
+
+    def __init__(self, used_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            "The memory of this machine is nearly full: the worker uses "
+            f"{used_bytes / 1e9:.1f} GB, of {limit_bytes / 1e9:.1f} GB that it may use."
+        )
+
+
 class _Busy(RequestError, status=429, kind="rate_limit_error", code="queue_full"):
     message = "The queue of this worker is full."
 
@@ -162,6 +175,8 @@ def as_request_error(error: Exception, request_id: str = "") -> RequestError:
             translated = TokenLimitExceeded(error.tokens)
         case EngineBusy():
             translated = _Busy(error.retry_after_s)
+        case types.MemoryShort():
+            translated = MemoryShort(error.used_bytes, error.limit_bytes)
         case EngineStopped():
             translated = _EngineStopped()
         case HTTPException():

@@ -35,6 +35,7 @@ from workers.engine.types import (
     PoolingCard,
     ProgressSink,
 )
+from workers.group.hosts import Hosts
 from workers.heartbeat import Membership, NotAdmitted, joined, wait_for_gateway
 from workers.lifecycle import Shutdown, first_of
 from workers.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress, StartStage
@@ -44,6 +45,7 @@ from workers.server.ports import RunningEngine
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
 from workers.server.settings import (
+    KvBits,
     WorkerSettings,
     advertised_url,
     default_worker_id,
@@ -104,6 +106,12 @@ def _run(settings: WorkerSettings) -> int:
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             load = functools.partial(_load, settings, source, adapter, cache, starting.advance)
+            if settings.group:
+                hosts = Hosts.read(settings.group, settings.backend)
+                loop = runner.get_loop()
+                load = functools.partial(
+                    _load_group, settings, source, hosts, loop, starting.advance
+                )
             return runner.run(_start_and_serve(settings, source, starting, load, listener))
 
 
@@ -160,7 +168,7 @@ def _load(
             model=folder, served_name=source.served_name, endpoint=Endpoint(task)
         )
         return PoolingEngine.start(pooling, progress)
-    mtp = resolve_model(settings.mtp).fetch(download) if settings.mtp else None
+    mtp = resolve_model(settings.mtp).fetch_head(download) if settings.mtp else None
     adapter_folder = adapter.fetch(download) if adapter else None
     spec_prefill = None
     if settings.spec_prefill:
@@ -185,11 +193,40 @@ def _load(
             draft_tokens=settings.draft_tokens,
             mtp=mtp,
             prefix_cache_bytes=settings.prefix_cache_bytes,
+            prefix_cache_quantized=settings.kv_bits is KvBits.EIGHT,
             prefix_cache_dir=cache_dir,
             prefix_cache_disk_bytes=int(settings.prefix_cache_gb * 1e9),
             prefix_cache_secret=cache_secret,
             spec_prefill=spec_prefill,
         ),
+        progress,
+    )
+
+
+def _load_group(
+    settings: WorkerSettings,
+    source: ModelSource,
+    hosts: Hosts,
+    loop: asyncio.AbstractEventLoop,
+    progress: ProgressSink,
+) -> RunningEngine:
+    """Return the running engine of a group, whose ranks `loop` supervises; blocks."""
+    folder = source.fetch(functools.partial(progress, StartStage.DOWNLOAD))
+    from workers.group.engine import GroupEngine, GroupSettings  # noqa: PLC0415 - as above
+
+    return GroupEngine.start(
+        GroupSettings(
+            hosts=hosts,
+            backend=settings.backend,
+            split=settings.split,
+            model=str(source.folder) if source.folder else source.served_name,
+            folder=folder,
+            served_name=source.served_name,
+            context_tokens=settings.context,
+            rows=settings.rows,
+            prefill_chunk=settings.prefill_chunk,
+        ),
+        loop,
         progress,
     )
 

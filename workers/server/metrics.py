@@ -39,6 +39,8 @@ _GAUGES = {
 }
 _MEMORY_GAUGES = {
     "memory_bytes": "Memory in use by MLX.",
+    "footprint_bytes": "Memory of the process, as the kernel counts it.",
+    "footprint_limit_bytes": "Memory that the process may take now; 0 if unknown.",
     "prefix_cache_bytes": "Memory in use by the prefix cache.",
 }
 _COUNTERS_BY_REASON = {
@@ -102,6 +104,12 @@ class _ReportCollector(Collector):
         for name, text in _MEMORY_GAUGES.items():
             number = getattr(self._report, name)
             yield self._metric(GaugeMetricFamily, f"paceline_worker_{name}", text, [(number,)])
+        yield self._metric(
+            CounterMetricFamily,
+            "paceline_worker_failed_allocations",
+            "Allocations of the device that have failed.",
+            [(self._report.failed_allocations,)],
+        )
 
     def _speculation(self) -> Iterator[Metric]:
         """Yield vLLM's counters, summed over all lanes because readers sum samples."""

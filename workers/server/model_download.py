@@ -9,18 +9,21 @@ the digest by which the hub names it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from workers.engine.known_heads import head_files
 from workers.engine.types import ModelUnusable
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Weights and text files. The engine runs no Python file of a folder that has some."""
 _DUPLICATES = ["original/*", "metal/*", "consolidated*"]
 """The same weights in other formats."""
+_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _DISK_MARGIN_BYTES = 1_000_000_000
 """Left free: a full disk harms more than this download."""
 _SHARE_OF_MEMORY = 0.95
@@ -39,20 +42,26 @@ class _FileInfo(Protocol):
     will_download: bool
 
 
-def download(repository: str, progress: Progress) -> Path:
+def download(repository: str, progress: Progress, *, head_only: bool = False) -> Path:
     """Return the local folder of a repository; raise `ModelUnusable` with the reason if that fails.
 
-    `progress` is called from any thread with the bytes so far, and of all files.
+    `progress` is called from any thread with the bytes so far, and of all files. With `head_only`
+    it has no weights but the files with tensors of an MTP head.
     """
     # Imported late: a worker with a local folder does not need it.
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
+    names = _FILES
+
     def fetch(**options: Any) -> Any:
         return snapshot_download(
-            repository, allow_patterns=_FILES, ignore_patterns=_DUPLICATES, **options
+            repository, allow_patterns=names, ignore_patterns=_DUPLICATES, **options
         )
 
     try:
+        if head_only:
+            names = [_CONFIG, _INDEX]
+            names = [*names, *_head_files(Path(fetch()))]
         missing = _missing_files(fetch)
         _check_room(repository, missing)
         folder = Path(fetch(tqdm_class=_progress_bars(progress)))
@@ -72,6 +81,16 @@ def download(repository: str, progress: Progress) -> Path:
         raise ModelUnusable(f"Cannot download the model '{repository}': {reason}.") from error
     _verify(repository, missing)
     return folder
+
+
+def _head_files(folder: Path) -> Sequence[str]:
+    """Return the files with tensors of an MTP head; all weights if the index names none."""
+    try:
+        config = json.loads((folder / _CONFIG).read_bytes())
+        files = json.loads((folder / _INDEX).read_bytes())["weight_map"]
+        return sorted(head_files(config, files))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return _FILES[:1]  # one file of weights has no index; the engine tells what is damaged
 
 
 def _missing_files(fetch: Callable[..., Any]) -> Sequence[_FileInfo]:

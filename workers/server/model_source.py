@@ -31,6 +31,10 @@ class ModelSource:
         """
         return self.folder or download(self.served_name, progress)
 
+    def fetch_head(self, progress: Callable[[int, int], None]) -> Path:
+        """Return the folder of an MTP head, as `fetch` does, without the other weights."""
+        return self.folder or download(self.served_name, progress, head_only=True)
+
     def served_name_with(self, adapter: ModelSource | None) -> str:
         """Return the served name of the model with an adapter, if there is one."""
         return f"{self.served_name}+{adapter.served_name}" if adapter else self.served_name

@@ -241,11 +241,14 @@ def render_usage(by_choice: Mapping[int, Usage], choices: int) -> Json:
     }
 
 
-def render_metrics(finished: Sequence[Finished], *, detailed: bool) -> Json:
+def render_metrics(finished: Sequence[Finished], *, detailed: bool, exact: bool = False) -> Json:
     """Return the field `metrics`: {} without speculation, null for several choices.
 
-    With `detailed`, it also lists two numbers for every draft step, under vLLM's names.
+    With `detailed`, it also lists two numbers for every draft step, under vLLM's names. `exact`
+    answers have no draft counts: their metrics say that they are exact.
     """
+    if exact:
+        return {"metrics": {"exact": True}}
     if not any(end.speculation.steps or end.speculation.num_spec_tokens for end in finished):
         return {}
     if len(finished) > 1:

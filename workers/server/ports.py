@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from policies.request.pooling import EmbeddingsRequest, RerankRequest
 from workers.drain_rate import QueuePlace
+from workers.engine.memory_pressure import MemoryReading
 from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery
 from workers.engine.tool_formats import ToolFormat
 from workers.engine.types import Card, Event, Generation, ModelCard, PoolingCard, Prompt
@@ -77,7 +78,11 @@ class RunningEngine(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the engine thread is running."""
+        """Whether the engine serves, or will serve again."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it serves now; the ranks of a group may be starting again."""
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return one consistent snapshot of all lanes; thread-safe."""
@@ -87,6 +92,12 @@ class RunningEngine(Protocol):
 
     def memory_limit_bytes(self) -> int:
         """Return the memory limit of MLX; 0 if unknown."""
+
+    def memory_reading(self) -> MemoryReading:
+        """Return what the process takes of the memory of this machine."""
+
+    def failed_allocations(self) -> int:
+        """Return how many allocations of the device have failed since the start."""
 
     def prefix_cache_bytes(self) -> int:
         """Return the memory in use by the prefix cache."""

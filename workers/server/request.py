@@ -16,6 +16,7 @@ from policies.request.constraint import ConstraintKind, read_constraint, strict_
 from policies.request.content import (
     MEDIA_KINDS,
     MESSAGE_TEXTS,
+    TEXT_PARTS,
     read_prompts,
     source_of,
 )
@@ -143,6 +144,7 @@ async def read_request(
         prompt_logprobs=scores_prompt,
         token_sources=profile.token_sources,
         draft_tokens=profile.draft_tokens,
+        exact=profile.exact,
         report_steps=reports_progress,
         spec_prefill=SpecPrefillOptions(
             sparse=False if scores_prompt or given is not None else profile.spec_prefill,
@@ -318,7 +320,7 @@ def _read_content(content: Json, where: str, images: list[tuple[str, str]]) -> J
     parts: list[dict[str, Json]] = []
     for index, part in enumerate(content):
         if part["type"] not in MEDIA_KINDS:
-            parts.append({"type": "text", "text": part["text"]})
+            parts.append({"type": "text", "text": part[TEXT_PARTS[part["type"]]]})
             continue
         images.append(_read_image(part, f"{where}[{index}]"))
         parts.append({"type": "image"})

@@ -225,7 +225,11 @@ class CompletionResponse(Response):
 
     def _totals(self) -> dict[str, Json]:
         finished = [self._finished[index] for index in range(len(self._writers))]
-        metrics = render_metrics(finished, detailed=self._request.detailed_metrics)
+        metrics = render_metrics(
+            finished,
+            detailed=self._request.detailed_metrics,
+            exact=self._request.profile.exact,
+        )
         return {"usage": render_usage(self._usages, self._request.profile.choices), **metrics}
 
     def _envelope(self, objects: dict[Endpoint, str], choices: Sequence[Json]) -> dict[str, Json]:
@@ -256,8 +260,9 @@ class EventStream:
         self.comment = comment
 
     async def start(self) -> None:
-        """Send the head, unless it has been sent."""
-        await self.send(b"")
+        """Send the head, unless it has been sent: what sends nothing puts off no comment."""
+        if not self.started:
+            await self.send(b"")
 
     async def send(self, events: bytes, *, last: bool = False) -> None:
         """Send bytes; raise `ClientStalled` if the client does not read."""

@@ -125,7 +125,7 @@ class Worker(Generic[EngineT]):
     @property
     def ready(self) -> bool:
         """Whether the worker accepts new requests."""
-        return self.engine.alive and not self.traffic.draining
+        return self.engine.ready and not self.traffic.draining
 
     def drain(self) -> None:
         """Reject new requests from now on, and report that to the gateway."""
@@ -136,6 +136,7 @@ class Worker(Generic[EngineT]):
         """Return one consistent snapshot of the worker."""
         card = self.engine.card
         prefixes = self.engine.prefixes()
+        memory = self.engine.memory_reading()
         return WorkerReport(
             worker_id=self.worker_id,
             boot_id=self.boot_id,
@@ -145,12 +146,17 @@ class Worker(Generic[EngineT]):
             labels=self.labels,
             fingerprint=card.fingerprint,
             context_tokens=card.context_tokens,
+            group_size=card.group_size,
             default_max_tokens=card.default_max_tokens or card.context_tokens,
             sampling=card.sampling,
             ready=self.ready,
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),
             memory_limit_bytes=self.engine.memory_limit_bytes(),
+            footprint_bytes=memory.used_bytes,
+            footprint_limit_bytes=memory.limit_bytes,
+            memory_pressure=memory.pressure,
+            failed_allocations=self.engine.failed_allocations(),
             prefix_cache_bytes=self.engine.prefix_cache_bytes(),
             prefixes=prefixes[:MAX_REPORTED_PREFIXES],
             prefix_count=len(prefixes),

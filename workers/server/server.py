@@ -57,8 +57,12 @@ async def serve(
         await stack.enter_async_context(Server(create_app(worker, token, peers)).on(listener))
         worker.changed.set()
         on_ready()
+        ready = worker.ready
         while worker.engine.alive and not shutdown.requested.is_set():
             await first_of(shutdown.requested.wait(), timeout_s=_ENGINE_CHECK_S)
+            if worker.ready != ready:
+                ready = worker.ready
+                worker.changed.set()  # gateways learn it at once
         worker.drain()
         if worker.engine.alive:
             log.info("worker.draining")

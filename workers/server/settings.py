@@ -11,6 +11,7 @@ import re
 import secrets
 import socket
 import stat
+from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -21,13 +22,24 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from policies.base import Label
 from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName, WeightType
+from workers.group.hosts import Backend, Split
 from workers.heartbeat import source_address
 from workers.protocol import MAX_LABELS, base_url, is_loopback
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_HOST = "127.0.0.1"
+_NOT_OF_A_GROUP = frozenset(
+    ("task", "lanes", "adapter", "dtype", "draft_tokens", "mtp", "spec_prefill")
+)
 _WILDCARDS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - compared, not bound
+
+
+class KvBits(IntEnum):
+    """Bits of a number in the prefix cache."""
+
+    EIGHT = 8
+    SIXTEEN = 16
 
 
 class WorkerSettings(BaseSettings):
@@ -72,6 +84,8 @@ class WorkerSettings(BaseSettings):
     """Folder that stores the prefix cache across restarts; None: one in the state folder."""
     prefix_cache_bytes: int | None = Field(None, ge=0)
     """Limit of the prefix cache in memory; None: a share of what the weights leave."""
+    kv_bits: KvBits = KvBits.SIXTEEN
+    """Bits of the keys and values that the prefix cache keeps; 16: as the model computes them."""
     prefix_cache_gb: float = Field(20.0, ge=0, le=100_000)
     """Limit of the prefix cache on disk, in units of a billion bytes; 0 stores nothing there."""
     spec_prefill: str = ""
@@ -80,6 +94,11 @@ class WorkerSettings(BaseSettings):
     spec_prefill_keep: float = Field(0.3, gt=0, le=1)
     state_dir: Path = Field(Path("~/.paceline"), validation_alias="PACELINE_STATE_DIR")
     """Holds the prefix cache, and its secret where there is no join token."""
+    group: Path | None = None
+    """Host file of the machines that serve the model together; None: this machine alone."""
+    backend: Backend = Backend.RING
+    split: Split | None = None
+    """How they divide the model; None: by tensors where it can be, else by layers."""
     leash: bool = False
     """Shut down when standard input closes, so that no worker outlives its parent process."""
 
@@ -120,6 +139,18 @@ class WorkerSettings(BaseSettings):
                 "a worker that other machines can reach needs the join token of its gateway: set "
                 "PACELINE_JOIN_TOKEN, or use --token"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        if self.group is None:
+            if self.model_fields_set & {"backend", "split"}:
+                raise ValueError("--backend and --split are of a group: use --group HOSTS.json")
+            return self
+        given = self.model_fields_set & _NOT_OF_A_GROUP
+        if given:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+            raise ValueError(f"{names} cannot be used with --group")
         return self
 
     @property

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import regex
-from mlx_vlm.tools import load_tool_module
 
 from workers.engine.tool_formats import Call, ToolFormat
 from workers.server.ports import Json
@@ -270,6 +269,8 @@ def _call(name: str, arguments: str) -> ToolCall:
 
 def _parse(parser: str, block: str, tools: Sequence[Mapping[str, Json]]) -> list[ToolCall]:
     """Return the calls that mlx-vlm's parser reads; empty if the text is no call."""
+    from mlx_vlm.tools import load_tool_module  # noqa: PLC0415  # wrong settings need no MLX
+
     try:
         parsed = load_tool_module(parser).parse_tool_call(block, list(tools))
         calls = parsed if isinstance(parsed, list) else [parsed]

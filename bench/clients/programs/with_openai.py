@@ -113,6 +113,17 @@ def named(mode: Mode) -> str:
     return str(call.function.parsed_arguments)
 
 
+@case("tool_choice: allowed_tools, of which one is required")
+def allowed(mode: Mode) -> str:
+    reference = {"type": "function", "function": {"name": "get_weather"}}
+    some = {"mode": "required", "tools": [reference]}
+    choice = {"type": "allowed_tools", "allowed_tools": some}
+    calls = finish(mode, fields(PERSON, mode, tools=TOOLS, tool_choice=choice)).message.tool_calls
+    names = {call.function.name for call in calls}
+    check(names == {"get_weather"}, names)
+    return " ".join(names)
+
+
 @case("tools, called and answered")
 def tools(mode: Mode) -> str:
     request = fields(WEATHER, mode, tools=[TOOL])

@@ -39,7 +39,7 @@ function showKeys(all) {
     byId("keys").replaceChildren(make("p", { class: "empty" }, text));
     return;
   }
-  const head = ["Name", "Key", "Access", "Limits", "State", ""].map((name) => make("th", { scope: "col" }, name));
+  const head = ["Name", "Key", "Access", "Limits", "State", make("span", { class: "off-screen" }, "Actions")].map((name) => make("th", { scope: "col" }, name));
   byId("keys").replaceChildren(
     make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, all.map(row))),
   );

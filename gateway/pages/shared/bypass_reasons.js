@@ -2,6 +2,7 @@
 
 export const BYPASS_NAMES = {
   endpoint: "Embeddings and ranking",
+  exact: "Exact answers",
   media: "Pictures and other media",
   non_greedy_sampling: "Temperature above 0",
   logits_processors: "Changed token scores",
@@ -15,6 +16,7 @@ export const BYPASS_NAMES = {
 
 export const BYPASS_REASONS = {
   endpoint: "The request asks for vectors or for a ranking, so nothing is generated.",
+  exact: "The answer must be the same in every bit, alone and beside other requests.",
   media: "The request contains pictures, video, audio or files.",
   non_greedy_sampling: "The request samples: its temperature is above 0. Set temperature 0 to use drafts.",
   logits_processors: "Penalties, biases or forbidden words change token scores.",

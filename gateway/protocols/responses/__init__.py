@@ -179,8 +179,8 @@ class ResponsesFormat:
         return CHAT.limit_headers(states, unix_s)
 
     def keep_alive(self, comment: bytes) -> bytes:
-        """Return the comment alone."""
-        return comment
+        """Return the comment, and an event, since clients count no comments."""
+        return self.builder.keep_alive(comment)
 
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""

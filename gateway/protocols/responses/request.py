@@ -129,7 +129,7 @@ def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
     fields.choice("parallel_tool_calls")
     _one_of(body.get("truncation"), "truncation", _TRUNCATIONS)
     check_metadata(body.get("metadata"))
-    reasoning, text = _object(body, "reasoning"), _object(body, "text")
+    reasoning, text = fields.object("reasoning"), fields.object("text")
     _one_of(reasoning.get("effort"), "reasoning.effort", REASONING_EFFORTS)
     _one_of(reasoning.get("summary"), "reasoning.summary", _SUMMARIES)
     _one_of(text.get("verbosity"), "text.verbosity", _VERBOSITIES)
@@ -193,8 +193,8 @@ def to_chat(
         chat["max_tokens"] = body["max_output_tokens"]
     if body.get("truncation") == "auto":
         chat["truncate_prompt_tokens"] = -1
-    chat |= _tools_of(request) | _text_of(_object(body, "text")) | _logprobs_of(body)
-    if effort := _object(body, "reasoning").get("effort"):
+    chat |= _tools_of(request) | _text_of(Fields(body).object("text")) | _logprobs_of(body)
+    if effort := Fields(body).object("reasoning").get("effort"):
         chat["reasoning_effort"] = effort
     return Chat(chat, tuple(messages.places))
 
@@ -488,15 +488,6 @@ def _one_of(value: Any, name: str, values: Sequence[str]) -> str | None:
         return None
     if not isinstance(value, str) or value not in values:
         raise FieldError(name, f"'{name}' must be one of {tuple(values)}.")
-    return value
-
-
-def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = body.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise FieldError(name, f"'{name}' must be an object.")
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -79,7 +79,20 @@ class ResponseBuilder:
             self.response["status"] = "in_progress"
         else:
             yield self._event("response.created", response=self._copy())
-        yield self._event("response.in_progress", response=self._copy())
+        yield self._in_progress()
+
+    def keep_alive(self, comment: bytes) -> bytes:
+        """Return a comment, and an event that tells the status, which may come many times.
+
+        A log of events needs neither.
+        """
+        if self._request.background:
+            return comment
+        events: Iterable[Event] = [self._in_progress()] if self.begun else self.begin()
+        return comment + b"".join(map(encode_event, events))
+
+    def _in_progress(self) -> Event:
+        return self._event("response.in_progress", response=self._copy())
 
     def read(self, frame: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Event]:
         """Take a chunk of a chat, and what it adds to the message."""

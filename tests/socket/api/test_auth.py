@@ -90,11 +90,13 @@ def all_routes(state_dir: Path) -> set[tuple[str, str]]:
     return route_paths(app) | {("POST", path) for path in PROXY_PATHS}
 
 
-@pytest.fixture
-def gateway_with_keys(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
-    """Return a gateway with every kind of key."""
-    with RunningGateway(settings_with_keys(tmp_path)) as gateway:
-        gateway.send_heartbeat(worker)
+@pytest.fixture(scope="module")
+def gateway_with_keys(
+    tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
+) -> Iterator[RunningGateway]:
+    """Run a gateway with every kind of key, which the tests only add to."""
+    settings = settings_with_keys(tmp_path_factory.mktemp("keys"))
+    with RunningGateway(settings) as gateway, send_heartbeats(gateway, module_worker):
         yield gateway
 
 
@@ -176,7 +178,7 @@ def test_misspelled_paths_grant_no_access(gateway_with_keys: RunningGateway, pat
     authorizes the raw path and serves no undocumented routes."""
     url = httpx.URL(gateway_with_keys.url).copy_with(raw_path=path.encode())
     for method in ("GET", "POST"):
-        assert httpx.request(method, url).status_code in {401, 404, 405}
+        assert httpx.request(method, url, timeout=60).status_code in {401, 404, 405}
 
 
 def test_the_route_lists_of_this_file_are_complete(tmp_path: Path) -> None:
@@ -249,13 +251,13 @@ def test_each_kind_of_key_authorizes_only_its_own_routes(
 
 @pytest.mark.parametrize(("method", "path", "status"), ADMIN_PLANE)
 def test_c3_without_a_given_admin_key_only_the_stored_one_is_accepted(
-    gateway_with_worker: RunningGateway, tmp_path: Path, method: str, path: str, status: int
+    module_gateway: RunningGateway, method: str, path: str, status: int
 ) -> None:
-    stored = (tmp_path / "admin-key").read_text()
-    key = gateway_with_worker.create_key()
-    assert request_with_key(gateway_with_worker, method, path, stored).status_code == status
+    stored = (module_gateway.state_dir / "admin-key").read_text()
+    key = module_gateway.create_key()
+    assert request_with_key(module_gateway, method, path, stored).status_code == status
     for secret in (None, key["secret"], JOIN_TOKEN):
-        response = request_with_key(gateway_with_worker, method, path, secret)
+        response = request_with_key(module_gateway, method, path, secret)
         assert response.status_code == 401
         assert response.json()["error"]["message"].startswith("A valid admin key is required")
 

@@ -51,7 +51,7 @@ KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": JOIN_TOKE
 def gateway_with_keys(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
     secrets = {"api_key": SecretStr("static-key"), "admin_key": SecretStr("admin-key")}
     with RunningGateway(make_settings(tmp_path, admin_port=0, **secrets)) as gateway:
-        assert gateway.send_heartbeat(worker).status_code == 200
+        gateway.join(worker)
         yield gateway
 
 

@@ -43,7 +43,7 @@ def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_othe
     icon = gateway.client.get("/favicon.ico")
     assert icon.headers["content-type"] == "image/vnd.microsoft.icon"
     gateway.create_key()
-    assert httpx.get(f"{gateway.url}/").json()["key_required"] is True
+    assert httpx.get(f"{gateway.url}/", timeout=60).json()["key_required"] is True
 
 
 def test_every_page_links_to_all_pages_of_its_port(gateway: RunningGateway, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,13 @@ from policies.yaml_io import read_yaml
 from tests.support.policies import ROUTES, PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, status_and_code
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
+
+
+@pytest.fixture(scope="module")
+def module_admin(module_gateway: RunningGateway) -> Iterator[PolicyAdmin]:
+    """Yield an admin for all tests that change nothing."""
+    with PolicyAdmin(module_gateway.url, module_gateway.admin_key) as policy_admin:
+        yield policy_admin
 
 
 def test_the_shipped_policy_is_version_one(gateway: RunningGateway, admin: PolicyAdmin) -> None:
@@ -63,12 +71,11 @@ def test_a_client_that_accepts_yaml_gets_the_policy_as_yaml(
     ],
 )
 def test_f45_an_invalid_policy_is_rejected_by_field_and_changes_nothing(
-    gateway: RunningGateway, method: str, document: Any, param: str | None, message: str
+    module_admin: PolicyAdmin, method: str, document: Any, param: str | None, message: str
 ) -> None:
-    with PolicyAdmin(gateway.url, gateway.admin_key) as admin:
-        before = admin.get()
-        response = admin.edit(method, document)
-        after = admin.get()
+    before = module_admin.get()
+    response = module_admin.edit(method, document)
+    after = module_admin.get()
     assert status_and_code(response) == (400, "invalid_policy")
     error = response.json()["error"]
     assert (error["param"], message in error["message"]) == (param, True)
@@ -76,19 +83,21 @@ def test_f45_an_invalid_policy_is_rejected_by_field_and_changes_nothing(
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b'{"version": NaN}', b"[" * 100_000, b""])
-def test_a_body_that_is_not_json_is_rejected(
-    gateway: RunningGateway, admin: PolicyAdmin, body: bytes
-) -> None:
-    headers = {"if-match": admin.etag(), "x-paceline-note": "x", "content-type": "application/json"}
-    response = admin.request("PUT", "", content=body, headers=headers)
+def test_a_body_that_is_not_json_is_rejected(module_admin: PolicyAdmin, body: bytes) -> None:
+    headers = {
+        "if-match": module_admin.etag(),
+        "x-paceline-note": "x",
+        "content-type": "application/json",
+    }
+    response = module_admin.request("PUT", "", content=body, headers=headers)
     assert status_and_code(response) == (400, "invalid_policy")
     assert "it is not valid JSON" in response.text
 
 
 def test_an_error_names_32_invalid_fields_and_the_number_of_further_ones(
-    gateway: RunningGateway, admin: PolicyAdmin
+    module_admin: PolicyAdmin,
 ) -> None:
-    response = admin.put(
+    response = module_admin.put(
         {**single_pool_policy("a"), **{f"wrong{number}": 1 for number in range(200)}}
     )
     message = response.json()["error"]["message"]
@@ -98,54 +107,50 @@ def test_an_error_names_32_invalid_fields_and_the_number_of_further_ones(
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_of_an_unsupported_content_type_is_rejected(
-    gateway: RunningGateway, admin: PolicyAdmin, content_type: str
+    module_admin: PolicyAdmin, content_type: str
 ) -> None:
     for method, path in (("PUT", ""), ("PATCH", ""), ("POST", "/validate"), ("POST", "/diff")):
-        response = admin.edit(method, "version: 1", path, content_type=content_type)
+        response = module_admin.edit(method, "version: 1", path, content_type=content_type)
         assert status_and_code(response) == (415, "unsupported_media_type")
-    response = admin.put("{}", content_type="application/merge-patch+json")
+    response = module_admin.put("{}", content_type="application/merge-patch+json")
     assert status_and_code(response) == (415, "unsupported_media_type")
 
 
-def test_a_policy_over_the_size_limit_is_rejected(
-    gateway: RunningGateway, admin: PolicyAdmin
-) -> None:
-    response = admin.put("#" * 300_000)
+def test_a_policy_over_the_size_limit_is_rejected(module_admin: PolicyAdmin) -> None:
+    response = module_admin.put("#" * 300_000)
     assert status_and_code(response) == (413, "body_too_large")
 
 
-def test_validate_reports_problems_without_applying_the_policy(
-    gateway: RunningGateway, admin: PolicyAdmin
-) -> None:
-    assert admin.post("/validate", single_pool_policy("a")) == {
+def test_validate_reports_problems_without_applying_the_policy(module_admin: PolicyAdmin) -> None:
+    assert module_admin.post("/validate", single_pool_policy("a")) == {
         "valid": True,
         "problems": [],
         "warnings": [],
     }
     patch = {"routes": [{"name": "all", "to": ["vlm"]}]}
-    assert admin.post("/validate", patch, "application/merge-patch+json")["valid"]
+    assert module_admin.post("/validate", patch, "application/merge-patch+json")["valid"]
     document = (
         "version: 1\nroutes:\n- name: all\n  to: [b]\ncolour: red\npools: {a: {lanes: [x]}}\n"
     )
-    assert admin.post("/validate", document, "application/yaml") == {
+    assert module_admin.post("/validate", document, "application/yaml") == {
         "valid": False,
         "problems": [{"field": "colour", "message": "unknown field", "line": 5}],
         "warnings": [],
     }
     document = document.replace("colour: red\n", "")
-    misspelt = admin.post("/validate", document.replace("to:", "too:"), "application/yaml")
+    misspelt = module_admin.post("/validate", document.replace("to:", "too:"), "application/yaml")
     assert misspelt["problems"] == [
         {"field": "routes.all.too", "message": "unknown field; did you mean 'to'?", "line": 4}
     ]
-    assert admin.post("/validate", document, "application/yaml")["problems"] == [
+    assert module_admin.post("/validate", document, "application/yaml")["problems"] == [
         {"field": "routes.all.to.#1", "message": "there is no pool 'b'", "line": 4}
     ]
-    assert admin.post("/validate", "{") == {
+    assert module_admin.post("/validate", "{") == {
         "valid": False,
         "problems": [{"field": "", "message": "it is not valid JSON", "line": None}],
         "warnings": [],
     }
-    assert len(admin.get("/history").json()["versions"]) == 1
+    assert len(module_admin.get("/history").json()["versions"]) == 1
 
 
 def test_diff_lists_changed_fields_and_requests_that_would_change_pools(
@@ -350,14 +355,16 @@ def test_f47_an_edit_requires_the_etag_of_the_current_version(
     ],
 )
 def test_notes_and_authors_must_be_a_single_line_of_bounded_length(
-    gateway: RunningGateway, admin: PolicyAdmin, header: str, value: bytes, param: str
+    module_admin: PolicyAdmin, header: str, value: bytes, param: str
 ) -> None:
     headers = {
-        b"if-match": admin.etag().encode(),
+        b"if-match": module_admin.etag().encode(),
         b"x-paceline-note": b"x",
         header.encode(): value,
     }
-    response = admin.request("PUT", "", json=single_pool_policy("a"), headers=list(headers.items()))
+    response = module_admin.request(
+        "PUT", "", json=single_pool_policy("a"), headers=list(headers.items())
+    )
     assert status_and_code(response) == (400, "invalid_value")
     assert response.json()["error"]["param"] == param
 
@@ -393,31 +400,27 @@ def test_a_rollback_creates_a_new_version(
     assert repeated.json()["note"] == "back to version 4"
 
 
-def test_a_rollback_to_an_unknown_version_returns_404(
-    gateway: RunningGateway, admin: PolicyAdmin
-) -> None:
+def test_a_rollback_to_an_unknown_version_returns_404(module_admin: PolicyAdmin) -> None:
     for number in (0, 2, 99, -1):
-        response = admin.edit("POST", {"version": number}, "/rollback")
+        response = module_admin.edit("POST", {"version": number}, "/rollback")
         assert status_and_code(response) == (404, "version_not_found")
     for name in ("0", "2", "x", "1" * 5000, "-1", "²"):
-        assert status_and_code(admin.get(f"/history/{name}")) == (404, "version_not_found")
+        assert status_and_code(module_admin.get(f"/history/{name}")) == (404, "version_not_found")
     for body in ({}, {"version": "1"}, {"version": True}, {"version": 1, "x": 1}):
-        response = admin.edit("POST", body, "/rollback")
+        response = module_admin.edit("POST", body, "/rollback")
         assert status_and_code(response) == (400, "invalid_value")
-    response = admin.edit("POST", [1], "/rollback")
+    response = module_admin.edit("POST", [1], "/rollback")
     assert status_and_code(response) == (400, "invalid_json")
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "POST"])
-def test_no_route_changes_a_version(
-    gateway: RunningGateway, admin: PolicyAdmin, method: str
-) -> None:
+def test_no_route_changes_a_version(module_admin: PolicyAdmin, method: str) -> None:
     for path in ("/history", "/history/1"):
-        assert status_and_code(admin.edit(method, single_pool_policy("a"), path)) == (
+        assert status_and_code(module_admin.edit(method, single_pool_policy("a"), path)) == (
             405,
             "method_not_allowed",
         )
-    assert status_and_code(admin.edit("DELETE", {})) == (405, "method_not_allowed")
+    assert status_and_code(module_admin.edit("DELETE", {})) == (405, "method_not_allowed")
 
 
 def test_a_new_alias_of_the_policy_routes_to_its_model(

@@ -371,7 +371,7 @@ def test_f50_a_key_revoked_at_one_gateway_is_rejected_by_another(
         first.send_heartbeat(worker)
         created = second.create_key()
         first.use_key(created["secret"])
-        wait_until(lambda: httpx.get(f"{first.url}/v1/models").status_code == 401)
+        wait_until(lambda: httpx.get(f"{first.url}/v1/models", timeout=60).status_code == 401)
         worker.script = Script(hang_after=3)
         with first.stream() as response:
             chunks = response.iter_raw()

@@ -122,7 +122,7 @@ def two_model_gateway(
 ) -> RunningGateway:
     """Return a gateway with the models `demo` and `other`."""
     second_worker.model = "other"
-    assert gateway_with_worker.send_heartbeat(second_worker).status_code == 200
+    gateway_with_worker.join(second_worker)
     return gateway_with_worker
 
 

@@ -64,18 +64,18 @@ def test_missing_and_duplicate_host_headers_are_rejected() -> None:
 
 
 def test_an_unknown_host_returns_421_on_every_route(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    module_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     headers = {"host": "evil.example"}
-    responses = [gateway_with_worker.client.get(route, headers=headers) for route in ROUTES]
+    responses = [module_gateway.client.get(route, headers=headers) for route in ROUTES]
     responses.append(
-        gateway_with_worker.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+        module_gateway.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
     )
     assert {(response.status_code, response.json()["error"]["code"]) for response in responses} == {
         (421, "host_not_allowed")
     }
     assert "PACELINE_ALLOWED_HOSTS" in responses[0].json()["error"]["message"]
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 def test_allowed_hosts_are_separated_by_commas(
@@ -170,7 +170,10 @@ def post_simple(
     request_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     request_headers["content-type"] = content_type
     response = httpx.post(
-        gateway.url + path, content=json.dumps(BODIES[path]), headers=request_headers
+        gateway.url + path,
+        content=json.dumps(BODIES[path]),
+        headers=request_headers,
+        timeout=60,
     )
     body = response.json()
     return response.status_code, body.get("error", {}).get("code", ""), response.headers
@@ -179,25 +182,24 @@ def post_simple(
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_without_keys_a_cross_origin_request_returns_403(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, origin: str
+    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, origin: str
 ) -> None:
     for content_type in FORM_CONTENT_TYPES:
-        status, code, headers = post_simple(gateway_with_worker, path, content_type, origin=origin)
+        status, code, headers = post_simple(module_gateway, path, content_type, origin=origin)
         assert (status, code) == (403, "permission_denied")
         assert not [name for name in headers if name.startswith("access-control")]
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 @pytest.mark.parametrize("path", BODIES)
 def test_a_cross_site_request_without_an_origin_returns_403(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, site: str
+    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, site: str
 ) -> None:
     assert (
-        post_simple(gateway_with_worker, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0]
-        == 403
+        post_simple(module_gateway, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
     )
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -221,11 +223,11 @@ def test_programs_and_pages_of_the_gateway_are_served(
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/status"])
 def test_cross_site_navigation_is_allowed_and_cross_site_fetch_is_not(
-    gateway_with_worker: RunningGateway, path: str
+    module_gateway: RunningGateway, path: str
 ) -> None:
-    assert gateway_with_worker.client.get(path, headers=NAVIGATION).status_code == 200
+    assert module_gateway.client.get(path, headers=NAVIGATION).status_code == 200
     fetch_headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
-    assert status_and_code(gateway_with_worker.client.get(path, headers=fetch_headers)) == (
+    assert status_and_code(module_gateway.client.get(path, headers=fetch_headers)) == (
         403,
         "permission_denied",
     )
@@ -241,11 +243,11 @@ def test_cross_site_navigation_is_allowed_and_cross_site_fetch_is_not(
     ],
 )
 def test_a_cross_site_page_cannot_open_the_event_stream(
-    gateway_with_worker: RunningGateway, fetch_headers: dict[str, str]
+    module_gateway: RunningGateway, fetch_headers: dict[str, str]
 ) -> None:
     """An EventSource sends its origin; an image or a frame sends only `Sec-Fetch-Site`."""
     headers = {"sec-fetch-site": "cross-site", **fetch_headers}
-    response = gateway_with_worker.client.get("/v1/status/events", headers=headers)
+    response = module_gateway.client.get("/v1/status/events", headers=headers)
     assert status_and_code(response) == (403, "permission_denied")
 
 
@@ -266,7 +268,7 @@ def unkeyed_gateway(
     request: pytest.FixtureRequest, tmp_path: Path, worker: ScriptedWorker
 ) -> Iterator[RunningGateway]:
     with RunningGateway(make_settings(tmp_path, admin_port=request.param)) as gateway:
-        assert gateway.send_heartbeat(worker).status_code == 200
+        gateway.join(worker)
         yield gateway
 
 
@@ -286,7 +288,7 @@ def test_a_cross_site_page_cannot_read_or_edit_the_admin_plane(
         {"origin": origin},
         {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
     )
-    with httpx.Client(base_url=unkeyed_gateway.admin.base_url) as page:
+    with httpx.Client(base_url=unkeyed_gateway.admin.base_url, timeout=60) as page:
         for headers in header_sets:
             for method, path in EDITS:
                 form_headers = headers | {"content-type": "text/plain"}
@@ -316,13 +318,14 @@ def test_the_admin_page_opens_from_a_link_and_may_call_its_own_gateway(
 
 
 APP = "https://app.example"
+DESKTOP_APP = "app://obsidian.md"
 
 
 @pytest.fixture
 def gateway_with_origin(
     tmp_path: Path, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RunningGateway]:
-    monkeypatch.setenv("PACELINE_ALLOWED_ORIGINS", f"{APP}, http://localhost:3000")
+    monkeypatch.setenv("PACELINE_ALLOWED_ORIGINS", f"{APP}, http://localhost:3000, {DESKTOP_APP}")
     with RunningGateway(make_settings(tmp_path)) as gateway:
         assert gateway.send_heartbeat(worker).is_success
         yield gateway
@@ -364,6 +367,15 @@ def test_a_page_of_an_allowed_origin_may_use_the_data_plane(
         assert answer.headers["vary"] == "origin"
 
 
+def test_a_desktop_app_may_use_the_data_plane(gateway_with_origin: RunningGateway) -> None:
+    page = {"origin": DESKTOP_APP}
+    response = gateway_with_origin.client.post(
+        "/v1/chat/completions", json=chat_body(), headers=page
+    )
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == DESKTOP_APP
+
+
 def test_a_page_of_an_allowed_origin_may_delete_its_response(
     gateway_with_origin: RunningGateway,
 ) -> None:
@@ -394,7 +406,9 @@ def test_no_other_page_and_no_admin_route_is_opened(gateway_with_origin: Running
         assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-@pytest.mark.parametrize("origin", ["*", "app.example", "https://app.example/", "https://a b"])
+@pytest.mark.parametrize(
+    "origin", ["*", "null", "app.example", "https://app.example/", "https://a b"]
+)
 def test_an_allowed_origin_has_a_scheme_and_no_path(origin: str) -> None:
     with pytest.raises(ValueError, match="must be an origin"):
         Settings(allowed_origins=(origin,))

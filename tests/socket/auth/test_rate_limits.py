@@ -236,7 +236,9 @@ def test_concurrent_requests_do_not_exceed_the_limit(
         responses = list(
             pool.map(
                 lambda _: (
-                    httpx.post(url, json=chat_body(), headers=bearer_headers(key)).status_code
+                    httpx.post(
+                        url, json=chat_body(), headers=bearer_headers(key), timeout=60
+                    ).status_code
                 ),
                 range(32),
             )

@@ -73,6 +73,7 @@ def test_each_command_prints_its_usage_and_explains_every_argument(
 def test_help_and_errors_of_a_command_import_neither_it_nor_its_libraries() -> None:
     assert run("bench", "--help").returncode == 0
     assert run("worker", "--help").returncode == 0
+    assert run("doctor", "--help").returncode == 0
     assert run("keys").returncode == 0
     process = run("up", "--prot", "8000")
     assert process.returncode == 2
@@ -104,6 +105,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ("status --json=yes", "--json takes no value."),
         ("status --watch 0", "--watch: '0' is not a time between 0.1 and 3600 seconds."),
         ("keys usage --json --csv", "--json is not allowed with --csv."),
+        ("doctor --seconds 0", "--seconds: '0' is not a time between 1 and 3600 seconds."),
         ("worker --prot 1", "There is no option '--prot'; did you mean '--port'?"),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_worker_registered_at_one_gateway_serves_all_until_it_deregisters(
     make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
 ) -> None:
     first, second = make_cluster_gateway(), make_cluster_gateway()
-    assert first.send_heartbeat(worker).status_code == 200
+    first.join(worker)
     wait_until(lambda: second.client.get("/readyz").status_code == 200)
     assert second.chat().status_code == 200
     third = make_cluster_gateway()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from gateway.config.static_workers import StaticWorker
@@ -37,7 +36,7 @@ def test_a_busy_engine_is_waited_for(tmp_path: Path, worker: ScriptedWorker) -> 
 
 
 def test_an_engine_that_stays_busy_is_said_to_be(tmp_path: Path, worker: ScriptedWorker) -> None:
-    worker.script = replace(BUSY, headers=((b"retry-after", b"5"),))  # after the limit of the queue
+    worker.script = BUSY
     file = tmp_path / "policy.yaml"
     file.write_text(
         "version: 1\nroutes: [{name: all, to: [vlm]}]\n"

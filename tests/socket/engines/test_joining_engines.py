@@ -72,22 +72,22 @@ def test_a_joined_engine_outlives_the_gateway(tmp_path: Path) -> None:
                 PATH,
                 json={
                     "url": f"{engine.url}/v1",
-                    "models": {"small": "gpt-oss-20b.gguf"},
+                    "models": {"small": "tiny"},
                     "labels": ["spare"],
                 },
             )
             assert joined.status_code == 201, joined.text
             details = joined.json()
             assert details["kind"] == "llama.cpp"
-            assert details["slots"] == 2, "as its /props tell"
+            assert details["slots"] == 4, "as its /props tell"
             assert details["isolation"] == "no reuse"
             (model,) = details["models"]
-            assert (model["name"], model["engine_name"]) == ("small", "gpt-oss-20b.gguf")
+            assert (model["name"], model["engine_name"]) == ("small", "tiny")
             assert "pictures" in model["lacks"]
         with RunningGateway(make_settings(tmp_path)) as gateway:
             wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
             assert gateway.chat(model="small", messages=WORD).status_code == 200
-            assert engine.generated()[-1]["model"] == "gpt-oss-20b.gguf"
+            assert engine.generated()[-1]["model"] == "tiny"
 
 
 def test_gateways_that_share_redis_share_joined_engines(
@@ -188,7 +188,7 @@ def test_a_fleet_of_four_kinds_under_one_name_serves_mixed_requests_at_once(
         "ollama": "qwen3:8b",
         "lmstudio": "qwen/qwen3-8b",
         "omlx": "Qwen3.5-9B-4bit",
-        "llama_cpp": "gpt-oss-20b.gguf",
+        "llama_cpp": "tiny",
     }
     with _engines(*names) as running:
         entries = tuple(
@@ -214,7 +214,11 @@ def test_a_fleet_of_four_kinds_under_one_name_serves_mixed_requests_at_once(
             lanes = [one["lanes"]["vlm"] for one in status["workers"].values()]
             assert sum(lane["requests"] for lane in lanes) == 150
             assert all(lane["requests"] for lane in lanes), "each engine has served some"
-            assert status["models"]["team"]["tokens"]["completion"] == 450
+            written = sum(
+                worker["lanes"]["vlm"]["requests"] * (7 if name == "llama_cpp" else 3)
+                for name, worker in status["workers"].items()
+            )
+            assert status["models"]["team"]["tokens"]["completion"] == written
             assert status["pools"]["vlm"]["requests"] == 150
 
 
@@ -223,9 +227,7 @@ def test_a_picture_goes_to_the_engine_that_takes_pictures(tmp_path: Path) -> Non
     with _engines("lmstudio", "llama_cpp") as running:
         seeing = running["lmstudio"]
         entries = (
-            StaticWorker(
-                id="blind", url=running["llama_cpp"].url, models={"team": "gpt-oss-20b.gguf"}
-            ),
+            StaticWorker(id="blind", url=running["llama_cpp"].url, models={"team": "tiny"}),
             StaticWorker(id="seeing", url=seeing.url, models={"team": "qwen2-vl-7b-instruct"}),
         )
         with RunningGateway(make_settings(tmp_path, workers=entries)) as gateway:
@@ -260,7 +262,7 @@ def test_a_second_isolation_scope_ends_the_reuse_of_prompts_at_llama_cpp(tmp_pat
             wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
             for team in ("red", "red", "blue", "red"):
                 gateway.use_key(gateway.create_key(team=team)["secret"])
-                assert gateway.chat(model="gpt-oss-20b.gguf", messages=WORD).status_code == 200
+                assert gateway.chat(model="tiny", messages=WORD).status_code == 200
         reuses = [body.get("cache_prompt", True) for body in engine.generated()]
     assert reuses == [True, True, False, False]
     assert json.dumps(engine.generated()).count("max_completion_tokens") == 0

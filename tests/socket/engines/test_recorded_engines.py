@@ -89,6 +89,19 @@ def test_an_engine_of_each_kind_is_found_out_and_serves(served: Served) -> None:
     assert untold in metrics
 
 
+def test_a_model_of_an_engine_that_fails_to_list_any_is_the_one_that_an_admin_names(
+    tmp_path: Path,
+) -> None:
+    """`mlx_lm.server` lists nothing on a machine without a folder of downloads."""
+    with recorded_engine("mlx_lm") as engine:
+        entry = StaticWorker(id="studio", url=engine.url, models={"team": "/Users/ann/models/demo"})
+        with RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway:
+            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+            messages = [{"role": "user", "content": WORD}]
+            assert gateway.chat(model="team", messages=messages).status_code == 200
+        assert engine.generated()[-1]["model"] == "/Users/ann/models/demo"
+
+
 def test_tool_calls_of_each_kind_reach_clients(served: Served) -> None:
     whole = served.chat(WEATHER, tools=[TOOL])
     assert whole.status_code == 200, whole.text

@@ -145,6 +145,18 @@ def test_f22_the_last_worker_is_never_ejected_and_no_worker_returns_503_at_once(
     assert gateway_with_worker.status()["pools"]["vlm"]["waiting"] == 0
 
 
+def test_f20_an_ejected_worker_answers_what_the_last_healthy_one_fails(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    worker.script = BROKEN
+    gateway_with_worker.send_heartbeat(second_worker)
+    chat_until_ejected(gateway_with_worker, "fake-a")
+    worker.script, second_worker.script = Script(), BROKEN
+    answer = gateway_with_worker.chat()
+    assert (answer.status_code, answer.headers["x-paceline-worker"]) == (200, "fake-a")
+    assert worker_status(gateway_with_worker, "fake-a")["state"] == "probation"
+
+
 def test_f28_each_worker_is_tried_at_most_once_when_all_refuse_connections(
     gateway: RunningGateway,
 ) -> None:
@@ -239,6 +251,20 @@ def test_f19_when_all_are_busy_retry_after_is_the_shortest_time(
     worker.script, second_worker.script = busy("50"), busy("20")
     retry_after = [int(gateway_with_worker.chat().headers["retry-after"]) for _ in range(3)]
     assert all(19 <= seconds <= 20 for seconds in retry_after)
+
+
+def test_f62_a_worker_without_memory_is_paused_and_the_client_gets_both_numbers(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    worker.script = busy("5")
+    full = {"footprint_bytes": 47_500_000_000, "footprint_limit_bytes": 48_000_000_000}
+    gateway_with_worker.send_heartbeat(worker, memory_pressure="critical", **full)
+    response = gateway_with_worker.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "workers_busy")
+    assert "47.5 GB, of 48.0 GB" in response.json()["error"]["message"]
+    assert 4 <= int(response.headers["retry-after"]) <= 5
+    gateway_with_worker.send_heartbeat(second_worker)
+    assert gateway_with_worker.chat().headers["x-paceline-worker"] == "fake-b"
 
 
 def test_f20_a_worker_with_five_consecutive_failures_gets_no_requests(

@@ -213,7 +213,7 @@ def test_an_uncordon_ends_a_waiting_drain(
         )
         thread.start()
         headers = gateway_with_worker.admin.headers
-        with httpx.Client(base_url=gateway_with_worker.url, headers=headers) as client:
+        with httpx.Client(base_url=gateway_with_worker.url, headers=headers, timeout=60) as client:
             wait_until(lambda: workers(gateway_with_worker)["fake-a"]["state"] == "cordoned")
             assert client.delete(f"{PATH}/fake-a/cordon").status_code == 204
         thread.join(timeout=30)

@@ -377,5 +377,5 @@ async def test_c5_call_backs_are_bounded_in_time_and_number(worker: ScriptedWork
             assert "too many" in await client.call_back(worker.report())
             assert time.monotonic() - begun_s < 2.0, "refused without a wait"
         assert {"firewall" in task.result() for task in waiting} == {True}
-    async with httpx.AsyncClient() as client.client:
+    async with httpx.AsyncClient(timeout=60) as client.client:
         assert await client.call_back(worker.report()) == "", "their places are free again"

@@ -44,7 +44,7 @@ async def joined_worker(gateway: RunningGateway, boot_id: str) -> AsyncIterator[
     worker = make_worker(engine)
     object.__setattr__(worker, "boot_id", boot_id)
     token = {"authorization": f"Bearer {JOIN_TOKEN}"}
-    async with serve_worker(worker, JOIN_TOKEN) as url, httpx.AsyncClient() as client:
+    async with serve_worker(worker, JOIN_TOKEN) as url, httpx.AsyncClient(timeout=60) as client:
         report = worker.report().model_copy(update={"url": url}).model_dump(mode="json")
         path = f"{gateway.url}/admin/v1/workers/{worker.worker_id}"
         (await client.put(path, headers=token, json=report)).raise_for_status()
@@ -55,7 +55,7 @@ async def joined_worker(gateway: RunningGateway, boot_id: str) -> AsyncIterator[
 async def scope_of(gateway: RunningGateway, key: dict[str, str], engine: ScriptedEngine) -> str:
     """Send a request with a key; return the scope that the worker got."""
     body = {"model": engine.card.model, "messages": [{"role": "user", "content": "Hello"}]}
-    async with httpx.AsyncClient(base_url=gateway.url) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         headers = bearer_headers(key)
         response = await client.post("/v1/chat/completions", headers=headers, json=body)
         response.raise_for_status()

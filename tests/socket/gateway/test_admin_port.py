@@ -22,7 +22,7 @@ from workers.lifecycle import Shutdown
 def split_gateway(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
     """Return a gateway with an admin port and one joined worker."""
     with RunningGateway(make_settings(tmp_path, admin_port=0)) as gateway:
-        assert gateway.send_heartbeat(worker).status_code == 200
+        gateway.join(worker)
         yield gateway
 
 
@@ -54,7 +54,7 @@ def test_keys_created_on_the_admin_port_authorize_the_data_port(
 
 def test_the_admin_port_serves_only_admin_routes(split_gateway: RunningGateway) -> None:
     headers = split_gateway.admin.headers
-    with httpx.Client(base_url=split_gateway.admin_url, headers=headers) as client:
+    with httpx.Client(base_url=split_gateway.admin_url, headers=headers, timeout=60) as client:
         for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
             assert status_and_code(client.get(path)) == (404, "path_not_found")
         response = client.post("/v1/chat/completions", json=chat_body())
@@ -66,7 +66,9 @@ def test_the_admin_port_serves_only_admin_routes(split_gateway: RunningGateway) 
 
 def test_the_admin_port_rejects_unknown_hosts(split_gateway: RunningGateway) -> None:
     response = httpx.get(
-        f"{split_gateway.admin_url}/admin/v1/policy", headers={"host": "evil.example"}
+        f"{split_gateway.admin_url}/admin/v1/policy",
+        headers={"host": "evil.example"},
+        timeout=60,
     )
     assert status_and_code(response) == (421, "host_not_allowed")
 
@@ -104,7 +106,7 @@ def test_an_admin_port_beyond_loopback_requires_the_stored_admin_key(tmp_path: P
     settings = make_settings(tmp_path, admin_port=0, admin_host="0.0.0.0")
     with RunningGateway(settings) as gateway:
         assert gateway.admin_url.startswith("http://0.0.0.0:")
-        rejected = httpx.get(f"{gateway.admin_url}/admin/v1/keys")
+        rejected = httpx.get(f"{gateway.admin_url}/admin/v1/keys", timeout=60)
         assert status_and_code(rejected) == (401, "invalid_api_key")
         assert gateway.admin.get("/admin/v1/keys").status_code == 200
 

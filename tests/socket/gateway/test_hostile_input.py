@@ -89,15 +89,15 @@ def test_s32_health_checks_follow_no_redirect(
 
 
 def test_s32_an_unsafe_url_is_rejected_before_a_stream_begins(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    module_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     """vllm-mlx PR 490: clients mistake an error within a stream for generated text."""
-    response = gateway_with_worker.chat(
+    response = module_gateway.chat(
         stream=True, messages=messages_with_image("http://169.254.169.254/latest")
     )
     assert error_fields(response)[:2] == (400, "invalid_value")
     assert response.headers["content-type"] == "application/json"
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_s32_an_unsafe_url_is_rejected_before_a_stream_begins(
     [("/v1/chat/completions", 400), ("/v1/route/explain", 400), ("/admin/v1/keys", 400)],
 )
 def test_s35_compressed_bodies_are_not_decompressed(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, status: int
+    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, status: int
 ) -> None:
     """Twenty kilobytes of gzip would decompress to twenty megabytes."""
     compressed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
-    response = gateway_with_worker.admin.post(path, content=compressed, headers=headers)
+    response = module_gateway.admin.post(path, content=compressed, headers=headers)
     assert status_and_code(response) == (status, "invalid_json")
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 def test_s35_an_endless_chunked_body_is_cut_at_the_body_limit(
@@ -153,26 +153,26 @@ OTHER_FORMATS = {
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 @pytest.mark.parametrize("kind", ["png", "jpeg", "jp2", "svg+xml"])
 def test_s36_unsupported_image_formats_are_rejected_under_any_media_type(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, name: str, kind: str
+    module_gateway: RunningGateway, module_worker: ScriptedWorker, name: str, kind: str
 ) -> None:
     """CVE-2026-22778: rarely used decoders have the most vulnerabilities."""
-    response = gateway_with_worker.chat(
+    response = module_gateway.chat(
         messages=messages_with_image(data_url(OTHER_FORMATS[name], kind))
     )
     assert error_fields(response) == (400, "invalid_value", "messages[0].content[1].image_url")
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 @pytest.mark.parametrize(("width_px", "height_px"), [(0, 5), (5, 0), (0, 0), (2**31, 1), (1, 201)])
 def test_s37_images_of_zero_size_or_extreme_ratio_are_rejected(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, width_px: int, height_px: int
+    module_gateway: RunningGateway, module_worker: ScriptedWorker, width_px: int, height_px: int
 ) -> None:
     """CVE-2026-22773; tests of the worker cover images of one pixel."""
-    response = gateway_with_worker.chat(
+    response = module_gateway.chat(
         messages=messages_with_image(data_url(png_header(width_px, height_px)))
     )
     assert error_fields(response) == (400, "invalid_value", "messages[0].content[1].image_url")
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 def patterns() -> Iterator[tuple[str, str | bytes]]:
@@ -279,32 +279,32 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
     ],
 )
 def test_s07_s43_s48_fields_that_select_servers_or_model_files_are_rejected(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
+    module_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
     canary_listener: CanaryListener,
     path: str,
     field: str,
 ) -> None:
     """CVE-2024-6587, GHSA-h7x2-h6g9-p789, CVE-2025-62426, CVE-2025-61620."""
     body = {"model": "demo", "prompt": "x"} if path == "/v1/completions" else chat_body()
-    response = gateway_with_worker.client.post(path, json={**body, field: canary_listener.url})
+    response = module_gateway.client.post(path, json={**body, field: canary_listener.url})
     assert error_fields(response) == (400, "invalid_value", field)
     assert canary_listener.has_no_connections()
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 def test_s08_the_gateway_connects_to_no_unauthenticated_worker(
-    gateway_with_worker: RunningGateway, canary_listener: CanaryListener
+    module_gateway: RunningGateway, canary_listener: CanaryListener
 ) -> None:
     """CVE-2026-42271, CVE-2026-30623."""
     for key in ("", "Bearer wrong"):
-        response = gateway_with_worker.client.put(
+        response = module_gateway.client.put(
             "/admin/v1/workers/evil",
             json={"worker_id": "evil", "url": canary_listener.url},
             headers={"authorization": key},
         )
         assert error_fields(response) == (401, "invalid_api_key", None)
-    assert gateway_with_worker.client.get("/metrics").status_code == 200
+    assert module_gateway.client.get("/metrics").status_code == 200
     assert canary_listener.has_no_connections()
 
 
@@ -377,17 +377,15 @@ def test_s15_oversized_headers_are_rejected_before_they_are_read_completely(
 @pytest.mark.parametrize("path", [*PATHS, "/admin/v1/keys", "/admin/v1/policy/validate"])
 @pytest.mark.parametrize("content_type", ["multipart/form-data; boundary=x", "text/plain"])
 def test_s16_a_form_is_rejected_and_not_parsed(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, content_type: str
+    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, content_type: str
 ) -> None:
     """CVE-2024-8984, CVE-2025-54121."""
     form = (
         b"--x" + b"-" * 100_000 + b'\r\ncontent-disposition: form-data; name="a"\r\n\r\n1\r\n--x--'
     )
-    response = gateway_with_worker.admin.post(
-        path, content=form, headers={"content-type": content_type}
-    )
+    response = module_gateway.admin.post(path, content=form, headers={"content-type": content_type})
     assert response.status_code in {400, 413, 415}
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 @pytest.mark.parametrize(
@@ -405,13 +403,11 @@ def test_s16_a_form_is_rejected_and_not_parsed(
     ],
 )
 def test_s18_ambiguous_body_framing_smuggles_no_second_request(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, body: bytes
+    module_gateway: RunningGateway, module_worker: ScriptedWorker, body: bytes
 ) -> None:
     """CVE-2025-43859."""
     smuggled = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with socket.create_connection(
-        ("127.0.0.1", int(gateway_with_worker.url.rpartition(":")[2]))
-    ) as raw:
+    with socket.create_connection(("127.0.0.1", int(module_gateway.url.rpartition(":")[2]))) as raw:
         raw.settimeout(10)
         raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + body + smuggled)
         raw.shutdown(socket.SHUT_WR)
@@ -420,7 +416,7 @@ def test_s18_ambiguous_body_framing_smuggles_no_second_request(
             received += part
     assert b"alive" not in received
     assert not received or received.startswith(b"HTTP/1.1 400 ")
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 REMOTE_SOURCES = (
@@ -444,8 +440,8 @@ IMAGE_KINDS = ("image_url", "input_image", "image")
     ],
 )
 def test_s30_s31_s33_s34_the_gateway_fetches_no_url_of_a_request(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
+    module_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
     canary_listener: CanaryListener,
     kind: str,
     source: str,
@@ -456,24 +452,24 @@ def test_s30_s31_s33_s34_the_gateway_fetches_no_url_of_a_request(
     url = source.format(port=canary_listener.port)
     for value in (url, {"url": url}):
         content = [{"type": "text", "text": "x"}, {"type": kind, kind: value}]
-        response = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
+        response = module_gateway.chat(messages=[{"role": "user", "content": content}])
         status, code, param = error_fields(response)
         assert (status, code) == (400, "invalid_value")
         assert (param or "").startswith("messages[0].content[1]")
     assert canary_listener.has_no_connections()
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 def test_s38_s39_image_counts_and_sizes_are_checked_before_decoding(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    module_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     """CVE-2026-34755 (GHSA-pq5c-rjhq-qp7p), CVE-2026-5497."""
     small = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
     large = {"type": "image_url", "image_url": {"url": data_url(png_header(30_000, 30_000))}}
     for content in ([small] * 5_000, [large]):
-        response = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
+        response = module_gateway.chat(messages=[{"role": "user", "content": content}])
         assert error_fields(response)[:2] == (400, "invalid_value")
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 @pytest.mark.parametrize(
@@ -503,25 +499,23 @@ def test_s38_s39_image_counts_and_sizes_are_checked_before_decoding(
     ids=lambda value: str(value)[:40],
 )
 def test_s41_s42_s43_s44_s49_values_that_would_crash_an_engine_are_rejected(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
+    module_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
     fields: dict[str, Any],
     param: str | None,
 ) -> None:
     """CVE-2026-34756 (GHSA-3mwp-wvh9-7528), CVE-2024-8768, CVE-2025-62426, CVE-2025-48944,
     CVE-2025-62164."""
-    status, code, error_param = error_fields(gateway_with_worker.chat(**fields))
+    status, code, error_param = error_fields(module_gateway.chat(**fields))
     assert (status, code) == (400, "invalid_value")
     assert param is None or error_param in {param, "max_completion_tokens"}
-    assert not worker.requests
+    assert not module_worker.requests
 
 
 def test_s42_an_empty_prompt_is_rejected(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    module_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     """CVE-2024-8768."""
-    response = gateway_with_worker.client.post(
-        "/v1/completions", json={"model": "demo", "prompt": ""}
-    )
+    response = module_gateway.client.post("/v1/completions", json={"model": "demo", "prompt": ""})
     assert error_fields(response) == (400, "invalid_value", "prompt")
-    assert not worker.requests
+    assert not module_worker.requests

@@ -6,6 +6,7 @@ import ast
 import resource
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ import pytest
 from tests.support.gateway_process import running_gateway_process
 from tests.support.running_gateway import chat_body, wait_until
 from tests.support.scripted_worker import ScriptedWorker
+from workers.http import OPEN_FILES
 
 GATEWAY = Path(__file__).parents[3] / "gateway"
 WALL_CLOCK_READERS = {
@@ -40,7 +42,17 @@ def test_f37_only_listed_modules_read_the_wall_clock() -> None:
     assert found == set(WALL_CLOCK_READERS)
 
 
+@pytest.fixture
+def low_limit() -> Iterator[None]:
+    """Start processes with a lower limit of open files than the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system limits a running process")
+@pytest.mark.usefixtures("low_limit")
 def test_f55_a_gateway_without_file_descriptors_recovers_once_some_are_closed(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
@@ -48,7 +60,9 @@ def test_f55_a_gateway_without_file_descriptors_recovers_once_some_are_closed(
         assert client.post("/v1/chat/completions", json=chat_body()).status_code == 200
         pid = gateway.process.pid
         open_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+        assert soft == allowed, "the gateway has raised it"
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_files + 8, hard))
         address = urlsplit(str(client.base_url))
         with ExitStack() as connections:

@@ -93,6 +93,7 @@ def test_secrets_and_prompts_are_in_no_log_metric_error_status_or_state(
             *("POST", f"{gateway.url}/v1/chat/completions"),
             json={**body_with_prompt, "stream": True},
             headers={"authorization": f"Bearer {active['secret']}"},
+            timeout=60,
         ) as response:
             next(response.iter_raw())
         wait_until(lambda: worker.in_flight == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from pathlib import Path
@@ -11,10 +12,12 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from gateway.assembly import Gateway
 from gateway.config.settings import Settings, load_settings
 from gateway.config.startup_checks import StoredSecret, ensure_secrets, secret_file
 from gateway.errors import StartupError
 from gateway.server import Listening, serve
+from gateway.storage import disk_thread
 from tests.support.gateway_process import running_gateway_process
 from tests.support.paceline_process import LISTENS, PacelineProcess, start_paceline
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
@@ -30,13 +33,32 @@ def test_f35_a_draining_gateway_finishes_streams_and_rejects_new_requests(
         chunks = response.iter_raw()
         received = next(chunks)
         gateway_with_worker.request_shutdown()
-        wait_until(lambda: httpx.get(f"{gateway_with_worker.url}/readyz").status_code == 503)
-        rejected = httpx.post(f"{gateway_with_worker.url}/v1/chat/completions", json={})
+        wait_until(
+            lambda: httpx.get(f"{gateway_with_worker.url}/readyz", timeout=60).status_code == 503
+        )
+        rejected = httpx.post(f"{gateway_with_worker.url}/v1/chat/completions", json={}, timeout=60)
         assert rejected.json()["error"]["code"] == "shutting_down"
         worker.resume.set()
         received += b"".join(chunks)
     assert received.endswith(DONE)
     gateway_with_worker.wait_closed()
+
+
+async def test_l7_a_gateway_starts_once_the_disk_with_its_records_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = Gateway(make_settings(tmp_path), None)
+    records, hanging = tmp_path / "state.json", tmp_path / "hanging"
+    os.mkfifo(records)  # to open it waits for a writer
+    monkeypatch.setattr(disk_thread, "TIMEOUT_S", 0.01)
+    opening = asyncio.create_task(gateway.open())
+    done, _ = await asyncio.wait((opening,), timeout=0.2)
+    assert not done, "a call that takes too long does not end the start"
+    records.rename(hanging)
+    monkeypatch.undo()
+    records.write_text('{"usage": {}}')
+    hanging.write_text("")
+    await opening
 
 
 def test_f36_a_second_shutdown_request_ends_streams_with_an_error_event(

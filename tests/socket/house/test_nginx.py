@@ -5,158 +5,30 @@ It finds the gateways by DNS, as workers do; there is no Redis.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import signal
 import socket
 import subprocess
-import threading
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import yaml
-from pydantic import SecretStr
 
-from policies.document import DEFAULT_FILE
-from tests.support.compose_file import ROOT, SECRETS
-from tests.support.compose_stack import AS_CLIENT, Stack, free_port, gateway_addresses
-from tests.support.dns_server import DnsServer
-from tests.support.nginx import nginx_process, require_nginx
-from tests.support.paceline_process import PacelineProcess
-from tests.support.running_gateway import (
-    chat_body,
-    running_server,
-    status_and_code,
-    wait_until,
-)
-from tests.support.scripted_worker import Script, ScriptedWorker, lane_report
-from workers.heartbeat import Membership, joined
-
-PATH = "/v1/chat/completions"
-
-
-class NginxClient:
-    """A client of nginx, with the gateways, their DNS and the worker behind it."""
-
-    def __init__(self, stack: Stack, dns: DnsServer, worker: ScriptedWorker) -> None:
-        self.stack = stack
-        self.dns = dns
-        self.worker = worker
-        self.gateways: dict[str, PacelineProcess] = {}
-        self.client = httpx.Client(base_url=stack.url("front"), headers=AS_CLIENT, timeout=30)
-
-    def chat(self, **fields: Any) -> httpx.Response:
-        return self.client.post(PATH, json=chat_body(**fields))
-
-    @contextlib.contextmanager
-    def joined(self) -> Iterator[None]:
-        """Let the worker join the name of the gateways; wait until each of them is ready."""
-        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-        async def resolver(_: httpx.URL) -> set[str]:
-            return set(self.dns.addresses)
-
-        async def main() -> None:
-            leave = asyncio.Event()
-            membership = Membership(
-                gateway_url=f"http://gateway:{self.stack.ports['gateway']}",
-                token=SecretStr(SECRETS["PACELINE_JOIN_TOKEN"]),
-                worker_id=self.worker.worker_id,
-                report=lambda: self.worker.status_report or self.worker.report(),
-                changed=asyncio.Event(),
-            )
-            async with joined(membership, resolver):
-                started.set_result((asyncio.get_running_loop(), leave))
-                await leave.wait()
-
-        thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
-        thread.start()
-        loop, leave = started.result(30)
-        try:
-            self.wait_until_ready()
-            yield
-        finally:
-            loop.call_soon_threadsafe(leave.set)
-            thread.join()
-
-    def wait_until_ready(self) -> None:
-        """Wait until all gateways that DNS names are ready, and nginx finds one of them."""
-        wait_until(lambda: all(self.stack.ready("gateway", host) for host in self.dns.addresses))
-        wait_until(lambda: self.client.get("/livez").status_code == 200)
-
-    def kill(self, host: str) -> None:
-        """Kill a gateway without a shutdown."""
-        process = self.gateways[host].process
-        process.kill()
-        process.wait()
-
-    def metrics(self, host: str) -> str:
-        return httpx.get(f"{self.stack.url('gateway', host)}/metrics").text
-
-    def serving_gateway(self) -> str:
-        """Return the address of the gateway that relays the only running request."""
-        for host in self.dns.addresses:
-            if "paceline_requests_in_flight 1.0" in self.metrics(host):
-                return host
-        raise AssertionError("no request runs")
-
-    def outcomes(self, host: str) -> Counter[str]:
-        return Counter(self._status(host)["outcomes"])
-
-    def fleet_counts(self, family: str) -> Counter[str]:
-        """Return `outcomes` or `errors`, summed over all gateways."""
-        return sum((Counter(self._status(host)[family]) for host in self.dns.addresses), Counter())
-
-    def _status(self, host: str) -> dict[str, Any]:
-        url = f"{self.stack.url('gateway', host)}/v1/status"
-        status: dict[str, Any] = httpx.get(url, headers=AS_CLIENT).json()
-        return status
-
-
-@contextlib.contextmanager
-def running_nginx(stack: Stack, dns: DnsServer) -> Iterator[None]:
-    """Run nginx with the shipped file; ports, the folder and the DNS server are not Docker's."""
-    port = stack.ports["front"] = free_port()
-    configuration = (ROOT / "deploy" / "nginx.conf").read_text()
-    for shipped, local in (
-        ("listen 8000;", f"listen 127.0.0.1:{port};"),
-        ("server gateway:8000 ", f"server gateway:{stack.ports['gateway']} "),
-        ("resolver 127.0.0.11 ", f"resolver 127.0.0.1:{dns.port} "),
-        ("/tmp/", f"{stack.folder}/nginx-"),
-    ):
-        assert shipped in configuration
-        configuration = configuration.replace(shipped, local)
-    with nginx_process(configuration, stack.folder, port):
-        yield
+from tests.support.compose_file import SECRETS
+from tests.support.compose_stack import gateway_addresses
+from tests.support.front import PATH, NginxClient, running_front
+from tests.support.nginx import require_nginx
+from tests.support.running_gateway import chat_body, status_and_code, wait_until
+from tests.support.scripted_worker import Script, lane_report
 
 
 @pytest.fixture
 def nginx(tmp_path: Path) -> Iterator[NginxClient]:
     """Return nginx with two gateways and a worker that has not joined yet."""
     require_nginx()
-    policy = yaml.safe_load((ROOT / "policies" / DEFAULT_FILE).read_text())
-    policy["pools"]["vlm"]["queue"] = {"timeout_s": 0.5}
-    file = tmp_path / "policy.yaml"
-    file.write_text(yaml.safe_dump(policy))
-    stack = Stack(tmp_path, PACELINE_POLICY=str(file))
-    dns, worker = DnsServer(), ScriptedWorker()
-    stack.ports |= {"redis": free_port(), "gateway": free_port()}
-    with contextlib.ExitStack() as processes:
-        processes.enter_context(dns.running())
-        processes.enter_context(running_server(worker, sockets=[worker.socket]))
-        dns.addresses = gateway_addresses(2)
-        gateways = processes.enter_context(stack.gateways(*dns.addresses))
-        processes.enter_context(running_nginx(stack, dns))
-        client = NginxClient(stack, dns, worker)
-        client.gateways = gateways
-        processes.enter_context(client.client)
-        wait_until(lambda: client.client.get("/livez").status_code == 200)
+    with running_front(tmp_path) as client:
         yield client
 
 

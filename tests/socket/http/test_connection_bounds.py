@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import resource
 import socket
@@ -143,6 +144,28 @@ async def test_c9_a_connection_whose_body_does_not_end_after_the_response_is_clo
     status, _ = await connection.read_response()
     assert status == 200
     assert await connection.read_to_end() == b""
+
+
+@pytest.mark.parametrize("pipelined", [0, 3])
+async def test_c9_the_memory_of_a_lost_connection_waits_for_no_garbage_collector(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, pipelined: int
+) -> None:
+    """The collector runs seldom in a gateway; half-read bodies took 12 kB each until then."""
+
+    def connections() -> int:
+        return sum(isinstance(one, BoundedProtocol) for one in gc.get_objects())
+
+    monkeypatch.setattr(http, "_BODY_AFTER_RESPONSE_S", 0.2)
+    gc.collect()
+    gc.disable()
+    try:
+        await connection.send(GET * pipelined + CHUNKED + b"1\r\nx\r\n")
+        await connection.read_to_end()
+        async with asyncio.timeout(10):
+            while connections():
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_c9_the_system_probes_clients_that_may_have_vanished() -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import DONE, ScriptedWorker, chunk
+from tests.support.scripted_worker import DONE, ScriptedWorker, chunk, stream_events
 
 VERSION = {"anthropic-version": "2023-06-01"}
 BODY: dict[str, Any] = {
@@ -55,6 +55,22 @@ def test_a_stream_of_a_message_ends_with_its_last_event(
         *_, name, event = response.read().decode().strip().splitlines()
     assert name == "event: error"
     assert json.loads(event[6:])["error"]["type"] == "api_error"
+
+
+def test_a_comment_of_the_worker_reaches_the_client_with_a_ping(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    """Anthropic's clients count no comments, whether or not the worker tells its tokens."""
+    comment = b": read 2048 of 9000 tokens of the prompt\n\n"
+    worker.script.events = (comment, *stream_events(worker.script.tokens))
+    for fingerprint in ("", "a" * 16):
+        worker.fingerprint = fingerprint
+        gateway_with_worker.send_heartbeat(worker)
+        client = gateway_with_worker.client
+        with client.stream("POST", "/v1/messages", json={**BODY, "stream": True}) as response:
+            received = response.read()
+        assert received.startswith(comment + b"event: ping\n")
+        assert ("x-paceline-progress" in worker.requests[-1].headers) is bool(fingerprint)
 
 
 def test_errors_have_anthropics_shape_and_name_its_fields(

@@ -75,6 +75,9 @@ class PoemFormat:
     def response_headers(self, request_id: str) -> Headers:
         return [(b"poem-id", request_id.encode())]
 
+    def keep_alive(self, comment: bytes) -> bytes:
+        return comment
+
     def error_body(self, error: GatewayError) -> bytes:
         return json.dumps({"failed": error.code}).encode()
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
+from gateway.proxy import forward
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
@@ -48,7 +52,7 @@ def join(gateway: RunningGateway, *workers: ScriptedWorker, models: str = "aaaa"
     for number, (worker, model) in enumerate(zip(workers, models, strict=False)):
         worker.fingerprint = model
         lanes = [lane_report(name, waiting=40 * number).model_dump() for name in worker.lanes]
-        assert gateway.send_heartbeat(worker, lanes=lanes).status_code == 200
+        gateway.join(worker, lanes=lanes)
 
 
 def telling(**changes: Any) -> Script:
@@ -161,6 +165,69 @@ def test_f05_a_stream_that_stalls_goes_on(
     wait_for_outcomes(gateway, completed=1)
 
 
+def test_f05_three_missed_comments_of_a_worker_are_a_stall(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever longer pauses the settings allow other engines, also before the first event."""
+    assert forward._STALLED_S == 31
+    monkeypatch.setattr(forward, "_STALLED_S", 0.2)
+    first, second = workers
+    join(gateway, first, second)
+    for events in (0, 2):
+        first.script = telling(hang_after=events)
+        with gateway.stream(**USAGE) as response:
+            assert events_of(response.read()) == WHOLE
+
+
+def test_a_stream_whose_worker_sends_neither_bytes_nor_heartbeats_goes_on(
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before it stalls; the registry tests when heartbeats have ceased."""
+    assert HEARTBEAT_TIMEOUT_S == 7
+    monkeypatch.setattr(forward, "HEARTBEAT_TIMEOUT_S", 0.1)
+    first, second = workers
+    first.script = telling(hang_after=2)
+    join(gateway, first, second)
+    with gateway.stream(**USAGE) as response:
+        pieces = response.iter_raw()
+        received = next(pieces)
+        monkeypatch.setattr(WorkerRegistry, "silent_urls", lambda _: (first.url,))
+        received += b"".join(pieces)
+    assert events_of(received) == WHOLE
+    assert len(second.requests) == 1
+
+
+def test_a_stream_whose_lines_are_too_long_to_keep_ends_in_an_error(
+    gateway: RunningGateway,
+    workers: tuple[ScriptedWorker, ...],
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert forward._LINES_LIMIT_BYTES == 4 << 20
+    monkeypatch.setattr(forward, "_LINES_LIMIT_BYTES", 2)
+    bounded, bound = threading.Event(), forward.StreamRelay.bound_progress
+
+    def bound_progress(relay: forward.StreamRelay, limit_bytes: int) -> None:
+        bound(relay, limit_bytes)
+        bounded.set()
+
+    monkeypatch.setattr(forward.StreamRelay, "bound_progress", bound_progress)
+    first, second = workers
+    first.script = telling(hang_after=3)
+    join(gateway, first, second)
+    with gateway.stream(**USAGE) as response:
+        pieces = response.iter_raw()
+        received = b""
+        while b"two" not in received:
+            received += next(pieces)
+        bounded.clear()
+        assert bounded.wait(30), "once a second"
+        proxy.reset_all()
+        received += b"".join(pieces)
+    assert stream_error_code(received) == "worker_lost"
+    assert second.requests == []
+
+
 def test_f18_a_stream_whose_worker_reports_an_error_goes_on(
     gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
 ) -> None:
@@ -172,27 +239,32 @@ def test_f18_a_stream_whose_worker_reports_an_error_goes_on(
         assert events_of(response.read()) == WHOLE
 
 
-def test_f03_a_stream_whose_worker_does_not_tell_ends_in_an_error(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+@pytest.mark.parametrize(
+    ("script", "fields", "told"),
+    [
+        pytest.param(Script(cut_after=2), {}, True, id="its worker tells no tokens"),
+        pytest.param(
+            telling(cut_after=2),
+            {"messages": [{"role": "user", "content": "x" * 8 * 1024 * 1024}]},
+            False,
+            id="its body is larger than 8 MB",
+        ),
+        pytest.param(telling(cut_after=2), {"exact": True}, False, id="it is exact"),
+    ],
+)
+def test_f03_a_stream_that_nobody_can_go_on_with_ends_in_an_error(
+    gateway: RunningGateway,
+    workers: tuple[ScriptedWorker, ...],
+    script: Script,
+    fields: dict[str, Any],
+    told: bool,
 ) -> None:
     first, second = workers
-    first.script = Script(cut_after=2)
+    first.script = script
     join(gateway, first, second)
-    with gateway.stream() as response:
+    with gateway.stream(**fields) as response:
         assert stream_error_code(response.read()) == "worker_lost"
-    assert second.requests == []
-
-
-def test_f03_a_stream_with_a_body_above_8_mb_ends_in_an_error(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
-) -> None:
-    first, second = workers
-    first.script = telling(cut_after=2)
-    join(gateway, first, second)
-    messages = [{"role": "user", "content": "x" * 8 * 1024 * 1024}]
-    with gateway.stream(messages=messages) as response:
-        assert stream_error_code(response.read()) == "worker_lost"
-    assert PROGRESS_HEADER not in first.requests[0].headers
+    assert (PROGRESS_HEADER in first.requests[0].headers) is told
     assert second.requests == []
 
 
@@ -269,6 +341,9 @@ def test_another_worker_gets_the_seed_of_the_first_one(
     seeds = [worker.requests[0].body["seed"] for worker in workers]
     assert seeds[0] == seeds[1]
     assert isinstance(seeds[0], int)
+    gateway.chat(temperature=1.0)
+    drawn = {request.body["seed"] for worker in workers for request in worker.requests}
+    assert len(drawn) == 2, "each request has its own"
     gateway.chat(temperature=1.0, seed=5)
     gateway.chat(temperature=0)
     sent = [request.body.get("seed") for worker in workers for request in worker.requests]

@@ -34,7 +34,7 @@ def test_f27_a_request_over_the_limit_is_shed_and_running_requests_complete(
         with gateway.stream() as running:
             chunks = running.iter_raw()
             received = next(chunks)
-            shed = httpx.post(f"{gateway.url}/v1/chat/completions", json={})
+            shed = httpx.post(f"{gateway.url}/v1/chat/completions", json={}, timeout=60)
             assert (shed.status_code, shed.headers["retry-after"]) == (503, "1")
             assert shed.json()["error"]["code"] == "gateway_overloaded"
             worker.resume.set()
@@ -77,7 +77,10 @@ def test_c7_a_full_gateway_makes_room_for_the_client_with_the_fewest_requests(
                 client.send(f"{head}authorization: {authorization}\r\n\r\n{{".encode())
                 wait_until(functools.partial(in_flight, number))
             shed = httpx.post(
-                f"{gateway.url}/v1/chat/completions", json={}, headers=bearer_headers(one)
+                f"{gateway.url}/v1/chat/completions",
+                json={},
+                headers=bearer_headers(one),
+                timeout=60,
             )
             assert status_and_code(shed) == (503, "gateway_overloaded")
             gateway.use_key(other["secret"])

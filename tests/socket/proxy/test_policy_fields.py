@@ -89,6 +89,34 @@ def test_a_route_matches_requests_that_meet_its_conditions(
         assert pool_of(gateway.chat()) == "vlm"
 
 
+def test_the_policy_makes_the_answers_of_a_model_exact_unless_a_request_says_otherwise(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    long = messages_of("x" * 400)
+    with gateway_with_policy(tmp_path, worker, models={"demo": {"exact": True}}) as gateway:
+        response = gateway.chat(temperature=0, **long)
+        assert response.headers["x-paceline-reason"] == "exact"
+        assert response.headers["x-paceline-prefix"] == "none"
+        gateway.chat(temperature=0, exact=False, **long)
+        assert [one.body.get("exact") for one in worker.requests] == [True, False]
+        assert gateway.status()["decisions"]["bypass_counts"]["exact"] == 1
+        status, param, message = error_of(gateway.chat(draft_tokens=2))
+        assert (status, param) == (400, "draft_tokens")
+        assert "exact" in message
+
+
+def test_an_exact_answer_is_asked_of_no_engine_of_another_kind(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    static_workers = (static_worker(url=worker.url, models=["demo"], pools=["vlm"]),)
+    with gateway_with_policy(tmp_path, static_workers=static_workers) as gateway:
+        status, param, message = error_of(gateway.chat(exact=True))
+        assert (status, param) == (400, "exact")
+        assert "exact answers" in message
+        assert gateway.chat(exact=False).status_code == 200
+    assert [one.body.get("exact") for one in worker.requests] == [None]
+
+
 def test_a_route_matches_requests_with_its_header(tmp_path: Path, worker: ScriptedWorker) -> None:
     routes = [
         {"name": "batch", "when": {"header": {"x-batch": ["yes", "please"]}}, "to": "batch"},

@@ -65,7 +65,7 @@ def fleet(
 ) -> RunningGateway:
     """Return a gateway with a worker that chats, an embedder and a reranker."""
     for scripted in (embedder, reranker):
-        assert gateway_with_worker.send_heartbeat(scripted).status_code == 200
+        gateway_with_worker.join(scripted)
     return gateway_with_worker
 
 

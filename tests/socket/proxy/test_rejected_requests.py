@@ -40,9 +40,9 @@ def error_of(response: Any) -> tuple[int, str, str | None]:
     ids=lambda body: repr(body[:24]),
 )
 def test_f42_a_body_that_is_no_strict_json_object_returns_400(
-    gateway_with_worker: RunningGateway, body: bytes
+    module_gateway: RunningGateway, body: bytes
 ) -> None:
-    response = gateway_with_worker.client.post("/v1/chat/completions", content=body)
+    response = module_gateway.client.post("/v1/chat/completions", content=body)
     assert error_of(response) == (400, "invalid_json", None)
 
 
@@ -62,14 +62,17 @@ def test_f42_a_body_that_is_no_strict_json_object_returns_400(
     ],
 )
 def test_f44_an_invalid_field_returns_400_and_is_named(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, fields: dict[str, Any], param: str
+    module_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
+    fields: dict[str, Any],
+    param: str,
 ) -> None:
-    assert error_of(gateway_with_worker.chat(**fields)) == (400, "invalid_value", param)
-    assert not worker.requests
+    assert error_of(module_gateway.chat(**fields)) == (400, "invalid_value", param)
+    assert not module_worker.requests
 
 
-def test_an_unknown_model_returns_404(gateway_with_worker: RunningGateway) -> None:
-    assert error_of(gateway_with_worker.chat(model="gpt-9")) == (404, "model_not_found", "model")
+def test_an_unknown_model_returns_404(module_gateway: RunningGateway) -> None:
+    assert error_of(module_gateway.chat(model="gpt-9")) == (404, "model_not_found", "model")
 
 
 def test_without_workers_any_model_returns_503(gateway: RunningGateway) -> None:
@@ -79,29 +82,27 @@ def test_without_workers_any_model_returns_503(gateway: RunningGateway) -> None:
 
 
 def test_a_wrong_method_returns_405_with_the_allowed_one(
-    gateway_with_worker: RunningGateway,
+    module_gateway: RunningGateway,
 ) -> None:
-    response = gateway_with_worker.client.get("/v1/chat/completions")
+    response = module_gateway.client.get("/v1/chat/completions")
     assert error_of(response) == (405, "method_not_allowed", None)
     assert response.headers["allow"] == "POST"
-    response = gateway_with_worker.client.delete("/v1/status")
+    response = module_gateway.client.delete("/v1/status")
     assert error_of(response) == (405, "method_not_allowed", None)
     assert response.headers["allow"] == "GET"
 
 
 def test_an_unknown_path_returns_404_in_openais_error_format(
-    gateway_with_worker: RunningGateway,
+    module_gateway: RunningGateway,
 ) -> None:
     for path in ("/v1/chat/completions/", "//v1/chat/completions", "/nothing", "/docs/no"):
-        assert error_of(gateway_with_worker.client.post(path, json=chat_body()))[0] == 404
+        assert error_of(module_gateway.client.post(path, json=chat_body()))[0] == 404
 
 
 def test_f39_an_oversized_content_length_is_rejected_before_the_body(
-    gateway_with_worker: RunningGateway,
+    module_gateway: RunningGateway,
 ) -> None:
-    with socket.create_connection(
-        ("127.0.0.1", int(gateway_with_worker.url.rpartition(":")[2]))
-    ) as raw:
+    with socket.create_connection(("127.0.0.1", int(module_gateway.url.rpartition(":")[2]))) as raw:
         raw.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-length: 99999999999\r\n\r\n"
@@ -169,7 +170,7 @@ def test_without_a_valid_key_every_route_returns_401(
 def test_each_key_authorizes_its_own_plane(
     gateway_with_keys: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    assert gateway_with_keys.send_heartbeat(worker).status_code == 200
+    gateway_with_keys.join(worker)
     data = {"authorization": "Bearer data-key"}
     admin = {"authorization": "bearer admin-key"}
     chat = gateway_with_keys.client.post("/v1/chat/completions", json=chat_body(), headers=data)

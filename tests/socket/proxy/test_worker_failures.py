@@ -362,3 +362,16 @@ def test_f17_the_gateway_does_not_wait_for_a_worker_after_done(
     assert received.endswith(DONE)
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway_with_worker, completed=1)
+
+
+def test_f17_a_client_that_leaves_after_done_has_its_whole_answer(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    worker.script.hang_after = len(stream_events(worker.script.tokens))
+    with gateway_with_worker.stream() as response:
+        received = b""
+        for part in response.iter_raw():
+            received += part
+            if DONE in received:
+                break
+    wait_for_outcomes(gateway_with_worker, completed=1)

@@ -34,7 +34,7 @@ def two_worker_gateway(
     gateway_with_worker: RunningGateway, second_worker: ScriptedWorker
 ) -> RunningGateway:
     """Return a gateway with two workers."""
-    assert gateway_with_worker.send_heartbeat(second_worker).status_code == 200
+    gateway_with_worker.join(second_worker)
     return gateway_with_worker
 
 

@@ -132,7 +132,7 @@ def test_status_uses_the_last_report_of_an_unresponsive_worker(
 ) -> None:
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.2)
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
-    assert gateway.send_heartbeat(worker, lanes=[lane.model_dump()]).status_code == 200
+    gateway.join(worker, lanes=[lane.model_dump()])
     proxy.fault = Fault(blackhole=True)
     assert gateway.status()["mtp"]["drafts"] == 10
 

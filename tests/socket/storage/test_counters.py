@@ -155,6 +155,7 @@ def test_every_field_of_a_lane_is_either_summed_or_current() -> None:
         "requested_draft_tokens",
         "effective_draft_tokens",
         "draft_tokens_by_rows",
+        "draft_speedup_by_rows",
         "head_healthy",
     }
     summed = {

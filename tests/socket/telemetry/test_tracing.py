@@ -202,6 +202,7 @@ def test_without_traces_no_tracing_module_is_imported_and_no_context_is_sent(
         f"{gateway_with_worker.url}/v1/chat/completions",
         json=chat_body(),
         headers={"traceparent": PARENT},
+        timeout=60,
     ).raise_for_status()
     assert "traceparent" not in worker.requests[0].headers
     program = """

@@ -29,7 +29,7 @@ async def test_every_route_but_livez_requires_the_token(headers: dict[bytes, byt
     assert len(routes) > 6
     async with (
         serve_worker(worker, token="right") as url,
-        httpx.AsyncClient(base_url=url, headers=headers) as client,
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client,
     ):
         for route in routes:
             for method in route.methods or ():
@@ -45,7 +45,7 @@ async def test_the_right_token_authorizes_a_request() -> None:
     headers = {"authorization": "Bearer right"}
     async with (
         serve_worker(make_worker(ScriptedEngine()), token="right") as url,
-        httpx.AsyncClient(base_url=url, headers=headers) as client,
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client,
     ):
         assert (await client.get("/v1/status")).status_code == 200
 
@@ -53,6 +53,6 @@ async def test_the_right_token_authorizes_a_request() -> None:
 async def test_a_path_in_the_host_header_grants_no_access() -> None:
     async with (
         serve_worker(make_worker(ScriptedEngine()), token="right") as url,
-        httpx.AsyncClient(base_url=url, headers={"host": "x/livez?"}) as client,
+        httpx.AsyncClient(base_url=url, headers={"host": "x/livez?"}, timeout=60) as client,
     ):
         assert (await client.get("/v1/status")).status_code == 401

@@ -16,13 +16,17 @@ from workers.engine.types import (
     EngineStopped,
     GenerationFailed,
     InvalidGeneration,
+    MemoryShort,
 )
 
 CHAT_BODY = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
 
 
 async def post(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         return await client.post("/v1/chat/completions", json={**CHAT_BODY, **fields})
 
 
@@ -32,6 +36,7 @@ async def post(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
     [
         (InvalidGeneration("max_tokens", "Too many."), 400, "invalid_value"),
         (EngineBusy(retry_after_s=1.5), 429, "queue_full"),
+        (MemoryShort(47_500_000_000, 48_000_000_000), 503, "memory_short"),
         (EngineStopped("the thread is gone"), 503, "engine_stopped"),
         (GenerationFailed("0xdeadbeef in /private/weights"), 500, "generation_failed"),
         (RuntimeError("0xdeadbeef in /private/weights"), 500, "generation_failed"),
@@ -51,6 +56,13 @@ async def test_a_busy_engine_sets_retry_after() -> None:
     assert response.headers["retry-after"] == "2"
 
 
+async def test_a_refusal_for_lack_of_memory_has_both_numbers_and_a_retry_after() -> None:
+    response = await post(ScriptedEngine([MemoryShort(47_500_000_000, 48_000_000_000)]))
+
+    assert response.headers["retry-after"] == "5"
+    assert "47.5 GB, of 48.0 GB" in response.json()["error"]["message"]
+
+
 async def test_an_invalid_generation_names_the_field() -> None:
     response = await post(ScriptedEngine([InvalidGeneration("logit_bias", "No such token.")]))
     assert response.json() == {
@@ -67,7 +79,10 @@ async def test_a_too_long_prompt_is_named_by_the_endpoints_field() -> None:
     too_long = InvalidGeneration("messages", "Too long.", code="context_length_exceeded")
     body = {"model": "scripted", "prompt": "x"}
     engine = ScriptedEngine([too_long])
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         completion = (await client.post("/v1/completions", json=body)).json()["error"]
         chat = (await client.post("/v1/chat/completions", json=CHAT_BODY)).json()["error"]
     assert (completion["param"], chat["param"]) == ("prompt", "messages")
@@ -97,7 +112,7 @@ async def test_a_draining_worker_finishes_running_requests_and_rejects_new_ones(
     gate = asyncio.Event()
     engine = ScriptedEngine([Delta(text="A"), gate, *text_events("B")])
     worker = make_worker(engine)
-    async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         running = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT_BODY))
         await engine.started.wait()
         worker.drain()
@@ -115,7 +130,10 @@ async def test_a_draining_worker_finishes_running_requests_and_rejects_new_ones(
 
 async def test_with_a_dead_engine_the_worker_is_alive_but_not_ready() -> None:
     engine = ScriptedEngine(alive=False)
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         assert (await client.get("/readyz")).status_code == 503
         assert (await client.get("/livez")).status_code == 200
         assert (await client.get("/v1/status")).json()["ready"] is False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from workers.drain_rate import QueuePlace
 from workers.engine.types import Delta, GenerationFailed, PrefillProgress
+from workers.server.response import EventStream
 
 BODY = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 LONG_S = 600.0
@@ -75,6 +76,22 @@ async def test_a_silent_stream_gets_a_comment_in_each_interval(
                 gate.set()
         assert line == "", "the stream has ended"
     assert found >= 3
+
+
+async def test_a_prompt_that_is_read_in_many_chunks_puts_off_no_comment() -> None:
+    """A gateway takes a stream without a byte for half a minute for one whose worker hangs."""
+    commented = asyncio.Event()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message.get("body"):
+            commented.set()
+
+    stream = EventStream(send, "id", lambda: b": read 1 of 2 tokens\n\n")
+    with stream.kept_alive(0.02):
+        async with asyncio.timeout(10):
+            while not commented.is_set():
+                await stream.start()  # as each chunk does
+                await asyncio.sleep(0)
 
 
 async def test_a_queued_stream_tells_its_place_until_it_is_read() -> None:

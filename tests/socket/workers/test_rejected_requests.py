@@ -37,7 +37,10 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         yield client
 
 

@@ -196,7 +196,10 @@ async def test_the_openai_package_reads_calls_unstreamed_and_streamed() -> None:
 async def test_a_response_with_calls_only_has_no_content() -> None:
     engine = ScriptedEngine(text_events(call_text(3)))
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         with_tools = await client.post("/v1/chat/completions", json=body)
         declined = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
     assert [generation.keep_call_tokens for generation in engine.generations] == [True, False]
@@ -213,7 +216,10 @@ async def test_arguments_of_earlier_calls_reach_the_template_as_a_mapping() -> N
         {"role": "tool", "tool_call_id": "c1", "content": "5"},
     ]
     body = {"model": "scripted", "messages": messages, "tools": TOOLS}
-    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200
     assert "'arguments': {'a': 3}" in engine.generations[0].prompt.text

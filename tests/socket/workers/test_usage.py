@@ -29,7 +29,7 @@ async def read_chunks(script: list[Event] | None = None, **fields: Any) -> list[
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "stream": True}
     async with (
         serve_worker(make_worker(ScriptedEngine(script or answer()))) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
         response = await client.post("/v1/chat/completions", json={**body, **fields})
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n")]

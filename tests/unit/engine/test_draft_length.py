@@ -59,9 +59,22 @@ def test_a_run_counts_what_the_other_rows_lose() -> None:
 def test_a_row_drafts_its_run_only_where_it_promises_more_than_the_head() -> None:
     lengths = measured(2, {0: 1.0, 1: 1.1, 2: 1.2}, draft_tokens=2)
     observe(lengths, 2, 4, 1.3, head_tokens=2)
+    observe(lengths, 2, 4, 1.3, head_tokens=0)
     doubtful, likely = Run(range(4), 0, 0.3), Run(range(4), 0, 0.95)
     assert lengths.plan(2, [doubtful, likely]) == Plan(2, 4, (False, True))
     assert lengths.plan(2, [doubtful, doubtful]) == Plan(2, 0, (False, False))
+
+
+def test_the_head_does_not_run_for_the_rows_without_a_run_where_that_costs_more() -> None:
+    lengths = measured(2, {0: 1.0, 1: 1.1, 2: 1.2}, draft_tokens=2)
+    observe(lengths, 2, 4, 2.0, head_tokens=2)
+    run = Run(range(4), 0, 0.95)
+    assert lengths.plan(2, [run, None]) == Plan(0, 4, (True, False)), "not measured before"
+    observe(lengths, 2, 4, 1.2, head_tokens=0)
+    assert lengths.plan(2, [run, None]) == Plan(0, 4, (True, False))
+    observe(lengths, 2, 4, 1.9, head_tokens=0)
+    observe(lengths, 2, 4, 1.9, head_tokens=0)
+    assert lengths.plan(2, [run, None]) == Plan(2, 2, (True, False))
 
 
 def test_the_cost_of_a_plain_step_is_measured_before_a_run_that_may_be_rejected() -> None:
@@ -88,6 +101,18 @@ def test_a_length_that_did_not_pay_is_tried_again_later() -> None:
     assert planned[:PROBE_EVERY] == [0] * PROBE_EVERY
     assert set(planned) == {0, *RUN_LENGTHS}
     assert sum(tokens > 0 for tokens in planned) <= 3 * PROBE_STEPS
+
+
+def test_the_measured_gain_of_drafts_is_that_of_the_best_length() -> None:
+    lengths = measured(1, {0: 1.0, 1: 1.1, 2: 1.2}, draft_tokens=2)
+    assert lengths.speedup(1) == 0, "nothing is chosen yet"
+    assert lengths.choose(1) == 2
+    assert lengths.speedup(1) == lengths.tokens_per_step(2) / 1.2
+    assert lengths.speedup(2) == 0
+    slow = measured(1, {0: 1.0, 1: 4.0, 2: 9.0}, draft_tokens=2)
+    assert slow.choose(1) == 0
+    assert slow.speedup(1) == 1.0
+    assert measured(1, {0: 1.0}, draft_tokens=0, has_head=False).speedup(1) == 0
 
 
 def test_a_lane_without_a_head_reports_whether_a_run_can_pay() -> None:

@@ -1,9 +1,12 @@
+from collections.abc import Sequence
+
 import mlx.core as mx
 import pytest
 
 from policies.request.profile import Sampling
 from workers.engine.sampler import (
     SamplingContext,
+    TokenCounts,
     choose,
     filter_logits,
     position_key,
@@ -19,7 +22,7 @@ def context_of(sampling: Sampling, **changes: object) -> SamplingContext:
 
 
 def allowed_tokens(sampling: Sampling) -> list[bool]:
-    return [value > -1e30 for value in filter_logits(LOGITS, sampling)[0].tolist()]
+    return [value > -1e30 for value in filter_logits(LOGITS[None], [sampling])[0, 0].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,81 @@ def allowed_tokens(sampling: Sampling) -> list[bool]:
 )
 def test_filters_keep_exactly_the_expected_tokens(sampling: Sampling, expected: list[bool]) -> None:
     assert allowed_tokens(sampling) == expected
+
+
+FILTERS = (
+    Sampling(top_k=20, top_p=0.95),
+    Sampling(top_k=3),
+    Sampling(top_k=40, min_p=0.05, top_p=0.9),
+    Sampling(top_p=0.5),
+    Sampling(top_p=0.999, min_p=0.001),
+    Sampling(min_p=0.1),
+    Sampling(min_p=0.1, top_k=5000),
+    Sampling(),
+)
+
+
+def filter_by_sorting(logits: mx.array, sampling: Sampling) -> mx.array:
+    """Apply the filters one after another to [L, vocabulary], each by its definition."""
+    vocabulary = logits.shape[-1]
+    if 0 < sampling.top_k < vocabulary:
+        kth = mx.sort(logits, axis=-1)[:, vocabulary - sampling.top_k]
+        logits = mx.where(logits >= kth[:, None], logits, -mx.inf)
+    if sampling.min_p > 0:
+        floor = logits.max(axis=-1, keepdims=True) + mx.log(mx.array(sampling.min_p))
+        logits = mx.where(logits >= floor, logits, -mx.inf)
+    if sampling.top_p < 1:
+        ordered = mx.sort(logits, axis=-1)[:, ::-1]
+        shares = mx.softmax(ordered, axis=-1)
+        count = (mx.cumsum(shares, axis=-1) - shares < sampling.top_p).sum(-1, keepdims=True)
+        least = mx.take_along_axis(ordered, count - 1, axis=-1)
+        logits = mx.where(logits >= least, logits, -mx.inf)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "samplings",
+    [FILTERS, FILTERS[:3], FILTERS[3:5], FILTERS[5:], *((one,) for one in FILTERS)],
+)
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_rows_filtered_together_keep_what_the_definitions_keep(
+    samplings: Sequence[Sampling], spread: float, ties: bool
+) -> None:
+    for seed in range(4):
+        shape = (len(samplings), 3, 2000)
+        logits = spread * mx.random.normal(shape, key=mx.random.key(seed))
+        if ties:  # scores of bfloat16 layers have many
+            logits = logits.astype(mx.bfloat16).astype(mx.float32)
+        expected = mx.stack(
+            [filter_by_sorting(*each) for each in zip(logits, samplings, strict=True)]
+        )
+        assert mx.array_equal(filter_logits(logits, samplings), expected)
+
+
+def test_excluded_tokens_stay_excluded_where_fewer_than_top_k_are_allowed() -> None:
+    logits = mx.where(mx.arange(100) < 3, mx.zeros((2, 1, 100)), -mx.inf)
+    filtered = filter_logits(logits, [Sampling(top_k=20, top_p=0.9), Sampling(top_k=2)])
+    assert ((filtered > -mx.inf).sum(-1) == 3).all()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0, repetition_penalty=1.7),
+        Sampling(temperature=0.9, top_k=30, presence_penalty=0.7, frequency_penalty=0.3),
+    ],
+)
+def test_counts_of_former_steps_choose_as_counts_of_the_whole_answer(sampling: Sampling) -> None:
+    counts, answer, prompt = TokenCounts(), [7], [1, 2, 3, 3]
+    for step in range(12):
+        scores = mx.random.normal((1, 3, 40), key=mx.random.key(step))
+        drafts = mx.array([[step % 5, 6]])
+        kept = context_of(sampling, prompt=prompt, answer=answer, counts=counts)
+        new = context_of(sampling, prompt=prompt, answer=list(answer))
+        tokens = choose(scores, [kept], drafts).tolist()
+        assert tokens == choose(scores, [new], drafts).tolist()
+        answer += tokens[0][: 1 + step % 3]
 
 
 def test_penalties_and_biases_change_only_the_scores_of_their_tokens() -> None:

@@ -51,6 +51,22 @@ def test_drafts_are_read_from_timings(kind: str, timings: object, drafts: Drafts
     assert KINDS[kind]().drafts({"timings": timings}) == drafts
 
 
+@pytest.mark.parametrize(
+    ("metadata", "drafts"),
+    [
+        ({"mtp_drafts": 5, "mtp_accepted": 3}, Drafts(5, 5, 3, (2, 3))),
+        ({"mtp_drafts": None, "mtp_accepted": None}, None),
+        ({"mtp_drafts": 1, "mtp_accepted": 2}, None),
+        ({"mtp_drafts": "many"}, Drafts(0, 0, 0, (0, 0))),
+        (None, None),
+    ],
+)
+def test_drafts_of_vllm_mlx_stand_beside_the_answer(
+    metadata: object, drafts: Drafts | None
+) -> None:
+    assert KINDS["vllm-mlx"]().drafts({"generation_metadata": metadata}) == drafts
+
+
 @pytest.mark.parametrize("kind", ["mlx-lm", "ollama", "lmstudio", "vllm-mlx", "omlx", "mlx-vlm"])
 @pytest.mark.parametrize("part", ["message", "delta"])
 def test_reasoning_is_spelled_in_both_ways(kind: str, part: str) -> None:

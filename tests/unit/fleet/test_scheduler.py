@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
-from gateway.fleet.circuit_breaker import AttemptResult
+from gateway.engines import OpenAIEngine
+from gateway.engines.base import EngineModel, EngineState
+from gateway.errors import FeatureUntaken, NoWorker, QueueFull, QueueTimeout, WorkerBusy
+from gateway.fleet.circuit_breaker import BASE_EJECTION_S, MAX_FAILURES, AttemptResult
+from gateway.routing.features import Feature
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
 from policies.compiler import CallerAttributes
@@ -445,3 +448,74 @@ async def test_a_queued_request_keeps_its_route() -> None:
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     assert (await second).candidate.pool == "few"
     assert (await scheduler.acquire(attributes=CallerAttributes(team="b"))).candidate.pool == "many"
+
+
+@pytest.fixture
+async def one_ejected() -> SchedulerHarness:
+    """Return a fleet of two workers, of which `b` is ejected."""
+    harness = SchedulerHarness(policy_of(limit=3, timeout_s=30))
+    for name in "ab":
+        harness.fleet.heartbeat(worker_report(name))
+    for _ in range(MAX_FAILURES):
+        lease = await harness.acquire(tried=frozenset("a"))
+        harness.dispatch.release(lease, AttemptResult.FAILED)
+    assert harness.ejected() == ["b"]
+    return harness
+
+
+async def test_a_request_that_all_others_have_failed_gets_a_last_chance_at_an_ejected_worker(
+    one_ejected: SchedulerHarness,
+) -> None:
+    lease = await one_ejected.acquire(tried=frozenset("a"))
+    assert lease.candidate.worker_id == "b"
+    with pytest.raises(WorkerBusy):  # one at a time, and none waits for it
+        await one_ejected.acquire(tried=frozenset("a"))
+    one_ejected.dispatch.release(lease, AttemptResult.SUCCEEDED)
+    assert one_ejected.ejected() == [], "it has shown that it works"
+    with pytest.raises(NoWorker):
+        await one_ejected.acquire(tried=frozenset("ab"))
+
+
+async def test_a_last_chance_that_fails_does_not_lengthen_the_ejection(
+    one_ejected: SchedulerHarness,
+) -> None:
+    for result in (AttemptResult.FAILED, AttemptResult.UNREACHABLE) * 5:
+        lease = await one_ejected.acquire(tried=frozenset("a"))
+        one_ejected.dispatch.release(lease, result)
+        assert one_ejected.ejected() == ["b"]
+    one_ejected.clock.now_s += BASE_EJECTION_S
+    for name in "ab":
+        one_ejected.fleet.heartbeat(worker_report(name))
+    assert one_ejected.ejected() == []
+    lease = await one_ejected.acquire(tried=frozenset("a"))
+    one_ejected.dispatch.release(lease, AttemptResult.FAILED)
+    assert one_ejected.ejected() == ["b"], "it is on probation"
+
+
+async def test_a_first_attempt_waits_for_another_worker_than_an_ejected_one(
+    one_ejected: SchedulerHarness,
+) -> None:
+    first = await one_ejected.acquire()
+    second = one_ejected.acquire()
+    assert await one_ejected.queue_length() == 1
+    one_ejected.dispatch.release(first, AttemptResult.SUCCEEDED)
+    assert (await second).candidate.worker_id == "a"
+
+
+async def test_a_feature_is_refused_only_if_no_worker_of_the_model_takes_it() -> None:
+    """A worker that takes it may be busy, ejected or tried: that is no mistake of the client."""
+    harness = SchedulerHarness(policy_of(limit=3, timeout_s=30))
+    picture = SAMPLED._replace(media=(("image", 1),))
+    blind = OpenAIEngine()
+    blind.update(EngineState((EngineModel("demo", lacks=frozenset({Feature.IMAGE})),)))
+    harness.fleet.heartbeat(worker_report("blind"), blind)
+    with pytest.raises(FeatureUntaken):
+        await harness.acquire(picture)
+    harness.fleet.heartbeat(worker_report("seeing"))
+    lease = await harness.acquire(picture)
+    assert lease.candidate.worker_id == "seeing"
+    with pytest.raises(NoWorker):
+        await harness.acquire(picture, tried=frozenset({"seeing"}))
+    harness.dispatch.release(lease, AttemptResult.BUSY, 9.0)
+    with pytest.raises(WorkerBusy):
+        await harness.acquire(picture)

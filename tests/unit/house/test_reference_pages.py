@@ -13,7 +13,8 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError, LimitReached, WorkerError
 from policies.request.parser import HONOURED_FIELDS
 from policies.request.profile import Endpoint
-from workers.protocol import ApiError, NotHttp
+from workers.http import NotHttp
+from workers.protocol import ApiError
 from workers.server.errors import RequestError
 from workers.server.settings import WorkerSettings
 

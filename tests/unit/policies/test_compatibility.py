@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from policies.request.compatibility import NEUTRAL
+from policies.request.constraint import read_constraint
 from policies.request.fields import FieldError
 from policies.request.parser import HONOURED_FIELDS, read_profile
 from policies.request.profile import Endpoint
@@ -46,12 +47,84 @@ def test_fields_that_change_no_answer_are_accepted_and_listed_in_their_order() -
         ("chat_template", "{{ messages }}"),
         ("logits_processors", ["x"]),
         ("echo", True),
+        ("moderation", {"model": "m"}),
+        ("truncation_side", "right"),
+        ("add_special_tokens", True),
+        ("logprob_token_ids", [1]),
+        ("structured_outputs", {"json": {}, "disable_additional_properties": True}),
     ],
 )
 def test_a_value_that_would_change_the_answer_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(FieldError, match=name) as refused:
         read_chat(**{name: value})
-    assert refused.value.param == name
+    assert str(refused.value.param).split(".")[0] == name
+
+
+def test_a_custom_tool_is_refused_with_the_endpoint_that_has_it() -> None:
+    with pytest.raises(FieldError, match="/v1/responses") as refused:
+        read_chat(tools=[{"type": "custom", "custom": {"name": "patch"}}])
+    assert refused.value.param == "tools[0].type"
+
+
+def test_every_field_of_vllms_newest_requests_is_known() -> None:
+    neutral = {
+        "truncation_side": "left",
+        "add_special_tokens": False,
+        "watermarking": False,
+        "return_prompt_text": False,
+        "media_io_kwargs": {},
+        "ec_transfer_params": {},
+    }
+    hints = {
+        "session_id": "s",
+        "stream_interval": 4,
+        "prompt_cache_options": {"ttl": "30m"},
+        "return_token_offsets": True,
+        "return_mm_kwargs": False,
+        "routed_experts_prompt_start": 0,
+    }
+    absent = dict.fromkeys(("prompt_embeds", "repetition_detection", "moderation"))
+    assert read_chat(**neutral, **hints, **absent).ignored == (*neutral, *hints)
+
+
+def test_a_completion_has_a_begin_token_unless_it_is_refused() -> None:
+    def read(adds: bool) -> tuple[str, ...]:
+        body = {"model": "m", "prompt": "Hi", "add_special_tokens": adds}
+        return read_profile(body, Endpoint.COMPLETIONS).ignored
+
+    assert read(True) == ("add_special_tokens",)
+    with pytest.raises(FieldError, match="add_special_tokens"):
+        read(False)
+
+
+def test_all_fields_of_vllms_structured_outputs_may_have_their_defaults() -> None:
+    """As a client sends them that has vLLM's own class."""
+    absent = dict.fromkeys("regex choice grammar whitespace_pattern structural_tag".split())
+    options = dict.fromkeys(
+        "json_object disable_fallback disable_any_whitespace disable_additional_properties".split(),
+        False,
+    )
+    outputs = {"json": {"type": "null"}, **absent, **options}
+    constraint = read_constraint({"structured_outputs": outputs})
+    assert constraint is not None
+    assert constraint.param == "structured_outputs.json"
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({"thinking_token_budget": 5}, 5),
+        ({"thinking_token_budget": -1}, None),
+        ({"thinking_token_budget": 5, "thinking_budget": 5}, 5),
+        ({"thinking_token_budget": None, "thinking_budget": 4}, 4),
+    ],
+)
+def test_vllms_name_of_the_budget_of_reasoning_is_the_same_field(
+    fields: dict[str, Any], budget: int | None
+) -> None:
+    assert read_chat(**fields).thinking_budget == budget
+    with pytest.raises(FieldError, match="contradict"):
+        read_chat(thinking_token_budget=5, thinking_budget=6)
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
@@ -90,3 +163,7 @@ def test_an_invalid_field_of_vllm_is_named(fields: dict[str, Any], param: str) -
 def test_an_assistant_message_may_be_a_refusal() -> None:
     refused = {"role": "assistant", "content": None, "refusal": "No."}
     assert read_chat(messages=[refused]).messages == 1
+    part = {"type": "refusal", "refusal": "No."}
+    assert read_chat(messages=[{"role": "assistant", "content": [part]}]).text_chars == 3
+    with pytest.raises(FieldError, match="'refusal' string"):
+        read_chat(messages=[{"role": "assistant", "content": [{**part, "refusal": 3}]}])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from policies.request.fields import FieldError
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, Sampling, bypass_reasons
 from tests.support.chat_bodies import PICTURE, TOOL, read_chat, read_content_parts
@@ -79,6 +80,7 @@ def test_c6_all_text_of_a_request_is_counted(fields: dict[str, Any]) -> None:
         ({"temperature": 0, "logit_bias": {"5": 1}}, Bypass.LOGITS_PROCESSORS),
         ({"temperature": 0, "logprobs": True}, Bypass.LOGPROBS),
         ({"temperature": 0, "n": 2}, Bypass.MULTIPLE_CHOICES),
+        ({"temperature": 0, "exact": True}, Bypass.EXACT),
     ],
 )
 def test_each_unsupported_feature_is_a_bypass_reason(
@@ -102,6 +104,25 @@ def test_each_unsupported_feature_is_a_bypass_reason(
 )
 def test_greedy_text_is_eligible(fields: dict[str, Any]) -> None:
     assert bypass_reasons(read_chat(**fields)) == ()
+
+
+def test_the_policy_decides_whether_an_answer_is_exact_if_the_request_does_not() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    assert not read_profile(body, Endpoint.CHAT).exact
+    assert read_profile(body, Endpoint.CHAT, exact=True).exact
+    assert read_profile({**body, "exact": True}, Endpoint.CHAT).exact
+    assert not read_profile({**body, "exact": False}, Endpoint.CHAT, exact=True).exact
+
+
+@pytest.mark.parametrize("fields", [{"draft_tokens": 2}, {"specprefill": True}])
+def test_a_field_that_contradicts_an_exact_answer_is_refused(fields: dict[str, Any]) -> None:
+    (name,) = fields
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    with pytest.raises(FieldError, match="exact") as refused:
+        read_profile({**body, **fields}, Endpoint.CHAT, exact=True)
+    assert refused.value.param == name
+    neutral = {"draft_tokens": 0, "specprefill": False}
+    assert read_profile({**body, **neutral}, Endpoint.CHAT, exact=True).exact
 
 
 def test_top_k_minus_one_is_the_whole_vocabulary() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner
-from gateway.protocols.openai import OpenAIStreamEncoder
+from gateway.protocols.openai import CHAT, OpenAIStreamEncoder
 from tests.support.scripted_worker import DONE, chunk, usage_chunk
 from workers.engine.types import TokenStep
 from workers.protocol import ANSWER_FIELD, DraftSource
@@ -59,7 +59,7 @@ def relay(
     sent: bytes, encoder: OpenAIStreamEncoder, progress: AnswerProgress
 ) -> tuple[bytes, bool]:
     """Scan what has come of a stream; return what the client gets, and whether it is complete."""
-    scanner = StreamScanner(encoder, progress=progress)
+    scanner = StreamScanner(encoder, CHAT.keep_alive, progress=progress)
     scanner.state.finished = progress.finished
     passed = scanner.feed(sent)
     assert not scanner.state.broken
@@ -106,7 +106,7 @@ def test_a_stream_that_is_cut_at_any_byte_goes_on_with_the_next_token(cuts: int)
 
 def test_the_lines_of_any_split_are_the_same() -> None:
     one, progress = encoder(), AnswerProgress()
-    scanner = StreamScanner(one, progress=progress)
+    scanner = StreamScanner(one, CHAT.keep_alive, progress=progress)
     received = b"".join(scanner.feed(WHOLE[at : at + 1]) for at in range(len(WHOLE)))
     assert events_of(received) == [event.removesuffix(b"\n\n") for event in EVENTS]
     assert progress.resumable
@@ -146,7 +146,7 @@ def test_each_choice_is_told_apart() -> None:
 def test_a_stream_with_an_event_without_a_line_does_not_go_on(events: Sequence[bytes]) -> None:
     progress = AnswerProgress()
     sent = b"".join(WorkerProgress(3).mark([HEAD], 0)) + b"".join(events)
-    scanner = StreamScanner(encoder(), progress=progress)
+    scanner = StreamScanner(encoder(), CHAT.keep_alive, progress=progress)
     received = scanner.feed(sent)
     assert events_of(received)[-1] == events[-1].removesuffix(b"\n\n")
     assert not progress.resumable
@@ -156,7 +156,7 @@ def test_a_stream_with_an_event_without_a_line_does_not_go_on(events: Sequence[b
 
 def test_half_a_group_is_not_passed_on() -> None:
     progress = AnswerProgress()
-    scanner = StreamScanner(encoder(), progress=progress)
+    scanner = StreamScanner(encoder(), CHAT.keep_alive, progress=progress)
     scanner.feed(b"".join(WorkerProgress(3).mark([HEAD], 0)))
     group = WorkerProgress().mark([chunk({"content": "a"}), chunk({"content": "b"})], 0)
     assert scanner.feed(group[0]) == b""
@@ -165,7 +165,7 @@ def test_half_a_group_is_not_passed_on() -> None:
 
 
 def test_a_group_without_end_breaks_the_stream() -> None:
-    scanner = StreamScanner(encoder(), progress=AnswerProgress(), limit_bytes=4096)
+    scanner = StreamScanner(encoder(), CHAT.keep_alive, progress=AnswerProgress(), limit_bytes=4096)
     for _ in range(100):
         scanner.feed(b": g\n" + chunk({"content": "x" * 100}))
     assert scanner.state.broken

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.protocols.context_management import CLEARED, edit_messages
+from gateway.protocols.messages.context_management import CLEARED, edit_messages
 from policies.request.fields import FieldError
 
 TOOL_USES = "clear_tool_uses_20250919"

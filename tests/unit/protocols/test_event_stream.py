@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocols.event_stream import StreamScanner, StreamState
-from gateway.protocols.openai import OpenAIStreamEncoder
+from gateway.protocols.openai import CHAT, OpenAIStreamEncoder
 from gateway.types import Drafts, Usage
 from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
 from workers.protocol import MAX_DRAFT_TOKENS
@@ -47,7 +47,7 @@ def scanner_of(
         include_metrics=not hide_metrics,
         running_usage=running_usage,
     )
-    return StreamScanner(encoder, limit_bytes=limit_bytes)
+    return StreamScanner(encoder, CHAT.keep_alive, limit_bytes=limit_bytes)
 
 
 def test_events_with_the_sources_of_tokens_pass_unparsed() -> None:

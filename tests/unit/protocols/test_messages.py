@@ -10,7 +10,10 @@ import pytest
 from gateway.engines.refusals import read_refusal
 from gateway.errors import GatewayError, RefusedByWorker
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.messages import MessageEncoder, MessagesFormat, error_body, to_chat
+from gateway.protocols.event_stream import StreamScanner
+from gateway.protocols.messages import MessagesFormat, error_body
+from gateway.protocols.messages.request import to_chat
+from gateway.protocols.messages.response import MessageEncoder
 from gateway.protocols.sealing import Sealer
 from policies.request.fields import FieldError
 from tests.support.json_values import with_odd_values
@@ -297,6 +300,12 @@ def test_a_silent_stream_gets_pings_behind_its_comments() -> None:
     assert MESSAGES.keep_alive(b": keepalive\n\n") == (
         b': keepalive\n\nevent: ping\ndata: {"type": "ping"}\n\n'
     )
+
+
+def test_a_comment_of_a_worker_that_reads_a_prompt_reaches_the_client_with_a_ping() -> None:
+    comment = b": read 2048 of 9000 tokens of the prompt\n\n"
+    scanner = StreamScanner(MessageEncoder(sign, {}), MESSAGES.keep_alive, limit_bytes=4096)
+    assert scanner.feed(comment) == MESSAGES.keep_alive(comment)
 
 
 def test_the_events_of_a_stream_come_in_anthropics_order() -> None:

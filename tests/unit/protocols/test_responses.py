@@ -458,3 +458,29 @@ def test_an_answer_of_another_shape_is_malformed() -> None:
             except AnswerMalformed:
                 malformed += 1
     assert malformed > 100
+
+
+def test_a_silent_stream_gets_an_event_behind_each_comment() -> None:
+    """Clients such as Codex end a stream without events, and count no comments."""
+    comment = b": queued 3, about 12 s\n\n"
+    exchange = wire(stream=True)
+    encoder = exchange.encoder(REQUEST)
+    pieces = [
+        exchange.keep_alive(comment),
+        exchange.keep_alive(comment),
+        encoder.event(b"", chunk({"content": "Hi"}, finish_reason="stop")),
+        exchange.keep_alive(comment),
+        encoder.done(),
+    ]
+    assert all(pieces[place].startswith(comment) for place in (0, 1, 3))
+    found = split(b"".join(pieces).replace(comment, b"") + exchange.final_event())
+    names = [one["type"] for one in found]
+    assert names[:3] == ["response.created", "response.in_progress", "response.in_progress"]
+    assert names.count("response.created") == 1
+    assert names.count("response.in_progress") == 3
+    assert names[-1] == "response.completed"
+
+
+def test_a_response_in_the_background_gets_comments_alone() -> None:
+    exchange = wire(background=True)
+    assert exchange.keep_alive(b": keepalive\n\n") == b": keepalive\n\n"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.cost import UNMEASURED, load_cost_s, throughput_of
+from gateway.routing.cost import UNMEASURED, draft_loss_share, load_cost_s, throughput_of
 from gateway.routing.select import Candidate, RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.document import default_policy, read_policy
@@ -84,10 +84,21 @@ def test_the_cost_of_a_lane_is_the_sum_of_its_terms_in_seconds() -> None:
     throughput, lane = throughput_of(measured), measured.lanes[0]
     assert throughput.prefill_token_s == pytest.approx(1 / 500)
     assert throughput.memory_cost_s == pytest.approx(1.0), "half of what is left above 80%"
-    paying = load_cost_s(throughput, lane, 3, 2, drafting_pays=True)
+    paying = load_cost_s(throughput, lane, 3, 2)
     assert paying == pytest.approx(1.0 + 0.48 * (3 + 0.5 * 2))
-    not_paying = load_cost_s(throughput, lane, 3, 2, drafting_pays=False)
-    assert not_paying - paying == pytest.approx(0.3 * 2.0)
+    losing = load_cost_s(throughput, lane, 3, 2, draft_loss_share=0.3)
+    assert losing - paying == pytest.approx(0.3 * 2.0)
+
+
+def test_a_batch_loses_what_this_mac_has_measured_that_drafts_gain_in_another() -> None:
+    """Drafts make one row 2.2 times as fast on one Mac, and none faster on another."""
+    good = lane_report("text-mtp", draft_speedup_by_rows=(2.2, 1.65, 1.1, 0.0))
+    assert [draft_loss_share(good, rows) for rows in (1, 2, 3)] == pytest.approx([0, 0.25, 0.5])
+    assert draft_loss_share(good, 4) == draft_loss_share(good, 9) == 0, "not measured"
+    old = lane_report("text-mtp", draft_speedup_by_rows=(1.0,) * 4, draft_tokens_by_rows=(0,) * 4)
+    assert draft_loss_share(old, 1) == draft_loss_share(old, 9) == 0
+    silent = lane_report("text-mtp", draft_tokens_by_rows=(2, 0))
+    assert [draft_loss_share(silent, rows) for rows in (1, 2, 3)] == [0, 0.3, 0.3]
 
 
 def test_a_worker_without_a_limit_of_its_memory_has_no_pressure() -> None:
@@ -99,7 +110,7 @@ def test_a_lane_without_measurements_costs_as_much_as_on_a_mid_range_mac() -> No
     assert UNMEASURED.prefill_token_s == pytest.approx(1 / 1000)
     for slots, row_s in ((4, 0.6), (8, 0.3), (0, 2.4)):
         lane = lane_report("vlm", slots=slots)
-        assert load_cost_s(UNMEASURED, lane, 2, 0, drafting_pays=True) == pytest.approx(2 * row_s)
+        assert load_cost_s(UNMEASURED, lane, 2, 0) == pytest.approx(2 * row_s)
 
 
 def test_the_worker_with_faster_prefill_is_first_for_a_long_prompt() -> None:
@@ -177,6 +188,13 @@ def test_a_batch_size_at_which_drafting_pays_is_preferred() -> None:
         ("b", "eligible"),
         ("a", "mtp_not_paying"),
     ]
+
+
+def test_the_mac_on_which_drafts_gain_more_in_a_batch_is_preferred() -> None:
+    measured: Measured = {"lane": "text-mtp", "decode_tokens_per_s": 40.0}
+    a = worker("a", 1, draft_speedup_by_rows=(2.2, 1.1, 1.1, 1.1), **measured)
+    b = worker("b", 1, draft_speedup_by_rows=(1.8, 1.7, 1.6, 1.5), **measured)
+    assert worker_order(GREEDY, fleet_of(a, b)) == "ba"
 
 
 def test_a_cached_prefix_saves_the_time_of_its_prefill_and_no_more() -> None:

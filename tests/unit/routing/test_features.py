@@ -69,6 +69,7 @@ def test_other_models_of_the_engine_keep_their_cost() -> None:
         (GREEDY._replace(endpoint=Endpoint.COMPLETIONS), Feature.COMPLETIONS),
         (GREEDY._replace(media=(("audio", 1),)), Feature.AUDIO),
         (GREEDY._replace(tools=True), Feature.TOOLS),
+        (GREEDY._replace(exact=True), Feature.EXACT),
         (GREEDY._replace(structured_output=True), Feature.STRUCTURED_OUTPUT),
         (GREEDY._replace(top_logprobs=0), Feature.LOGPROBS),
         (GREEDY._replace(stop=("x",)), Feature.STOP),

@@ -28,6 +28,16 @@ def test_a_queue_without_a_history_counts_the_time_since_it_began() -> None:
     assert rate.place(3, 110.0).wait_s == 30.0
 
 
+def test_the_first_interval_is_the_time_in_which_all_that_run_end() -> None:
+    rate = DrainRate()
+    rate.begin(100.0)
+    assert rate.place(32, 140.0, running=16).wait_s == 80.0
+    rate.record(140.0, running=16)
+    assert rate.place(32, 140.0, running=16).wait_s == 80.0
+    rate.record(145.0, running=16)
+    assert rate.place(2, 145.0, running=16).wait_s == 7.5
+
+
 def test_an_interval_that_is_longer_than_the_mean_counts_before_it_ends() -> None:
     rate = drained_each(4.0, 3)
     assert rate.place(1, 112.0 + 20.0).wait_s == (3 * 4.0 + 20.0) / 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,34 @@ def test_a_damaged_file_is_deleted_and_named(hub: Mock, tmp_path: Path) -> None:
     assert (tmp_path / "one.safetensors").exists()
     assert not (tmp_path / "two.safetensors").exists()
     assert small.exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (("model.layers.46.x", "model.layers.47.eh_proj.weight"), ["2.safetensors"]),
+        (("mtp.fc.weight", "model.layers.4.x"), ["1.safetensors"]),
+        (("language_model.mtp.fc.weight", "mtp.norm.weight"), ["1.safetensors", "2.safetensors"]),
+        (("fc.weight", "norm.weight"), ["1.safetensors", "2.safetensors"]),
+    ],
+)
+def test_of_a_head_the_files_with_its_tensors_are_fetched_alone(
+    hub: Mock, tmp_path: Path, names: tuple[str, str], files: list[str]
+) -> None:
+    """If no name is that of a head in a whole checkpoint, the repository has a head alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 47}))
+    index = {"weight_map": {name: f"{at}.safetensors" for at, name in enumerate(names, 1)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    download("some/model", Mock(), head_only=True)
+    patterns = hub.call_args.kwargs["allow_patterns"]
+    assert [name for name in patterns if name.endswith(".safetensors")] == files
+    assert "config.json" in patterns
+
+
+def test_of_a_head_without_an_index_all_weights_are_fetched(hub: Mock, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    download("some/model", Mock(), head_only=True)
+    assert "*.safetensors" in hub.call_args.kwargs["allow_patterns"]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,15 @@ def test_by_default_a_worker_listens_on_loopback_with_both_lanes() -> None:
     assert settings.draft_tokens == 2
 
 
+def test_the_bits_of_kept_keys_are_8_or_16_from_a_flag_or_the_file(tmp_path: Path) -> None:
+    assert read_settings([]).kv_bits == 16
+    assert read_settings(["--kv-bits", "8"]).kv_bits == 8
+    (tmp_path / "paceline.yaml").write_text("worker: {kv_bits: 8}")
+    assert read_settings([]).kv_bits == 8
+    with pytest.raises(InvalidSettings, match=r"--kv-bits.*8 or 16"):
+        read_settings(["--kv-bits", "4"])
+
+
 def test_flags_override_the_environment_and_that_overrides_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

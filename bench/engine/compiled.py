@@ -1,0 +1,82 @@
+"""The speed of a family whose rounds are compiled and do not wait, and of rounds as they were.
+
+`python -m bench.engine.compiled` writes `bench/results/compiled.md`. Two lanes of one process
+decode in turns with the same random weights: in one, the host describes each pass anew and reads a
+round before the next begins; in the other, passes are compiled after the probe of the engine has
+compared them, and rounds begin ahead. The model has 32 layers of small width, whose rounds have
+many operations for the host to describe.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from importlib.metadata import version
+from statistics import median
+from typing import Final
+
+import mlx.core as mx
+from rich.console import Console
+
+from bench.engine.ahead import LAYERS, RESULTS, ROWS, WaitingLane, measure
+from bench.families.checkpoints import VOCABULARY, build
+from bench.families.configs import family
+from bench.harness.blas import restart_with_fast_blas
+from bench.harness.tables import Grid, provenance, write_page
+from workers.demo import CHECKPOINT
+from workers.engine.device import cast_for_device
+from workers.engine.model import Checkpoint, CompiledPasses, Target, load_checkpoint
+from workers.engine.probes import probe_compiled_passes
+from workers.engine.scheduler import LaneScheduler
+
+FAMILY: Final = "Llama 3"
+ROUNDS: Final = 12
+TURNS: Final = 7
+
+
+def deep_models(demo: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Return a deep model of random weights: with passes that are not compiled, and compiled."""
+    config = family(FAMILY).config(VOCABULARY) | {"num_hidden_layers": LAYERS}
+    mx.random.seed(0)
+    model = build(config)
+    cast_for_device(model)
+    mx.eval(model.parameters())
+    targets = Target(model), Target(model)
+    targets[0].compiles = CompiledPasses(plain=False, verify=False)
+    targets[1].compiles = probe_compiled_passes(targets[1])
+    assert targets[1].compiles.plain
+    before, after = (replace(demo, target=target, head=None, eos=frozenset()) for target in targets)
+    return before, after
+
+
+def main() -> None:
+    logging.disable()
+    demo = load_checkpoint(CHECKPOINT)
+    lines: list[tuple[str, ...]] = []
+    before, after = deep_models(demo)
+    sides = (WaitingLane, before), (LaneScheduler, after)
+    for rows in ROWS:
+        old, new = measure(sides, rows, 0, rounds=ROUNDS, turns=TURNS)
+        slow, fast = median(old.tokens_per_s), median(new.tokens_per_s)
+        cpu = (f"{median(each.cpu_ms_a_round):.1f}" for each in (old, new))
+        lines.append(
+            (f"{FAMILY}, {rows}", f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow:.2f}", *cpu)
+        )
+    grid = Grid(
+        title=f"Tokens per second of bare rounds, {LAYERS} layers",
+        columns=("model, rows", "before", "now", "ratio", "CPU a round, ms", "now"),
+        rows=tuple(lines),
+    )
+    Console(highlight=False, width=100).print(grid.to_table())
+    about = (
+        f"{provenance()}, MLX {version('mlx')}; medians of {TURNS} turns of {ROUNDS} rounds each. "
+        "Before: passes are not compiled, and rounds wait for the host. A worker on a CPU compiles "
+        "the passes of few families, since each kernel takes a C++ compiler a second there; this "
+        "measures what a worker on a GPU does, on a CPU."
+    )
+    write_page(RESULTS / "compiled.md", "Compiled rounds", about, grid)
+
+
+if __name__ == "__main__":
+    restart_with_fast_blas("bench.engine.compiled")
+    main()

@@ -1,0 +1,194 @@
+"""Anthropic's Messages: a request becomes a chat, and the answer of the chat a message.
+
+https://docs.anthropic.com/en/api/messages. What a field changes for Anthropic's own service alone,
+such as `cache_control`, is accepted and left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic_core import to_json
+
+from gateway import errors
+from gateway.protocols.base import choice_of, has_choices, object_in
+from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
+from gateway.protocols.messages.request import FIELDS, IGNORED_FIELDS, Json, MessagesChat, to_chat
+from gateway.protocols.messages.response import (
+    MessageEncoder,
+    content_of,
+    message_of,
+    stop_of,
+)
+from gateway.protocols.openai import CHAT, encode_json, parse
+from gateway.protocols.sealing import Sealer
+from gateway.routing.select import RoutingRequest
+from gateway.routing.view import FleetView
+from gateway.types import Header, Headers, Inspected, LimitState
+from policies.document import PolicyDocument
+from policies.request.fields import FieldError
+from policies.request.profile import Endpoint
+
+__all__ = ["ERROR_SCHEMA", "PATH", "SCHEMA", "MessagesFormat", "error_body"]
+
+PATH = "/v1/messages"
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
+_REASONING = b"thinking "
+_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["model", "messages"],
+    "additionalProperties": False,
+    "properties": {
+        **{name: {} for name in sorted(FIELDS)},
+        "model": {"type": "string", "minLength": 1},
+        "max_tokens": {"type": ["integer", "null"], "minimum": 1},
+        "stream": {"type": ["boolean", "null"]},
+        "system": {"type": ["string", "array", "null"]},
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["user", "assistant", "system"]},
+                    "content": {"type": ["string", "array"]},
+                },
+            },
+        },
+    },
+}
+"""The JSON Schema of a body; `to_chat` checks what it leaves open."""
+ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "description": "Anthropic's shape.",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
+class MessagesFormat:
+    """One request of `POST /v1/messages`, which any worker serves that serves chats."""
+
+    path = PATH
+    endpoint = Endpoint.CHAT
+
+    def __init__(self, sealer: Sealer) -> None:
+        self._sealer = sealer
+        self._chat = MessagesChat({})
+
+    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+        """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
+        body = parse(raw)
+        if body.get("thread") is not None:
+            raise errors.ThreadUnserved
+        try:
+            self._chat = chat = to_chat(body, self._is_ours)
+        except FieldError as error:
+            raise errors.FieldInvalid(error.message, param=error.param) from None
+        if chat.left_out and policy.tools.hosted == "refuse":
+            at, _, kind = chat.left_out[0].partition(":")
+            raise errors.ToolUnserved(kind, param=f"{at}.type")
+        inspected = CHAT.inspect_body(chat.body, policy, fleet)
+        ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
+        return inspected._replace(profile=inspected.profile._replace(ignored=ignored))
+
+    def is_complete(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether the answer of the chat is whole."""
+        return has_choices(answer)
+
+    def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
+        """Return the message of a whole answer."""
+        choice = choice_of(answer)
+        content = [*content_of(object_in(choice, "message"), self._sign)]
+        message = message_of(answer, content) | stop_of(choice)
+        return encode_json(message | self._edits())
+
+    def encoder(
+        self,
+        request: RoutingRequest,  # noqa: ARG002
+        late_headers: Sequence[Header] = (),  # noqa: ARG002 - a comment has them
+    ) -> MessageEncoder:
+        """Return the encoder of a stream."""
+        return MessageEncoder(self._sign, self._edits())
+
+    def _edits(self) -> Json:
+        """Return the field that lists what was cleared, if the request asks for it."""
+        applied = self._chat.applied_edits
+        return {} if applied is None else {CONTEXT_MANAGEMENT: {"applied_edits": applied}}
+
+    def _sign(self, reasoning: str) -> str:
+        """Return the mark by which reasoning that comes back is known as ours and unchanged."""
+        return self._sealer.seal(b"", _REASONING + reasoning.encode())
+
+    def _is_ours(self, reasoning: str, signature: str) -> bool:
+        return self._sealer.unseal(signature, _REASONING + reasoning.encode()) is not None
+
+    def response_headers(self, request_id: str) -> Headers:
+        """Return the request id under Anthropic's name."""
+        return [(b"request-id", request_id.encode())]
+
+    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
+        """Return what remains of a client's limits, in Anthropic's headers."""
+        headers: Headers = []
+        for unit, limit, remaining, full_in_s in states:
+            prefix = f"anthropic-ratelimit-{unit}-".encode()
+            full_at = datetime.fromtimestamp(unix_s + math.ceil(full_in_s), UTC)
+            headers += [
+                (prefix + b"limit", b"%d" % limit),
+                (prefix + b"remaining", b"%d" % remaining),
+                (prefix + b"reset", full_at.strftime("%Y-%m-%dT%H:%M:%SZ").encode()),
+            ]
+        return headers
+
+    def keep_alive(self, comment: bytes) -> bytes:
+        """Return the comment, and the event that Anthropic's clients expect in a pause."""
+        return comment + _PING
+
+    def error_body(self, error: errors.GatewayError) -> bytes:
+        """Return the body of an error response in Anthropic's shape."""
+        return error_body(error)
+
+    def error_event(self, error: errors.GatewayError) -> bytes:
+        """Return the last event of a stream that an error ends."""
+        return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+
+def error_body(error: errors.GatewayError) -> bytes:
+    """Return the body of an error response in Anthropic's shape."""
+    kind = _ERROR_TYPES.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+    message = error.message
+    if error.code == errors.CONTEXT_OVERFLOW:
+        # In the words by which Claude Code knows that it must shorten a conversation.
+        message = "prompt is too long: it exceeds the context of the model"
+        if counts := _OVERFLOW.search(error.message):
+            message = f"prompt is too long: {counts[2]} tokens > {counts[1]} maximum"
+    shown: Json = {"type": kind, "message": message}
+    if isinstance(error, errors.ThreadUnserved):
+        shown["details"] = {"error_code": error.code}
+    return to_json({"type": "error", "error": shown})

@@ -1,0 +1,286 @@
+"""A request for a message as a request for a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
+from gateway.protocols.messages.context_management import edit_messages
+from gateway.protocols.openai import encode_json
+from policies.request.fields import FieldError, Fields
+from policies.request.profile import REASONING_EFFORTS
+
+Json = dict[str, Any]
+
+_SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+IGNORED_FIELDS = frozenset(
+    "metadata service_tier container inference_geo speed cache_control diagnostics billing_policy "
+    "fallbacks fallback_credit_token user_profile_id workspace_id".split()
+)
+"""They choose among Anthropic's services and accounts."""
+FIELDS = IGNORED_FIELDS.union(
+    _SAME_FIELDS,
+    "messages system tools tool_choice stop_sequences thinking output_config output_format "
+    "context_management mcp_servers thread compaction".split(),
+)
+# Claude Code writes a digest of each request there, so that no two prompts would begin alike.
+_BILLING_MARK = "x-anthropic-billing-header"
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_BETWEEN_TEXTS = "\n\n"
+
+
+class MessagesChat(NamedTuple):
+    """A request for `/v1/chat/completions`."""
+
+    body: Json
+    applied_edits: Sequence[Json] | None = None
+    """What `context_management` cleared; None if the request has no such field."""
+    left_out: tuple[str, ...] = ()
+    """The place and the type of each tool that Anthropic's servers alone run."""
+
+
+def to_chat(body: Mapping[str, Any], is_ours: Callable[[str, str], bool]) -> MessagesChat:
+    """Translate a request into a chat; raise `FieldError`.
+
+    `is_ours` tells whether a signature marks reasoning of this gateway's models.
+    """
+    for name in body:
+        if name not in FIELDS:
+            raise FieldError(name[:100], f"{name[:100]}: Extra inputs are not permitted.")
+    if body.get("mcp_servers"):
+        raise FieldError("mcp_servers", "mcp_servers: This gateway calls no MCP servers.")
+    if body.get("compaction") is not None:
+        raise FieldError("compaction", "compaction: This gateway compacts no conversations.")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise FieldError("messages", "messages: A non-empty list is required.")
+    applied = None
+    if body.get(CONTEXT_MANAGEMENT) is not None:
+        messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)
+    chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
+    chat["messages"] = [*_system_of(body.get("system"))]
+    for index, message in enumerate(messages):
+        chat["messages"] += _messages_of(message, f"messages.{index}", is_ours)
+    if body.get("stop_sequences"):
+        chat["stop"] = body["stop_sequences"]
+    tools, left_out = _tools_of(body)
+    chat |= tools | _reasoning_of(body) | _form_of(body)
+    return MessagesChat(chat, applied, left_out)
+
+
+def _system_of(system: Any) -> Iterator[Json]:
+    if system is None:
+        return
+    texts = [system] if isinstance(system, str) else _texts_of(system, "system")
+    text = _BETWEEN_TEXTS.join(text for text in texts if not text.startswith(_BILLING_MARK))
+    if text:
+        yield {"role": "system", "content": text}
+
+
+def _texts_of(blocks: Any, where: str) -> list[str]:
+    texts = []
+    for at, block in _blocks_of(blocks, where):
+        if block["type"] != "text" or not isinstance(block.get("text"), str):
+            raise FieldError(at, f"{at}: A text block is required.")
+        texts.append(block["text"])
+    return texts
+
+
+def _blocks_of(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each block with its place."""
+    if not isinstance(content, list):
+        raise FieldError(where, f"{where}: A string or a list of blocks is required.")
+    for index, block in enumerate(content):
+        at = f"{where}.{index}"
+        if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+            raise FieldError(at, f"{at}: A block with a type is required.")
+        yield at, block
+
+
+def _messages_of(message: Any, where: str, is_ours: Callable[[str, str], bool]) -> Iterator[Json]:
+    """Yield the chat messages of one message: each result of a tool is one of its own."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ("user", "assistant", "system"):
+        raise FieldError(f"{where}.role", f"{where}.role: It must be user, assistant or system.")
+    content = message.get("content")
+    if isinstance(content, str):
+        if content or role != "assistant":
+            # A system message in the middle stays at its place: moved to the front, it would
+            # change the beginning of the prompt, which is read already.
+            yield {"role": "assistant" if role == "assistant" else "user", "content": content}
+    elif role == "assistant":
+        yield from _assistant_message(content, f"{where}.content", is_ours)
+    else:
+        yield from _user_messages(content, f"{where}.content")
+
+
+def _assistant_message(
+    content: Any, where: str, is_ours: Callable[[str, str], bool]
+) -> Iterator[Json]:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Json] = []
+    for at, block in _blocks_of(content, where):
+        match block["type"]:
+            case "text":
+                texts.append(_text(block, "text", at))
+            case "tool_use":
+                function = {
+                    "name": _text(block, "name", at),
+                    "arguments": encode_json(block.get("input") or {}).decode(),
+                }
+                calls.append(
+                    {"id": _text(block, "id", at), "type": "function", "function": function}
+                )
+            case "thinking":
+                text = _text(block, "thinking", at)
+                # Another model's reasoning is none of this one's.
+                if is_ours(text, str(block.get("signature"))):
+                    reasoning.append(text)
+            case "redacted_thinking" | "server_tool_use" | "web_search_tool_result":
+                pass  # of Anthropic's own service
+            case _:
+                raise _unsupported(block, at)
+    message: Json = {"role": "assistant", "content": "".join(texts) or None}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    if texts or calls:
+        yield message
+
+
+def _user_messages(content: Any, where: str) -> Iterator[Json]:
+    parts: list[Json] = []
+    for at, block in _blocks_of(content, where):
+        if block["type"] != "tool_result":
+            parts.append(_part_of(block, at))
+            continue
+        texts: list[str] = []
+        given = block.get("content") or ""
+        if isinstance(given, str):
+            texts.append(given)
+        else:
+            for inner_at, inner in _blocks_of(given, f"{at}.content"):
+                part = _part_of(inner, inner_at)
+                # Templates take pictures from users alone.
+                (texts.append(part["text"]) if part["type"] == "text" else parts.append(part))
+        text = _BETWEEN_TEXTS.join(texts)
+        if block.get("is_error"):
+            text = f"Error: {text}"
+        yield {"role": "tool", "tool_call_id": _text(block, "tool_use_id", at), "content": text}
+    if parts and all(part["type"] == "text" for part in parts):
+        yield {"role": "user", "content": _BETWEEN_TEXTS.join(part["text"] for part in parts)}
+    elif parts:
+        yield {"role": "user", "content": parts}
+
+
+def _part_of(block: Mapping[str, Any], at: str) -> Json:
+    source = block.get("source")
+    source = source if isinstance(source, Mapping) else {}
+    match block["type"], source.get("type"):
+        case "text", _:
+            return {"type": "text", "text": _text(block, "text", at)}
+        case "image", "base64":
+            kind = _text(source, "media_type", f"{at}.source")
+            data = _text(source, "data", f"{at}.source")
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case "image", "url":
+            url = _text(source, "url", f"{at}.source")
+            return {"type": "image_url", "image_url": {"url": url}}
+        case "document", "text":
+            return {"type": "text", "text": _text(source, "data", f"{at}.source")}
+        case _:
+            raise _unsupported(block, at)
+
+
+def _text(block: Mapping[str, Any], name: str, at: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise FieldError(f"{at}.{name}", f"{at}.{name}: A string is required.")
+    return value
+
+
+def _unsupported(block: Mapping[str, Any], at: str) -> FieldError:
+    return FieldError(
+        f"{at}.type", f"{at}.type: This gateway does not support '{block['type'][:100]}'."
+    )
+
+
+def _tools_of(body: Mapping[str, Any]) -> tuple[Json, tuple[str, ...]]:
+    """Return the tools and the choice among them, and the tools that are left out."""
+    tools = body.get("tools") or []
+    functions = []
+    left_out = []
+    for at, tool in _named(tools):
+        if tool.get("type") not in (None, "custom"):
+            left_out.append(f"{at}:{str(tool['type'])[:100]}")
+            continue
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
+        function |= {name: tool[name] for name in ("description", "strict") if name in tool}
+        functions.append({"type": "function", "function": function})
+    chosen: Json = {"tools": functions} if functions else {}
+    choice = body.get("tool_choice")
+    if choice is not None:
+        chosen |= _choice_of(choice, functions)
+    return chosen, tuple(left_out)
+
+
+def _choice_of(choice: Any, functions: Sequence[Json]) -> Json:
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    chosen: Json = {}
+    if kind == "tool":
+        chosen["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(kind, str) and kind in _TOOL_CHOICES:
+        chosen["tool_choice"] = _TOOL_CHOICES[kind]
+    else:
+        raise FieldError(
+            "tool_choice.type", "tool_choice.type: It must be auto, any, tool or none."
+        )
+    if choice.get("disable_parallel_tool_use"):
+        chosen["parallel_tool_calls"] = False
+    return chosen if functions else {}  # the tools that it chooses among are left out
+
+
+def _named(tools: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not isinstance(tools, list):
+        raise FieldError("tools", "tools: A list is required.")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
+            raise FieldError(f"tools.{index}", f"tools.{index}: A tool with a name is required.")
+        yield f"tools.{index}", tool
+
+
+def _reasoning_of(body: Mapping[str, Any]) -> Json:
+    """Translate `thinking` and the effort; without either, a model that may reason does not."""
+    effort = Fields(body).object("output_config").get("effort")
+    if effort is not None and effort not in REASONING_EFFORTS:
+        raise FieldError(
+            "output_config.effort", f"output_config.effort: It must be one of {REASONING_EFFORTS}."
+        )
+    thinking = Fields(body).object("thinking")
+    hidden: Json = {"include_reasoning": False} if thinking.get("display") == "omitted" else {}
+    match thinking.get("type"):
+        case None:
+            return {"reasoning_effort": effort} if effort else {}
+        case "disabled":
+            return {"reasoning_effort": "none"}
+        case "adaptive":
+            return {"reasoning_effort": effort or "high", **hidden}
+        case "enabled":
+            budget = thinking.get("budget_tokens")
+            return {"reasoning_effort": effort or "high", "thinking_budget": budget, **hidden}
+    raise FieldError("thinking.type", "thinking.type: It must be enabled, adaptive or disabled.")
+
+
+def _form_of(body: Mapping[str, Any]) -> Json:
+    form = Fields(body).object("output_config").get("format") or body.get("output_format")
+    if form is None:
+        return {}
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        raise FieldError(
+            "output_config.format", "output_config.format: Its type must be json_schema."
+        )
+    schema = {"name": "answer", "strict": True, "schema": form.get("schema")}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}

@@ -1,0 +1,165 @@
+"""The answer of a chat as a message: whole, and as the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from gateway.protocols.base import choice_of, object_in, objects_in, text_in
+from gateway.protocols.event_stream import read_usage
+from gateway.types import UNUSED
+
+Json = dict[str, Any]
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
+    """Return the message of an answer or of its first chunk, which has not ended."""
+    return {
+        "id": "msg_" + text_in(answer, "id").removeprefix("chatcmpl-"),
+        "type": "message",
+        "role": "assistant",
+        "model": text_in(answer, "model"),
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage_of(answer),
+    }
+
+
+def content_of(message: Mapping[str, Any], sign: Callable[[str], str]) -> Iterator[Json]:
+    """Yield the blocks of a message; `sign` marks reasoning as ours."""
+    if reasoning := text_in(message, "reasoning_content"):
+        yield {"type": "thinking", "thinking": reasoning, "signature": sign(reasoning)}
+    if text := text_in(message, "content"):
+        yield {"type": "text", "text": text}
+    for call in objects_in(message, "tool_calls"):
+        function = object_in(call, "function")
+        arguments = text_in(function, "arguments")
+        try:
+            given = from_json(arguments or "{}", allow_inf_nan=False)
+        except ValueError:
+            given = None
+        if not isinstance(given, dict):
+            given = {"arguments": arguments}
+        yield {
+            "type": "tool_use",
+            "id": text_in(call, "id"),
+            "name": text_in(function, "name"),
+            "input": given,
+        }
+
+
+def stop_of(choice: Mapping[str, Any]) -> Json:
+    """Return why an answer ended; a worker names the stop sequence as vLLM does."""
+    reason = _STOP_REASONS.get(text_in(choice, "finish_reason"), "end_turn")
+    sequence = choice.get("stop_reason")
+    if reason == "end_turn" and isinstance(sequence, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _usage_of(answer: Mapping[str, Any]) -> Json:
+    """Return the usage; Anthropic counts tokens from a cache apart."""
+    usage = read_usage(answer) or UNUSED
+    read = max(usage.prompt_tokens - usage.cached_tokens, 0)
+    written = min(usage.written_tokens, read)
+    counts: Json = {
+        "input_tokens": read - written,
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+    details = object_in(object_in(answer, "usage"), "completion_tokens_details")
+    reasoning = details.get("reasoning_tokens")
+    if isinstance(reasoning, int) and 0 < reasoning <= usage.completion_tokens:
+        counts["output_tokens_details"] = {"thinking_tokens": reasoning}
+    return counts
+
+
+class MessageEncoder:
+    """Encodes the chunks of a chat as the events of a message, in Anthropic's order."""
+
+    passthrough = False
+    failovers = 0
+
+    def __init__(self, sign: Callable[[str], str], edits: Mapping[str, Any]) -> None:
+        """`edits`: the fields of the last event that list what was cleared."""
+        self._sign = sign
+        self._edits = edits
+        self._begun = False
+        self._blocks = 0
+        self._open = ""
+        """The type of the open block."""
+        self._reasoning: list[str] = []
+        self._stop = stop_of({})
+        self._usage: Json = {}
+
+    def event(self, event: bytes, frame: Json) -> bytes:  # noqa: ARG002
+        """Return the events of one chunk."""
+        if frame.get("usage"):
+            self._usage = _usage_of(frame)
+        choice = choice_of(frame)
+        written = b"".join(self._write(object_in(choice, "delta")))
+        if choice.get("finish_reason"):
+            self._stop = stop_of(choice)
+        # The first chunk has the role alone, and the next one the usage of the prompt.
+        if self._begun or not (written or frame.get("usage") or choice.get("finish_reason")):
+            return written
+        self._begun = True
+        start = {"type": "message_start", "message": message_of(frame, [])}
+        return _event(start) + written
+
+    def done(self) -> bytes:
+        """Return the events that end a message."""
+        usage = self._usage or _usage_of({})
+        end = {"type": "message_delta", "delta": self._stop, "usage": usage, **self._edits}
+        return b"".join((*self._close(), _event(end), _event({"type": "message_stop"})))
+
+    def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
+        if reasoning := text_in(delta, "reasoning_content"):
+            yield from self._continue("thinking", {"thinking": "", "signature": ""})
+            self._reasoning.append(reasoning)
+            yield self._delta({"type": "thinking_delta", "thinking": reasoning})
+        if text := text_in(delta, "content"):
+            yield from self._continue("text", {"text": ""})
+            yield self._delta({"type": "text_delta", "text": text})
+        for call in objects_in(delta, "tool_calls"):
+            function = object_in(call, "function")
+            if name := text_in(function, "name"):
+                yield from self._close()
+                block = {"id": text_in(call, "id"), "name": name, "input": {}}
+                yield from self._continue("tool_use", block)
+            if arguments := text_in(function, "arguments"):
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def _continue(self, kind: str, block: Json) -> Iterator[bytes]:
+        """Open a block, unless one of this type is open."""
+        if self._open == kind:
+            return
+        yield from self._close()
+        self._open = kind
+        start = {"index": self._blocks, "content_block": {"type": kind, **block}}
+        yield _event({"type": "content_block_start", **start})
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+
+    def _close(self) -> Iterator[bytes]:
+        """Close the open block, if there is one."""
+        if not self._open:
+            return
+        if self._open == "thinking":
+            signature = self._sign("".join(self._reasoning))
+            yield self._delta({"type": "signature_delta", "signature": signature})
+            self._reasoning.clear()
+        yield _event({"type": "content_block_stop", "index": self._blocks})
+        self._open = ""
+        self._blocks += 1
+
+
+def _event(fields: Json) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), to_json(fields))

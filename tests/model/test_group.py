@@ -1,0 +1,147 @@
+"""Two ranks on this machine as one worker of a gateway: answers, clients that leave, a death."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.model.test_two_workers import wait_until_joined
+from tests.support.openai_requests import TEXT, text_body
+from tests.support.paceline_process import LISTENS, TIMEOUT_S, running_gateway_only
+from tests.support.running_gateway import wait_until
+from tests.support.worker_process import wait_until_ready, worker_process
+from workers.demo import CHECKPOINT
+from workers.engine.types import ModelUnusable
+from workers.group.checks import choose_split
+from workers.group.hosts import Split
+
+TOKEN = "join-token"
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    client: httpx.Client
+    worker_pid: int
+
+    @property
+    def ranks(self) -> list[int]:
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.worker_pid)], capture_output=True, text=True, check=False
+        )
+        return [int(pid) for pid in found.stdout.split()]
+
+    @property
+    def status(self) -> dict[str, Any]:
+        worker: dict[str, Any] = self.client.get("/v1/status").json()["workers"]["group"]
+        return worker
+
+    def chat(self, question: str = TEXT, **fields: Any) -> dict[str, Any]:
+        body = text_body("demo", question, **{"temperature": 0, **fields})
+        answer: dict[str, Any] = self.client.post(CHAT, json=body).raise_for_status().json()
+        return answer
+
+    @contextlib.contextmanager
+    def begun_stream(self, **fields: Any) -> Iterator[Iterator[str]]:
+        """Open a stream, and yield the rest of it once it has text."""
+        body = text_body("demo", TEXT, stream=True, **fields)
+        with self.client.stream("POST", CHAT, json=body) as response:
+            assert response.status_code == 200
+            events = (
+                line.removeprefix("data: ")
+                for line in response.iter_lines()
+                if line.startswith("data: ")
+            )
+            for event in events:
+                if json.loads(event)["choices"][0]["delta"].get("content"):
+                    break
+            yield events
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    folder = tmp_path_factory.mktemp("group")
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": "", "ips": ["127.0.0.1"]}] * 2))
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(running_gateway_only(folder, token=TOKEN))
+        url = gateway.wait_for(LISTENS)[1]
+        flags = ("--group", str(hosts), "--port", "0", "--join", url, "--id", "group")
+        environment = {"PACELINE_JOIN_TOKEN": TOKEN}
+        worker = stack.enter_context(worker_process(*flags, environment=environment))
+        wait_until_ready(worker)
+        wait_until_joined(url, {"group"})
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_S))
+        running = Group(client=client, worker_pid=worker.pid)
+        wait_until(lambda: running.status["state"] == "ready", within_s=TIMEOUT_S)
+        yield running
+
+
+def test_two_ranks_answer_as_one_worker_of_the_vlm_pool(group: Group) -> None:
+    whole = group.chat(max_tokens=12)
+    with group.begun_stream(temperature=0, max_tokens=12) as events:
+        *_, last, done = events
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert whole["choices"][0]["message"]["content"].startswith("1, 2, 3")
+    assert whole["usage"]["completion_tokens"] == 12
+    status = group.status
+    assert status["group_size"] == 2
+    assert status["memory_bytes"] > 0
+    assert list(status["lanes"]) == ["vlm"]
+    assert len(group.ranks) == 2
+
+
+def test_prompt_that_was_read_before_is_taken_from_the_cache(group: Group) -> None:
+    first, second = (group.chat("Say hello.", max_tokens=4) for _ in range(2))
+    assert first["choices"] == second["choices"]
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == second["usage"]["prompt_tokens"] - 1
+
+
+@pytest.mark.parametrize("seed", [None, 5], ids=["batched", "seeded"])
+def test_client_that_leaves_a_stream_leaves_a_group_that_answers(
+    group: Group, seed: int | None
+) -> None:
+    ranks = group.ranks
+    with group.begun_stream(
+        temperature=1.0, max_tokens=20, **({} if seed is None else {"seed": seed})
+    ):
+        pass
+    assert group.chat(max_tokens=4)["choices"][0]["message"]["content"]
+    assert group.ranks == ranks
+
+
+def test_what_the_ranks_cannot_do_is_refused_by_name(group: Group) -> None:
+    body = text_body("demo", response_format={"type": "json_object"})
+    response = group.client.post(CHAT, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format"
+
+
+def test_death_of_a_rank_ends_the_group_which_starts_again(group: Group) -> None:
+    ranks = group.ranks
+    with group.begun_stream(temperature=0) as events:
+        os.kill(ranks[-1], signal.SIGKILL)
+        rest = list(events)
+    assert "error" in json.loads(rest[-1])
+    wait_until(
+        lambda: group.status["state"] == "ready" and ranks != group.ranks, within_s=TIMEOUT_S
+    )
+    assert group.chat(max_tokens=12)["choices"][0]["message"]["content"].startswith("1, 2, 3")
+
+
+def test_split_that_the_model_cannot_have_is_refused() -> None:
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    assert choose_split(CHECKPOINT, config, 2, None) is Split.TENSOR
+    with pytest.raises(ModelUnusable, match="its 2 num_key_value_heads do not divide"):
+        choose_split(CHECKPOINT, config, 4, Split.TENSOR)

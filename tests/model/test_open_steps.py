@@ -1,0 +1,111 @@
+"""Steps that begin before the host has read the step before."""
+
+import itertools
+
+import pytest
+
+from tests.support.engine_lane import RowEvents, run_until_idle
+from tests.support.reference_decoder import is_near_tie, reference_greedy
+from workers.engine.scheduler import LaneScheduler
+from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.types import Delta, Finished
+
+
+def has_open_step(lane: LaneScheduler) -> bool:
+    return any(batch.opened is not None for batch in lane._decoder._batches)
+
+
+def note_open_steps(lane: LaneScheduler, result: RowEvents) -> list[bool]:
+    """Return a list that gets, for each delta of a row, whether a step was open."""
+    noted: list[bool] = []
+
+    def sink(event) -> None:
+        if isinstance(event, Delta):
+            noted.append(has_open_step(lane))
+        result.on_event(event)
+
+    result.row.sink = sink
+    return noted
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_a_step_begins_before_the_tokens_of_the_last_one_are_sent(
+    make_lane, submit, draft_tokens: int
+) -> None:
+    lane = make_lane(draft_tokens=draft_tokens, clock=itertools.count().__next__)
+    result = submit(lane, "Count from 1 to 20.", draft_tokens=draft_tokens, max_tokens=30)
+    noted = note_open_steps(lane, result)
+    run_until_idle(lane)
+
+    assert noted[:6] == [False, True, True, True, True, True], "the prefill chose the first token"
+    assert not noted[-1], "the limit of the answer was known"
+
+
+def test_an_open_step_is_finished_before_a_prompt_is_read(make_lane, submit, checkpoint) -> None:
+    lane = make_lane(chunk_tokens=32)
+    early = submit(lane, "Count from 1 to 20.", max_tokens=60)
+    for _ in range(4):
+        lane.step()
+    assert has_open_step(lane)
+    late = submit(lane, [20 + i % 700 for i in range(90)], max_tokens=12)
+    while not late.row.answer:
+        lane.step()
+        assert not (lane.prefills and has_open_step(lane))
+    lane.step()
+    assert has_open_step(lane)
+    run_until_idle(lane)
+
+    for result, limit in ((early, 60), (late, 12)):
+        prompt, answer = result.row.prompt.tokens, result.row.answer
+        expected = reference_greedy(checkpoint, prompt, limit)
+        assert answer == expected or is_near_tie(checkpoint, prompt, answer, expected)
+
+
+@pytest.mark.parametrize("ends_first", [True, False], ids=["first row", "last row"])
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_a_row_that_ends_while_a_step_is_open_leaves_nothing_of_that_step(
+    make_lane, submit, checkpoint, draft_tokens: int, ends_first: bool
+) -> None:
+    lane = make_lane(draft_tokens=draft_tokens)
+    options = {"draft_tokens": draft_tokens, "max_tokens": 50}
+    count, story = "Count from 1 to 20.", "Tell me a story about a fox."
+
+    def begin(*prompts: str) -> list[RowEvents]:
+        """Submit rows that join the batch in this order."""
+        rows = []
+        for prompt in prompts:
+            stop = (" 9",) if prompt == count else ()
+            rows.append(submit(lane, prompt, stop=stop, **options))
+            while not rows[-1].row.answer:
+                lane.step()
+        return rows
+
+    if ends_first:
+        ending, other = begin(count, story)
+    else:
+        other, ending = begin(story, count)
+    was_open = False
+    while ending.end is None:
+        was_open = has_open_step(lane)
+        lane.step()
+    assert was_open
+    assert isinstance(ending.end, Finished)
+    answer = ending.row.answer
+    assert ending.end.usage.completion_tokens == len(answer)
+    run_until_idle(lane)
+    report = lane.counters.report()
+    assert report.completion_tokens == len(answer) + len(other.row.answer)
+    expected = reference_greedy(checkpoint, other.row.prompt.tokens, 50)
+    assert other.row.answer == expected or is_near_tie(
+        checkpoint, other.row.prompt.tokens, other.row.answer, expected
+    )
+
+    context = (*ending.row.prompt.tokens, *answer[:-1])
+    prompt = (*context, *range(100, 108))
+    following = submit(lane, PreparedPrompt(tokens=prompt, scope=""), **options)
+    run_until_idle(lane)
+    assert following.row.cached_tokens == len(context)
+    expected = reference_greedy(checkpoint, prompt, 50)
+    assert following.row.answer == expected or is_near_tie(
+        checkpoint, prompt, following.row.answer, expected
+    )

@@ -1,0 +1,161 @@
+"""The report of `paceline doctor`: what follows from measurements, and how it reads."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from workers.doctor.report import (
+    Equality,
+    Machine,
+    Model,
+    NetworkAccess,
+    Report,
+    Round,
+    Verify,
+    advise,
+    render,
+)
+
+GB = 10**9
+MACHINE = Machine(
+    chip="Apple M4 Max",
+    model="Mac16,5",
+    system="Darwin 15.6",
+    python="3.12.1",
+    versions={"mlx": "0.32.2"},
+    cores=16,
+    performance_cores=12,
+    efficiency_cores=4,
+    memory_bytes=64 * GB,
+    metal=True,
+    architecture="applegpu_g16s",
+    generation=16,
+    working_set_bytes=48 * GB,
+    largest_buffer_bytes=36 * GB,
+    wired_limit_bytes=0,
+    network=NetworkAccess.ALLOWED,
+)
+MODEL = Model(
+    name="Qwen/Qwen3.5-4B",
+    family="qwen3_5",
+    parameters=4 * GB,
+    weights_bytes=8 * GB,
+    context_tokens=262_144,
+    load_s=2.5,
+    shares_passes=True,
+    verifies_natively=True,
+    head="drafts",
+    memory_limit_bytes=48 * GB,
+    row_bytes=GB // 4,
+    longest_row_tokens=200_000,
+    peak_bytes=9 * GB,
+)
+# One row: k = 2 costs 1.5 rounds for 2.6 tokens. Eight rows: three times as much.
+COSTS_S = {(1, 0): 0.010, (1, 1): 0.012, (1, 2): 0.015, (8, 0): 0.020, (8, 1): 0.040, (8, 2): 0.06}
+ROUNDS = tuple(
+    Round(rows=rows, k=k, round_s=cost_s, samples=16) for (rows, k), cost_s in COSTS_S.items()
+)
+SAME = Equality(answers=8, equal=8)
+DIFFERENT = Equality(answers=8, equal=6, first_differences=(17, 31))
+
+
+def report(machine: dict[str, Any] | None = None, **changes: Any) -> Report:
+    fields = {"rounds": ROUNDS, "acceptance": (0.9, 0.8), **changes}
+    return Report(
+        created="2026-11-25T09:00:00+00:00",
+        machine=MACHINE.model_copy(update=machine or {}),
+        model=changes.pop("model", MODEL),
+        **{name: value for name, value in fields.items() if name != "model"},
+    )
+
+
+def text_of(found: Report) -> str:
+    output = StringIO()
+    Console(width=120, file=output).print(render(found))
+    return output.getvalue()
+
+
+def test_the_best_draft_length_has_the_most_tokens_a_second() -> None:
+    found = report()
+    assert found.tokens_per_round(2) == pytest.approx(1 + 0.9 + 0.9 * 0.8)
+    assert found.tokens_per_s(1, 2) == pytest.approx(2.62 / 0.015)
+    assert (found.best_k(1), found.best_k(8), found.best_k(4)) == (2, 0, None)
+
+
+def test_the_advice_follows_from_the_measurements() -> None:
+    advice = "\n".join(advise(report()))
+    assert "For one request 2 drafted tokens pay most: 1.75 times plain decoding." in advice
+    assert "For 8 requests at once the head's drafts do not pay" in advice
+    assert "8 requests at once get 2.3 times the tokens a second of one, 400 in all." in advice
+    assert "about 64 billion parameters in 4 bits, or 34 in 8" in advice
+    assert "float16" not in advice
+    assert "exact" not in advice
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "sentence"),
+    [
+        ({"generation": 14}, {}, "try `--dtype auto`"),
+        ({"network": NetworkAccess.DENIED}, {}, "macOS does not let this terminal reach"),
+        ({}, {"in_company": DIFFERENT}, '"exact": true'),
+        ({}, {"with_drafts": DIFFERENT}, '"exact": true'),
+        (
+            {},
+            {"model": MODEL.model_copy(update={"row_bytes": 12 * GB})},
+            "holds 3 conversations of 8,192 tokens",
+        ),
+        (
+            {},
+            {"verifies": tuple(Verify(rows=1, tokens=n, pass_s=c, samples=5)
+                               for n, c in ((1, 0.01), (5, 0.016)))},
+            "costs 1.60 plain steps for one request: it pays where more than 0.6 of them",
+        ),
+    ],
+)  # fmt: skip
+def test_the_advice_names_what_stands_out(
+    machine: dict[str, Any], changes: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in "\n".join(advise(report(machine, **changes)))
+    assert sentence not in "\n".join(advise(report()))
+
+
+def test_equal_answers_need_no_advice() -> None:
+    assert "exact" not in "\n".join(advise(report(in_company=SAME, with_drafts=SAME)))
+
+
+def test_the_text_has_what_the_json_has() -> None:
+    exact = Equality(answers=8, equal=8, same_bits=8)
+    text = text_of(
+        report(
+            exact=exact,
+            with_drafts=DIFFERENT,
+            skipped=("exact answers",),
+            failures=("It broke.",),
+            advice=("Run it.",),
+        )
+    )
+    for part in (
+        "Apple M4 Max (Mac16,5)",
+        "16 (12 fast, 4 efficient)",
+        "Metal, applegpu_g16s",
+        "64.00 GB in all, 48.00 GB for the GPU, 36.00 GB in one buffer",
+        "15.0 ms  175/s",
+        "Accepted drafts by position: 90%, 80%",
+        "6 of 8; the others leave at token 17, 31",
+        "8 of 8, 8 of them in every bit",
+        "- exact answers",
+        "- It broke.",
+        "- Run it.",
+    ):
+        assert part in text, part
+
+
+def test_a_report_of_a_cpu_that_measured_nothing_can_be_drawn() -> None:
+    machine = {"metal": False, "working_set_bytes": 0, "model": "", "performance_cores": 0}
+    text = text_of(report(machine, rounds=(), acceptance=()))
+    assert "the CPU, in float32" in text
+    assert "Rounds" not in text

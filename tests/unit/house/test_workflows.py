@@ -1,0 +1,71 @@
+"""Workflows of GitHub: they parse, pin what they use, and run commands that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from gateway.cli.commands import paceline
+
+ROOT = Path(__file__).parents[3]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def steps() -> Iterator[dict[str, Any]]:
+    """Yield the steps of all jobs."""
+    for file in WORKFLOWS:
+        # `on` is a boolean in YAML 1.1, which PyYAML reads.
+        workflow = yaml.safe_load(file.read_text())
+        assert workflow.keys() >= {"name", True, "permissions", "jobs"}, file.name
+        for job in workflow["jobs"].values():
+            assert job["timeout-minutes"] <= 60
+            yield from job["steps"]
+
+
+COMMANDS = [shlex.split(line) for step in steps() for line in step.get("run", "").splitlines()[:1]]
+
+
+def test_a_workflow_runs_on_a_mac() -> None:
+    jobs = [yaml.safe_load(file.read_text())["jobs"] for file in WORKFLOWS]
+    assert "macos-15" in [job["runs-on"] for each in jobs for job in each.values()]
+
+
+def test_each_action_is_pinned_by_its_commit() -> None:
+    actions = [step["uses"] for step in steps() if "uses" in step]
+    assert actions
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in actions)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_command_exists(command: list[str]) -> None:
+    program, *arguments = command
+    if program == ".venv/bin/paceline":
+        name, *options = arguments
+        with click.Context(paceline) as parent:
+            paceline.commands[name].make_context(name, options, parent)
+    elif program == ".venv/bin/python" and arguments[0] == "-m":
+        assert importlib.util.find_spec(arguments[1]) is not None
+    else:
+        assert program in (".venv/bin/python", "scripts/setup")
+    for path in arguments:
+        if path.startswith("tests/"):
+            assert (ROOT / path).exists(), path
+
+
+def test_each_python_program_compiles() -> None:
+    programs = [
+        program
+        for step in steps()
+        for program in re.findall(r"<<'PYTHON'\n(.*?)PYTHON", step.get("run", ""), re.DOTALL)
+    ]
+    assert programs
+    for program in programs:
+        compile(program, "workflow", "exec")

@@ -1,0 +1,68 @@
+"""Forward pass of Qwen3-Next that records the states of its recurrent layers, on mlx-vlm's modules.
+
+mlx-vlm's own pass replaces a recurrent state and keeps no history, so that no rejected draft could
+be rolled back. This one goes through the protocol of Qwen3.5 (`kv_cache.py`), whose recurrent
+layers are the same but for the order of the outputs of their projections. It also adds the epsilon
+of the norm of queries and keys to their sum of squares, as Transformers and mlx-lm do, where
+mlx-vlm adds it to the mean. Duck-typed to mlx-vlm's Qwen3-Next; `tests/model/test_families.py`
+compares with mlx-lm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_vlm.models.base import create_attention_mask
+from mlx_vlm.models.gated_delta import gated_delta_update
+
+_EPSILON = 1e-6
+
+
+def forward(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+    """Run tokens [rows, L] at every row's cursor; return the hidden states [rows, L, width]."""
+    model = language.model
+    state = model.embed_tokens(tokens)
+    mask = create_attention_mask(state, caches[model.fa_idx])
+    for layer, cache in zip(model.layers, caches, strict=True):
+        inputs = layer.input_layernorm(state)
+        if layer.is_linear:
+            state = state + _mix(layer.linear_attn, inputs, cache)
+        else:
+            state = state + layer.self_attn(inputs, mask, cache)
+        state = state + layer.mlp(layer.post_attention_layernorm(state))
+    return model.norm(state)
+
+
+def _mix(layer: Any, inputs: mx.array, cache: Any) -> mx.array:
+    """Return the output of a recurrent layer (Gated DeltaNet, arXiv 2412.06464)."""
+    rows, length, _ = inputs.shape
+    *parts, gate, b, a = layer.fix_query_key_value_ordering(
+        layer.in_proj_qkvz(inputs), layer.in_proj_ba(inputs)
+    )
+    width = layer.conv_kernel_size - 1
+    before = cache[0]
+    if before is None:
+        before = mx.zeros((rows, width, layer.conv_dim), inputs.dtype)
+    mixed = mx.concatenate([part.reshape(rows, length, -1) for part in parts], axis=-1)
+    source = mx.concatenate([before, mixed], axis=1)
+    cache.update_window(0, source, width)
+    ends = [layer.key_dim, 2 * layer.key_dim]
+    queries, keys, values = (
+        part.reshape(rows, length, heads, -1)
+        for part, heads in zip(
+            mx.split(nn.silu(layer.conv1d(source)), ends, axis=-1),
+            (layer.num_k_heads, layer.num_k_heads, layer.num_v_heads),
+            strict=True,
+        )
+    )
+    scale, epsilon = layer.head_k_dim**-0.5, _EPSILON / layer.head_k_dim
+    queries = scale**2 * mx.fast.rms_norm(queries, None, epsilon)
+    keys = scale * mx.fast.rms_norm(keys, None, epsilon)
+    output, _ = gated_delta_update(
+        queries, keys, values, a, b, layer.A_log, layer.dt_bias, cache=cache
+    )
+    cache.advance(length)
+    return layer.out_proj(layer.norm(output, gate).reshape(rows, length, -1))

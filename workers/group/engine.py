@@ -1,0 +1,476 @@
+"""The engine of a group: it renders prompts and writes answers here; the ranks make the tokens.
+
+A worker with it is a worker as any other, with one lane. What mlx-lm batches leaves the batch when
+its client leaves; a seeded request runs alone there and cannot be stopped on all ranks at once, so
+it is read to its end. The group dies with any of its ranks, and starts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from workers.drain_rate import QueuePlace
+from workers.engine import types
+from workers.engine.memory_pressure import MemoryReading
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import ModelFacts, limit_context, read_facts
+from workers.engine.model_folder import check_folder, forbid_code, refusing
+from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, TransferFailed
+from workers.engine.row import Row, SpeculationCounter
+from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.group.checks import check_facts, choose_split, refuse_unsupported, weights_bytes
+from workers.group.hosts import Backend, Hosts, Split
+from workers.group.rank import RankMessage, RankRequest
+from workers.group.ranks import RankRefused, Ranks, RanksDied
+from workers.protocol import LaneReport, StartStage
+
+log = logging.getLogger(__name__)
+
+_FIRST_TOKEN_S = 1800.0
+"""Loading hundreds of gigabytes takes minutes."""
+_PROBE_S = 5.0
+"""An idle group makes a token so often, and within this time."""
+_PATIENCE_S = 30.0
+"""A running answer gets a token, or a chunk of its prompt is read, at least so often."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+_GIVE_UP_AFTER = 5
+_QUEUE_LIMIT = 256
+_RETRY_AFTER_S = 5.0
+_PROBE_SCOPE = "probe"
+_DROP_SCOPE = "drop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """Settings of a group."""
+
+    hosts: Hosts
+    backend: Backend
+    split: Split | None
+    """None: tensors where the model can, else layers."""
+    model: str
+    """As the ranks know it: a folder that is the same on all machines, or a repository."""
+    folder: Path
+    """On this machine."""
+    served_name: str
+    context_tokens: int | None
+    rows: int
+    prefill_chunk: int
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer that the ranks have not ended yet."""
+
+    row: Row
+    events: asyncio.Queue[types.Event | types.EngineError]
+    runs_alone: bool
+    left: bool = False
+    """Whether nobody reads it any more."""
+    sampled_s: float = 0.0
+
+
+@dataclass(kw_only=True, eq=False)
+class GroupEngine(types.NoPrefixCache):
+    """One model on several machines; create it with `GroupEngine.start`.
+
+    mlx-lm tells nothing of its prefix cache, and a rank whose allocation fails dies.
+    """
+
+    settings: GroupSettings
+    facts: ModelFacts
+    split: Split
+    prompts: PromptRenderer
+    card: types.ModelCard = field(init=False)
+    alive: bool = True
+    ready: bool = False
+    """Whether all ranks have made a token, and live."""
+    _ranks: Ranks | None = None
+    _answers: dict[int, _Answer] = field(default_factory=dict)
+    _signals: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    """Requests of this engine itself, by number, until their ends."""
+    _numbers: int = 0
+    _limit_bytes: int = 0
+    _deaths: int = 0
+    """In a row, without a token of all ranks between them."""
+
+    def __post_init__(self) -> None:
+        self._supervision: asyncio.Task[None] | None = None
+        self._counters = LaneCounters(types.LaneName.VLM, slots=self.settings.rows, draft_tokens=0)
+        self.card = types.ModelCard(
+            model=self.settings.served_name,
+            family=self.facts.family,
+            lanes=(types.LaneName.VLM,),
+            context_tokens=self.facts.context_tokens,
+            vision=False,
+            parameters=0,
+            weights_bytes=weights_bytes(self.settings.folder),
+            native_verify=False,
+            mtp=False,
+            looks_up=False,
+            mtp_unavailable_reason=f"it runs on {self.group_size} ranks, which draft nothing",
+            draft_tokens_requested=0,
+            draft_tokens_effective=0,
+            default_max_tokens=self.facts.default_max_tokens,
+            sampling=self.facts.sampling,
+            group_size=self.group_size,
+        )
+
+    @classmethod
+    def start(
+        cls,
+        settings: GroupSettings,
+        loop: asyncio.AbstractEventLoop,
+        progress: types.ProgressSink = lambda *_: None,
+    ) -> GroupEngine:
+        """Start the ranks, supervised by `loop`, up to their first token; called in a thread.
+
+        Raises `ModelUnusable` if the model cannot be split so, or the ranks cannot serve it.
+        """
+        progress(StartStage.WEIGHTS, 0, 0)
+        with refusing(settings.folder):
+            config = check_folder(settings.folder)
+            forbid_code()
+            tokenizer = AutoTokenizer.from_pretrained(settings.folder, trust_remote_code=False)
+            facts = read_facts(settings.folder, config, tokenizer)
+            facts = limit_context(facts, settings.context_tokens)
+            ranks = len(settings.hosts.hosts)
+            split = choose_split(settings.folder, config, ranks, settings.split)
+            engine = cls(
+                settings=settings, facts=facts, split=split, prompts=PromptRenderer(facts.processor)
+            )
+        asyncio.run_coroutine_threadsafe(engine._begin(), loop).result()
+        return engine
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.settings.hosts.hosts)
+
+    def lane_reports(self) -> tuple[LaneReport, ...]:
+        """Return the counts of the lane."""
+        return (self._counters.report(),)
+
+    def queue_place(self, generation: types.Generation) -> QueuePlace | None:
+        """Return None: mlx-lm tells no places."""
+        del generation
+        return None
+
+    def memory_bytes(self) -> int:
+        """Return the memory in use by MLX on all ranks."""
+        return self._ranks.memory_bytes if self._ranks else 0
+
+    def memory_limit_bytes(self) -> int:
+        """Return the sum of the limits of all ranks."""
+        return self._limit_bytes
+
+    def memory_reading(self) -> MemoryReading:
+        """Return the memory in use by all ranks, and the sum of their limits."""
+        return MemoryReading(used_bytes=self.memory_bytes(), limit_bytes=self._limit_bytes)
+
+    @asynccontextmanager
+    async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:
+        """Offer nothing: no other engine has such parts of a cache."""
+        del query
+        raise TransferFailed("absent")
+        yield
+
+    async def drop_prefixes(self, scope: str | None) -> None:
+        """Delete the whole prefix cache, whatever the scope, once the running answers have ended.
+
+        mlx-lm does not tell which sequences belong to a scope.
+        """
+        del scope
+        if self._ranks is not None and self.ready:
+            await self._signal(self._ranks, RankRequest(id=0, scope=_DROP_SCOPE))
+
+    def stop(self) -> None:
+        """Kill the ranks; running generations raise `EngineStopped`."""
+        self.alive = self.ready = False
+        if self._supervision is not None:
+            self._supervision.cancel()
+        if self._ranks is not None:
+            self._ranks.kill()
+        self._fail_answers(types.EngineStopped("The worker shuts down."))
+
+    async def check(self, generation: types.Generation) -> int:
+        """Return the tokens of the prompt; raise an `EngineError` if it can never be answered."""
+        prompt = await self._prepare(generation)
+        self._make_answer(generation, prompt)
+        return len(prompt.tokens)
+
+    async def generate(self, generation: types.Generation) -> AsyncGenerator[types.Event, None]:
+        """Yield the events of one generation; raise an `EngineError` if it cannot continue."""
+        if len(self._answers) >= _QUEUE_LIMIT:
+            raise types.EngineBusy(_RETRY_AFTER_S)
+        prompt = await self._prepare(generation)
+        answer = self._make_answer(generation, prompt)
+        ranks = self._ranks
+        if ranks is None or not self.ready:
+            raise types.EngineStopped("The group starts again.")
+        number = self._next_number()
+        ranks.submit(_request_of(number, answer))
+        self._answers[number] = answer
+        self._count_rows()
+        try:
+            while True:
+                event = await answer.events.get()
+                if isinstance(event, types.EngineError):
+                    raise event
+                yield event
+                if isinstance(event, types.Finished):
+                    return
+        finally:
+            answer.left = True
+            self._counters.record_finish(answer.row)
+            if number in self._answers and not answer.runs_alone:
+                ranks.cancel(number)
+                self._end(number)
+
+    async def _prepare(self, generation: types.Generation) -> PreparedPrompt:
+        prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
+        limit = generation.prompt_limit
+        if limit is None:
+            return prompt
+        limit = self.card.context_tokens - 1 if limit < 0 else limit
+        if len(prompt.tokens) <= limit:
+            return prompt
+        return PreparedPrompt(tokens=prompt.tokens[len(prompt.tokens) - limit :])
+
+    def _make_answer(self, generation: types.Generation, prompt: PreparedPrompt) -> _Answer:
+        """Return an answer to run; raise `InvalidGeneration` if the ranks can never make it."""
+        if generation.lane is not types.LaneName.VLM:
+            raise types.InvalidGeneration("model", f"This worker has no {generation.lane} lane.")
+        refuse_unsupported(generation)
+        prompt.check(self.card.context_tokens, self.facts.vocabulary)
+        for token, _ in generation.sampling.logit_bias:
+            if token >= self.facts.vocabulary:
+                raise types.InvalidGeneration(
+                    "logit_bias", f"Token {token} is not in the vocabulary."
+                )
+        room = self.card.context_tokens - len(prompt.tokens)
+        max_tokens = min(generation.max_tokens or self.facts.default_max_tokens or room, room)
+        tokens = len(prompt.tokens) + generation.choices * max_tokens + generation.further_tokens
+        if generation.token_limit is not None and tokens > generation.token_limit:
+            raise types.TokenLimitExceeded(tokens)
+        events: asyncio.Queue[types.Event | types.EngineError] = asyncio.Queue()
+        row = Row(
+            generation=generation,
+            prompt=prompt,
+            seed=0,  # mlx-lm draws
+            max_tokens=max_tokens,
+            ends=self.facts.eos | generation.stop_tokens,
+            draft_tokens=0,
+            with_head=False,
+            text=self.prompts.stream(generation),
+            reasoning=self.prompts.reasoning(generation, prompt.tokens),
+            speculation=SpeculationCounter(0),
+            sink=events.put_nowait,
+        )
+        return _Answer(row, events, runs_alone=generation.sampling.seed is not None)
+
+    def _take(self, message: RankMessage) -> None:
+        """Take a message of rank 0."""
+        if (signal := self._signals.get(message.id)) is not None:
+            if message.ended and not signal.done():
+                signal.set_result(None)
+            return
+        answer = self._answers.get(message.id)
+        if answer is None:
+            return
+        if message.failure:
+            log.error("group.answer_failed reason=%s", message.failure)
+            answer.events.put_nowait(types.GenerationFailed("The ranks failed to answer."))
+        if not answer.left:
+            self._advance(answer, message)
+        if message.ended:
+            self._end(message.id)
+        elif answer.row.finish_reason and not answer.runs_alone and self._ranks is not None:
+            if not message.finish_reason:  # a stop string or token, of which mlx-lm does not know
+                self._ranks.cancel(message.id)
+            self._end(message.id)
+
+    def _advance(self, answer: _Answer, message: RankMessage) -> None:
+        row, now_s = answer.row, asyncio.get_running_loop().time()
+        if message.cached_tokens is not None:
+            row.cached_tokens = message.cached_tokens
+            self._counters.record_prefix_lookup(row, 0.0)
+            answer.sampled_s = now_s
+        elif message.read is not None:
+            read, total = message.read
+            answer.events.put_nowait(types.PrefillProgress(read_tokens=read, prompt_tokens=total))
+        elif message.token is not None and not row.finish_reason:
+            if row.answer:
+                self._counters.record_decode(1.0, now_s - answer.sampled_s)
+            else:
+                read = len(row.prompt.tokens) - row.cached_tokens
+                self._counters.record_prefill(read, now_s - answer.sampled_s)
+            answer.sampled_s = now_s
+            row.append_tokens([message.token], self._logprobs(row, message), now_s=now_s)
+            if message.finish_reason and not row.finish_reason:
+                row.end(types.FinishReason(message.finish_reason), now_s=now_s)
+            if row.finish_reason:
+                answer.events.put_nowait(row.finished_event())
+
+    def _logprobs(self, row: Row, message: RankMessage) -> tuple[types.TokenLogprob, ...]:
+        top, token = row.generation.top_logprobs, message.token
+        if top is None or token is None:
+            return ()
+        others = tuple(
+            types.ScoredToken(token_id=other, raw=self.prompts.raw(other), logprob=logprob)
+            for other, logprob in message.top[:top]
+        )
+        scored = types.TokenLogprob(
+            token_id=token, raw=self.prompts.raw(token), logprob=message.logprob, top=others
+        )
+        return (scored,)
+
+    def _end(self, number: int) -> None:
+        self._answers.pop(number, None)
+        self._count_rows()
+
+    def _count_rows(self) -> None:
+        active = self._answers.values()
+        running = min(len(active), self.settings.rows)
+        unread = sum(
+            len(answer.row.prompt.tokens) - answer.row.cached_tokens
+            for answer in active
+            if not answer.row.answer
+        )
+        self._counters.set_occupancy(
+            running=running, waiting=len(active) - running, pending_prefill_tokens=unread
+        )
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _patience_s(self) -> float | None:
+        if self._answers:
+            return _PATIENCE_S
+        return _PROBE_S if self._signals and self.ready else None
+
+    async def _signal(self, ranks: Ranks, request: RankRequest) -> None:
+        """Send a request of this engine itself, and wait for its end, or for that of the group."""
+        number = self._next_number()
+        ranks.submit(request.model_copy(update={"id": number}))
+        ended = self._signals[number] = asyncio.get_running_loop().create_future()
+        try:
+            await ended
+        finally:
+            del self._signals[number]
+
+    def _probe(self) -> RankRequest:
+        """Return a request for one token, which takes all ranks."""
+        return RankRequest(id=0, prompt=[min(self.facts.eos, default=0)], scope=_PROBE_SCOPE)
+
+    async def _begin(self) -> None:
+        """Start the supervision; return at the first token, or raise `ModelUnusable`."""
+        started = asyncio.get_running_loop().create_future()
+        self._supervision = asyncio.create_task(self._supervise(started), name="group")
+        await started
+
+    async def _supervise(self, started: asyncio.Future[None]) -> None:
+        """Run the ranks, again and again; set the result of `started` at their first token."""
+        while True:
+            try:
+                await self._run_ranks(started)
+            except RankRefused as refusal:
+                reason = str(refusal)
+                if not started.done():
+                    started.set_exception(types.ModelUnusable(reason))
+                    return
+            except RanksDied as death:
+                reason = str(death)
+            self._deaths += 1
+            deaths = self._deaths
+            if not started.done() and deaths >= _GIVE_UP_AFTER:
+                started.set_exception(
+                    types.ModelUnusable(
+                        f"The group ended {deaths} times before it was ready: {reason}."
+                    )
+                )
+                return
+            wait_s = min(_FIRST_WAIT_S * 2 ** min(deaths - 1, 10), _LONGEST_WAIT_S)
+            log.error("group.died reason=%s restart_in_s=%g", reason, wait_s)
+            await asyncio.sleep(wait_s)
+
+    async def _run_ranks(self, started: asyncio.Future[None]) -> None:
+        """Run the ranks up to their common end: raises `RanksDied` or `RankRefused`."""
+        hosts = self.settings.hosts
+        ranks = Ranks(hosts, on_answer=self._take, patience_s=self._patience_s)
+        try:
+            facts = await ranks.launch(self.settings.model)
+            check_facts(hosts, facts, self.card.weights_bytes)
+            self._limit_bytes = sum(one.limit_bytes for one in facts)
+            self._ranks = ranks
+            ranks.begin(
+                self.settings.backend,
+                self.split,
+                facts,
+                self.settings.rows,
+                self.settings.prefill_chunk,
+            )
+            first = asyncio.create_task(self._signal(ranks, self._probe()))
+            await ranks.first_token(first, _FIRST_TOKEN_S)
+            self.ready, self._deaths = True, 0
+            log.info("group.ready ranks=%d split=%s", self.group_size, self.split)
+            if not started.done():
+                started.set_result(None)
+            probes = asyncio.create_task(self._probe_when_idle(ranks))
+            try:
+                await ranks.wait()
+            finally:
+                probes.cancel()
+        finally:
+            self.ready, self._ranks = False, None
+            self._fail_answers(types.EngineStopped("The group has died."))
+            await ranks.close()
+
+    async def _probe_when_idle(self, ranks: Ranks) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_S)
+            if not self._answers:
+                await self._signal(ranks, self._probe())
+
+    def _fail_answers(self, error: types.EngineError) -> None:
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.events.put_nowait(error)
+        for signal in self._signals.values():
+            signal.cancel()
+        self._count_rows()
+
+
+def _request_of(number: int, answer: _Answer) -> RankRequest:
+    """Return a generation as rank 0 takes it."""
+    generation, row = answer.row.generation, answer.row
+    sampling, prompt = generation.sampling, row.prompt
+    cuts = {prompt.prefix.tokens if prompt.prefix else 0, prompt.turn_tokens}
+    return RankRequest(
+        id=number,
+        prompt=list(prompt.tokens),
+        segments=sorted(cut for cut in cuts if 0 < cut < len(prompt.tokens)),
+        # Without a scope nothing may be shared, so such requests have one each.
+        scope=f"none:{number}" if prompt.scope is None else f"scope:{prompt.scope}",
+        max_tokens=row.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=0.0 if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        seed=sampling.seed,
+        top_logprobs=generation.top_logprobs or 0,
+        # Those of a row that is batched are found here, and the row leaves the batch.
+        stop=list(generation.stop) if answer.runs_alone else [],
+    )

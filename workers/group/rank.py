@@ -1,0 +1,375 @@
+"""One rank of a group: `python -m workers.group.rank`, the generator of mlx-lm's server on pipes.
+
+The supervisor writes a `RankOrder` and later a `RankStart` to standard input, each as a line of
+JSON; rank 0 then reads requests there. Every rank writes `RankMessage` lines to standard output:
+what it found on its machine, a beat each second, and rank 0 the tokens of the answers. A rank ends
+when its standard input closes, however its supervisor ended, and when its generator dies.
+
+mlx-lm's HTTP server is left out: it answers to any page in a browser of its machine, loads whatever
+model a request names, and tells no token ids. This is the one file that knows mlx-lm's server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from workers.group.hosts import Backend, Split, free_port
+
+BEAT_S = 1.0
+_VERSIONS = ("paceline", "mlx", "mlx-lm", "transformers")
+_CACHED_SEQUENCES = 10
+"""As in mlx-lm; a limit in bytes would part ranks whose parts of the model differ."""
+
+
+class RankOrder(BaseModel):
+    """What a rank must know before it tells its facts."""
+
+    rank: int
+    model: str
+    """A folder or a repository, on the machine of the rank."""
+    addresses: tuple[str, ...]
+
+
+class RankFacts(BaseModel):
+    """What a rank found on its machine."""
+
+    pid: int
+    versions: dict[str, str]
+    ports: tuple[int, ...]
+    """A free port for each of its addresses."""
+    fingerprint: str
+    """Of the model in its folder."""
+    limit_bytes: int
+    """Memory that MLX may use."""
+    free_bytes: int
+
+
+class RankStart(BaseModel):
+    """What a rank must know to load its part of the model."""
+
+    backend: Backend
+    split: Split
+    variables: dict[str, str]
+    files: dict[str, Any]
+    """Contents in JSON of files that variables name."""
+    rows: int
+    prefill_chunk: int
+
+
+class RankRequest(BaseModel):
+    """A request for rank 0."""
+
+    id: int
+    prompt: list[int] = Field(default_factory=list)
+    """Empty: delete the prefix cache, and answer nothing."""
+    segments: list[int] = Field(default_factory=list)
+    """Where the prompt is cut, so that the prefix cache holds its beginning apart."""
+    scope: str = ""
+    """Requests of one scope share the prefix cache; those of two never run together."""
+    max_tokens: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 0.0
+    """0: none."""
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    top_logprobs: int = 0
+    stop: list[str] = Field(default_factory=list)
+
+
+class RankMessage(BaseModel):
+    """A line of a rank; of an answer if it has an `id`."""
+
+    facts: RankFacts | None = None
+    beat_bytes: int | None = None
+    """A sign of life: the memory in use by MLX."""
+    refusal: str = ""
+    """Why the rank cannot start, for people."""
+    id: int = 0
+    cached_tokens: int | None = None
+    """The request has been taken; so many tokens of its prompt were in the prefix cache."""
+    read: tuple[int, int] | None = None
+    """Tokens of the prompt that were read, and all of them."""
+    token: int | None = None
+    logprob: float = 0.0
+    top: list[tuple[int, float]] = Field(default_factory=list)
+    finish_reason: str = ""
+    ended: bool = False
+    """Nothing follows of this answer."""
+    failure: str = ""
+    """What mlx-lm says, for the log alone."""
+
+
+def main() -> None:
+    """Run a rank until its standard input closes."""
+    lines = _Lines()
+    order = RankOrder.model_validate_json(sys.stdin.readline())
+    logging.basicConfig(
+        level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {order.rank}: %(message)s"
+    )
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    lines.beat()
+    try:
+        folder, facts = _find(order)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor tells the person
+        lines.write(RankMessage(refusal=str(error) or type(error).__name__))
+        return
+    lines.write(RankMessage(facts=facts))
+    if not (line := sys.stdin.readline()):
+        return
+    start = RankStart.model_validate_json(line)
+    with tempfile.TemporaryDirectory(prefix="paceline-rank-") as scratch:
+        os.environ.update(start.variables, MLX_RANK=str(order.rank))
+        for name, content in start.files.items():
+            path = Path(scratch, name)
+            path.write_text(json.dumps(content))
+            os.environ[name] = str(path)
+        generator = _generator(folder, start)
+        lines.generator = generator
+    answers: dict[int, _Answer] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "cancel" in request:
+            if answer := answers.pop(request["cancel"], None):
+                answer.cancel()
+            continue
+        given = RankRequest.model_validate(request)
+        answers[given.id] = _Answer(given.id, lines, answers)
+        generator.requests.put((answers[given.id], *_as_mlx_lm(given)))
+    os._exit(0)  # the generator's thread waits for the other ranks, which may be gone
+
+
+class _Lines:
+    """The lines that the supervisor reads; whatever libraries print goes to standard error."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._lock = threading.Lock()
+        self.generator: Any = None
+
+    def write(self, message: RankMessage) -> None:
+        line = message.model_dump_json(exclude_defaults=True)
+        try:
+            with self._lock:
+                self._file.write(line + "\n")
+                self._file.flush()
+        except BrokenPipeError:
+            os._exit(0)  # as for a closed standard input
+
+    def beat(self) -> None:
+        """Write a beat each second from now on; end this process if the generator has died."""
+        import mlx.core as mx  # noqa: PLC0415 - takes a second
+
+        def run() -> None:
+            while True:
+                if self.generator is not None and not self.generator.is_healthy:
+                    os._exit(1)
+                self.write(RankMessage(beat_bytes=mx.get_active_memory()))
+                time.sleep(BEAT_S)
+
+        threading.Thread(target=run, name="beats", daemon=True).start()
+
+
+class _Answer:
+    """The queue that mlx-lm gives an answer's items to; writes each as a line."""
+
+    def __init__(self, number: int, lines: _Lines, answers: dict[int, _Answer]) -> None:
+        self._id, self._lines, self._answers = number, lines, answers
+        self._context: Any = None
+        self._cancelled = False
+
+    def put(self, item: Any) -> None:
+        """Take an item; called by the generator's thread."""
+        message = RankMessage(id=self._id)
+        match item:
+            case None:
+                self._answers.pop(self._id, None)
+                message.ended = True
+            case Exception():
+                self._answers.pop(self._id, None)
+                message.failure = f"{type(item).__name__}: {item}"[:1000]
+                message.ended = True
+            case (int() as read, int() as total):
+                message.read = (read, total)
+            case _ if hasattr(item, "prompt_cache_count"):
+                self._context = item
+                if self._cancelled:
+                    item.stop()
+                message.cached_tokens = max(item.prompt_cache_count, 0)
+            case _:
+                message.token, message.logprob = item.token, item.logprob
+                message.top = [(one["id"], one["logprob"]) for one in item.top_tokens]
+                message.finish_reason = item.finish_reason or ""
+        self._lines.write(message)
+
+    def cancel(self) -> None:
+        """Leave the batch at the next step; called by the thread that reads requests."""
+        self._cancelled = True
+        if self._context is not None:
+            self._context.stop()
+
+
+def _find(order: RankOrder) -> tuple[Path, RankFacts]:
+    """Return the folder of the model, after its download, and the facts."""
+    from workers.engine.device import memory_limit_bytes  # noqa: PLC0415
+    from workers.engine.memory_pressure import memory_reader  # noqa: PLC0415
+    from workers.engine.model_folder import check_folder, forbid_code  # noqa: PLC0415
+    from workers.engine.prefix_cache_files import model_fingerprint  # noqa: PLC0415
+    from workers.server.model_source import resolve_model  # noqa: PLC0415
+
+    forbid_code()
+    ports = []
+    for address in order.addresses:
+        try:
+            ports.append(free_port(address))
+        except OSError as error:
+            raise ValueError(f"it cannot listen on {address}: {error.strerror}") from error
+    folder = resolve_model(order.model).fetch()
+    check_folder(folder)
+    limit_bytes = memory_limit_bytes()
+    memory = memory_reader(limit_bytes)()
+    return folder, RankFacts(
+        pid=os.getpid(),
+        versions={name: version(name) for name in _VERSIONS},
+        ports=tuple(ports),
+        fingerprint=model_fingerprint(folder),
+        limit_bytes=limit_bytes,
+        free_bytes=max(memory.limit_bytes - memory.used_bytes, 0) or limit_bytes,
+    )
+
+
+def _generator(folder: Path, start: RankStart) -> Any:
+    """Return mlx-lm's generator on its own thread, which loads the rank's part of the model."""
+    import mlx.core as mx  # noqa: PLC0415
+    from mlx_lm.models.cache import LRUPromptCache  # noqa: PLC0415
+    from mlx_lm.server import ModelProvider, ResponseGenerator  # noqa: PLC0415
+
+    from workers.engine.device import cast_for_device  # noqa: PLC0415
+
+    class Provider(ModelProvider):  # type: ignore[misc]
+        """Serves the one model of the group, whatever a request names; the name is its scope."""
+
+        def load(
+            self, model_path: str, adapter_path: object = None, draft_model_path: object = None
+        ) -> tuple[Any, Any]:
+            del adapter_path, draft_model_path
+            if self.model is None:
+                super().load("default_model")
+                cast_for_device(self.model)
+            self.model_key = model_path  # of the prefix cache too
+            return self.model, self.tokenizer
+
+    class PromptCache(LRUPromptCache):  # type: ignore[misc]
+        """Leaves one token of a prompt to read: mlx-lm cannot answer one that is cached whole."""
+
+        def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
+            if len(tokens) < 2:
+                return None, tokens
+            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+            return cache, [*rest, tokens[-1]]
+
+    class Generator(ResponseGenerator):  # type: ignore[misc]
+        """Takes prompts as tokens, as the chat template of the worker has rendered them."""
+
+        def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
+            del tokenizer, args
+            prompt, cuts = request.prompt
+            if not prompt:
+                self.prompt_cache.trim_to(n_sequences=0)
+                raise CacheDropped
+            ends = [*cuts, len(prompt)]
+            segments = [prompt[a:b] for a, b in zip([0, *cuts], ends, strict=True)]
+            kinds = ["system", "user", "assistant"][-len(segments) :]
+            return prompt, segments, kinds, "normal", None
+
+    # On all ranks at once; `strict`, because MLX otherwise goes on as a group of one.
+    mx.distributed.init(strict=True, backend=start.backend.value)
+    options = Namespace(
+        model=str(folder),
+        adapter_path=None,
+        draft_model=None,
+        num_draft_tokens=0,
+        trust_remote_code=False,
+        chat_template="",
+        use_default_chat_template=False,
+        chat_template_args={},
+        pipeline=start.split is Split.PIPELINE,
+        decode_concurrency=start.rows,
+        prompt_concurrency=start.rows,
+        prefill_step_size=start.prefill_chunk,
+        prompt_cache_bytes=None,
+        kv_bits=None,
+        kv_group_size=64,
+        quantized_kv_start=0,
+    )
+    return Generator(Provider(options), PromptCache(_CACHED_SEQUENCES))
+
+
+class CacheDropped(Exception):
+    """The prefix cache is empty now."""
+
+
+def _as_mlx_lm(given: RankRequest) -> tuple[Any, Any]:
+    from mlx_lm.server import (  # noqa: PLC0415
+        CompletionRequest,
+        GenerationArguments,
+        LogitsProcessorArguments,
+        ModelDescription,
+        SamplingArguments,
+    )
+
+    context = len(given.prompt) + given.max_tokens
+    return CompletionRequest(
+        request_type="text",
+        prompt=(given.prompt, given.segments),
+        messages=[],
+        tools=None,
+        role_mapping=None,
+    ), GenerationArguments(
+        model=ModelDescription(model=given.scope, draft=None, adapter=None),
+        sampling=SamplingArguments(
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            min_p=given.min_p,
+            xtc_probability=0.0,
+            xtc_threshold=0.1,
+        ),
+        logits=LogitsProcessorArguments(
+            logit_bias=given.logit_bias,
+            repetition_penalty=given.repetition_penalty,
+            repetition_context_size=context,
+            presence_penalty=given.presence_penalty,
+            presence_context_size=context,
+            frequency_penalty=given.frequency_penalty,
+            frequency_context_size=context,
+        ),
+        stop_words=given.stop,
+        max_tokens=given.max_tokens,
+        num_draft_tokens=0,
+        logprobs=True,
+        top_logprobs=given.top_logprobs,
+        seed=given.seed,
+        chat_template_kwargs=None,
+    )
+
+
+if __name__ == "__main__":
+    main()
