@@ -146,7 +146,10 @@ class SharedWorkerReports:
         return report.worker_id in self._workers or len(self._workers) < _MAX_STORED_WORKERS
 
     async def _fold_one(self) -> None:
-        """Fold the oldest boot of one worker that has too many, or of one that is gone."""
+        """Fold the oldest boot of one worker that has too many, or of one that is gone.
+
+        Never the boot with the last heartbeat of a worker: no gateway would hear of it again.
+        """
         by_worker: dict[str, dict[str, _Boot]] = {}
         for name, boot in self._oldest_first():
             by_worker.setdefault(boot.report.worker_id, {})[name] = boot
@@ -157,7 +160,9 @@ class SharedWorkerReports:
                 if not boot.report.boot_id.startswith(EARLIER_BOOTS)
             ]
             if len(unfolded) > MAX_BOOTS:
-                await self._fold(unfolded[0], worker_id, boots)
+                running = max(unfolded, key=lambda name: boots[name].heartbeat_ms or 0)
+                oldest = next(name for name in unfolded if name != running)
+                await self._fold(oldest, worker_id, boots)
                 return
         sums = by_worker.pop(GONE_WORKERS, {})
         if len(by_worker) > MAX_WORKERS:

@@ -194,13 +194,13 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
                 body = {"model": fleet.model, "messages": messages, "max_tokens": 24}
                 response = client.post("/v1/chat/completions", json=body).raise_for_status()
                 workers.add(response.headers["x-paceline-worker"])
+                assert len(workers) == 1
                 answer, usage = response.json()["choices"][0]["message"], response.json()["usage"]
                 cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
                 assert 0.9 * earlier_tokens <= cached_tokens <= earlier_tokens
                 assert response.headers["x-paceline-prefix"] == ("hit" if turn else "miss")
                 earlier_tokens = usage["prompt_tokens"] + usage["completion_tokens"]
                 messages += [answer, {"role": "user", "content": f"And then, {turn}?"}]
-            assert len(workers) == 1
         prefix = client.get("/v1/status").raise_for_status().json()["prefix"]
     assert prefix["tokens_by_kind"]["conversation"] > 0
     assert prefix["not_reused"] == not_reused

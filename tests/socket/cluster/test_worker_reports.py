@@ -84,6 +84,27 @@ async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
     await client.close()
 
 
+async def test_the_running_boot_of_a_worker_with_many_boots_at_once_is_not_folded(
+    redis: RedisServer,
+) -> None:
+    """All boots arrive in one exchange, so Redis has seen none before another."""
+    client, other_client = RedisClient(redis.url, TEST_DEADLINE_S), RedisClient(redis.url, 1.0)
+    reports, other = SharedWorkerReports(client), SharedWorkerReports(other_client)
+    # Of an empty hash, all fields are read, in any order.
+    reports.store(boot_report("other", 3).model_copy(update={"worker_id": "other"}))
+    await reports.exchange([], [])
+    await reports.exchange([], [])
+    running, *earlier = [boot_report(f"{number:02}", 3) for number in range(MAX_BOOTS + 3)]
+    for boot in earlier:
+        reports.store(boot)
+    await reports.exchange([(running, 0.4)], [])
+    for _ in range(4):
+        await reports.exchange([], [])
+    assert running in [report for report, _ in await other.exchange([(running, 0.0)], [])]
+    await client.close()
+    await other_client.close()
+
+
 async def test_c5_redis_and_the_queue_for_it_hold_a_bounded_number_of_workers(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
