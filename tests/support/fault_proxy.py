@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Coroutine, Iterator
@@ -13,6 +14,9 @@ from typing import Any
 
 _PIECE_BYTES = 65536
 RESET_AT_ONCE = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+_END_BYTES = 4096
+_USAGE = re.compile(rb'"choices": ?\[\], ?"usage": ?\{[^\n]*\n\n')
+"""The last event of a stream before `[DONE]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class FaultProxy:
         self.connections = 0
         """Number of connections so far."""
         self.faults = 0
-        """Number of connections so far whose answer reached the bytes at which it was cut."""
+        """Number of connections so far whose answer was cut: its cut came before the end of the
+        event with its usage, after which nothing of a stream is left to lose."""
         self._loop = loop
         self.target_port = target_port
         self._open: set[asyncio.StreamWriter] = set()
@@ -135,7 +140,7 @@ class FaultProxy:
         """Forward bytes of the worker up to the fault."""
         limits = (fault.reset_after_bytes, fault.end_after_bytes, fault.stall_after_bytes)
         remaining = min((limit for limit in limits if limit is not None), default=None)
-        size = fault.drip_bytes or _PIECE_BYTES
+        size, end = fault.drip_bytes or _PIECE_BYTES, b""
         with contextlib.suppress(OSError):
             while remaining != 0:
                 piece = await upstream_reader.read(
@@ -144,11 +149,12 @@ class FaultProxy:
                 if not piece:
                     break
                 remaining = None if remaining is None else remaining - len(piece)
+                end = (end + piece)[-_END_BYTES:]
                 if fault.drip_bytes:
                     await asyncio.sleep(fault.drip_pause_s)
                 writer.write(piece)
                 await writer.drain()
-            self.faults += remaining == 0
+            self.faults += remaining == 0 and not _USAGE.search(end)
             if remaining == 0 and fault.stall_after_bytes is not None:
                 await asyncio.Event().wait()
             if remaining == 0 and fault.reset_after_bytes is not None:
