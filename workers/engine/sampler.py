@@ -15,6 +15,10 @@ import mlx.core as mx
 from policies.request.profile import Sampling
 from workers.engine.types import ScoredToken, TokenLogprob
 
+NUCLEUS_TOKENS = 2048
+"""Likeliest tokens among which top_p is looked for, before the whole vocabulary is sorted."""
+_ROUNDING = 2.0**-23
+"""Of a sum of shares, for each token in it."""
 _MASK = (1 << 64) - 1
 
 
@@ -153,8 +157,8 @@ def reshape_logits(
 def filter_logits(logits: mx.array, samplings: Sequence[Sampling]) -> mx.array:
     """Set all scores [rows, L, vocabulary] that a row's top_k, min_p or top_p excludes to -inf.
 
-    All rows with a top_k share one selection of the largest scores, and all others with a top_p
-    one sort of the vocabulary, which takes several times as long.
+    All rows with a top_k share one selection of the largest scores, and so do all others with a
+    top_p (`_nucleus`).
     """
     vocabulary = logits.shape[-1]
     few = [at for at, each in enumerate(samplings) if 0 < each.top_k < vocabulary]
@@ -164,12 +168,13 @@ def filter_logits(logits: mx.array, samplings: Sequence[Sampling]) -> mx.array:
         if at not in few and (each.top_p < 1 or each.min_p > 0)
     ]
     longest = max((samplings[at].top_k for at in few), default=0)
-    sort = any(samplings[at].top_p < 1 for at in rest)
-    for group, count in ((few, longest), (rest, vocabulary if sort else 1)):
+    nucleus = any(samplings[at].top_p < 1 for at in rest)
+    for group, count in ((few, longest), (rest, 0 if nucleus else 1)):
         if group:
             at = mx.array(group, dtype=mx.int32)
             own = logits if len(group) == len(samplings) else logits[at]
-            least = _least_scores(own, [samplings[index] for index in group], count)
+            rules = [samplings[index] for index in group]
+            least = _least_scores(own, rules, count) if count else _nucleus(own, rules)
             own = mx.where(own >= least, own, -mx.inf)
             logits = own if len(group) == len(samplings) else _replace_rows(logits, at, own)
     return logits
@@ -181,22 +186,65 @@ def _replace_rows(array: mx.array, at: mx.array, rows: mx.array) -> mx.array:
     return array
 
 
+def _nucleus(logits: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+    """Return the least score that min_p and top_p leave in each row: [rows, L, 1].
+
+    The likeliest tokens of a large vocabulary nearly always have top_p of the probability. The
+    host waits to see that they do, and sorts the vocabulary for the rows in which they do not. A
+    GPU sorts everything also to find the largest scores, so there it sorts at once.
+    """
+    if logits.shape[-1] <= 4 * NUCLEUS_TOKENS or mx.default_device() != mx.Device(mx.cpu):
+        return _sorted_nucleus(logits, samplings)
+    limits = _limits(samplings)
+    largest = logits.max(-1, keepdims=True)
+    floor = _floor(largest, samplings)
+    total = mx.exp(mx.where(logits >= floor, logits, -mx.inf) - largest).sum(-1, keepdims=True)
+    ordered = mx.sort(mx.topk(logits, NUCLEUS_TOKENS, axis=-1), axis=-1)[..., ::-1]
+    shares = mx.where(ordered >= floor, mx.exp(ordered - largest) / total, 0.0)
+    sums = mx.cumsum(shares, axis=-1)
+    least = _least_of_nucleus(ordered, shares, floor, samplings)
+    # Where the sum of the likelier ones is top_p but for rounding, the sort decides too.
+    rounding = _ROUNDING * (10 + mx.arange(NUCLEUS_TOKENS))
+    clear = ~(mx.abs(sums - shares - limits) < rounding).any(-1, keepdims=True)
+    found = (sums[..., -1:] > limits + _ROUNDING * NUCLEUS_TOKENS) | (ordered[..., -1:] < floor)
+    found = (found & clear) | (limits == mx.inf)
+    unsure = [at for at, one in enumerate(found.all(axis=(1, 2)).tolist()) if not one]
+    if unsure:
+        at = mx.array(unsure, dtype=mx.int32)
+        own = _sorted_nucleus(logits[at], [samplings[index] for index in unsure])
+        least = _replace_rows(least, at, own)
+    return least
+
+
+def _sorted_nucleus(logits: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+    """Return what `_nucleus` returns, by a sort of the vocabulary."""
+    ordered = mx.sort(logits, axis=-1)[..., ::-1]
+    floor = _floor(ordered[..., :1], samplings)
+    shares = mx.softmax(mx.where(ordered >= floor, ordered, -mx.inf), axis=-1)
+    return _least_of_nucleus(ordered, shares, floor, samplings)
+
+
+def _least_of_nucleus(
+    ordered: mx.array, shares: mx.array, floor: mx.array, samplings: Sequence[Sampling]
+) -> mx.array:
+    """Return the least of the largest scores that stays: [rows, L, 1].
+
+    A token stays if the shares of the likelier ones sum up to less than top_p.
+    """
+    stay = (mx.cumsum(shares, axis=-1) - shares < _limits(samplings)) & (ordered >= floor)
+    last = mx.maximum(stay.sum(-1, keepdims=True), 1) - 1
+    least = mx.maximum(floor, mx.take_along_axis(ordered, last, axis=-1))
+    return mx.where(_limits(samplings) < mx.inf, least, floor)
+
+
 def _least_scores(logits: mx.array, samplings: Sequence[Sampling], count: int) -> mx.array:
     """Return the least score that each row's filters leave: [rows, L, 1].
 
-    The largest `count` scores suffice: none of the filters leaves more, or `top_p` is 1.
+    The largest `count` scores suffice: either top_k leaves no more, or min_p is the only filter.
     """
-    vocabulary = logits.shape[-1]
-    ordered = mx.topk(logits, count, axis=-1) if count < vocabulary else logits
-    ordered = mx.sort(ordered, axis=-1)[..., ::-1]
-
-    def each(values: Sequence[float]) -> mx.array:
-        return mx.array(values)[:, None, None]
-
-    least = mx.full((*logits.shape[:-1], 1), -mx.inf)
-    if any(one.min_p > 0 for one in samplings):
-        least = ordered[..., :1] + mx.log(each([one.min_p for one in samplings]))
-    if count < vocabulary and all(0 < one.top_k <= count for one in samplings):
+    ordered = mx.sort(mx.topk(logits, count, axis=-1), axis=-1)[..., ::-1]
+    least = _floor(ordered[..., :1], samplings)
+    if all(0 < one.top_k <= count for one in samplings):
         last = mx.array([one.top_k - 1 for one in samplings])[:, None, None]
         least = mx.maximum(
             least,
@@ -205,16 +253,28 @@ def _least_scores(logits: mx.array, samplings: Sequence[Sampling], count: int) -
     if all(one.top_p >= 1 for one in samplings):
         return least
     left = mx.where(ordered >= least, ordered, -mx.inf)
-    if count < vocabulary:
-        # More tokens than there are places may have the score of the last one.
-        ties = (logits == least).sum(-1, keepdims=True) - (left == least).sum(-1, keepdims=True)
-        left = mx.concatenate([left, least + mx.log(ties)], axis=-1)
+    # More tokens than there are places may have the score of the last one.
+    ties = (logits == least).sum(-1, keepdims=True) - (left == least).sum(-1, keepdims=True)
+    left = mx.concatenate([left, least + mx.log(ties)], axis=-1)
     shares = mx.softmax(left, axis=-1)[..., :count]
-    # A token stays if the shares of the likelier ones sum up to less than top_p.
-    limits = each([one.top_p if one.top_p < 1 else mx.inf for one in samplings])
-    stay = (mx.cumsum(shares, axis=-1) - shares < limits) & (ordered >= least)
-    stays = mx.maximum(stay.sum(-1, keepdims=True), 1)
-    return mx.maximum(least, mx.take_along_axis(ordered, stays - 1, axis=-1))
+    return _least_of_nucleus(ordered, shares, least, samplings)
+
+
+def _floor(largest: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+    """Return the least score that min_p leaves: [rows, L, 1], as the largest scores are."""
+    if not any(one.min_p > 0 for one in samplings):
+        return mx.full(largest.shape, -mx.inf)
+    return largest + mx.log(_each([one.min_p for one in samplings]))
+
+
+def _limits(samplings: Sequence[Sampling]) -> mx.array:
+    """Return top_p of each row, and infinity where it excludes nothing."""
+    return _each([one.top_p if one.top_p < 1 else mx.inf for one in samplings])
+
+
+def _each(values: Sequence[float]) -> mx.array:
+    """Return one value for each row, to compare with scores [rows, L, vocabulary]."""
+    return mx.array(values)[:, None, None]
 
 
 def position_key(seed: int, position: int) -> mx.array:

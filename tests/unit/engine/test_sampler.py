@@ -5,6 +5,7 @@ import pytest
 
 from policies.request.profile import Sampling
 from workers.engine.sampler import (
+    NUCLEUS_TOKENS,
     SamplingContext,
     TokenCounts,
     choose,
@@ -89,6 +90,35 @@ def test_rows_filtered_together_keep_what_the_definitions_keep(
             [filter_by_sorting(*each) for each in zip(logits, samplings, strict=True)]
         )
         assert mx.array_equal(filter_logits(logits, samplings), expected)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_nucleus_in_a_large_vocabulary_is_the_one_that_sorting_finds(ties: bool) -> None:
+    """Where the likeliest tokens have its probability, and where only a sort finds it."""
+    vocabulary = 5 * NUCLEUS_TOKENS
+    samplings = (
+        Sampling(top_p=0.9),
+        Sampling(top_p=0.999),
+        Sampling(top_p=0.95, min_p=0.02),
+        Sampling(min_p=0.1),
+        Sampling(top_p=0.95, min_p=1e-9),
+        Sampling(top_p=0.5),
+    )
+    kept = set()
+    for seed, spread in enumerate((0.3, 3.0, 9.0) * 4):
+        shape = (len(samplings), 2, vocabulary)
+        logits = spread * mx.random.normal(shape, key=mx.random.key(seed))
+        logits[:, 1] = 0.5 * logits[:, 1]  # positions of one row may differ
+        if ties:
+            logits = logits.astype(mx.bfloat16).astype(mx.float32)
+        filtered = filter_logits(logits, samplings)
+        expected = mx.stack(
+            [filter_by_sorting(*each) for each in zip(logits, samplings, strict=True)]
+        )
+        assert mx.array_equal(filtered, expected)
+        counts = (filtered[:2] > -mx.inf).sum(-1).flatten().tolist()
+        kept |= {count > NUCLEUS_TOKENS for count in counts}
+    assert kept == {False, True}
 
 
 def test_excluded_tokens_stay_excluded_where_fewer_than_top_k_are_allowed() -> None:
