@@ -50,6 +50,7 @@ def test_a_head_with_wrong_drafts_is_unhealthy_and_the_description_names_causes(
     assert not health.healthy
     for cause in ("RMSNorm", "missing", "revision", "quantised"):
         assert cause in health.description
+    assert "needs bfloat16" not in health.description, "heads draft in eight bits too"
 
 
 def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(

@@ -72,7 +72,7 @@ class HeadHealth:
             f"MTP head unhealthy: only {share}; the lane runs without it. Check the checkpoint: "
             "RMSNorm weights of the head may be off by one (converted twice, or not at all), its "
             "tensors may be missing or random, or the head may belong to another model size or "
-            "revision, or be quantised too far (it needs bfloat16)."
+            "revision, or be quantised too far (8 bits are enough for a healthy head)."
         )
 
 
