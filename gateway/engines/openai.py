@@ -27,10 +27,11 @@ from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
 from workers.protocol import NodeSource, WorkerReport
 
-# What a request asks of Paceline alone; without these fields the answer is the same.
+# What a request asks of Paceline alone. Other engines answer without these fields all the same; the
+# description of a custom tool tells the model its grammar.
 _OURS = frozenset(
-    "draft_tokens exact metrics specprefill specprefill_keep_pct token_sources truncate "
-    "max_tokens_per_doc".split()
+    "draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars "
+    "truncate max_tokens_per_doc".split()
 )
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
 # nothing, so they can be left out.

@@ -17,6 +17,7 @@ from gateway.types import Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
 from policies.request.compatibility import NEUTRAL
+from policies.request.constraint import TOOL_GRAMMARS
 from policies.request.fields import FieldError
 from policies.request.parser import read_profile
 from policies.request.profile import GENERATING, Endpoint, RequestProfile
@@ -248,7 +249,14 @@ def _with_allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
                     )
             names = set(allowed)
             kept = [tool for tool in tools if _function_name(tool) in names]
-            return {**body, "tools": kept, "tool_choice": mode}
+            changed = {**body, "tools": kept, "tool_choice": mode}
+            if isinstance(grammars := body.get(TOOL_GRAMMARS), Mapping):
+                # Grammars of no tool at all are the client's mistake.
+                others = known - names
+                changed[TOOL_GRAMMARS] = {
+                    name: grammar for name, grammar in grammars.items() if name not in others
+                }
+            return changed
     raise FieldError(
         "tool_choice.allowed_tools",
         "'tool_choice.allowed_tools' must have the mode auto or required, and some of 'tools'.",

@@ -36,6 +36,9 @@ class ConstraintKind(StrEnum):
 _VLLM_KINDS = frozenset(ConstraintKind) - {ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS}
 _KINDS = frozenset(kind.value for kind in _VLLM_KINDS)
 _MAX_CALLS = 16
+TOOL_GRAMMARS = "tool_grammars"
+"""Field of a chat: the grammars of texts that functions take, by the functions' names."""
+_SYNTAXES = ("lark", "regex")
 _OPTIONS: Mapping[str, tuple[bool, ...]] = {
     "disable_fallback": (False, True),  # there is one backend
     "disable_any_whitespace": (False, True),  # JSON has no free white space
@@ -51,8 +54,9 @@ class Constraint(NamedTuple):
     value: Any
     """A JSON Schema, an expression, a list of texts, or a grammar as Lark or llama.cpp write it.
 
-    For calls, their `limit`, and the parameters of all `functions` by name; for strict tools also
-    the `style` in which the model writes calls.
+    For calls, their `limit`, the parameters of all `functions` by name, and the `grammars` of those
+    that take a text of a prescribed form; for strict tools also the `style` in which the model
+    writes calls.
     """
     param: str
     """Path of the field that holds it, for errors."""
@@ -74,19 +78,67 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
 
 
 def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
-    """Return the constraint of free calls of which some are strict; the tools have been checked."""
+    """Return the constraint of free calls of which some are strict; the tools have been checked.
+
+    A function with a grammar is strict too.
+    """
+    grammars = body.get(TOOL_GRAMMARS) or {}
     functions = [tool["function"] for tool in body.get("tools") or ()]
-    if not any(function.get("strict") is True for function in functions):
+    strict = {
+        function["name"]
+        for function in functions
+        if function.get("strict") is True or function["name"] in grammars
+    }
+    if not strict:
         return None
     parameters = {
         function["name"]: (function.get("parameters") or {"additionalProperties": False})
-        if function.get("strict") is True
+        if function["name"] in strict
         else {}
         for function in functions
     }
     limit = 1 if body.get("parallel_tool_calls") is False else _MAX_CALLS
-    value = {"limit": limit, "functions": parameters, "style": style}
+    value = {"limit": limit, "functions": parameters, "grammars": grammars, "style": style}
     return Constraint(ConstraintKind.STRICT_TOOLS, value, "tools")
+
+
+def check_tool_grammars(body: Mapping[str, Any]) -> None:
+    """Check the grammars of functions; the tools have been checked. Raise `FieldError`."""
+    grammars = body.get(TOOL_GRAMMARS)
+    if grammars is None:
+        return
+    if not isinstance(grammars, Mapping):
+        raise FieldError(TOOL_GRAMMARS, f"'{TOOL_GRAMMARS}' must be an object.")
+    tools = [tool["function"] for tool in body.get("tools") or ()]
+    functions = {function["name"]: function for function in tools}
+    for name, grammar in grammars.items():
+        if name not in functions:
+            raise FieldError(
+                TOOL_GRAMMARS, f"'{TOOL_GRAMMARS}' names '{name[:100]}', which is none of 'tools'."
+            )
+        param = f"{TOOL_GRAMMARS}.{name}"
+        if text_argument(functions[name].get("parameters")) is None:
+            raise FieldError(param, f"'{param}' must be a function that takes one string alone.")
+        fields = grammar if isinstance(grammar, Mapping) else {}
+        if fields.keys() != {"syntax", "definition"} or fields["syntax"] not in _SYNTAXES:
+            raise FieldError(
+                f"{param}.syntax", f"'{param}' must have a 'syntax' of {_SYNTAXES}, a 'definition'."
+            )
+        definition = fields["definition"]
+        if not isinstance(definition, str) or not 0 < len(definition) <= _MAX_CHARS:
+            raise FieldError(
+                f"{param}.definition",
+                f"'{param}.definition' must be a string of 1 to {_MAX_CHARS} characters.",
+            )
+
+
+def text_argument(parameters: Any) -> str | None:
+    """Return the argument of a function that takes one text and nothing else."""
+    match parameters:
+        case {"properties": {**properties}, "required": [str() as name]} if len(properties) == 1:
+            text = properties.get(name)
+            return name if isinstance(text, Mapping) and text.get("type") == "string" else None
+    return None
 
 
 def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:
@@ -105,7 +157,12 @@ def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:
     if not functions:
         raise FieldError("tool_choice", "'tool_choice' must choose one of 'tools'.")
     single = named is not None or body.get("parallel_tool_calls") is False
-    value = {"limit": 1 if single else _MAX_CALLS, "functions": functions}
+    grammars = body.get(TOOL_GRAMMARS) or {}
+    value = {
+        "limit": 1 if single else _MAX_CALLS,
+        "functions": functions,
+        "grammars": {name: grammars[name] for name in functions if name in grammars},
+    }
     return Constraint(ConstraintKind.CALLS, value, "tools")
 
 

@@ -13,7 +13,13 @@ from typing import Any
 from pydantic_core import to_json
 
 from policies.request.compatibility import read_ignored
-from policies.request.constraint import CONSTRAINT_FIELDS, check_size, read_constraint
+from policies.request.constraint import (
+    CONSTRAINT_FIELDS,
+    TOOL_GRAMMARS,
+    check_size,
+    check_tool_grammars,
+    read_constraint,
+)
 from policies.request.content import PROMPTS_LIMIT, read_content
 from policies.request.fields import FieldError, Fields
 from policies.request.pooling import (
@@ -54,8 +60,9 @@ _CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
 )
 HONOURED_FIELDS = {
     Endpoint.CHAT: _CONTROL_FIELDS.union(
-        "messages tools tool_choice parallel_tool_calls top_logprobs chat_template_kwargs "
-        "reasoning_effort thinking_budget thinking_token_budget include_reasoning".split()
+        f"messages tools tool_choice {TOOL_GRAMMARS} parallel_tool_calls top_logprobs "
+        "chat_template_kwargs reasoning_effort thinking_budget thinking_token_budget "
+        "include_reasoning".split()
     ),
     Endpoint.COMPLETIONS: _CONTROL_FIELDS | {"prompt", "echo"},
     Endpoint.EMBEDDINGS: EMBEDDINGS_FIELDS,
@@ -89,6 +96,7 @@ def read_profile(
     _check_choices(body)
     stream = fields.flag("stream")
     tools = _read_tools(body)
+    check_tool_grammars(body)
     stream_options = _read_stream_options(body, stream)
     max_tokens = _read_max_tokens(fields, endpoint)
     return RequestProfile(

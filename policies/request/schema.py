@@ -77,6 +77,17 @@ _OUTLINES: Mapping[str, Any] = {
     "stream_options": {"type": ["object", "null"]},
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
     "tools": {"type": ["array", "null"], "items": {"type": "object", "required": ["function"]}},
+    "tool_grammars": {
+        "type": ["object", "null"],
+        "additionalProperties": {
+            "type": "object",
+            "required": ["syntax", "definition"],
+            "properties": {
+                "syntax": {"enum": ["lark", "regex"]},
+                "definition": {"type": "string", "minLength": 1},
+            },
+        },
+    },
     "response_format": {"type": ["object", "null"]},
     "structured_outputs": {"type": ["object", "null"]},
     "guided_json": {"type": ["object", "string", "boolean", "null"]},

@@ -30,7 +30,7 @@ from llguidance.numpy import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from policies.request.constraint import Constraint, ConstraintKind
+from policies.request.constraint import TOOL_GRAMMARS, Constraint, ConstraintKind
 from workers.engine.grammar_source import LIMITS, Vocabulary
 from workers.engine.grammar_trial import STACK_BYTES, ConstraintRejected, ConstraintTrial
 from workers.engine.reasoning import ANSWERING, NextToken, ReasoningState
@@ -48,7 +48,17 @@ _COMPUTED_FORCED_TOKENS = 16
 _Key: TypeAlias = tuple[Constraint, tuple[str, str] | None]
 _Compiled: TypeAlias = tuple[LLMatcher, Sequence[int]]
 """A matcher at the beginning, and the tokens that are forced there."""
-_Future: TypeAlias = "Future[_Compiled | str]"
+
+
+class _Refusal(NamedTuple):
+    """Why a constraint has no grammar, as the client is told."""
+
+    message: str
+    function: str = ""
+    """The function whose own grammar is at fault, if one is."""
+
+
+_Future: TypeAlias = "Future[_Compiled | _Refusal]"
 
 _UNSATISFIABLE = "No answer can satisfy the constraint."
 # What llguidance's messages say, and what the client is told: its own text never leaves the worker.
@@ -69,7 +79,7 @@ class GrammarCompiler:
     """The compiled grammars of one model; methods are safe to call from any thread."""
 
     def __init__(self, processor: Any, vocabulary: int, ends: frozenset[int]) -> None:
-        self._cache: OrderedDict[_Key, _Compiled | str] = OrderedDict()
+        self._cache: OrderedDict[_Key, _Compiled | _Refusal] = OrderedDict()
         """What is wrong with a constraint instead, where the worker refused it."""
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammar")
@@ -107,8 +117,9 @@ class GrammarCompiler:
                 async with asyncio.timeout(COMPILE_TIMEOUT_S):
                     compiled = await asyncio.wrap_future(future)
             except TimeoutError as error:
-                raise _invalid(constraint, "The worker takes too long to compile it.") from error
-        if isinstance(compiled, str):
+                refusal = _Refusal("The worker takes too long to compile it.")
+                raise _invalid(constraint, refusal) from error
+        if isinstance(compiled, _Refusal):
             raise _invalid(constraint, compiled)
         words = (self._tokenizer.result().vocab_size + 31) // 32
         state, forced = compiled
@@ -120,7 +131,7 @@ class GrammarCompiler:
         if self._trial is not None:
             self._trial.close()
 
-    def _lookup(self, key: _Key) -> _Compiled | str | None:
+    def _lookup(self, key: _Key) -> _Compiled | _Refusal | None:
         with self._lock:
             compiled = self._cache.get(key)
             if compiled is not None:
@@ -149,26 +160,27 @@ class GrammarCompiler:
         except BaseException as error:  # noqa: BLE001  # for who waits
             future.set_exception(error)
 
-    def _compile(self, constraint: Constraint, key: _Key) -> _Compiled | str:
+    def _compile(self, constraint: Constraint, key: _Key) -> _Compiled | _Refusal:
         """Compile a constraint; return what the client is told instead, if it has no grammar."""
         try:
             tokenizer = self._tokenizer.result()
         except Exception as error:  # whatever a tokenizer raises
             logger.warning("grammar.no_tokenizer", exc_info=error)
-            return "This model's tokenizer supports no constraints."
+            return _Refusal("This model's tokenizer supports no constraints.")
         assert self._trial is not None, "it is made with the tokenizer"
-        compiled: _Compiled | str
+        compiled: _Compiled | _Refusal
         try:
             source = self._trial.source(constraint, key[1])
             state = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
             state.compute_bitmask()  # the most expensive mask: here it delays nobody's answer
             compiled = state, state.compute_ff_tokens()
             if state.is_error():
-                compiled = _explain(constraint, state.get_error())
+                compiled = _Refusal(_explain(constraint, state.get_error()))
             elif state.is_stopped():
-                compiled = _UNSATISFIABLE
+                compiled = _Refusal(_UNSATISFIABLE)
         except ConstraintRejected as error:
-            compiled = _explain(constraint, str(error))
+            message = error.message or _explain(constraint, str(error), error.function)
+            compiled = _Refusal(message, error.function)
         with self._lock:
             self._cache[key] = compiled
             if len(self._cache) > CACHED_GRAMMARS:
@@ -358,10 +370,10 @@ def _executor() -> LLExecutor:
     return LLExecutor()
 
 
-def _explain(constraint: Constraint, reason: str) -> str:
+def _explain(constraint: Constraint, reason: str, function: str = "") -> str:
     """Return what a client is told about a constraint that llguidance refuses."""
     logger.info("grammar.refused reason=%s", reason[:500])
-    if constraint.kind in (ConstraintKind.JSON, ConstraintKind.CALLS):
+    if not function and constraint.kind in (ConstraintKind.JSON, ConstraintKind.CALLS):
         # Without the place in the grammar, and without the schema itself.
         reason = re.sub(r"(?s)^.*?JSON schema: |\n +\d+ \|.*", "", reason)
         for pattern, message in _JSON_ERRORS:
@@ -369,13 +381,20 @@ def _explain(constraint: Constraint, reason: str) -> str:
                 return message.format(*found.groups())
     if _TOO_COMPLEX.search(reason):
         return "It is too complex."
-    nouns = {
-        ConstraintKind.JSON: "schema",
-        ConstraintKind.CALLS: "schema",
-        ConstraintKind.REGEX: "regular expression",
-    }
+    nouns = (
+        {}
+        if function
+        else {
+            ConstraintKind.JSON: "schema",
+            ConstraintKind.CALLS: "schema",
+            ConstraintKind.REGEX: "regular expression",
+        }
+    )
     return f"The worker does not support this {nouns.get(constraint.kind, 'grammar')}."
 
 
-def _invalid(constraint: Constraint, message: str) -> InvalidGeneration:
-    return InvalidGeneration(constraint.param, message, "unsupported_value")
+def _invalid(constraint: Constraint, refusal: _Refusal) -> InvalidGeneration:
+    param = constraint.param
+    if refusal.function:
+        param = f"{TOOL_GRAMMARS}.{refusal.function}.definition"
+    return InvalidGeneration(param, refusal.message, "unsupported_value")

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from policies.request.constraint import Constraint, ConstraintKind
+from policies.request.constraint import Constraint, ConstraintKind, text_argument
+from workers.engine.lark_text import before_tag, in_json, spelled
 
 RECORDS, FUNCTION_TAGS = "records", "function_tags"
 """Styles of calls that a grammar can hold to their schemas: JSON with name and arguments, and
@@ -44,6 +45,8 @@ _TIME = (
 )
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 _VALUES = frozenset({"const", "enum", "default", "examples"})
+_VALUE_END = ("</parameter>", r"\n<\/parameter>\n")
+"""The tag behind the text of an argument, and an expression of all that stands there."""
 
 
 class Vocabulary(NamedTuple):
@@ -84,6 +87,17 @@ class _Tokens:
         return self.encode(text)
 
 
+def text_source(constraint: Constraint, function: str) -> str:
+    """Return llguidance's form of the text of a function that has a grammar, alone.
+
+    Raise `UnsupportedGrammar`.
+    """
+    definition = _definition(**constraint.value["grammars"][function])
+    if constraint.value.get("style") == FUNCTION_TAGS:
+        return LLMatcher.grammar_from_lark(before_tag(definition, *_VALUE_END))
+    return LLMatcher.grammar_from_lark(in_json(definition))
+
+
 def grammar_source(
     constraint: Constraint, tokenizer: LLTokenizer, call_marks: Sequence[str] | None
 ) -> str:
@@ -119,7 +133,7 @@ def _call_rule(tokenizer: LLTokenizer, begin: str, end: str) -> str | None:
     first, last = _mark(tokenizer, begin), _mark(tokenizer, end)
     if last.startswith("<["):
         return f"call: {first} /(?s:.*)/ {last} /\\n*/"
-    return f"call: {first} call_body /\\n*/\ncall_body[lazy]: /(?s:.*){_escape(end)}/"
+    return f"call: {first} call_body /\\n*/\ncall_body[lazy]: /(?s:.*){spelled(end)}/"
 
 
 def _mark(tokenizer: LLTokenizer, text: str) -> str:
@@ -128,11 +142,6 @@ def _mark(tokenizer: LLTokenizer, text: str) -> str:
     if len(tokens) == 1 and tokenizer.is_special_token(tokens[0]):
         return f"<[{tokens[0]}]>"
     return json.dumps(text)
-
-
-def _escape(text: str) -> str:
-    """Return an expression of a text, between slashes."""
-    return re.sub(r"([^\w\s])", r"\\\1", text)
 
 
 def _lark_json(schema: Any) -> str:
@@ -159,17 +168,28 @@ def _with_patterns(schema: Any) -> Any:
     return parts
 
 
-def _lark_calls(limit: int, functions: Mapping[str, Any]) -> str:
+def _lark_calls(
+    limit: int, functions: Mapping[str, Any], grammars: Mapping[str, Mapping[str, str]]
+) -> str:
     """Return the grammar of a list of calls; every function's schema refers to itself alone."""
     calls, rules = [], []
     for index, (name, parameters) in enumerate(functions.items()):
         begin = f'{{"name": {json.dumps(name)}, "arguments": '
         calls.append(f'{json.dumps(begin)} arguments_{index} "}}"')
         schema = {"type": "object", **(parameters or {"additionalProperties": False})}
-        rules.append(f"arguments_{index}: {_lark_json(schema)}")
+        arguments = _lark_arguments(schema, grammars.get(name))
+        rules.append(f"arguments_{index}: {arguments}")
     more = f'(", " call){{0,{limit - 1}}}' if limit > 1 else ""
     start = f'start: "[" call {more} "]"'
     return "\n".join([start, f"call: {' | '.join(calls)}", *rules])
+
+
+def _lark_arguments(schema: Any, grammar: Mapping[str, str] | None) -> str:
+    """Return Lark's expression of the arguments of one function as JSON."""
+    if grammar is None:
+        return _lark_json(schema)
+    head = json.dumps({text_argument(schema): ""})[:-2]
+    return f'{json.dumps(head)} %lark {{\n{in_json(_definition(**grammar))}}} "\\"}}"'
 
 
 def _lark_strict_tools(
@@ -179,6 +199,7 @@ def _lark_strict_tools(
     *,
     limit: int,
     functions: Mapping[str, Any],
+    grammars: Mapping[str, Mapping[str, str]],
     style: str,
 ) -> str:
     """Return the grammar of free text and calls in the model's own format."""
@@ -188,7 +209,7 @@ def _lark_strict_tools(
     if first.startswith("<["):  # no text contains a special token
         rules = [f"start: text | text {first} {call} {more}", "text: /(?s:.*)/"]
     else:
-        mark = _escape(begin)
+        mark = spelled(begin)
         rules = [
             f"start: TEXT | before {call} {more}",
             f"before[lazy]: /(?s:.*){mark}/",
@@ -200,11 +221,17 @@ def _lark_strict_tools(
         if style == RECORDS:
             head = f'{{"name": {json.dumps(name)}, "arguments": '
             bodies.append(f'{json.dumps(head)} arguments_{index} "}}"')
-            rules.append(f"arguments_{index}: {_lark_json(schema)}")
+            arguments = _lark_arguments(schema, grammars.get(name))
+            rules.append(f"arguments_{index}: {arguments}")
         else:
             head = json.dumps(f"<function={name}>\n")
             bodies.append(f'{head} arguments_{index} "</function>"')
-            rules += _lark_tags(f"arguments_{index}", schema)
+            if name in grammars:
+                begin = json.dumps(f"<parameter={text_argument(schema)}>\n")
+                text = before_tag(_definition(**grammars[name]), *_VALUE_END)
+                rules.append(f"arguments_{index}: {begin} %lark {{\n{text}}}")
+            else:
+                rules += _lark_tags(f"arguments_{index}", schema)
     record = " | ".join(bodies)
     if style != RECORDS:
         return "\n".join([*rules, f"body: {record}"])
@@ -241,6 +268,16 @@ def _lark_tags(rule: str, schema: Mapping[str, Any]) -> list[str]:
         else:
             rules += [f"{part}: {head} {part}_value", f"{part}_value[lazy]: /(?s:.*){tail}/"]
     return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
+
+
+def _definition(syntax: str, definition: str) -> str:
+    """Return the grammar of a function's text in Lark."""
+    if syntax == "lark":
+        return definition
+    # An expression matches whole texts, so it needs no anchors around it.
+    whole = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", r"\1", definition)
+    quoted = re.sub(r"(?s)\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], whole)
+    return f"start: /{quoted}/"
 
 
 def _texts(schema: Any) -> Sequence[str] | None:

@@ -16,14 +16,20 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import process_time
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer
 
 from policies.request.constraint import Constraint, ConstraintKind
-from workers.engine.grammar_source import LIMITS, Vocabulary, grammar_source
+from workers.engine.grammar_source import (
+    LIMITS,
+    Vocabulary,
+    grammar_source,
+    text_source,
+)
+from workers.engine.lark_text import UnsupportedGrammar
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +47,13 @@ _PEAK_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 class ConstraintRejected(Exception):
     """A constraint that llguidance refuses, or does not compile within the limits."""
 
+    def __init__(self, reason: str, function: str = "", message: str = "") -> None:
+        super().__init__(reason)
+        self.function = function
+        """The function whose own grammar is at fault, if one is."""
+        self.message = message
+        """What the client is told, if the reason is not llguidance's."""
+
 
 class ConstraintTrial:
     """The process that tries constraints, started when one comes; for one thread at a time."""
@@ -56,12 +69,15 @@ class ConstraintTrial:
         """
         process = self._process = self._process or self._start()
         answer: dict[str, str] = {}
+        function = ""
         timer = threading.Timer(_WALL_S, process.kill)
         timer.start()
         try:
             _send(process, [constraint.kind, constraint.value, call_marks])
             assert process.stdout is not None
-            answer = json.loads(process.stdout.readline() or b"{}")
+            while "checked" in (line := json.loads(process.stdout.readline() or b"{}")):
+                function = line["checked"]
+            answer = line
         except (OSError, ValueError) as error:
             logger.warning("grammar.trial_failed", exc_info=error)
         finally:
@@ -69,9 +85,9 @@ class ConstraintTrial:
         if not answer:
             self.close()
             logger.warning("grammar.trial_ended code=%s", process.wait())
-            raise ConstraintRejected("too complex")
+            raise ConstraintRejected("too complex", function)
         if "error" in answer:
-            raise ConstraintRejected(answer["error"])
+            raise ConstraintRejected(answer["error"], function, answer.get("message", ""))
         return answer["source"]
 
     def close(self) -> None:
@@ -118,8 +134,12 @@ def main() -> None:
             trial.join(_CHECK_S)
             if _peak_bytes() > limit_bytes:
                 os._exit(os.EX_UNAVAILABLE)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        _write(answer)
+
+
+def _write(answer: dict[str, str]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
 
 
 def _try(
@@ -129,16 +149,37 @@ def _try(
     answer: dict[str, str],
 ) -> None:
     try:
+        for function in _text_functions(constraint):
+            _write({"checked": function})  # to be blamed if this process ends meanwhile
+            text = LLMatcher(
+                tokenizer, text_source(constraint, function), log_level=0, limits=LIMITS
+            )
+            if fault := _fault(text):
+                answer["error"] = fault
+                return
+        _write({"checked": ""})
         source = grammar_source(constraint, tokenizer, call_marks)
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
-        if not matcher.is_error() and len(matcher.compute_ff_bytes()) > _FORCED_BYTES:
-            answer["error"] = "too large"
-            return
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        answer |= {"error": matcher.get_error()} if matcher.is_error() else {"source": source}
+        fault = _fault(LLMatcher(tokenizer, source, log_level=0, limits=LIMITS))
+        answer |= {"error": fault} if fault else {"source": source}
+    except UnsupportedGrammar as error:
+        answer |= {"error": str(error), "message": str(error)}
     except Exception as error:  # noqa: BLE001  # any text of a client
         answer["error"] = str(error)
+
+
+def _text_functions(constraint: Constraint) -> Iterable[str]:
+    """Return the functions whose text has a grammar."""
+    calls = constraint.kind in (ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS)
+    return constraint.value["grammars"] if calls else ()
+
+
+def _fault(matcher: LLMatcher) -> str:
+    """Return what is wrong with a grammar at its beginning; empty if nothing is."""
+    if not matcher.is_error() and len(matcher.compute_ff_bytes()) > _FORCED_BYTES:
+        return "too large"
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error() if matcher.is_error() else ""
 
 
 def _peak_bytes() -> int:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.protocols.responses.tools import (
+    TextGrammar,
     ToolSet,
     custom_arguments,
     flat_name,
     kind_of,
     read_tools,
 )
+from policies.request.constraint import TOOL_GRAMMARS
 from policies.request.fields import FieldError, Fields
 from policies.request.profile import REASONING_EFFORTS
 
@@ -98,6 +100,8 @@ class Chat(NamedTuple):
     body: Json
     places: tuple[str, ...]
     """The place in the Responses request of each message."""
+    grammars: Mapping[str, TextGrammar] = {}
+    """Those of the tools, by the names of the functions."""
 
     def param(self, name: str) -> str:
         """Return the field of the Responses request behind a field of the chat."""
@@ -106,6 +110,10 @@ class Chat(NamedTuple):
             index, _, rest = rest.partition("]")
             if index.isdigit() and int(index) < len(self.places):
                 return self.places[int(index)] + rest
+        for function, grammar in self.grammars.items():
+            field = f"{TOOL_GRAMMARS}.{function}"
+            if name == field or name.startswith(f"{field}."):
+                return grammar.place + name[len(field) :]
         for chat_name, own_name in _CHAT_NAMES.items():
             if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
                 return own_name
@@ -196,7 +204,7 @@ def to_chat(
     chat |= _tools_of(request) | _text_of(Fields(body).object("text")) | _logprobs_of(body)
     if effort := Fields(body).object("reasoning").get("effort"):
         chat["reasoning_effort"] = effort
-    return Chat(chat, tuple(messages.places))
+    return Chat(chat, tuple(messages.places), request.tools.grammars)
 
 
 def check_items(items: Sequence[Item], where: str) -> None:
@@ -406,6 +414,12 @@ def _tools_of(request: ResponsesRequest) -> Json:
     chosen: Json = {"tools": list(tools.functions)}
     if tools.choice is not None:
         chosen["tool_choice"] = tools.choice
+    names = [one["function"]["name"] for one in tools.functions]
+    if grammars := {name: tools.grammars[name] for name in names if name in tools.grammars}:
+        chosen[TOOL_GRAMMARS] = {
+            name: {"syntax": grammar.syntax, "definition": grammar.definition}
+            for name, grammar in grammars.items()
+        }
     if request.body.get("parallel_tool_calls") is not None:
         chosen["parallel_tool_calls"] = request.body["parallel_tool_calls"]
     return chosen

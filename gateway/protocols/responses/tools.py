@@ -29,6 +29,15 @@ _NAME_CHARS = 128
 _GRAMMAR_CHARS = 64 * 1024
 
 
+class TextGrammar(NamedTuple):
+    """The grammar that the text for a custom tool has to follow."""
+
+    place: str
+    """The field of the request that holds it."""
+    syntax: str
+    definition: str
+
+
 class Origin(NamedTuple):
     """A tool as its client knows it."""
 
@@ -51,6 +60,8 @@ class ToolSet(NamedTuple):
     """As a chat declares them."""
     origins: Mapping[str, Origin] = {}
     """By the names of the functions."""
+    grammars: Mapping[str, TextGrammar] = {}
+    """By the names of those functions whose text has a form."""
     left_out: tuple[str, ...] = ()
     """The place and the type of each tool that is left out."""
     choice: Any = None
@@ -71,6 +82,7 @@ def read_tools(body: Mapping[str, Any]) -> ToolSet:
     declared: list[Mapping[str, Any]] = []
     functions: list[Json] = []
     origins: dict[str, Origin] = {}
+    grammars: dict[str, TextGrammar] = {}
     left_out: list[str] = []
     for index, tool in enumerate(tools):
         at = f"tools[{index}]"
@@ -85,9 +97,11 @@ def read_tools(body: Mapping[str, Any]) -> ToolSet:
                 raise FieldError(f"{inner_at}.name", f"Two tools are called '{name[:100]}'.")
             functions.append(function)
             origins[name] = origin
+            if origin.custom and (grammar := _grammar_of(inner, f"{inner_at}.format")):
+                grammars[name] = grammar
     if len(functions) > _TOOLS_LIMIT:
         raise FieldError("tools", f"'tools' may contain at most {_TOOLS_LIMIT} functions.")
-    found = ToolSet(tuple(declared), tuple(functions), origins, tuple(left_out))
+    found = ToolSet(tuple(declared), tuple(functions), origins, grammars, tuple(left_out))
     return _chosen(found, body.get("tool_choice"))
 
 
@@ -114,10 +128,11 @@ def custom_arguments(text: str) -> str:
 def custom_input(arguments: str) -> str:
     """Return the text that a model means by the arguments of a custom tool's function.
 
-    Where no schema forces the model, it may write another name, or the bare text.
+    Where no schema forces the model, it may write another name, or the bare text. Arguments that a
+    limit has cut off have the beginning of the text.
     """
     try:
-        given = from_json(arguments)
+        given = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
         return arguments
     if isinstance(given, str):
@@ -158,7 +173,7 @@ def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json
             raise FieldError(f"{at}.parameters", f"'{at}.parameters' must be a JSON Schema.")
         function["parameters"] = parameters or {"type": "object", "properties": {}}
     elif kind == "custom":
-        text, hint = _custom_input_schema(tool, at)
+        text, hint = _custom_input_schema(_grammar_of(tool, f"{at}.format"))
         description = "\n\n".join(part for part in (description, hint) if part) or None
         function["parameters"] = {
             "type": "object",
@@ -175,12 +190,11 @@ def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json
     return {"type": "function", "function": function}, Origin(name, namespace, kind == "custom")
 
 
-def _custom_input_schema(tool: Mapping[str, Any], at: str) -> tuple[Json, str]:
-    """Return the schema of a custom tool's text, and what to tell the model about its form."""
+def _grammar_of(tool: Mapping[str, Any], at: str) -> TextGrammar | None:
+    """Return the grammar of a custom tool's text; raise `FieldError`."""
     form = tool.get("format")
-    at = f"{at}.format"
     if form is None or kind_of(form, at) == "text":
-        return {"type": "string"}, ""
+        return None
     if form["type"] != "grammar":
         raise FieldError(f"{at}.type", f"'{at}.type' must be text or grammar.")
     definition, syntax = form.get("definition"), form.get("syntax")
@@ -189,12 +203,22 @@ def _custom_input_schema(tool: Mapping[str, Any], at: str) -> tuple[Json, str]:
             f"{at}.definition",
             f"'{at}.definition' must be a string of at most {_GRAMMAR_CHARS} characters.",
         )
-    if syntax == "regex":
-        hint = f"'{INPUT}' must match this regular expression: {definition}"
-        return {"type": "string", "pattern": f"^(?:{definition})$"}, hint
-    if syntax == "lark":
-        return {"type": "string"}, f"'{INPUT}' must match this Lark grammar:\n{definition}"
-    raise FieldError(f"{at}.syntax", f"'{at}.syntax' must be lark or regex.")
+    if syntax not in ("lark", "regex"):
+        raise FieldError(f"{at}.syntax", f"'{at}.syntax' must be lark or regex.")
+    return TextGrammar(at, syntax, definition)
+
+
+def _custom_input_schema(grammar: TextGrammar | None) -> tuple[Json, str]:
+    """Return the schema of a custom tool's text, and what to tell the model about its form.
+
+    Engines that know no grammars of tools have nothing else to go by.
+    """
+    if grammar is None:
+        return {"type": "string"}, ""
+    if grammar.syntax == "lark":
+        return {"type": "string"}, f"'{INPUT}' must match this Lark grammar:\n{grammar.definition}"
+    hint = f"'{INPUT}' must match this regular expression: {grammar.definition}"
+    return {"type": "string", "pattern": f"^(?:{grammar.definition})$"}, hint
 
 
 def _name(tool: Mapping[str, Any], at: str) -> str:

@@ -249,6 +249,7 @@ def test_an_engine_gets_no_fields_without_effect() -> None:
     assert sent(top_k=0, min_p=0.0, temperature=0.0) == {"temperature": 0.0}
     assert sent(top_k=5, min_p=0.1) == {"top_k": 5, "min_p": 0.1}
     assert sent(token_sources=True, draft_tokens=2, metrics="summary") == {}
+    assert sent(tool_grammars={"patch": {"syntax": "lark", "definition": "start: A"}}) == {}
     options = {"include_usage": True, "continuous_usage_stats": True}
     assert sent(stream_options=options) == {"stream_options": {"include_usage": True}}
 

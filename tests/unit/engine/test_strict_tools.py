@@ -1,7 +1,11 @@
-"""Grammars of strict tools: any text, and calls of the model's own format that fit their schema."""
+"""Grammars of strict tools: any text, and calls of the model's own format that fit their schema.
+
+A tool whose text has a grammar of its own is strict too.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,8 +14,15 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from policies.request.constraint import strict_tools
+from tests.support.patch_grammar import PATCH
 from workers.demo import CHECKPOINT
-from workers.engine.grammar_source import FUNCTION_TAGS, LIMITS, RECORDS, grammar_source
+from workers.engine.grammar_source import (
+    FUNCTION_TAGS,
+    LIMITS,
+    RECORDS,
+    grammar_source,
+    text_source,
+)
 from workers.engine.tool_formats import FORMATS
 
 WEATHER = {
@@ -33,6 +44,22 @@ BODY: Any = {
         {"function": {"name": "free"}},
     ]
 }
+TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+TEXTS_OF_TOOLS: Any = {
+    "tools": [
+        {"function": {"name": name, "parameters": TEXT}} for name in ("patch", "code", "sum", "any")
+    ]
+    + [{"function": {"name": "free"}}],
+    "tool_grammars": {
+        "patch": {"syntax": "lark", "definition": PATCH},
+        "code": {"syntax": "regex", "definition": r'^[a-z]+/"[^"]*"$'},
+        "sum": {
+            "syntax": "lark",
+            "definition": 'start: N ("+" N)+\nN: /[0-9]+/\n%ignore /[ \\n]+/',
+        },
+        "any": {"syntax": "lark", "definition": "start: /(?s:.+)/"},
+    },
+}
 SPECIAL = ("<tool_call>", "</tool_call>")
 """Special tokens of the demo model."""
 TEXTS = ("[[call]]", "[[/call]]")
@@ -43,9 +70,11 @@ def tokenizer() -> LLTokenizer:
     return from_tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINT)))
 
 
-def accepts(tokenizer: LLTokenizer, style: str, marks: tuple[str, str], *texts: str) -> bool:
+def accepts(
+    tokenizer: LLTokenizer, style: str, marks: tuple[str, str], *texts: str, body: Any = BODY
+) -> bool:
     """Return whether an answer may have these texts, with `(` and `)` for the marks."""
-    constraint = strict_tools(BODY, style)
+    constraint = strict_tools(body, style)
     assert constraint is not None
     source = grammar_source(constraint, tokenizer, marks)
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
@@ -96,6 +125,60 @@ def test_calls_in_json_fit_their_schema(tokenizer: LLTokenizer, marks: tuple[str
     ]
     assert [accepts(tokenizer, RECORDS, marks, *texts) for texts in good] == [True] * 3
     assert [accepts(tokenizer, RECORDS, marks, *texts) for texts in bad] == [False] * 3
+
+
+@pytest.mark.parametrize("marks", [SPECIAL, TEXTS, ("<tools>", "</tools>")])
+@pytest.mark.parametrize("style", [RECORDS, FUNCTION_TAGS])
+@pytest.mark.parametrize(
+    ("function", "text", "good"),
+    [
+        ("patch", '*** Begin Patch\n*** Add File: a"\\b\n+é\t\n*** End Patch', True),
+        ("patch", "*** Begin Patch\n*** Delete File: a\n*** End Patch\n", True),
+        ("patch", "*** Begin Patch\n*** End Patch", False),
+        ("patch", "*** Begin Patch\n*** Add File: a\n+b", False),
+        ("code", 'ab/"\n\\"', True),
+        ("code", 'ab/""\n', False),
+        ("code", '^ab/""', False),
+        ("sum", "1 + 2\n+\n3", True),
+        ("sum", "1 + ", False),
+        ("any", "\n<b>\n</parameter\n", True),
+        ("any", "", False),
+    ],
+)
+def test_a_text_follows_the_grammar_of_its_tool(
+    tokenizer: LLTokenizer,
+    *,
+    marks: tuple[str, str],
+    style: str,
+    function: str,
+    text: str,
+    good: bool,
+) -> None:
+    call = {"name": function, "arguments": {"text": text}}
+    written = f"(\n{json.dumps(call, ensure_ascii=False)}\n)"
+    if style == FUNCTION_TAGS:
+        written = tags(function, text=text)
+    assert accepts(tokenizer, style, marks, "So: ", written, body=TEXTS_OF_TOOLS) == good
+    free = tags("free", x=1) if style == FUNCTION_TAGS else '({"name": "free", "arguments": {}})'
+    assert accepts(tokenizer, style, marks, written, "\n", free, body=TEXTS_OF_TOOLS) == good
+
+
+def test_no_text_between_tags_contains_the_tag_that_ends_it(tokenizer: LLTokenizer) -> None:
+    for function, text in (("any", "a</parameter>b"), ("code", 'a/"</parameter>"')):
+        written = tags(function, text=text)
+        assert not accepts(tokenizer, FUNCTION_TAGS, SPECIAL, written, body=TEXTS_OF_TOOLS)
+
+
+@pytest.mark.parametrize("style", [RECORDS, FUNCTION_TAGS])
+def test_the_grammar_of_each_tool_is_known_alone(tokenizer: LLTokenizer, style: str) -> None:
+    constraint = strict_tools(TEXTS_OF_TOOLS, style)
+    assert constraint is not None
+    source = text_source(constraint, "code")
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    text = r"ab/\"x\"" if style == RECORDS else 'ab/"x"\n</parameter>\n'
+    tokens = tokenizer.tokenize_str(text)
+    assert matcher.consume_tokens(tokens)
+    assert matcher.is_accepting()
 
 
 def test_only_strict_tools_are_a_constraint() -> None:

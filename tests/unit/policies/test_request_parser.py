@@ -23,13 +23,17 @@ from tests.support.chat_bodies import (
 )
 from tests.support.images import data_url, png_header
 
+LARK: dict[str, Any] = {"syntax": "lark", "definition": 'start: "a"'}
+TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+WRITE = {"type": "function", "function": {"name": "write", "parameters": TEXT}}
+
 
 @pytest.mark.parametrize(
     "field",
     "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty n "
     "stop logit_bias logprobs max_tokens max_completion_tokens tools response_format stream "
     "stream_options draft_tokens specprefill specprefill_keep_pct thinking_budget reasoning_effort "
-    "chat_template_kwargs user".split(),
+    "chat_template_kwargs tool_grammars user".split(),
 )
 def test_an_explicit_null_counts_as_absent(field: str) -> None:
     assert read_chat(**{field: None}) == read_chat()
@@ -90,6 +94,19 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
         ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tool_grammars": []}, "tool_grammars"),
+        ({"tool_grammars": {"write": LARK}}, "tool_grammars"),
+        ({"tools": [TOOL], "tool_grammars": {"f": LARK}}, "tool_grammars.f"),
+        *(
+            ({"tools": [WRITE], "tool_grammars": {"write": grammar}}, f"tool_grammars.write{field}")
+            for grammar, field in (
+                ("lark", ".syntax"),
+                ({**LARK, "syntax": "ebnf"}, ".syntax"),
+                ({**LARK, "more": 1}, ".syntax"),
+                ({**LARK, "definition": ""}, ".definition"),
+                ({**LARK, "definition": "x" * 65537}, ".definition"),
+            )
+        ),
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [TOOL] * 129}, "tools"),

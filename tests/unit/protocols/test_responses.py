@@ -37,7 +37,7 @@ PATCH = {
     "description": "Edit files.",
     "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'},
 }
-CODE = {
+CODE: dict[str, Any] = {
     "type": "custom",
     "name": "code",
     "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"},
@@ -172,6 +172,10 @@ def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
     assert list(functions) == ["look", "patch", "mail__look", "mail__code"]
     assert 'start: "a"' in functions["patch"]["description"]
     assert functions["mail__code"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[0-9]+)$"
+    assert sent["tool_grammars"] == {
+        "patch": {"syntax": "lark", "definition": 'start: "a"'},
+        "mail__code": {"syntax": "regex", "definition": "[0-9]+"},
+    }
     assert sent["parallel_tool_calls"] is False
     exchange = wire(**fields)
     assert exchange.request is not None
@@ -209,7 +213,19 @@ def test_allowed_tools_are_the_only_ones_of_the_chat() -> None:
     choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
     sent = chat(tools=[LOOK, PATCH], tool_choice=choice)
     assert [one["function"]["name"] for one in sent["tools"]] == ["look"]
+    assert "tool_grammars" not in sent
     assert sent["tool_choice"] == "required"
+
+
+def test_a_refused_grammar_is_named_as_the_client_knows_it() -> None:
+    exchange = wire(tools=[LOOK, PATCH, MAIL])
+    for param, place in (
+        ("tool_grammars.patch.definition", "tools[1].format.definition"),
+        ("tool_grammars.mail__code.definition", "tools[2].tools[1].format.definition"),
+        ("tool_grammars.patchy", "tool_grammars.patchy"),
+    ):
+        body = exchange.error_body(RefusedByWorker(400, "No.", param=param, code="x"))
+        assert json.loads(body)["error"]["param"] == place
 
 
 def test_form_reasoning_and_logprobs() -> None:
@@ -266,6 +282,11 @@ def test_form_reasoning_and_logprobs() -> None:
         ({"tools": [LOOK, LOOK]}, "tools[1].name"),
         ({"tools": [{**LOOK, "parameters": 7}]}, "tools[0].parameters"),
         ({"tools": [{**CODE, "format": {"type": "grammar"}}]}, "tools[0].format.definition"),
+        (
+            {"tools": [{**CODE, "format": {**CODE["format"], "syntax": "ebnf"}}]},
+            "tools[0].format.syntax",
+        ),
+        ({"tools": [{**CODE, "format": {"type": "json"}}]}, "tools[0].format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
@@ -314,6 +335,14 @@ def test_a_cut_answer_is_incomplete_and_so_is_its_last_item(reason: str, detail:
     assert response["output"][0]["status"] == "incomplete"
     events = streamed(wire(), chunk({"content": "I lo"}), chunk({}, finish_reason=reason))
     assert events[-1]["type"] == "response.incomplete"
+
+
+def test_the_text_of_a_cut_custom_call_is_what_the_model_wrote_of_it() -> None:
+    for arguments, text in (('{"input": "a\\nb', "a\nb"), ('{"input', '{"input'), ("{x", "{x")):
+        calls = [{"id": "c1", "function": {"name": "patch", "arguments": arguments}}]
+        response = whole(wire(tools=[PATCH]), {"tool_calls": calls}, "length")
+        assert response["status"] == "incomplete"
+        assert response["output"][-1]["input"] == text
 
 
 def test_the_events_of_a_stream_come_in_openais_order() -> None:
