@@ -2,8 +2,9 @@
 
 `python -m bench.families` makes a tiny random checkpoint of each family with its published
 configuration, in bfloat16, 4 bits with two group sizes, 8 bits and mxfp4, and prints what each
-does. With `--family` it checks some of them and leaves the rows of the others; with `--format` it
-writes nothing.
+does. It also renders and reads tool calls and reasoning by the family's published chat template
+(`bench.attack.templates` has the collection, which is downloaded once). With `--family` it checks
+some of them and leaves the rows of the others; with `--format` it writes nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import argparse
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
+from bench.attack.templates import fetch
+from bench.families.chat import ChatChecks, check_chat
 from bench.families.checkpoints import FORMATS, Format, write_checkpoint
 from bench.families.checks import Checks, check_checkpoint
 from bench.families.configs import FAMILIES, Family
 from bench.families.heads import HEADED, write_head
+from bench.gateway.contenders import CACHE
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance
 
@@ -37,12 +41,16 @@ _WINDOW_TOKENS: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The checks of one family: by format, and in bfloat16 with a small window and with a head."""
+    """The checks of one family: by format, and in bfloat16 with a small window and with a head.
+
+    `chat` are those of its chat template; None if there is none to check.
+    """
 
     family: Family
     by_format: dict[str, Checks | str]
     small_window: Checks | str | None
     head: Checks | str | None
+    chat: ChatChecks | None
 
     @property
     def first(self) -> Checks | str:
@@ -53,19 +61,23 @@ class Result:
     def problems(self) -> list[str]:
         """Return what went wrong, with its format."""
         cases = {**self.by_format, "small window": self.small_window, "MTP head": self.head}
-        found = []
+        found = [f"{self.family.name}: {one}" for one in self.chat.problems] if self.chat else []
         for name, checks in cases.items():
             problems = [checks] if isinstance(checks, str) else checks.problems if checks else []
             found += [f"{self.family.name}, {name}: {problem}" for problem in problems]
         return found
 
 
-def check_family(family: Family, formats: Sequence[Format] = FORMATS) -> Result:
-    """Check a family in each format."""
+def check_family(
+    family: Family, templates: Mapping[str, str], formats: Sequence[Format] = FORMATS
+) -> Result:
+    """Check a family in each format, and the chat template that it has among these."""
     by_format = {one.name: _check(family, one) for one in formats}
     small = _check(family, formats[0], window_tokens=_WINDOW_TOKENS) if family.window else None
     head = _check(family, formats[0], head=True) if family.name in HEADED else None
-    return Result(family, by_format, small, head)
+    template = templates[family.template] if family.template else None
+    chat = check_chat(family.template, template) if template is not None else None
+    return Result(family, by_format, small, head, chat)
 
 
 def _check(
@@ -94,7 +106,7 @@ def table(results: Sequence[Result]) -> Grid:
     for result in results:
         checks = result.first
         if isinstance(checks, str):
-            rows.append((result.family.name, result.family.source, "no", *["-"] * 6))
+            rows.append((result.family.name, result.family.source, "no", *["-"] * 8))
             continue
         exact = not result.problems
         rows.append(
@@ -110,6 +122,8 @@ def table(results: Sequence[Result]) -> Grid:
                 f"{checks.cached_tokens / checks.prompt_tokens:.0%}",
                 "yes" if exact else "NO",
                 "yes" if checks.compared_with_mlx_lm else "not there",
+                result.chat.tools if result.chat else "no template",
+                result.chat.reasoning if result.chat else "no template",
             )
         )
     return Grid(
@@ -124,6 +138,8 @@ def table(results: Sequence[Result]) -> Grid:
             "next turn cached",
             "exact",
             "equals mlx-lm",
+            "tools",
+            "reasoning",
         ),
         rows=tuple(rows),
     )
@@ -171,9 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     families = [one for one in FAMILIES if not options.family or one.name in options.family]
     formats = [one for one in FORMATS if not options.format or one.name in options.format]
+    templates = fetch(CACHE / "templates")
     results = []
     for one in families:
-        results.append(check_family(one, formats))
+        results.append(check_family(one, templates, formats))
         sys.stderr.write(f"{one.name}: {results[-1].problems or 'as expected'}\n")
     grid = table(results)
     Console(highlight=False, width=180).print(grid.to_table())

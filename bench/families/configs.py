@@ -36,6 +36,9 @@ class Family:
     """Whether the output layer is the embedding although the configuration does not say so."""
     processor: Json = field(default_factory=dict)
     """`preprocessor_config.json`, if the family needs one."""
+    template: str = ""
+    """Its published chat template in the collection of `bench.attack.templates`; empty: that has
+    none of it."""
 
     @cached_property
     def published(self) -> Json:
@@ -140,6 +143,7 @@ FAMILIES: tuple[Family, ...] = (
         # and 128, six queries for each key, widths that 512 divides.
         name="Qwen3.5, real head sizes",
         source="Qwen/Qwen3.5-27B",
+        template="Qwen3.5-4B",
         tiny={
             **_MARKS,
             "eos_token_id": 2,
@@ -161,6 +165,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Qwen3.5",
         source="Qwen/Qwen3.5-4B",
+        template="Qwen3.5-4B",
         tiny={
             **_MARKS,
             "eos_token_id": 2,
@@ -172,6 +177,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Qwen3.5 MoE",
         source="Qwen/Qwen3.5-35B-A3B",
+        template="Qwen3.5-4B",
         tiny={
             **_MARKS,
             "eos_token_id": 2,
@@ -189,6 +195,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Qwen3.5 text",
         source="Qwen/Qwen3.5-4B, language model alone",
+        template="Qwen3.5-4B",
         tiny=_TINY_QWEN35,
         mlx_lm=False,
     ),
@@ -208,11 +215,13 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Qwen3",
         source="Qwen/Qwen3-4B-Instruct-2507",
+        template="Qwen-Qwen3-0.6B",
         tiny=_sizes(head_dim=32, max_window_layers=2, bos_token_id=0, eos_token_id=2),
     ),
     Family(
         name="Qwen3 MoE",
         source="Qwen/Qwen3-30B-A3B-Instruct-2507",
+        template="Qwen-Qwen3-0.6B",
         tiny=_sizes(
             head_dim=32,
             num_experts=4,
@@ -254,6 +263,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Llama 3",
         source="meta-llama/Llama-3.2-3B-Instruct",
+        template="meta-llama-Llama-3.2-3B-Instruct",
         tiny=_sizes(head_dim=32, bos_token_id=0, eos_token_id=2),
     ),
     Family(
@@ -289,11 +299,13 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Mistral",
         source="mistralai/Mistral-7B-Instruct-v0.3",
+        template="mistralai-Mistral-Nemo-Instruct-2407",
         tiny=_sizes(),
     ),
     Family(
         name="Ministral 3",
         source="mistralai/Ministral-3-8B-Instruct-2512, language model alone",
+        template="mistralai-Ministral-3-14B-Reasoning-2512",
         tiny=_sizes(head_dim=32),
     ),
     Family(
@@ -341,6 +353,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Gemma 4",
         source="google/gemma-4-E4B-it, language model alone",
+        template="google-gemma-4-31B-it",
         tiny=_sizes(
             num_hidden_layers=9,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 3,
@@ -357,6 +370,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="gpt-oss",
         source="openai/gpt-oss-20b",
+        template="openai-gpt-oss-120b",
         tiny=_sizes(
             head_dim=32,
             num_hidden_layers=4,
@@ -371,6 +385,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="GLM-4.6",
         source="zai-org/GLM-4.6",
+        template="GLM-4.6",
         tiny=_sizes(
             head_dim=32,
             first_k_dense_replace=1,
@@ -383,6 +398,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="GLM-4.7-Flash",
         source="zai-org/GLM-4.7-Flash",
+        template="GLM-4.7-Flash",
         tiny=_sizes(
             num_key_value_heads=4,
             kv_lora_rank=64,
@@ -399,6 +415,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="DeepSeek V3",
         source="deepseek-ai/DeepSeek-V3-0324",
+        template="deepseek-ai-DeepSeek-V3.1",
         tiny=_sizes(
             num_key_value_heads=4,
             first_k_dense_replace=1,
@@ -418,16 +435,19 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Phi-3",
         source="microsoft/Phi-3-mini-4k-instruct",
+        template="microsoft-Phi-3.5-mini-instruct",
         tiny=_sizes(num_key_value_heads=4, eos_token_id=2),
     ),
     Family(
         name="Seed-OSS",
         source="ByteDance-Seed/Seed-OSS-36B-Instruct",
+        template="ByteDance-Seed-OSS",
         tiny=_sizes(head_dim=32),
     ),
     Family(
         name="LFM2",
         source="LiquidAI/LFM2-1.2B",
+        template="LFM2-8B-A1B",
         tiny={
             "hidden_size": 64,
             "block_dim": 64,
@@ -473,6 +493,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Command R7B",
         source="CohereLabs/c4ai-command-r7b-12-2024",
+        template="CohereForAI-c4ai-command-r7b-12-2024-tool_use",
         tiny=_sizes(head_dim=16, num_hidden_layers=4, eos_token_id=2),
         window="sliding_window",
     ),
@@ -490,6 +511,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="SmolLM3",
         source="HuggingFaceTB/SmolLM3-3B",
+        template="HuggingFaceTB-SmolLM3-3B",
         tiny=_sizes(
             num_hidden_layers=4,
             layer_types=["full_attention"] * 4,
@@ -500,6 +522,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="MiniMax-M2",
         source="MiniMaxAI/MiniMax-M2",
+        template="MiniMax-M2",
         tiny=_sizes(
             head_dim=32,
             attn_type_list=[1, 1],

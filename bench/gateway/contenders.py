@@ -20,6 +20,8 @@ from bench.harness.processes import end, free_port, inherited, start
 from bench.harness.venvs import PeerUnavailable, Venv, last_line, python_of
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 
+CACHE: Final = Path.home() / ".cache" / "paceline-bench"
+"""Folder of logs, and of what benchmarks download."""
 KEY: Final = "bench-key"
 ADMIN_KEY: Final = "bench-admin-key"
 _JOIN_TOKEN: Final = "bench-join-token"
@@ -89,8 +91,8 @@ def gateway_parser(module: str, description: str | None) -> argparse.ArgumentPar
     parser.add_argument(
         "--quick", action="store_true", help="check that everything runs; write no results"
     )
-    default = str(Path.home() / ".cache" / "paceline-bench")  # a string, so that it is converted
-    parser.add_argument("--log-dir", type=folder, default=default)
+    # A string, so that it is converted.
+    parser.add_argument("--log-dir", type=folder, default=str(CACHE))
     return parser
 
 

@@ -26,7 +26,7 @@ from jinja2 import meta
 from policies.request.profile import REASONING_EFFORTS
 from workers.engine.detokenizer import TextStream
 
-_MARKS = (
+MARKS = (
     ("<think>", "</think>", ""),
     ("[THINK]", "[/THINK]", ""),
     ("<|channel>", "<channel|>", "thought\n"),
@@ -36,7 +36,7 @@ _MARKS = (
 )
 """Tokens that begin and end reasoning, and the text that follows the first: Qwen, DeepSeek and
 many others; Mistral; Gemma; Cohere; Seed; MiniMax."""
-_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _SWITCHES: Mapping[str, tuple[bool | str, bool | str]] = {
     "enable_thinking": (False, True),
     "thinking": (False, True),
@@ -344,12 +344,12 @@ def detect_reasoning(tokenizer: Any, template: str) -> ReasoningFormat | None:
     def decode(answer: Sequence[int]) -> str:
         return str(tokenizer.decode(list(answer), skip_special_tokens=True))
 
-    if tokens.keys() >= {*_HARMONY} and "<|channel|>analysis" in template:
-        start, channel, message, end = (tokens[mark] for mark in _HARMONY)
+    if tokens.keys() >= {*HARMONY} and "<|channel|>analysis" in template:
+        start, channel, message, end = (tokens[mark] for mark in HARMONY)
         closing = (end, start, *encode("assistant"), channel, *encode("final"), message)
         commentary = encode("commentary")
         return HarmonyReasoning(start, channel, message, end, closing, commentary, decode)
-    for begin, end_mark, label in _MARKS:
+    for begin, end_mark, label in MARKS:
         if begin in tokens and end_mark in tokens and end_mark in template:
             return MarkedReasoning(
                 begin_mark=tokens[begin],

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench.attack.templates import fetch
+from bench.families.chat import check_chat
+from bench.families.configs import FAMILIES
 from tests.support.tool_call_text import format_name, round_trips
 from workers.engine.tool_formats import FORMATS
 
@@ -54,3 +56,15 @@ def test_a_call_is_the_same_after_render_and_parse(templates: dict[str, str]) ->
     }
     assert read.keys() >= {*FORMATS} - {"longcat", "phi4"}, "they have no template here"
     assert not [known for known, calls in read.items() if not calls]
+
+
+@pytest.mark.xdist_group("chat_templates")
+def test_families_call_tools_and_reason_by_their_own_templates(templates: dict[str, str]) -> None:
+    """The columns of `docs/models.md`, which `python -m bench.families` fills with more calls."""
+    names = {one.template for one in FAMILIES if one.template}
+    checked = {name: check_chat(name, templates[name], calls=3) for name in sorted(names)}
+    assert not [problem for one in checked.values() for problem in one.problems]
+    cells = {name: (one.tools.split(",")[0], one.reasoning) for name, one in checked.items()}
+    assert cells["Qwen3.5-4B"] == ("`qwen3_coder`", "`<think>`, read back")
+    assert cells["openai-gpt-oss-120b"] == ("`harmony`", "`<|channel|>`, read back")
+    assert cells["microsoft-Phi-3.5-mini-instruct"] == ("none", "none")
