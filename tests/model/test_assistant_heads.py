@@ -70,7 +70,7 @@ def test_an_assistant_drafts_in_a_batch_as_the_one_of_mlx_vlm_drafts_for_each_ro
         joined = joined or rows
     graph = StepGraph(target, head)
     drafts, _ = graph.draft(
-        (mx.concatenate(hidden), mx.array([7, 8])),
+        (mx.concatenate(hidden), mx.array([7, 8]), mx.zeros((2, 0), dtype=mx.int32)),
         [],
         graph.attended_state(joined),
         mx.array(LENGTHS),

@@ -21,6 +21,7 @@ from workers.engine.step_graph import State
 from workers.engine.windows import FamilyWindow, to_ring
 
 if TYPE_CHECKING:
+    from workers.engine.head_shortlist import DraftShortlist
     from workers.engine.step import OpenStep
 
 SIZE_CLASSES = (4096, 16384)
@@ -78,6 +79,7 @@ class Batch:
         """What the head has not read, step by step."""
         self.opened: OpenStep | None = None
         """The next step, if it has begun."""
+        self._further: mx.array | None = None
 
     @property
     def has_head(self) -> bool:
@@ -128,6 +130,17 @@ class Batch:
         self.seed_hidden = mx.take_along_axis(state, (end - start - 1)[:, None, None], axis=1)
         self.backlog.clear()
 
+    def further_tokens(self, shortlist: DraftShortlist | None) -> mx.array:
+        """Return the tokens [rows, n] that the head drafts beside its shortlist.
+
+        None where it drafts over the whole vocabulary, because a row has too many other tokens.
+        """
+        if shortlist is None or not all(map(shortlist.covers, self.rows)):
+            return mx.zeros((len(self.rows), 0), dtype=mx.int32)
+        if self._further is None:
+            self._further = mx.array([*map(shortlist.further, self.rows)], dtype=mx.int32)
+        return self._further
+
     def join(
         self,
         row: Row,
@@ -154,6 +167,7 @@ class Batch:
             if self.seed_hidden is not None and seed_hidden is not None:
                 self.seed_hidden = mx.concatenate([self.seed_hidden, seed_hidden])
         self.rows.append(row)
+        self._further = None
         self.evaluate()
 
     def select(self, indices: Sequence[int]) -> None:
@@ -165,6 +179,7 @@ class Batch:
             return
         chosen = mx.array(indices, dtype=mx.int32)
         self.rows = [self.rows[index] for index in indices]
+        self._further = None
         longest = max(row.slots_used for row in self.rows)
         if self.opened is not None:
             self.opened = self.opened.select(indices)

@@ -25,7 +25,8 @@ from workers.engine.device import (
 )
 from workers.engine.draft_length import RUN_LENGTHS
 from workers.engine.grammar import GrammarCompiler
-from workers.engine.head_precision import quantise_if_faster
+from workers.engine.head_precision import Restore, quantise_if_faster
+from workers.engine.head_shortlist import use_shortlist_if_faster
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.memory_pressure import (
     MemoryMonitor,
@@ -35,7 +36,7 @@ from workers.engine.memory_pressure import (
 )
 from workers.engine.model import Checkpoint, limit_context, load_checkpoint
 from workers.engine.model_folder import refusing
-from workers.engine.mtp_head import HeadUnusable
+from workers.engine.mtp_head import HeadUnusable, MtpHead
 from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
@@ -409,6 +410,8 @@ def load_engine(
     # One for all lanes and the warm-up: what is compiled once serves all.
     shares = target.explicit_positions or target.supports_batching
     graph = StepGraph(target, head) if shares else None
+    if graph is not None:
+        use_shortlist_if_faster(checkpoint, graph)
     memory = measure_memory(
         target, checkpoint.head, max(draft_tokens, RUN_LENGTHS[0]) if draft_tokens else 0
     )
@@ -454,8 +457,7 @@ def load_engine(
     if head is not None:
         progress_of_test = partial(progress, StartStage.SELF_TEST)
         health = check_head(test_lane, prompts, progress_of_test)
-        if restore is not None and graph is not None and not health.healthy:
-            restore()
+        if _undo_savings(head, health, restore) and graph is not None:
             graph.forget()
             test_lane = make_lane(lanes[0].name, prefix_cache=PrefixCache(0))
             health = check_head(test_lane, prompts, progress_of_test)
@@ -480,6 +482,22 @@ def load_engine(
         if target.supports_prefix_cache
         else None,
     )
+
+
+def _undo_savings(head: MtpHead, health: HeadHealth, restore: Restore | None) -> bool:
+    """Give a head that fails its test its own weights and the whole vocabulary back.
+
+    Return whether it had others. A healthy head loses its shortlist alone, if that does not pay.
+    """
+    shortlist = head.shortlist
+    if health.healthy:
+        if shortlist and not shortlist.settle(health.first_token_acceptance, health.answers):
+            head.shortlist = None
+        return False
+    head.shortlist = None
+    if restore is not None:
+        restore()
+    return bool(restore or shortlist)
 
 
 def _probe(checkpoint: Checkpoint, draft_tokens: int) -> int:

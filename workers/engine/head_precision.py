@@ -48,9 +48,9 @@ def quantise_if_faster(
     `measure` returns the seconds that a function takes. A graph of the head must not be compiled
     yet: it would go on with the weights that it has seen.
     """
-    measure = measure or _measure
+    measure = measure or measure_s
     own = head.drafter.leaf_modules()
-    draft = _pass_of(head, target)
+    draft = draft_pass(head, target)
     before_s = measure(draft)
     nn.quantize(head.drafter, group_size=GROUP_SIZE, bits=BITS, class_predicate=_can_be_quantised)
     mx.eval(head.parameters())
@@ -74,8 +74,13 @@ def _can_be_quantised(_: str, module: Any) -> bool:
     return mx.issubdtype(module.weight.dtype, mx.floating) and width % GROUP_SIZE == 0
 
 
-def _pass_of(head: MtpHead, target: Target) -> Callable[[], mx.array]:
-    """Return a function that drafts one token for one row."""
+def draft_pass(
+    head: MtpHead, target: Target, further: mx.array | None = None
+) -> Callable[[], mx.array]:
+    """Return a function that drafts one token for one row.
+
+    With `further` tokens [1, n] it drafts over these and the head's shortlist.
+    """
     width = target.language.model.norm.weight.shape[0]
     hidden = mx.zeros((1, 1, width), target.language.model.norm.weight.dtype)
     token = mx.zeros((1,), dtype=mx.int32)
@@ -86,16 +91,17 @@ def _pass_of(head: MtpHead, target: Target) -> Callable[[], mx.array]:
         return lambda: head.draft_tokens(hidden, token, [*map(copy, attended)], 1)[0]
 
     def draft() -> mx.array:
-        return head.draft(head.forward(token[None], hidden, head.new_caches(), token[None]))
+        state = head.forward(token[None], hidden, head.new_caches(), token[None])
+        return head.draft(state) if further is None else head.draft_frequent(state, further)
 
     return draft
 
 
-def _measure(draft: Callable[[], mx.array]) -> float:
+def measure_s(compute: Callable[[], mx.array]) -> float:
     """Return the median of the seconds of some passes; the first ones compile kernels."""
     durations = []
     for _ in range(_PASSES):
         begun_s = time.perf_counter()
-        mx.eval(draft())
+        mx.eval(compute())
         durations.append(time.perf_counter() - begun_s)
     return median(durations[2:])

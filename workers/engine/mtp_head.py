@@ -44,6 +44,7 @@ from workers.engine.model_folder import check_folder
 from workers.terminal import printable
 
 if TYPE_CHECKING:
+    from workers.engine.head_shortlist import DraftShortlist
     from workers.engine.kv_cache import RowCache
     from workers.engine.model import LayerCache, Target
 
@@ -75,6 +76,8 @@ class MtpHead:
         self._embed = target.language.model.embed_tokens
         self._score = target.scores
         self._takes_positions = target.explicit_positions
+        self.shortlist: DraftShortlist | None = None
+        """Frequent tokens, if a draft over these pays."""
 
     def parameters(self) -> Any:
         """Return the head's own weights; it shares the target's embeddings and output layer."""
@@ -112,6 +115,11 @@ class MtpHead:
     def draft(self, hidden: mx.array) -> mx.array:
         """Return the most likely next token [rows] of hidden states [rows, 1, width]."""
         return mx.argmax(self._score(hidden)[:, 0], axis=-1).astype(mx.int32)
+
+    def draft_frequent(self, hidden: mx.array, further: mx.array) -> mx.array:
+        """Return the most likely token [rows] of the shortlist and of `further` [rows, n]."""
+        assert self.shortlist is not None
+        return self.shortlist.draft(hidden, further)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

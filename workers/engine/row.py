@@ -148,6 +148,8 @@ class Row:
     """Whether the MTP head may draft; False without one, or after it failed."""
     looks_up: bool = False
     """Whether prompt lookup may draft."""
+    further_tokens: Sequence[int] = ()
+    """Tokens that the head drafts for this row beside its shortlist, once they are known."""
     lookup: PromptLookup | None = None
     """Its index, once the prompt has been read."""
     bypass: tuple[Bypass, ...] = ()

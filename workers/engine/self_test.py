@@ -47,6 +47,8 @@ class HeadHealth:
     steps: int
     failures: int = 0
     """Answers in which the head raised an error."""
+    answers: tuple[int, ...] = ()
+    """Tokens of the answers."""
 
     @property
     def healthy(self) -> bool:
@@ -103,6 +105,7 @@ def check_head(
         first_token_acceptance=first / counts.steps if counts.steps else 0.0,
         steps=counts.steps,
         failures=lane.counters.report().bypass_counts.get(Bypass.HEAD_UNHEALTHY, 0),
+        answers=tuple(token for row in rows for token in row.answer),
     )
 
 

@@ -231,8 +231,9 @@ def _draft(
     drafts = mx.zeros((len(given), 0), dtype=mx.int32)
     if head_length:
         assert batch.seed_hidden is not None
+        assert graph.head is not None
         drafts, head_state = graph.draft(
-            (batch.seed_hidden, batch.last_tokens),
+            (batch.seed_hidden, batch.last_tokens, batch.further_tokens(graph.head.shortlist)),
             states_of(batch.head_caches),
             graph.attended_state(batch.caches),
             batch.offset,

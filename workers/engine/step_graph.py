@@ -116,7 +116,7 @@ class StepGraph:
 
     def _trace_draft(
         self,
-        seed: tuple[mx.array, mx.array],
+        seed: tuple[mx.array, mx.array, mx.array],
         head_state: State,
         attended: State,
         offset: mx.array,
@@ -124,11 +124,12 @@ class StepGraph:
     ) -> tuple[mx.array, State]:
         """Draft the next `length` tokens: [rows, length]; return the head's new caches too.
 
-        `seed` is the hidden state [rows, 1, width] that the head begins with, and the last token
-        [rows]; `attended` are the states of the target's layers that the head reads.
+        `seed` is the hidden state [rows, 1, width] that the head begins with, the last token
+        [rows], and the tokens [rows, n] that it drafts beside its shortlist, none if it drafts over
+        all; `attended` are the states of the target's layers that the head reads.
         """
         assert self.head is not None
-        hidden, last_tokens = seed
+        hidden, last_tokens, further = seed
         if isinstance(self.head, AssistantHead):
             read = [
                 _open_attention(self._layers[layer], state, offset)
@@ -136,11 +137,14 @@ class StepGraph:
             ]
             return mx.stack(self.head.draft_tokens(hidden, last_tokens, read, length), axis=1), []
         caches = [RowCache(keys, values, offset) for keys, values in head_state]
-        drafts = [self.head.draft(hidden)]
+        draft = self.head.draft
+        if further.shape[1]:
+            draft = partial(self.head.draft_frequent, further=further)
+        drafts = [draft(hidden)]
         while len(drafts) < length:
             position = caches[0].offset[:, None]
             hidden = self.head.forward(drafts[-1][:, None], hidden, caches, position)
-            drafts.append(self.head.draft(hidden))
+            drafts.append(draft(hidden))
         return mx.stack(drafts, axis=1), [cache.state for cache in caches]
 
     def attended_state(self, caches: Sequence[LayerCache]) -> State:

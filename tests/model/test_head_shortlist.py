@@ -1,0 +1,150 @@
+"""Drafts over the frequent tokens of a vocabulary, where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+
+from policies.request.profile import Sampling
+from tests.support.engine_lane import GREEDY, run_until_idle
+from tests.support.failing_model import assert_matches_reference
+from workers.demo import CHECKPOINT
+from workers.engine import engine as assembly
+from workers.engine.engine import load_engine
+from workers.engine.head_shortlist import DraftShortlist, use_shortlist_if_faster
+from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.step_graph import StepGraph
+from workers.engine.types import EngineSettings, LaneName
+
+TOKENS = 400
+"""Of the 1,536 tokens of the demo."""
+QUESTIONS = ("Count from 1 to 20.", "Tell me a story about a fox.", "Hello")
+SAMPLED = Sampling(temperature=1.0, top_p=0.95)
+
+
+def durations(*seconds: float) -> Callable[[Callable[[], mx.array]], float]:
+    """Return a clock of a draft, of one over the shortlist, and of a step; each is computed."""
+    times = iter(seconds)
+
+    def measure(compute: Callable[[], mx.array]) -> float:
+        mx.eval(compute())
+        return next(times)
+
+    return measure
+
+
+def shortened(checkpoint: Checkpoint, *seconds: float) -> DraftShortlist | None:
+    graph = StepGraph(checkpoint.target, checkpoint.head)
+    return use_shortlist_if_faster(
+        checkpoint, graph, tokens=TOKENS, measure=durations(*seconds or (9.0, 1.0, 1.0))
+    )
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_answers_are_the_same_with_a_shortlist(
+    make_lane: Any, submit: Any, sampling: Sampling
+) -> None:
+    """With one it drafts other tokens, so that the target accepts fewer; the answers stay."""
+    answers, accepted = [], []
+    for with_shortlist in (False, True):
+        checkpoint = load_checkpoint(CHECKPOINT)
+        assert not with_shortlist or shortened(checkpoint)
+        lane = make_lane(target=checkpoint.target, head=checkpoint.head)
+        results = [
+            submit(lane, question, sampling=sampling, seed=seed, max_tokens=40)
+            for seed, question in enumerate(QUESTIONS * 2)
+        ]
+        run_until_idle(lane)
+        if sampling is GREEDY:
+            for result in results:
+                assert_matches_reference(checkpoint, result)
+        answers.append([result.row.answer for result in results])
+        accepted.append(sum(result.end.speculation.accepted for result in results))
+    assert answers[0] == answers[1]
+    assert 0 < accepted[1] < accepted[0], "the shortlist was in force"
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding", "4 bits", "mxfp4"])
+def test_a_draft_is_the_likeliest_token_of_the_shortlist_and_of_the_further_ones(
+    kind: str,
+) -> None:
+    mx.random.seed(3)
+    layer: Any = nn.Embedding(500, 64) if kind == "embedding" else nn.Linear(64, 500, bias=False)
+    if kind == "4 bits":
+        layer = layer.to_quantized(group_size=64, bits=4)
+    elif kind == "mxfp4":
+        layer = layer.to_quantized(group_size=32, bits=4, mode="mxfp4")
+    shortlist = DraftShortlist(layer, 100, ())
+    hidden = mx.random.normal((40, 1, 64))
+    further = mx.random.randint(100, 500, (40, 50))
+    whole = layer.as_linear(hidden) if kind == "embedding" else layer(hidden)
+    scores = np.array(whole[:, 0])
+    known = np.zeros_like(scores, dtype=bool)
+    known[:, :100] = True
+    np.put_along_axis(known, np.array(further), values=True, axis=1)
+    expected = np.where(known, scores, -np.inf).argmax(axis=1)
+    assert shortlist.draft(hidden, further).tolist() == expected.tolist()
+    assert (expected >= 100).any()
+
+
+def test_a_row_adds_the_ends_of_answers_and_the_rare_tokens_of_its_prompt(
+    make_lane: Any, submit: Any, checkpoint: Checkpoint
+) -> None:
+    fresh = load_checkpoint(CHECKPOINT)
+    shortlist = shortened(fresh)
+    assert shortlist is not None
+    prompt = [5, 1200, 6, 1201, 1200, 7]
+    row = submit(make_lane(), prompt).row
+    further = shortlist.further(row)
+    assert {token for token in checkpoint.eos if token >= TOKENS} <= {*further}
+    assert {1200, 1201} <= {*further}
+    assert set(further) & {5, 6, 7} == set()
+
+
+def test_a_row_of_rare_tokens_drafts_over_the_whole_vocabulary(make_lane: Any, submit: Any) -> None:
+    shortlist = shortened(load_checkpoint(CHECKPOINT))
+    assert shortlist is not None
+    shortlist.max_outside = 0.1
+    lane = make_lane()
+    frequent, rare = submit(lane, [50] * 70).row, submit(lane, [1200] * 70).row
+    assert shortlist.covers(frequent)
+    assert not shortlist.covers(rare)
+    rare.answer += [1200] * 64
+    assert shortlist.covers(rare), "its prompt has added the token"
+    rare.answer += [1300] * 7
+    assert not shortlist.covers(rare)
+
+
+def test_a_head_that_drafts_no_faster_over_a_shortlist_has_none() -> None:
+    checkpoint = load_checkpoint(CHECKPOINT)
+    assert checkpoint.head is not None
+    assert shortened(checkpoint, 1.0, 1.0) is None
+    assert checkpoint.head.shortlist is None
+
+
+def test_a_small_vocabulary_has_no_shortlist() -> None:
+    checkpoint = load_checkpoint(CHECKPOINT)
+    graph = StepGraph(checkpoint.target, checkpoint.head)
+    assert use_shortlist_if_faster(checkpoint, graph, measure=durations()) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pays"), [((9.0, 1.0, 1.0), True), ((1.2, 1.0, 1000.0), False)]
+)
+def test_the_self_test_drops_a_shortlist_that_saves_less_than_it_misses(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], pays: bool
+) -> None:
+    shorten = partial(use_shortlist_if_faster, tokens=TOKENS, measure=durations(*seconds))
+    monkeypatch.setattr(assembly, "use_shortlist_if_faster", shorten)
+    engine = load_engine(
+        EngineSettings(model=CHECKPOINT, served_name="demo", lanes=(LaneName.TEXT_MTP,))
+    )
+    assert engine.checkpoint.head is not None
+    assert (engine.checkpoint.head.shortlist is not None) is pays
+    assert engine.card.mtp
