@@ -4,13 +4,15 @@
 configuration, in bfloat16, 4 bits with two group sizes, 8 bits and mxfp4, and prints what each
 does. It also renders and reads tool calls and reasoning by the family's published chat template
 (`bench.attack.templates` has the collection, which is downloaded once). With `--family` it checks
-some of them and leaves the rows of the others; with `--format` it writes nothing.
+some of them and leaves the rows of the others; with `--chat` it checks the chat templates alone and
+leaves the other columns; with `--format` it writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,21 @@ from bench.harness.tables import Grid, provenance
 PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN: Final = "<!-- families: written by `python -m bench.families` -->"
 END: Final = "<!-- end of families -->"
+COLUMNS: Final = (
+    "family",
+    "configuration",
+    "loads in",
+    "batches",
+    "window",
+    "drafts accepted",
+    "next turn cached",
+    "exact",
+    "equals mlx-lm",
+    "tools",
+    "reasoning",
+)
+_CHAT_COLUMNS: Final = 2
+"""The last ones."""
 _SHORT: Final[dict[str, Any]] = {"prompt_lengths": (24, 40), "answer_tokens": 6}
 """Of quantised formats, whose products are slow on a CPU."""
 _WINDOW_TOKENS: Final = 48
@@ -75,9 +92,12 @@ def check_family(
     by_format = {one.name: _check(family, one) for one in formats}
     small = _check(family, formats[0], window_tokens=_WINDOW_TOKENS) if family.window else None
     head = _check(family, formats[0], head=True) if family.name in HEADED else None
+    return Result(family, by_format, small, head, _chat_of(family, templates))
+
+
+def _chat_of(family: Family, templates: Mapping[str, str]) -> ChatChecks | None:
     template = templates[family.template] if family.template else None
-    chat = check_chat(family.template, template) if template is not None else None
-    return Result(family, by_format, small, head, chat)
+    return None if template is None else check_chat(family.template, template)
 
 
 def _check(
@@ -122,25 +142,12 @@ def table(results: Sequence[Result]) -> Grid:
                 f"{checks.cached_tokens / checks.prompt_tokens:.0%}",
                 "yes" if exact else "NO",
                 "yes" if checks.compared_with_mlx_lm else "not there",
-                result.chat.tools if result.chat else "no template",
-                result.chat.reasoning if result.chat else "no template",
+                *_chat_cells(result.chat),
             )
         )
     return Grid(
         title="Families",
-        columns=(
-            "family",
-            "configuration",
-            "loads in",
-            "batches",
-            "window",
-            "drafts accepted",
-            "next turn cached",
-            "exact",
-            "equals mlx-lm",
-            "tools",
-            "reasoning",
-        ),
+        columns=COLUMNS,
         rows=tuple(rows),
     )
 
@@ -154,19 +161,40 @@ def _window(result: Result, checks: Checks) -> str:
     )
 
 
+def _chat_cells(chat: ChatChecks | None) -> tuple[str, ...]:
+    if chat is None:
+        return ("no template",) * _CHAT_COLUMNS
+    return tuple(cell.replace("|", "\\|") for cell in (chat.tools, chat.reasoning))
+
+
+def write_chats(page: Path, chats: Mapping[str, ChatChecks | None]) -> None:
+    """Write the columns of chat templates into the table of the page, by family."""
+    header, rows = _written(page)
+    first = len(COLUMNS) - _CHAT_COLUMNS
+    known = {name: chat for name, chat in chats.items() if name in rows}
+    replaced = [(*rows[name][:first], *_chat_cells(chat)) for name, chat in known.items()]
+    write_table(page, header, Grid(title="Families", columns=COLUMNS, rows=tuple(replaced)))
+
+
 def write_table(page: Path, header: str, grid: Grid) -> None:
     """Write the rows of a grid into the table of the page; families that it lacks keep theirs."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    text, _, after = rest.partition(END)
-    rows = {row[0]: row for row in map(_cells, text.splitlines()) if row}
-    rows |= {row[0]: row for row in grid.rows}
+    before, after = page.read_text().split(BEGIN)[0], page.read_text().split(END)[1]
+    rows = _written(page)[1] | {row[0]: row for row in grid.rows}
     known = tuple(rows[family.name] for family in FAMILIES if family.name in rows)
     table_text = replace(grid, rows=known).to_markdown().strip()
     page.write_text(f"{before}{BEGIN}\n\n{header}\n\n{table_text}\n\n{END}{after}")
 
 
+def _written(page: Path) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """Return the line above the table of the page, and its rows by family."""
+    lines = page.read_text().partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+    rows = [_cells(line) for line in lines if line.startswith("|")]
+    return lines[0], {row[0]: row for row in rows}
+
+
 def _cells(line: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for cell in line.strip("| ").split("|")) if "|" in line else ()
+    """Return the cells of a row, in which a backslash precedes each bar of a text."""
+    return tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("| ")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,11 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--format", action="append", choices=names, help="check this format alone; repeatable"
     )
+    parser.add_argument("--chat", action="store_true", help="check the chat templates alone")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     families = [one for one in FAMILIES if not options.family or one.name in options.family]
     formats = [one for one in FORMATS if not options.format or one.name in options.format]
     templates = fetch(CACHE / "templates")
+    if options.chat:
+        chats = {one.name: _chat_of(one, templates) for one in families}
+        write_chats(PAGE, chats)
+        return _report([problem for chat in chats.values() if chat for problem in chat.problems])
     results = []
     for one in families:
         results.append(check_family(one, templates, formats))
@@ -200,7 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "how a GPU rounds it."
         )
         write_table(PAGE, header, grid)
-    problems = [problem for result in results for problem in result.problems]
+    return _report([problem for result in results for problem in result.problems])
+
+
+def _report(problems: Sequence[str]) -> int:
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
     return 1 if problems else 0
