@@ -318,12 +318,12 @@ def allowed_tokens(
     bits = np.full((len(rules) * length, words), -1, dtype=np.int32)
     grammars: list[tuple[LLMatcher, int, list[int]]] = []
     fixed: list[tuple[int, NextToken, Matcher | None]] = []
+    early: list[tuple[int, frozenset[int]]] = []
     for index, one in enumerate(rules):
         if one is None:
             continue
         first, tokens = index * length, drafted[index]
-        for at in range(min(one.missing, length)):
-            _exclude(bits[first + at].view(np.uint32), one.ends)
+        early += [(first + at, one.ends) for at in range(min(one.missing, length))]
         places, start = one.places(tokens)
         fixed += [(first + at, place, one.matcher) for at, place in enumerate(places)]
         if one.matcher and start is not None:
@@ -346,6 +346,11 @@ def allowed_tokens(
             fill_next_token_bitmask(state, bits, at)
     for at, place, matcher in fixed:
         _restrict(bits[at].view(np.uint32), place, matcher)
+    for at, ends in early:
+        longer = bits[at].view(np.uint32).copy()
+        _exclude(longer, ends)
+        if longer.any():  # else the grammar is complete, and the answer too short
+            bits[at] = longer.view(np.int32)
     return mx.array(bits.view(np.uint32)).reshape(len(rules), length, words)
 
 

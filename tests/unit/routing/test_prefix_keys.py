@@ -13,6 +13,7 @@ from gateway.protocols.openai import normalise
 from gateway.routing.prefix_keys import MAX_PROMPT_ENDS, NO_KEYS, PrefixHasher, PrefixKeys
 from gateway.types import Caller, Inspected
 from policies.request.profile import Endpoint, RequestProfile
+from policies.sections import PrefixPolicy
 from tests.support.images import data_url
 from tests.support.prefix_claims import RULES
 
@@ -150,9 +151,42 @@ def test_a_long_conversation_is_looked_up_by_its_last_ends_and_sent_with_four() 
     assert keys(*CHAT).claimed == keys(*CHAT).ends
 
 
-def completion_keys(prompt: Any) -> PrefixKeys:
-    profile = RequestProfile(endpoint=Endpoint.COMPLETIONS, model="demo", text_chars=1000)
-    return HASHER.prefix_keys(Inspected("demo", profile, {"prompt": prompt}), LAB, RULES)
+def completion_keys(
+    prompt: Any, *, caller: Caller = LAB, model: str = "demo", rules: PrefixPolicy = RULES
+) -> PrefixKeys:
+    profile = RequestProfile(endpoint=Endpoint.COMPLETIONS, model=model, text_chars=1000)
+    return HASHER.prefix_keys(Inspected(model, profile, {"prompt": prompt}), caller, rules)
+
+
+CALLERS = (
+    Caller(),
+    LAB,
+    Caller(key="1", team="shop"),
+    Caller(key="1"),
+    Caller(key="lab"),
+    Caller(key="2"),
+)
+"""Of six scopes, by teams, by keys without a team, and without a key."""
+
+
+def test_texts_to_complete_share_no_key_with_another_scope_or_model() -> None:
+    found = [completion_keys(LONG, caller=caller) for caller in CALLERS]
+    found.append(completion_keys(LONG, model="large"))
+    assert len({end.key for one in found for end in one.ends}) == len(found)
+    assert completion_keys(LONG, caller=Caller(key="2", team="lab")) == completion_keys(LONG)
+    shared = PrefixPolicy(isolation="none")
+    assert len({completion_keys(LONG, caller=one, rules=shared) for one in CALLERS}) == 1
+
+
+def test_each_scope_has_a_salt_of_its_own_and_the_scope_of_all_none() -> None:
+    salts = [HASHER.cache_salt(caller, RULES) for caller in CALLERS]
+    assert salts[0] == ""
+    assert len(set(salts)) == len(CALLERS)
+    assert HASHER.cache_salt(Caller(key="2", team="lab"), RULES) == salts[1]
+    assert PrefixHasher(b"other").cache_salt(LAB, RULES) != salts[1]
+    assert {HASHER.cache_salt(one, PrefixPolicy(isolation="none")) for one in CALLERS} == {""}
+    by_key = PrefixPolicy(isolation="key")
+    assert len({HASHER.cache_salt(one, by_key) for one in CALLERS}) == 4
 
 
 def test_texts_to_complete_share_the_blocks_that_they_begin_with() -> None:
