@@ -73,9 +73,13 @@ def _system_of(system: Any) -> Iterator[Json]:
     if system is None:
         return
     texts = [system] if isinstance(system, str) else _texts_of(system, "system")
-    text = _BETWEEN_TEXTS.join(text for text in texts if not text.startswith(_BILLING_MARK))
+    text = _BETWEEN_TEXTS.join(filter(None, map(_without_billing_line, texts)))
     if text:
         yield {"role": "system", "content": text}
+
+
+def _without_billing_line(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(_BILLING_MARK) else text
 
 
 def _texts_of(blocks: Any, where: str) -> list[str]:

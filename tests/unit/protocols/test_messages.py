@@ -90,6 +90,16 @@ def test_a_text_that_changes_with_each_request_is_left_out_of_the_system_prompt(
     assert system == {"role": "system", "content": "You are Claude.\n\nBe brief."}
 
 
+def test_only_the_line_that_changes_with_each_request_is_left_out_of_a_text() -> None:
+    text = "x-anthropic-billing-header: cch=1;\nBe brief.\n\nBe kind."
+    for system in (text, [{"type": "text", "text": text}]):
+        assert chat(user("Hi"), system=system)["messages"][0] == {
+            "role": "system",
+            "content": "Be brief.\n\nBe kind.",
+        }
+    assert chat(user("Hi"), system=text.partition("\n")[0])["messages"] == [user("Hi")]
+
+
 def test_a_system_message_in_the_middle_keeps_its_place() -> None:
     given = [user("Hi"), {"role": "system", "content": "Now in French."}]
     assert chat(*given)["messages"] == [user("Hi"), user("Now in French.")]
