@@ -22,6 +22,7 @@ from gateway.errors import (
     PoolsNotAllowed,
 )
 from gateway.protocols import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WORKER_PATHS, WireFormat
+from gateway.protocols.messages import MessagesFormat, is_messages
 from gateway.protocols.openai import parse
 from gateway.protocols.responses import ResponsesFormat
 from gateway.proxy.client import read_caller
@@ -87,14 +88,14 @@ class Explanation(TypedDict):
         *(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, ModelUnsuited),
         *(PoolsNotAllowed, LimitReached, Overloaded),
     ),
-    openapi_extra=takes({"anyOf": [ref(name) for name in (*Endpoint, "responses")]}),
+    openapi_extra=takes({"anyOf": [ref(name) for name in (*Endpoint, "messages", "responses")]}),
 )
 async def explain(
     request: Request, raw: CountedBody, gateway: CurrentGateway, api_key: CurrentKey
 ) -> Explanation:
     """Explain where a request with this body would be routed, without running it."""
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
-    wire_format = _wire_format(gateway, raw, policy, fleet)
+    wire_format = _wire_format(gateway, request, raw, policy, fleet)
     caller = read_caller(request.scope, policy, api_key)
     inspected = wire_format.inspect(raw, policy, fleet)
     api_key.check_model(inspected)
@@ -114,9 +115,9 @@ async def explain(
 
 
 def _wire_format(
-    gateway: Gateway, raw: bytes, policy: PolicyDocument, fleet: FleetView
+    gateway: Gateway, request: Request, raw: bytes, policy: PolicyDocument, fleet: FleetView
 ) -> WireFormat:
-    """Return the format of a body, by the field that only it has, or by what its model serves."""
+    """Return the format of a body, by what only it has, its headers, or what its model serves."""
     body = parse(raw)
     if "query" in body:
         return RERANK
@@ -125,7 +126,11 @@ def _wire_format(
         if _EMBEDDINGS_ALONE & body.keys() or fleet.endpoints_of(model) == {Endpoint.EMBEDDINGS}:
             return EMBEDDINGS
         return ResponsesFormat("resp_", gateway.sealer, gateway.wall)
-    return COMPLETIONS if "prompt" in body else CHAT
+    if "prompt" in body:
+        return COMPLETIONS
+    if "anthropic-version" in request.headers or is_messages(body):
+        return MessagesFormat(gateway.sealer)
+    return CHAT
 
 
 async def _check(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -30,10 +30,12 @@ from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
+from policies.request.compatibility import IGNORED, NEUTRAL
 from policies.request.fields import FieldError
+from policies.request.parser import HONOURED_FIELDS
 from policies.request.profile import Endpoint
 
-__all__ = ["ERROR_SCHEMA", "PATH", "SCHEMA", "MessagesFormat", "error_body"]
+__all__ = ["ERROR_SCHEMA", "PATH", "SCHEMA", "MessagesFormat", "error_body", "is_messages"]
 
 PATH = "/v1/messages"
 _ERROR_TYPES = {
@@ -48,6 +50,12 @@ _ERROR_TYPES = {
 }
 _OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
 _REASONING = b"thinking "
+_OWN_FIELDS = FIELDS.difference(HONOURED_FIELDS[Endpoint.CHAT], IGNORED, NEUTRAL)
+_OWN_BLOCKS = frozenset(
+    "tool_use tool_result thinking redacted_thinking document server_tool_use "
+    "web_search_tool_result".split()
+)
+_OWN_CHOICES = frozenset(("auto", "any", "tool", "none"))
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 SCHEMA: Mapping[str, Any] = {
@@ -175,6 +183,27 @@ class MessagesFormat:
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last event of a stream that an error ends."""
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+
+def is_messages(body: Mapping[str, Any]) -> bool:
+    """Return whether a body has what a message's request has and a chat's has not."""
+    choice = body.get("tool_choice")
+    return (
+        not _OWN_FIELDS.isdisjoint(body)
+        or (isinstance(choice, dict) and choice.get("type") in _OWN_CHOICES)
+        or any("name" in tool and "function" not in tool for tool in _objects(body.get("tools")))
+        or any(
+            block.get("type") in _OWN_BLOCKS or isinstance(block.get("source"), dict)
+            for message in _objects(body.get("messages"))
+            for block in _objects(message.get("content"))
+        )
+    )
+
+
+def _objects(values: Any) -> Iterator[Json]:
+    return (
+        (one for one in values if isinstance(one, dict)) if isinstance(values, list) else iter(())
+    )
 
 
 def error_body(error: errors.GatewayError) -> bytes:

@@ -40,6 +40,19 @@ def test_the_first_line_is_a_sentence_with_the_reason(
     assert json.loads(capsys.readouterr().out)["worker"] == "fake-a"
 
 
+def test_a_file_may_hold_the_request_of_any_wire(
+    gateway_with_worker: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"model": "demo", "temperature": 0}
+    said = [{"role": "user", "content": "Hi"}]
+    for fields in ({"messages": said, "system": "Be brief."}, {"input": "Hi"}, {"prompt": "Hi"}):
+        file = tmp_path / "request.json"
+        file.write_text(json.dumps(plain | fields))
+        assert main(["explain", str(file), "--url", gateway_with_worker.url]) == 0
+        sentence = capsys.readouterr().out.splitlines()[0]
+        assert sentence == "text-mtp on fake-a, because the request can use drafts."
+
+
 def test_without_a_worker_the_sentence_says_so(
     gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from tests.support.images import data_url, png_header
 from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
@@ -21,6 +22,16 @@ BODY: dict[str, Any] = {
     "model": "demo",
     "max_tokens": 20,
     "messages": [{"role": "user", "content": "Hi"}],
+}
+
+TOOL_RESULT = {"type": "tool_result", "tool_use_id": "call00001", "content": "one"}
+PICTURE = {
+    "type": "image",
+    "source": {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": data_url(png_header(8, 8)).partition(",")[2],
+    },
 }
 
 
@@ -117,6 +128,48 @@ def test_models_have_the_shape_of_the_client(gateway_with_worker: RunningGateway
     assert {model["type"] for model in listed["data"]} == {"model"}
     assert (listed["first_id"], listed["last_id"]) == (names[0], names[-1])
     assert client.get("/v1/models/demo", headers=VERSION).json()["display_name"] == "demo"
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({}, {"system": "Be brief."}),
+        ({}, {"stop_sequences": ["x"]}),
+        ({}, {"thinking": {"type": "disabled"}}),
+        ({}, {"tools": [{"name": "look", "input_schema": {"type": "object"}}]}),
+        ({}, {"tool_choice": {"type": "any"}}),
+        ({}, {"messages": [{"role": "user", "content": [TOOL_RESULT]}]}),
+        ({}, {"messages": [{"role": "user", "content": [PICTURE]}]}),
+        (VERSION, {}),
+    ],
+)
+def test_a_message_is_explained_as_the_chat_that_it_becomes(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    headers: dict[str, str],
+    fields: dict[str, Any],
+) -> None:
+    client = gateway_with_worker.client
+    body = {**BODY, "temperature": 0, **fields}
+    explained = client.post("/v1/route/explain", json=body, headers=headers).json()
+    assert not worker.requests
+    answered = client.post("/v1/messages", json=body)
+    assert explained["servable"]
+    assert (explained["worker"], explained["pool"], explained["reason"]) == tuple(
+        answered.headers[f"x-paceline-{name}"] for name in ("worker", "pool", "reason")
+    )
+    assert explained["profile"]["messages"] == len(worker.requests[0].body["messages"])
+
+
+def test_what_no_message_may_have_is_no_explanation_either(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    """The version alone makes a body a message's; the error has Anthropic's shape."""
+    body = {**BODY, "n": 1}
+    path = "/v1/route/explain"
+    assert gateway_with_worker.client.post(path, json=body).status_code == 200
+    refused = gateway_with_worker.client.post(path, json=body, headers=VERSION)
+    assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
 
 def test_a_route_of_the_makers_that_is_not_served_is_no_404(
