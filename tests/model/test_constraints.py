@@ -277,6 +277,39 @@ def test_a_schema_that_cannot_be_held_is_refused(
         assert "lenient" not in refused.value.message
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+        ({"not": {"type": "string"}}, "'not'"),
+        ({"if": {"type": "string"}}, "'if'"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "'oneOf'"),
+        ({"$ref": "#/$defs/none"}, "'$ref'"),
+    ],
+)
+def test_a_strict_tool_that_cannot_be_held_is_refused(
+    openai_client: OpenAI, bad: dict[str, Any], named: str, choice: Any
+) -> None:
+    """A free call of it is refused by the keyword as a forced one is."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": bad},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    function: Any = {"name": "get_weather", "strict": True, "parameters": parameters}
+    with pytest.raises(openai.BadRequestError) as refused:
+        openai_client.chat.completions.create(
+            model="demo",
+            messages=QUESTION,
+            tools=[{"type": "function", "function": function}],
+            tool_choice=choice,
+        )
+    assert refused.value.param == "tools"
+    assert named in refused.value.message
+
+
 async def test_a_hostile_constraint_ends_with_an_error_of_its_own(engine: Engine) -> None:
     """Deep references, huge grammars and repetitions end at a bound; the engine serves on."""
     deep = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1800)}

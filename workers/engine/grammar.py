@@ -60,6 +60,7 @@ class _Refusal(NamedTuple):
 
 _Future: TypeAlias = "Future[_Compiled | _Refusal]"
 
+_SCHEMAS = (ConstraintKind.JSON, ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS)
 _UNSATISFIABLE = "No answer can satisfy the constraint."
 # What llguidance's messages say, and what the client is told: its own text never leaves the worker.
 _JSON_ERRORS = (
@@ -378,7 +379,7 @@ def _executor() -> LLExecutor:
 def _explain(constraint: Constraint, reason: str, function: str = "") -> str:
     """Return what a client is told about a constraint that llguidance refuses."""
     logger.info("grammar.refused reason=%s", reason[:500])
-    if not function and constraint.kind in (ConstraintKind.JSON, ConstraintKind.CALLS):
+    if not function and constraint.kind in _SCHEMAS:
         # Without the place in the grammar, and without the schema itself.
         reason = re.sub(r"(?s)^.*?JSON schema: |\n +\d+ \|.*", "", reason)
         for pattern, message in _JSON_ERRORS:
@@ -386,16 +387,12 @@ def _explain(constraint: Constraint, reason: str, function: str = "") -> str:
                 return message.format(*found.groups())
     if _TOO_COMPLEX.search(reason):
         return "It is too complex."
-    nouns = (
-        {}
-        if function
-        else {
-            ConstraintKind.JSON: "schema",
-            ConstraintKind.CALLS: "schema",
-            ConstraintKind.REGEX: "regular expression",
-        }
-    )
-    return f"The worker does not support this {nouns.get(constraint.kind, 'grammar')}."
+    noun = "grammar"
+    if not function and constraint.kind in _SCHEMAS:
+        noun = "schema"
+    elif not function and constraint.kind is ConstraintKind.REGEX:
+        noun = "regular expression"
+    return f"The worker does not support this {noun}."
 
 
 def _invalid(constraint: Constraint, refusal: _Refusal) -> InvalidGeneration:
