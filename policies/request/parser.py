@@ -254,7 +254,7 @@ def _read_logprobs(fields: Fields, endpoint: Endpoint) -> int | None:
         return fields.integer("logprobs", None, low=0, high=20)
     wanted = fields.flag("logprobs")
     top = fields.integer("top_logprobs", None, low=0, high=20)
-    if top is not None and not wanted:
+    if top and not wanted:  # 0 is vLLM's default
         raise FieldError("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     return (top or 0) if wanted else None
 

@@ -210,6 +210,13 @@ def test_a_request_may_ask_for_up_to_8_draft_tokens() -> None:
         read_chat(draft_tokens=9)
 
 
+def test_no_top_log_probabilities_are_no_request_for_any() -> None:
+    """0 is vLLM's default, and its clients send it without `logprobs`."""
+    assert read_chat(top_logprobs=0).top_logprobs is None
+    assert read_chat(top_logprobs=0, logprobs=False).top_logprobs is None
+    assert read_chat(top_logprobs=0, logprobs=True).top_logprobs == 0
+
+
 def test_completions_have_openais_default_length_and_their_own_fields() -> None:
     profile = read_profile({"model": "m", "prompt": "abc", "logprobs": 2}, Endpoint.COMPLETIONS)
     assert (profile.max_tokens, profile.text_chars, profile.top_logprobs) == (16, 3, 2)
