@@ -47,15 +47,17 @@ class DrainRate:
         """Return the place with its expected wait, while the queue is not empty and so many run.
 
         The interval that is still open counts if it is longer than the others are on average: a
-        queue that has come to a halt must not promise its old rate.
+        queue that has come to a halt must not promise its old rate. Nor is the wait shorter than
+        that interval: requests that began together also end together, so the first end is late.
         """
-        intervals_s, open_s = self._intervals_s, now_s - self._since_s
+        intervals_s, open_s = self._intervals_s, now_s - self._since_s if number else 0.0
         total_s, samples = sum(intervals_s), len(intervals_s)
         if not samples:
             total_s, samples = open_s, max(running, 1)
         elif open_s * samples >= total_s:
             total_s, samples = total_s + open_s, samples + 1
-        return QueuePlace(number, min(number * total_s / samples, _LONGEST_WAIT_S))
+        wait_s = max(number * total_s / samples, open_s)
+        return QueuePlace(number, min(wait_s, _LONGEST_WAIT_S))
 
     def retry_after_s(self, waiting: int, now_s: float, running: int = 1) -> float:
         """Return after which time a request that the full queue rejects may return, within bounds.

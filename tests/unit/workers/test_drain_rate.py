@@ -40,7 +40,18 @@ def test_the_first_interval_is_the_time_in_which_all_that_run_end() -> None:
 
 def test_an_interval_that_is_longer_than_the_mean_counts_before_it_ends() -> None:
     rate = drained_each(4.0, 3)
-    assert rate.place(1, 112.0 + 20.0).wait_s == (3 * 4.0 + 20.0) / 4
+    assert rate.place(5, 112.0 + 20.0).wait_s == 5 * (3 * 4.0 + 20.0) / 4
+
+
+def test_the_wait_is_not_shorter_than_the_time_since_the_last_request_left() -> None:
+    """Of 16 streams that began together, none has ended yet: the next one is not due at once."""
+    began = DrainRate()
+    began.begin(100.0)
+    assert began.place(1, 110.0, running=16) == QueuePlace(1, 10.0)
+    assert began.retry_after_s(1, 110.0, running=16) == 10.0
+    halted = drained_each(0.5, 30)
+    assert halted.place(1, 115.0 + 30.0).wait_s == 30.0
+    assert halted.place(0, 115.0 + 30.0).wait_s == 0.0
 
 
 def test_the_time_in_which_the_queue_is_empty_does_not_count() -> None:
