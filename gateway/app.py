@@ -48,13 +48,6 @@ from policies.document import PolicyInvalid
 from policies.error_messages import message_of
 
 _DATA_PATHS = ("/v1/", "/v2/")
-_UNSERVED = frozenset(
-    "v1/responses v1/conversations v1/embeddings v1/rerank v2/rerank v2/embed v2/chat v1/embed "
-    "v1/audio v1/images v1/videos v1/files v1/uploads v1/batches v1/moderations v1/assistants "
-    "v1/threads v1/vector_stores v1/fine_tuning v1/realtime v1/complete v1/messages "
-    "v1/skills".split()
-)
-"""The beginnings of OpenAI's, Anthropic's and Cohere's routes that this gateway does not serve."""
 
 
 class PortApp:
@@ -227,8 +220,8 @@ def _unserved(request: Request, error: HTTPException) -> errors.GatewayError:
         case HTTPException(__cause__=errors.GatewayError() as known):
             return known
         case HTTPException(status_code=404):
-            named = request.scope["path"].split("/")[1:3]
-            unserved = request.app.state.proxied and "/".join(named) in _UNSERVED
+            # OpenAI, Anthropic and Cohere have more routes there with each release.
+            unserved = request.app.state.proxied and request.scope["path"].startswith(_DATA_PATHS)
             return errors.EndpointUnserved() if unserved else errors.PathUnknown()
         case HTTPException(status_code=405):
             methods = _methods(request.app.routes, request.scope["path"])

@@ -10,7 +10,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- PolicyRefused       400  a document that is not a valid policy; every problem is named
 |   +-- TokensOverLimit     400  more tokens than the key may ever use at once
 |   +-- FeatureUntaken      400  no worker of the model takes what the request asks for
-|   +-- EndpointUnserved    400  a route of OpenAI or Anthropic that is not served here
+|   +-- EndpointUnserved    400  a route below /v1/ or /v2/ that is not served here
 |   +-- ModelUnsuited       400  the model does not serve the endpoint
 |   +-- KeyRefused          401  the API key is missing or unknown
 |   |   +-- AdminKeyRefused 401  the admin key is missing or wrong
@@ -188,7 +188,7 @@ class ThreadUnserved(RequestRefused, code="thread_unsupported_request"):
 
 
 class EndpointUnserved(RequestRefused, code="endpoint_not_served"):
-    """A route of OpenAI or Anthropic that this gateway does not serve.
+    """A route below `/v1/` or `/v2/`, such as one of OpenAI, that this gateway does not serve.
 
     Not 404: proxies in front take that for a model that is gone, and send it nothing for a while.
     """

@@ -218,6 +218,6 @@ def error_body(error: errors.GatewayError) -> bytes:
         if counts := _OVERFLOW.search(error.message):
             message = f"prompt is too long: {counts[2]} tokens > {counts[1]} maximum"
     shown: Json = {"type": kind, "message": message}
-    if isinstance(error, errors.ThreadUnserved):
+    if isinstance(error, errors.ThreadUnserved | errors.EndpointUnserved):
         shown["details"] = {"error_code": error.code}
     return to_json({"type": "error", "error": shown})

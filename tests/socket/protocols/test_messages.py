@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 from pydantic import BaseModel
 
@@ -16,7 +18,9 @@ from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import DONE, ScriptedWorker, chunk, stream_events
+from tests.support.sdk_routes import sdk_routes
 
+_PLACE = re.compile(r"\{[^}]*\}")
 VERSION = {"anthropic-version": "2023-06-01"}
 BODY: dict[str, Any] = {
     "model": "demo",
@@ -176,11 +180,24 @@ def test_a_route_of_the_makers_that_is_not_served_is_no_404(
     gateway_with_worker: RunningGateway,
 ) -> None:
     """A LiteLLM proxy in front takes 404 for a model that is gone, and lets it rest."""
-    for path in ("/v1/responses/compact", "/v1/audio/speech", "/v2/embed", "/v1/messages/batches"):
-        response = gateway_with_worker.client.post(path, json={})
-        assert response.status_code == 400
-        assert response.json()["error"]["code"] == "endpoint_not_served"
+    client = gateway_with_worker.client
+    paths = client.get("/openapi.json").json()["paths"]
+    served = {_PLACE.sub("x", path): {*map(str.upper, paths[path])} for path in paths}
+    routes = sdk_routes(openai, "/v1") + sdk_routes(anthropic, "")
+    assert len(routes) > 600
+    unserved = [(method, _PLACE.sub("x", template)) for method, template in routes]
+    unserved += [("POST", "/v2/embed"), ("GET", "/v1/realtime")]
+    for method, path in unserved:
+        if method in served.get(path, ()):
+            continue
+        response = client.request(method, path, json={})
+        found = (response.status_code, response.json()["error"]["code"])
+        # A path that is served says which methods it has.
+        expected = (405, "method_not_allowed") if path in served else (400, "endpoint_not_served")
+        assert found == expected, (method, path)
     assert gateway_with_worker.client.head("/").status_code == 200
+    refused = gateway_with_worker.client.post("/v1/messages/batches", headers=VERSION)
+    assert refused.json()["error"]["details"] == {"error_code": "endpoint_not_served"}
 
 
 def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(
