@@ -51,6 +51,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- RecordsUnwritable   503  the stored state cannot be read or written
 |       +-- WriteUnconfirmed 503 a write was not confirmed in time, and may be stored
 +-- RequestTooLong          504  the request took longer than the request timeout
++-- ResponseTooLarge        502  a response in the background is larger than the gateway keeps
 +-- CacheNotCleared         502  a worker has not emptied its prefix cache
 +-- WorkerError             the worker is at fault
     +-- WorkerUnreachable   503  no connection, so the request cannot have started (Unavailable)
@@ -553,6 +554,16 @@ class RequestTooLong(GatewayError, status=504, kind="timeout_error", code="reque
     """The request, from its body to its last byte, took longer than the request timeout."""
 
     message = "The response was not complete within the request timeout."
+
+
+class ResponseTooLarge(GatewayError, status=502, code="response_too_large"):
+    """A response in the background is larger than the gateway keeps."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"The events of the response are larger than {limit_bytes} bytes, the most that this "
+            "gateway keeps of one. Stream it without 'background', or lower 'max_output_tokens'."
+        )
 
 
 class WorkerError(GatewayError, status=502, code="worker_error"):

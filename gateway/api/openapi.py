@@ -226,8 +226,8 @@ def _remove_validation_error(operation: dict[str, Any]) -> None:
 def _proxy_operation(name: str) -> Mapping[str, Any]:
     """Describe a route of the proxy, which FastAPI does not serve."""
     whole = {"type": "object", "required": [_ANSWER_FIELDS[name]]}
-    stored = (errors.PreviousUnknown, errors.RecordsUnwritable) if name == _RESPONSES else ()
-    failed = failures(*_PROXY_ERRORS, *stored)
+    own = (errors.PreviousUnknown, errors.RecordsUnwritable, errors.ResponseTooLarge)
+    failed = failures(*_PROXY_ERRORS, *(own if name == _RESPONSES else ()))
     if name in _ERROR_SCHEMAS:
         for answer in failed.values():
             answer["content"] = {JSON: {"schema": ref(_ERROR_SCHEMAS[name])}}

@@ -26,7 +26,10 @@ _TOKENS_A_PICTURE = 512
 # What chat templates write around a message.
 _TOKENS_A_MESSAGE = 16
 # These end a request without a fault of the worker: the key owes what it did until then.
-_CANCELLED = (ClientDisconnected, errors.KeyEnded, errors.RequestTooLong, errors.ShuttingDown)
+_CANCELLED = (
+    *(ClientDisconnected, errors.KeyEnded, errors.RequestTooLong, errors.ResponseTooLarge),
+    errors.ShuttingDown,
+)
 
 
 def estimate(profile: RequestProfile) -> int:

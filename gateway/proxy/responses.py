@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from gateway import errors
 from gateway.assembly import Gateway
@@ -24,9 +25,6 @@ from gateway.types import Header
 
 log = logging.getLogger(__name__)
 
-_LOG_LIMIT_BYTES = 32 * 1024 * 1024
-_LOGS_LIMIT_BYTES = 128 * 1024 * 1024
-_LOGS_LIMIT = 256
 _KEEPALIVE = b": keepalive\n\n"
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
 EVENT_HEADERS = (
@@ -36,11 +34,25 @@ EVENT_HEADERS = (
 )
 
 
-class EventLog:
-    """The events of a response in the background, which takes the place of a `ResponseWriter`."""
+class LogLimits(NamedTuple):
+    """How much of the responses in the background a gateway holds."""
 
-    def __init__(self, request_id: str, keepalive_s: float) -> None:
+    log_bytes: int = 32 * 1024 * 1024
+    """Of one response; a longer one fails."""
+    ended: int = 256
+    """Responses that have ended; the oldest is forgotten first."""
+    ended_bytes: int = 128 * 1024 * 1024
+
+
+class EventLog:
+    """The events of a response in the background, which takes the place of a `ResponseWriter`.
+
+    It holds every event, the last ones too; beyond its limit it cancels the request.
+    """
+
+    def __init__(self, request_id: str, keepalive_s: float, limit_bytes: int) -> None:
         self.request_id = request_id
+        self._limit_bytes = limit_bytes
         self._keepalive_s = keepalive_s
         self.rate_limit_headers: Sequence[Header] = ()
         self.started = False
@@ -109,19 +121,17 @@ class EventLog:
         """Take headers, which no client gets."""
 
     def write(self, piece: bytes) -> None:
-        """Append events; comments are left out."""
-        if not piece.startswith(b"event:") or self.size_bytes > _LOG_LIMIT_BYTES:
-            return
-        self.size_bytes += len(piece)
-        self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
-        self._tell()
+        """Append events, and cancel the request beyond the limit; comments are left out."""
+        self._append(piece)
+        if self.size_bytes > self._limit_bytes and self._cancel_scope is not None:
+            self._cancel_scope.cancel(errors.ResponseTooLarge(self._limit_bytes))
 
     def chunk_sender(self) -> None:
         """Return nothing: an HTTP chunk is no event."""
 
     def end(self, piece: bytes = b"") -> None:
         """Append the last events."""
-        self.write(piece)
+        self._append(piece)
 
     async def fail(
         self,
@@ -132,7 +142,7 @@ class EventLog:
         error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
     ) -> None:
         """Append the events of an error."""
-        self.write(error_event(error))
+        self._append(error_event(error))
 
     def attach(self, cancel_scope: CancelScope | None) -> None:
         """Check the deadline of this scope, and cancel it on `cancel`."""
@@ -147,6 +157,12 @@ class EventLog:
         """Cancel the request if its deadline has passed."""
         if self._cancel_scope is not None:
             self._cancel_scope.check(now_s)
+
+    def _append(self, piece: bytes) -> None:
+        if piece.startswith(b"event:"):
+            self.size_bytes += len(piece)
+            self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
+            self._tell()
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -191,9 +207,12 @@ class ResponseExchange:
         From here on the client's connection may end, and the response goes on.
         """
         builder = self.format.builder
-        self.log = event_log = EventLog(writer.request_id, self._service.keepalive_s)
+        service = self._service
+        self.log = event_log = EventLog(
+            writer.request_id, service.keepalive_s, service.limits.log_bytes
+        )
         wants_stream = bool(self.request.body.get("stream"))
-        self._service.add(self)
+        service.add(self)
         writer.attach(None)
         event_log.attach(cancel_scope)
         builder.response["status"] = "queued"
@@ -231,7 +250,7 @@ class ResponseExchange:
             if self._cancelled and not builder.ended:
                 builder.cancel()
             elif not builder.ended:
-                self.log.write(self.format.error_event(errors.Interrupted()))
+                await self.log.fail(errors.Interrupted(), error_event=self.format.error_event)
             if builder.response["status"] in ("failed", "cancelled"):
                 await self._keep(self.response)
         finally:
@@ -258,8 +277,9 @@ class ResponseExchange:
 class ResponsesService:
     """Serves `POST /v1/responses`, and knows the responses that run in the background."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, limits: LogLimits = LogLimits()) -> None:  # noqa: B008
         self._gateway = gateway
+        self.limits = limits
         self.kept = KeptItems(gateway.expiring_records, gateway.wall)
         self.view_timeout_s = gateway.settings.idle_timeout_s
         self.keepalive_s = gateway.settings.keepalive_s
@@ -282,7 +302,7 @@ class ResponsesService:
             self._exchanges.move_to_end(exchange.response["id"])
         over = [one for one in self._exchanges.values() if one.log and one.log.closed]
         size = sum(one.log.size_bytes for one in over if one.log)
-        while over and (size > _LOGS_LIMIT_BYTES or len(over) > _LOGS_LIMIT):
+        while over and (size > self.limits.ended_bytes or len(over) > self.limits.ended):
             first = over.pop(0)
             size -= first.log.size_bytes if first.log else 0
             del self._exchanges[first.response["id"]]

@@ -15,6 +15,7 @@ from gateway.errors import (
     QueueFull,
     RefusedByWorker,
     RequestTooLong,
+    ResponseTooLarge,
     ShuttingDown,
     WorkerBusy,
     WorkerLost,
@@ -45,6 +46,7 @@ def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
         (ClientDisconnected(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
         (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
         (RequestTooLong(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
+        (ResponseTooLarge(1), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
         (KeyEnded(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
         (ShuttingDown(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
         # The worker failed: no key pays for an estimate.
