@@ -31,6 +31,7 @@ from gateway.api import (
     usage,
     workers,
 )
+from gateway.api.auth import client_format
 from gateway.assembly import LOOP_CHECK_S, Gateway, build_gateway
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
@@ -93,6 +94,11 @@ class PortApp:
             exchange = self._responses.exchange()
             await self._proxy(scope, receive, exchange.format, exchange)
         else:
+            if path.startswith(_DATA_PATHS):
+                writer = response_writer(scope)
+                wire_format = client_format(scope, self._proxy.sealer)
+                writer.add_headers([(b"x-request-id", writer.request_id.encode())])
+                writer.add_headers(wire_format.response_headers(writer.request_id))
             await self._fastapi(scope, receive, send)
 
 

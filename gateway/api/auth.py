@@ -15,13 +15,18 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_secret
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
-from gateway.http.downstream import header, read_small_body
+from gateway.http.downstream import header, read_small_body, response_writer
+from gateway.protocols import CHAT, MESSAGES_PATH
+from gateway.protocols.base import WireFormat
+from gateway.protocols.messages import MessagesFormat
 from gateway.protocols.openai import parse
+from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
 from gateway.proxy.load_shedding import Load
 from workers.protocol import MAX_REPORT_BYTES
@@ -33,6 +38,7 @@ _SCHEMES = {
     ADMIN_KEY: "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
     JOIN_TOKEN: "The token with which workers join.",
 }
+_ANTHROPIC = b"anthropic-version"
 _BODY_LIMIT_BYTES = 256 * 1024
 AUTHOR_HEADER = "x-paceline-author"
 NOTE_HEADER = "x-paceline-note"
@@ -145,14 +151,27 @@ async def api_key_of(request: Request) -> ApiKey:
 CurrentKey = Annotated[ApiKey, Depends(api_key_of)]
 
 
+def client_format(scope: Scope, sealer: Sealer) -> WireFormat:
+    """Return the format of the headers that a client of a route reads."""
+    of_anthropic = header(scope, _ANTHROPIC) is not None or scope["path"].startswith(MESSAGES_PATH)
+    return MessagesFormat(sealer) if of_anthropic else CHAT
+
+
 async def _bounded_body(
     request: Request, gateway: CurrentGateway, api_key: CurrentKey
 ) -> AsyncIterator[bytes]:
     load: Load = request.app.state.load
     settings = gateway.settings
     with load.counted() as hold:
-        if api_key.rate_limiter is not None:
-            count_request(api_key.rate_limiter, gateway.clock, gateway.wall)
+        if (rate_limiter := api_key.rate_limiter) is not None:
+            try:
+                count_request(rate_limiter, gateway.clock, gateway.wall)
+            finally:
+                unix_s = gateway.wall()
+                states = rate_limiter.states(gateway.clock(), unix_s)
+                wire_format = client_format(request.scope, gateway.sealer)
+                limits = wire_format.limit_headers(states, unix_s)
+                response_writer(request.scope).add_headers(limits)
         yield await read_small_body(
             request.scope,
             request.receive,

@@ -219,6 +219,39 @@ def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(
     wait_for_outcomes(gateway_with_worker, failed=2)
 
 
+def test_every_response_to_a_client_of_anthropics_has_an_id(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    client = gateway_with_worker.client
+    count = "/v1/messages/count_tokens"
+    for response, status in (
+        (client.post(count, json={"model": "demo", "messages": BODY["messages"]}), 200),
+        (client.post(count, json={"model": "demo"}), 400),
+        (client.get("/v1/models", headers=VERSION), 200),
+        (client.get("/v1/models/other", headers=VERSION), 404),
+        (client.get("/v1/agents", headers=VERSION), 400),
+    ):
+        assert response.status_code == status
+        assert response.headers["request-id"] == response.headers["x-request-id"]
+    models = client.get("/v1/models", headers={"x-request-id": "mine"})
+    assert (models.headers["x-request-id"], "request-id" in models.headers) == ("mine", False)
+
+
+def test_a_count_of_tokens_tells_what_remains_of_the_limit_that_it_spends(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    key = gateway_with_worker.create_key(requests_a_minute=2)
+    gateway_with_worker.use_key(key["secret"])
+    found = [count_tokens(gateway_with_worker) for _ in range(3)]
+    assert [response.status_code for response in found] == [200, 200, 429]
+    remaining = "anthropic-ratelimit-requests-remaining"
+    assert [response.headers[remaining] for response in found] == ["1", "0", "0"]
+    counted = gateway_with_worker.client.post(
+        "/v1/responses/input_tokens", json={"model": "demo", "input": "Hi"}
+    )
+    assert (counted.status_code, counted.headers["x-ratelimit-limit-requests"]) == (429, "2")
+
+
 def count_tokens(gateway: RunningGateway) -> httpx.Response:
     return gateway.client.post(
         "/v1/messages/count_tokens", json={"model": "demo", "messages": BODY["messages"]}
