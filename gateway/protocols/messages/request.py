@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
@@ -227,16 +227,22 @@ def _tools_of(body: Mapping[str, Any]) -> tuple[Json, tuple[str, ...]]:
     chosen: Json = {"tools": functions} if functions else {}
     choice = body.get("tool_choice")
     if choice is not None:
-        chosen |= _choice_of(choice, functions)
+        chosen |= _choice_of(choice, {one["function"]["name"] for one in functions})
     return chosen, tuple(left_out)
 
 
-def _choice_of(choice: Any, functions: Sequence[Json]) -> Json:
+def _choice_of(choice: Any, names: Set[str]) -> Json:
+    """Translate the choice among the functions with these names."""
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     chosen: Json = {}
     if kind == "tool":
-        chosen["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        name = choice.get("name")
+        if not isinstance(name, str) or name not in names:
+            raise FieldError("tool_choice.name", "tool_choice.name: It must be one of the tools that the client runs.")
+        chosen["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif isinstance(kind, str) and kind in _TOOL_CHOICES:
+        if kind == "any" and not names:
+            raise FieldError("tool_choice", "tool_choice: There are no tools to choose among.")
         chosen["tool_choice"] = _TOOL_CHOICES[kind]
     else:
         raise FieldError(
@@ -244,7 +250,7 @@ def _choice_of(choice: Any, functions: Sequence[Json]) -> Json:
         )
     if choice.get("disable_parallel_tool_use"):
         chosen["parallel_tool_calls"] = False
-    return chosen if functions else {}  # the tools that it chooses among are left out
+    return chosen if names else {}
 
 
 def _named(tools: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -31,6 +31,9 @@ def is_ours(reasoning: str, signature: str) -> bool:
 
 
 CALL = {"type": "tool_use", "id": "call00001", "name": "look", "input": {"at": "a"}}
+LOOK = {"name": "look", "input_schema": {"type": "object"}}
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+SEARCH = {"type": "tool", "name": "web_search"}
 USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 3,
@@ -213,6 +216,10 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"tools": [{}]}, "tools.0"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
         ({"tool_choice": {"type": []}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [WEB_SEARCH, LOOK], "tool_choice": SEARCH}, "tool_choice.name"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
@@ -373,16 +380,12 @@ def test_an_overflow_has_the_words_by_which_clients_shorten_a_conversation() -> 
     assert b'"api_error"' in error_body(GatewayError())
 
 
-WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
-
-
 def test_a_tool_of_anthropics_servers_is_left_out_and_named() -> None:
-    look = {"name": "look", "input_schema": {"type": "object"}}
-    body = {"model": "m", "messages": [user("Hi")], "tools": [WEB_SEARCH, look]}
+    body = {"model": "m", "messages": [user("Hi")], "tools": [WEB_SEARCH, LOOK]}
     sent = to_chat(body, is_ours)
     assert [tool["function"]["name"] for tool in sent.body["tools"]] == ["look"]
     assert sent.left_out == ("tools.0:web_search_20250305",)
-    alone = {**body, "tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}
+    alone = {**body, "tools": [WEB_SEARCH], "tool_choice": {"type": "auto"}}
     assert not {"tools", "tool_choice"} & to_chat(alone, is_ours).body.keys()
 
 
