@@ -35,6 +35,7 @@ from bench.attack.origins import Origins
 from bench.attack.raw_http import RawHttp
 from bench.attack.slow import SlowClients
 from bench.attack.stack import (
+    JEMALLOC,
     Part,
     fixed_port,
     running_parts,
@@ -199,8 +200,9 @@ def attack_table(result: Result) -> tables.Grid:
 
 def memory_table(result: Result) -> tables.Grid:
     """Return the memory of the attacked processes."""
+    allocator = ", worker with jemalloc" if JEMALLOC else ""
     return tables.Grid(
-        title="Resident memory of the attacked processes, MB",
+        title=f"Resident memory of the attacked processes, MB{allocator}",
         columns=("process", "at the start", "after half of the time", "at the end"),
         rows=tuple(
             (one.part, *(f"{value:.1f}" for value in (one.start_mb, one.half_mb, one.end_mb)))

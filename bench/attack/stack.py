@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,8 @@ from workers.demo import CHECKPOINT
 ACCESS_LOG: Final = "access.jsonl"
 JOIN_TOKEN: Final = "join-token-of-the-attack"
 ADMIN_KEY: Final = "admin-key-of-the-attack"
+JEMALLOC: Final = find_library("jemalloc") if sys.platform == "linux" else None
+"""Its library, if it is installed."""
 _ROOT: Final = Path(__file__).parents[2]
 _READY_S: Final = 300.0
 _LIMIT_S: Final = "3"
@@ -107,14 +110,22 @@ def gateway_part(home: Path, port: int, **settings: str) -> Part:
 
 
 def worker_part(home: Path, port: int, gateway_port: int | None = None) -> Part:
-    """Return a worker whose memory is even: a small prefix cache, and no long answers."""
+    """Return a worker whose memory is even: a small prefix cache, and no long answers.
+
+    On Linux it has jemalloc if that is installed: glibc's allocator keeps free memory between the
+    blocks that many threads took in turn, and so hides whether the worker keeps any.
+    """
     joins = ("--join", f"http://127.0.0.1:{gateway_port}") if gateway_port else ()
     arguments = (
         *("-m", "workers", "--model", str(CHECKPOINT), "--port", str(port), "--id", "demo"),
         *("--prefix-cache-gb", "0", "--context", _CONTEXT_TOKENS),
         *(*joins, "--prefix-cache-bytes", _CACHE_BYTES),
     )
-    return Part("worker", arguments, home, PACELINE_JOIN_TOKEN=JOIN_TOKEN)
+    environment = {}
+    if JEMALLOC is not None:
+        preloaded = (JEMALLOC, preload().get("LD_PRELOAD"))
+        environment["LD_PRELOAD"] = ":".join(filter(None, preloaded))
+    return Part("worker", arguments, home, PACELINE_JOIN_TOKEN=JOIN_TOKEN, **environment)
 
 
 def fixed_port() -> int:
