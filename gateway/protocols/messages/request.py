@@ -215,13 +215,13 @@ def _unsupported(block: Mapping[str, Any], at: str) -> FieldError:
 def _tools_of(body: Mapping[str, Any]) -> tuple[Json, tuple[str, ...]]:
     """Return the tools and the choice among them, and the tools that are left out."""
     tools = body.get("tools") or []
-    functions = []
+    functions: list[Json] = []
     left_out = []
     for at, tool in _named(tools):
         if tool.get("type") not in (None, "custom"):
             left_out.append(f"{at}:{str(tool['type'])[:100]}")
             continue
-        function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
+        function: Json = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
         function |= {name: tool[name] for name in ("description", "strict") if name in tool}
         functions.append({"type": "function", "function": function})
     chosen: Json = {"tools": functions} if functions else {}
@@ -238,7 +238,10 @@ def _choice_of(choice: Any, names: Set[str]) -> Json:
     if kind == "tool":
         name = choice.get("name")
         if not isinstance(name, str) or name not in names:
-            raise FieldError("tool_choice.name", "tool_choice.name: It must be one of the tools that the client runs.")
+            raise FieldError(
+                "tool_choice.name",
+                "tool_choice.name: It must be one of the tools that the client runs.",
+            )
         chosen["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif isinstance(kind, str) and kind in _TOOL_CHOICES:
         if kind == "any" and not names:
