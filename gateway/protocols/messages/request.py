@@ -27,6 +27,8 @@ FIELDS = IGNORED_FIELDS.union(
 # Claude Code writes a digest of each request there, so that no two prompts would begin alike.
 _BILLING_MARK = "x-anthropic-billing-header"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SERVICE_BLOCKS = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
+"""With the results of its tools, what Anthropic's own service writes for itself."""
 _BETWEEN_TEXTS = "\n\n"
 
 
@@ -142,9 +144,7 @@ def _assistant_message(
                 # Another model's reasoning is none of this one's.
                 if is_ours(text, str(block.get("signature"))):
                     reasoning.append(text)
-            case "redacted_thinking" | "server_tool_use" | "web_search_tool_result":
-                pass  # of Anthropic's own service
-            case _:
+            case kind if kind not in _SERVICE_BLOCKS and not kind.endswith("_tool_result"):
                 raise _unsupported(block, at)
     message: Json = {"role": "assistant", "content": "".join(texts) or None}
     if reasoning:

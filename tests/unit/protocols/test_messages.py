@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from anthropic.types.beta import BetaContentBlock
 
 from gateway.engines.refusals import read_refusal
 from gateway.errors import GatewayError, RefusedByWorker
@@ -139,6 +140,17 @@ def test_calls_and_results_become_messages_of_a_chat_in_their_order() -> None:
             ]
         ),
     ]
+
+
+def test_what_tools_of_anthropics_servers_did_is_left_out() -> None:
+    blocks = get_args(get_args(BetaContentBlock)[0])
+    kinds = [get_args(block.model_fields["type"].annotation)[0] for block in blocks]
+    kinds = [kind for kind in kinds if "_tool_" in kind and kind != "mcp_tool_listing"]
+    assert {"server_tool_use", "web_fetch_tool_result", "mcp_tool_result"} < {*kinds}
+    content = [*({"type": kind, "id": "a", "tool_use_id": "a"} for kind in kinds)]
+    text = {"type": "text", "text": "I have read it."}
+    messages = chat(user("?"), {"role": "assistant", "content": [*content, text]})["messages"]
+    assert messages[1] == {"role": "assistant", "content": "I have read it."}
 
 
 def test_tools_and_the_choice_among_them() -> None:
