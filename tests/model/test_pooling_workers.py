@@ -16,7 +16,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from openai.types import CreateEmbeddingResponse
 
-from tests.support.openai_types import read_strictly
+from tests.support.maker_types import read_strictly
 from tests.support.pooling_checkpoints import (
     CONTEXT_TOKENS,
     DIMENSIONS,

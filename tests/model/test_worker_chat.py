@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.chat import ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from tests.support.maker_types import CHAT_OURS, read_strictly
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker, byte_token
 
 QUESTION: Any = [{"role": "user", "content": "What is two plus three?"}]
@@ -41,6 +42,39 @@ def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
         for choice in chunk.choices
         if choice.index == index
     )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": True, "top_logprobs": 2},
+        {"n": 2},
+        {"stop": ["e"], "temperature": 0},
+        {
+            "tools": [{"type": "function", "function": {"name": "look"}}],
+            "tool_choice": "required",
+        },
+    ],
+)
+async def test_answers_and_chunks_are_of_openais_own_types(
+    real_worker: RunningWorker, fields: dict[str, Any]
+) -> None:
+    url = f"{real_worker.url}/v1/chat/completions"
+    body = {"model": real_worker.model, "messages": QUESTION, "max_tokens": 40, **fields}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with httpx.AsyncClient(timeout=60) as client:
+        whole = await client.post(url, json=body)
+        stream = await client.post(url, json=streamed)
+    completion = read_strictly(ChatCompletion, whole.content, CHAT_OURS)
+    assert len(completion.choices) == fields.get("n", 1)
+    *events, done = stream.content.removesuffix(b"\n\n").split(b"\n\n")
+    assert done == b"data: [DONE]"
+    chunks = [
+        read_strictly(ChatCompletionChunk, one.removeprefix(b"data: "), CHAT_OURS)
+        for one in events
+        if not one.startswith(b":")
+    ]
+    assert chunks[-1].usage is not None
 
 
 async def test_an_exact_answer_says_so_and_has_no_drafts_and_no_cached_tokens(

@@ -11,9 +11,12 @@ import anthropic
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
+from anthropic.pagination import SyncPage
+from anthropic.types import ErrorResponse, Message, MessageTokensCount, ModelInfo
+from anthropic.types.beta import BetaMessage, BetaRawMessageStreamEvent
 
 from tests.support.images import data_url, png_header
+from tests.support.maker_types import read_message_events, read_strictly
 from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
@@ -319,15 +322,6 @@ CHAT_EVENTS = (
 )
 
 
-def unknown_fields(model: BaseModel) -> list[str]:
-    """Return the fields of a response that Anthropic's package does not know."""
-    found = list(model.model_extra or ())
-    for value in dict(model).values():
-        for one in value if isinstance(value, list) else [value]:
-            found += unknown_fields(one) if isinstance(one, BaseModel) else []
-    return found
-
-
 @pytest.fixture
 def anthropic_client(gateway_with_worker: RunningGateway) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(
@@ -342,41 +336,56 @@ def anthropic_client(gateway_with_worker: RunningGateway) -> Iterator[anthropic.
 ASKED: Any = {"model": "demo", "max_tokens": 20, "messages": BODY["messages"]}
 
 
+CHAT_ANSWER = {
+    "id": "chatcmpl-1",
+    "model": "demo",
+    "choices": [
+        {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "I look.",
+                "reasoning_content": "Hm.",
+                "tool_calls": [{"id": "call00001", "type": "function", "function": FUNCTION}],
+            },
+            "finish_reason": "tool_calls",
+        }
+    ],
+    "usage": CHAT_USAGE | {"completion_tokens_details": {"reasoning_tokens": 1}},
+}
+NONE: frozenset[str] = frozenset()
+
+
 def test_a_message_is_one_of_anthropics_own_types(
     anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
 ) -> None:
-    message = {
-        "role": "assistant",
-        "content": "I look.",
-        "reasoning_content": "Hm.",
-        "tool_calls": [{"id": "call00001", "type": "function", "function": FUNCTION}],
-    }
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
-    answer = {"id": "chatcmpl-1", "model": "demo", "choices": [choice], "usage": CHAT_USAGE}
-    worker.script.body = json.dumps(answer).encode()
-    response = anthropic_client.messages.create(**ASKED)
+    worker.script.body = json.dumps(CHAT_ANSWER).encode()
+    raw = anthropic_client.messages.with_raw_response.create(**ASKED)
+    response = read_strictly(Message, raw.read(), NONE)
+    assert response == raw.parse()
     assert [block.type for block in response.content] == ["thinking", "text", "tool_use"]
     assert response.stop_reason == "tool_use"
-    assert unknown_fields(response) == []
 
 
 def test_the_events_of_a_message_are_of_anthropics_own_types(
-    anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
+    gateway_with_worker: RunningGateway,
+    anthropic_client: anthropic.Anthropic,
+    worker: ScriptedWorker,
 ) -> None:
-    worker.script.events = CHAT_EVENTS
+    worker.script.events = (b": read 2048 of 9000 tokens of the prompt\n\n", *CHAT_EVENTS)
+    streamed = gateway_with_worker.client.post("/v1/messages", json={**BODY, "stream": True})
+    events = read_message_events(streamed.content)
+    blocks = [event.content_block.type for event in events if "block_start" in event.type]
+    assert blocks == ["thinking", "text", "tool_use"]
     with anthropic_client.messages.stream(**ASKED) as stream:
-        events = list(stream)
         final = stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert final.content[2].model_dump()["input"] == {"at": "a"}
     assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (6, 4)
-    assert unknown_fields(final) == []
-    raw = [event for event in events if type(event).__name__.startswith("Raw")]
-    assert [name for event in raw for name in unknown_fields(event)] == []
 
 
 def test_what_was_cleared_is_listed_in_the_answer(
-    anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
+    gateway_with_worker: RunningGateway, anthropic_client: anthropic.Anthropic
 ) -> None:
     edit = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}
     said = {"type": "thinking", "thinking": "Hm. " * 20, "signature": "s"}
@@ -388,21 +397,45 @@ def test_what_was_cleared_is_listed_in_the_answer(
         "messages": messages,
         "context_management": {"edits": [edit]},
     }
-    response = anthropic_client.beta.messages.create(**asked)
+    client = gateway_with_worker.client
+    whole = client.post("/v1/messages?beta=true", json=asked)
+    response = read_strictly(BetaMessage, whole.content, NONE)
     assert response.context_management is not None
     (applied,) = response.context_management.applied_edits
     assert applied.type == edit["type"]
     assert applied.cleared_input_tokens > 0
+    streamed = client.post("/v1/messages?beta=true", json={**asked, "stream": True})
+    *_, last, _ = read_message_events(streamed.content, BetaRawMessageStreamEvent)
+    assert last.context_management == response.context_management
     with anthropic_client.beta.messages.stream(**asked) as stream:
         final = stream.get_final_message()
     assert final.context_management == response.context_management
 
 
-def test_the_models_are_of_anthropics_own_types(anthropic_client: anthropic.Anthropic) -> None:
-    listed = list(anthropic_client.models.list())
-    assert "demo" in {model.id for model in listed}
-    assert [name for model in listed for name in unknown_fields(model)] == []
-    assert anthropic_client.models.retrieve("demo").lifecycle == "active"
+def test_models_counts_and_errors_are_of_anthropics_own_types(
+    gateway_with_worker: RunningGateway,
+    anthropic_client: anthropic.Anthropic,
+    worker: ScriptedWorker,
+) -> None:
+    client = gateway_with_worker.client
+    page = client.get("/v1/models", headers=VERSION).content
+    listed = read_strictly(SyncPage[ModelInfo], page, frozenset(("first_id",)))
+    assert "demo" in {model.id for model in listed.data}
+    assert listed.data == list(anthropic_client.models.list())
+    one = read_strictly(ModelInfo, client.get("/v1/models/demo", headers=VERSION).content, NONE)
+    assert one.lifecycle == "active"
+    assert read_strictly(MessageTokensCount, count_tokens(gateway_with_worker).content, NONE)
+
+    unknown = client.post("/v1/messages", json={**BODY, "model": "claude"})
+    assert read_strictly(ErrorResponse, unknown.content, NONE).error.type == "not_found_error"
+    worker.script.cut_after = 3
+    streamed = client.post("/v1/messages", json={**BODY, "stream": True}).content
+    *events, error = streamed.removesuffix(b"\n\n").split(b"\n\n")
+    assert read_message_events(b"\n\n".join(events) + b"\n\n")
+    name, data = error.split(b"\n")
+    assert name == b"event: error"
+    read = read_strictly(ErrorResponse, data.removeprefix(b"data: "), NONE)
+    assert read.error.type == "api_error"
 
 
 def test_anthropics_loop_of_tools_goes_on_without_the_thread_that_it_asks_for(

@@ -10,7 +10,7 @@ import pytest
 from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import InputTokenCountResponse, ResponseItemList
 
-from tests.support.openai_types import read_event, read_response, read_strictly
+from tests.support.maker_types import read_event, read_response, read_strictly
 from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 

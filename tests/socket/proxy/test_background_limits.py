@@ -15,7 +15,7 @@ from gateway.http.downstream import CancelScope
 from gateway.proxy.responses import EventLog, LogLimits, ResponseExchange, ResponsesService
 from gateway.routing.view import FleetView
 from policies.document import PolicyDocument
-from tests.support.openai_types import read_event
+from tests.support.maker_types import read_event
 from tests.support.policies import single_pool_policy
 from tests.support.running_gateway import make_settings
 

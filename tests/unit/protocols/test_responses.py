@@ -18,7 +18,7 @@ from gateway.routing.view import FleetView
 from policies.document import PolicyDocument
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
-from tests.support.openai_types import read_event, read_response
+from tests.support.maker_types import read_event, read_response
 from tests.support.policies import single_pool_policy
 
 SEALER = Sealer(b"secret")

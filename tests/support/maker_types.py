@@ -1,0 +1,73 @@
+"""The own types of the packages `openai` and `anthropic`, which read our answers strictly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from anthropic.types import RawMessageStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+OURS = frozenset(("store",))
+"""Fields of a response that the types of the package lack; OpenAI sends it too."""
+CHAT_OURS = frozenset(("metrics", "stop_reason"))
+"""Fields of a chat's answer that the types of the package lack; vLLM has the second."""
+PING = {"type": "ping"}
+"""An event that Anthropic documents, and no type of the package describes."""
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def read_strictly(kind: Any, data: Any, ours: frozenset[str] = OURS) -> Any:
+    """Validate JSON or its data by a type of a package, without fields that it does not know.
+
+    `ours`: the names of those that there may be all the same.
+    """
+    text = data if isinstance(data, bytes | str) else json.dumps(data)
+    read = _adapter(kind).validate_json(text, strict=True)
+    assert set(_unknown(read)) <= ours
+    return read
+
+
+def read_response(data: Any) -> Response:
+    """Validate a response."""
+    response: Response = read_strictly(Response, data)
+    return response
+
+
+def read_event(data: Any) -> Any:
+    """Validate an event of a response's stream."""
+    return read_strictly(ResponseStreamEvent, data)
+
+
+def read_message_events(stream: bytes, kind: Any = RawMessageStreamEvent) -> Sequence[Any]:
+    """Validate the events of a message's stream, each under its own name, without its pings."""
+    found = []
+    for event in stream.decode().removesuffix("\n\n").split("\n\n"):
+        if event.startswith(":"):
+            continue
+        name, data = event.split("\n")
+        if json.loads(data.removeprefix("data: ")) != PING:
+            found.append(read_strictly(kind, data.removeprefix("data: "), frozenset()))
+            assert name == f"event: {found[-1].type}"
+    return found
+
+
+def _unknown(value: Any) -> Iterator[str]:
+    """Yield the names of all fields that the types do not know."""
+    if isinstance(value, BaseModel):
+        yield from value.model_extra or ()
+        for name in type(value).model_fields:
+            yield from _unknown(getattr(value, name))
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _unknown(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _unknown(one)
