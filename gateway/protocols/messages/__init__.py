@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -131,7 +131,7 @@ class MessagesFormat:
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
         """Return the message of a whole answer."""
         choice = choice_of(answer)
-        content = [*content_of(object_in(choice, "message"), self._sign)]
+        content = [*content_of(object_in(choice, "message"), self._mark)]
         message = message_of(answer, content) | stop_of(choice)
         return encode_json(message | self._edits())
 
@@ -141,7 +141,12 @@ class MessagesFormat:
         late_headers: Sequence[Header] = (),  # noqa: ARG002 - a comment has them
     ) -> MessageEncoder:
         """Return the encoder of a stream."""
-        return MessageEncoder(self._sign, self._edits())
+        return MessageEncoder(self._mark, self._edits())
+
+    @property
+    def _mark(self) -> Callable[[str], str] | None:
+        """Return what signs the reasoning that the client gets; None if it asks for none."""
+        return self._sign if self._chat.shows_reasoning else None
 
     def _edits(self) -> Json:
         """Return the field that lists what was cleared, if the request asks for it."""

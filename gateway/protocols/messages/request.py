@@ -41,6 +41,12 @@ class MessagesChat(NamedTuple):
     left_out: tuple[str, ...] = ()
     """The place and the type of each tool that Anthropic's servers alone run."""
 
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the client wants reasoning, which some engines send all the same."""
+        hidden = self.body.get("include_reasoning") is False
+        return not hidden and self.body.get("reasoning_effort") != "none"
+
 
 def to_chat(body: Mapping[str, Any], is_ours: Callable[[str, str], bool]) -> MessagesChat:
     """Translate a request into a chat; raise `FieldError`.

@@ -30,9 +30,9 @@ def message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
     }
 
 
-def content_of(message: Mapping[str, Any], sign: Callable[[str], str]) -> Iterator[Json]:
-    """Yield the blocks of a message; `sign` marks reasoning as ours."""
-    if reasoning := text_in(message, "reasoning_content"):
+def content_of(message: Mapping[str, Any], sign: Callable[[str], str] | None) -> Iterator[Json]:
+    """Yield the blocks of a message; `sign` marks reasoning as ours, None leaves it out."""
+    if sign is not None and (reasoning := text_in(message, "reasoning_content")):
         yield {"type": "thinking", "thinking": reasoning, "signature": sign(reasoning)}
     if text := text_in(message, "content"):
         yield {"type": "text", "text": text}
@@ -86,8 +86,8 @@ class MessageEncoder:
     passthrough = False
     failovers = 0
 
-    def __init__(self, sign: Callable[[str], str], edits: Mapping[str, Any]) -> None:
-        """`edits`: the fields of the last event that list what was cleared."""
+    def __init__(self, sign: Callable[[str], str] | None, edits: Mapping[str, Any]) -> None:
+        """`sign`: as in `content_of`; `edits`: the last event's list of what was cleared."""
         self._sign = sign
         self._edits = edits
         self._begun = False
@@ -120,7 +120,8 @@ class MessageEncoder:
         return b"".join((*self._close(), _event(end), _event({"type": "message_stop"})))
 
     def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
-        if reasoning := text_in(delta, "reasoning_content"):
+        reasoning = text_in(delta, "reasoning_content")
+        if reasoning and self._sign is not None:
             yield from self._continue("thinking", {"thinking": "", "signature": ""})
             self._reasoning.append(reasoning)
             yield self._delta({"type": "thinking_delta", "thinking": reasoning})
@@ -152,7 +153,7 @@ class MessageEncoder:
         """Close the open block, if there is one."""
         if not self._open:
             return
-        if self._open == "thinking":
+        if self._open == "thinking" and self._sign is not None:
             signature = self._sign("".join(self._reasoning))
             yield self._delta({"type": "signature_delta", "signature": signature})
             self._reasoning.clear()

@@ -144,7 +144,7 @@ def test_models_have_the_shape_of_the_client(gateway_with_worker: RunningGateway
         ({}, {"stop_sequences": ["x"]}),
         ({}, {"thinking": {"type": "disabled"}}),
         ({}, {"tools": [{"name": "look", "input_schema": {"type": "object"}}]}),
-        ({}, {"tool_choice": {"type": "any"}}),
+        ({}, {"tool_choice": {"type": "none"}}),
         ({}, {"messages": [{"role": "user", "content": [TOOL_RESULT]}]}),
         ({}, {"messages": [{"role": "user", "content": [PICTURE]}]}),
         (VERSION, {}),
@@ -382,6 +382,25 @@ def test_the_events_of_a_message_are_of_anthropics_own_types(
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert final.content[2].model_dump()["input"] == {"at": "a"}
     assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (6, 4)
+
+
+def test_reasoning_that_nobody_asked_for_is_left_out(
+    anthropic_client: anthropic.Anthropic, worker: ScriptedWorker
+) -> None:
+    """Engines of other kinds reason whatever a request says."""
+    message = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    answer = {"id": "chatcmpl-1", "model": "demo", "choices": [choice], "usage": CHAT_USAGE}
+    worker.script.events = CHAT_EVENTS
+    for thinking in ({"type": "disabled"}, {"type": "adaptive", "display": "omitted"}):
+        asked: Any = {**ASKED, "thinking": thinking}
+        worker.script.body = json.dumps(answer).encode()
+        whole = anthropic_client.messages.create(**asked)
+        assert [block.type for block in whole.content] == ["text"]
+        worker.script.body = None
+        with anthropic_client.messages.stream(**asked) as stream:
+            final = stream.get_final_message()
+        assert [block.type for block in final.content] == ["text", "tool_use"]
 
 
 def test_what_was_cleared_is_listed_in_the_answer(
