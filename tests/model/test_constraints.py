@@ -515,6 +515,36 @@ def test_a_free_call_of_a_strict_tool_has_the_form_of_its_arguments(
     assert called or temperature
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "city", [{"minLength": 9, "maxLength": 12}, {"pattern": "^[0-9]{3}$"}, {"format": "date"}]
+)
+def test_a_text_of_a_strict_tool_follows_its_schema(
+    openai_client: OpenAI, city: dict[str, Any], temperature: float
+) -> None:
+    """Also where the model would write another text: its own is "Paris"."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", **city}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    function: Any = {"name": "get_time", "strict": True, "parameters": parameters}
+    fields: Any = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What time is it in Paris?"}],
+        "tools": [{"type": "function", "function": function}],
+        "temperature": temperature,
+        "seed": 1,
+        "max_tokens": 100,
+    }
+    choice = openai_client.chat.completions.create(**fields).choices[0]
+    for call in choice.message.tool_calls or []:
+        arguments = json.loads(call.model_dump()["function"]["arguments"])
+        assert jsonschema_rs.is_valid(parameters, arguments, validate_formats=True)
+    assert choice.message.tool_calls or temperature
+
+
 def test_a_schema_beside_tools_leaves_the_model_its_calls(openai_client: OpenAI) -> None:
     """With `response_format` and free tools an answer is a call, or JSON of the schema."""
     add: Any = {

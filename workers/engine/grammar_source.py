@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from policies.request.constraint import Constraint, ConstraintKind, text_argument
-from workers.engine.lark_text import before_tag, in_json, spelled
+from workers.engine.lark_text import UnsupportedGrammar, before_tag, in_json, spelled
 
 RECORDS, FUNCTION_TAGS = "records", "function_tags"
 """Styles of calls that a grammar can hold to their schemas: JSON with name and arguments, and
@@ -45,6 +45,27 @@ _TIME = (
 )
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 _VALUES = frozenset({"const", "enum", "default", "examples"})
+_UUID = "^[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$"
+_TEXT_PATTERNS = {**_PATTERNS, "uuid": _UUID}
+"""Patterns of the formats that a text without quotes is held to."""
+_SHORTHANDS = {
+    "/": r"\/",
+    "\n": r"\n",
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
+"""What parts of a pattern mean in Lark; JSON Schema's classes have ASCII alone."""
+_UNHELD_OF_OBJECTS = (
+    "$ref $dynamicRef allOf anyOf oneOf not if enum const patternProperties propertyNames "
+    "minProperties maxProperties dependentRequired dependentSchemas dependencies "
+    "unevaluatedProperties".split()
+)
+_HELD = frozenset("enum const minLength maxLength pattern format".split())
+_UNHELD_OF_TEXTS = _HELD | set("$dynamicRef allOf anyOf oneOf not if".split())
+_REFERENCES_LIMIT = 16
+_ANY_TEXT, _NULL = "/(?s:.*)/", '"null"'
 _VALUE_END = ("</parameter>", r"\n<\/parameter>\n")
 """The tag behind the text of an argument, and an expression of all that stands there."""
 
@@ -241,33 +262,153 @@ def _lark_strict_tools(
 def _lark_tags(rule: str, schema: Mapping[str, Any]) -> list[str]:
     """Return the rules of arguments in elements `parameter=KEY`, in the order of the properties.
 
-    A text has no quotes there: its length holds, its pattern and its format do not.
+    Raise `UnsupportedGrammar` for a keyword that cannot be held there.
     """
-    properties = schema.get("properties") or {}
-    if not properties and schema.get("additionalProperties", True) is not False:
-        # Of a tool that is not strict: whatever elements the model writes.
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    unheld = [name for name in _UNHELD_OF_OBJECTS if name in schema]
+    unheld += ["required"] if set(required).difference(properties) else []
+    more = schema.get("additionalProperties", True)
+    if unheld or not (properties or isinstance(more, bool)):
+        raise _unheld(unheld[0] if unheld else "additionalProperties")
+    if not properties and more:
+        # Also of a tool that is not strict: whatever elements the model writes.
         return [f'{rule}: ("<parameter=" /[^<>\\n]+/ ">\\n" {rule}_value)*',
-                f"{rule}_value[lazy]: /(?s:.*)\\n<\\/parameter>\\n/"]  # fmt: skip
-    required = schema.get("required") or ()
+                f"{rule}_value[lazy]: /(?s:.*){_VALUE_END[1]}/"]  # fmt: skip
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts, rules = [], []
     for index, (name, value) in enumerate(properties.items()):
         part = f"{rule}_{index}"
         parts.append(part if name in required else f"{part}?")
-        head, tail = json.dumps(f"<parameter={name}>\n"), r"\n<\/parameter>\n"
-        texts = _texts(value)
+        head, tail = json.dumps(f"<parameter={name}>\n"), _VALUE_END[1]
+        texts = _texts(value, schema)
         if texts is None:
             whole = {**definitions, **value} if isinstance(value, Mapping) else value
             rules += [f"{part}: {head} {part}_value /{tail}/", f"{part}_value: {_lark_json(whole)}"]
-        elif texts:
-            choice = " | ".join(json.dumps(text) for text in texts)
-            rules.append(f"{part}: {head} ({choice}) /{tail}/")
-        elif "maxLength" in value:
-            bounds = f"{{{int(value.get('minLength', 0))},{int(value['maxLength'])}}}"
-            rules.append(f"{part}: {head} /[^<\\n]{bounds}{tail}/")
+        elif not texts:
+            raise UnsupportedGrammar("No answer can satisfy the constraint.")
+        elif _ANY_TEXT in texts:
+            rules += [f"{part}: {head} {part}_value", f"{part}_value[lazy]: {_ANY_TEXT} /{tail}/"]
         else:
-            rules += [f"{part}: {head} {part}_value", f"{part}_value[lazy]: /(?s:.*){tail}/"]
+            # A model that would end the text too early must not write its tag as a part of it.
+            untagged = rf"/(?s:.*)/ & ~/(?s:.*)(?:\n<\/|{spelled(_VALUE_END[0])})(?s:.*)/"
+            text = f"({' | '.join(texts)}) & {untagged}"
+            rules += [f"{part}: {head} {part}_value", f"{part}_value[lazy]: ({text}) /{tail}/"]
     return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
+
+
+def _texts(schema: Any, root: Mapping[str, Any], references: int = 0) -> list[str] | None:
+    """Return Lark's terminals of the texts that a schema takes; None if it takes other values.
+
+    Between tags a text has no quotes, and null is a text too. Raise `UnsupportedGrammar`.
+    """
+    if not isinstance(schema, Mapping) or references > _REFERENCES_LIMIT:
+        return None
+    if "$ref" in schema:
+        more = {name: part for name, part in schema.items() if name != "$ref"}
+        target = _resolve(schema["$ref"], root)
+        if not isinstance(target, Mapping):
+            return None  # which the compiler refuses
+        texts = _texts({**target, **more}, root, references + 1)
+        if texts is not None and not _UNHELD_OF_TEXTS.isdisjoint(more):
+            raise _unheld("$ref")
+        return texts
+    choices = schema.get("anyOf", schema.get("oneOf"))
+    if "type" not in schema and isinstance(choices, list):
+        each = [_texts(one, root, references + 1) for one in choices]
+        if None in each:
+            return None
+        exclusive = sum(texts != [_NULL] for texts in each) < 2  # else a text may fit two
+        _check_held(schema, {"oneOf"} if exclusive and "anyOf" not in schema else {"anyOf"})
+        return [text for texts in each for text in texts or ()]
+    return _typed_texts(schema)
+
+
+def _typed_texts(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return the terminals of a schema that names its types, or lists its values."""
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    named = schema.get("type", [*map(_kind, listed)] if isinstance(listed, list) else ())
+    kinds = {named} if isinstance(named, str) else set(named)
+    if not kinds or not kinds <= {"string", "null"}:
+        return None
+    _check_held(schema, _HELD - ({"const"} if "enum" in schema else set()))
+    null = [_NULL] if "null" in kinds and (listed is None or None in listed) else []
+    return [*_strings(schema, listed), *null] if "string" in kinds else null
+
+
+def _strings(schema: Mapping[str, Any], listed: Sequence[Any] | None) -> list[str]:
+    """Return the terminal of the strings that a schema takes, if it takes any."""
+    terminals = []
+    if listed is not None:
+        strings = [spelled(one) for one in listed if isinstance(one, str)]
+        if not strings:
+            return []
+        terminals.append(f"/(?:{'|'.join(strings)})/")
+    low, high = schema.get("minLength", 0), schema.get("maxLength")
+    for name, length in (("minLength", low), ("maxLength", high)):
+        if name in schema and (type(length) is not int or length < 0):
+            raise UnsupportedGrammar(f"The value of '{name}' is invalid.")
+    if high is not None and low > high:
+        raise UnsupportedGrammar("No answer can satisfy the constraint.")
+    if low or high is not None:
+        terminals.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
+    if "pattern" in schema:
+        terminals.append(_searched(schema["pattern"]))
+    if "format" in schema:
+        pattern = _TEXT_PATTERNS.get(str(schema["format"]))
+        if pattern is None:
+            raise _unheld("format")
+        terminals.append(_searched(pattern))
+    return ["(" + " & ".join(terminals) + ")"] if terminals else [_ANY_TEXT]
+
+
+def _searched(pattern: Any) -> str:
+    """Return the terminal of the texts in which a pattern of JSON Schema is found."""
+    if not isinstance(pattern, str):
+        raise UnsupportedGrammar("The value of 'pattern' is invalid.")
+    ways, begin = [], 0
+    depth, within = 0, False
+    pieces = [*re.finditer(r"(?s)\\.|.", pattern)]
+    for at, piece in enumerate(pieces):
+        char = piece[0]
+        within = char != "]" if within else char == "["
+        depth += 0 if within else {"(": 1, ")": -1}.get(char, 0)
+        if char == "|" and not depth and not within:
+            ways.append(pieces[begin:at])
+            begin = at + 1
+    ways.append(pieces[begin:])
+    expressions = []
+    for way in ways:
+        atoms = [_SHORTHANDS.get(piece[0], piece[0]) for piece in way]
+        head = "" if atoms[:1] == ["^"] else "(?s:.*)"
+        tail = "" if atoms[-1:] == ["$"] else "(?s:.*)"
+        inner = "".join(atoms[not head : len(atoms) - (not tail)])
+        expressions.append(f"{head}(?:{inner}){tail}")
+    return f"/{'|'.join(expressions)}/"
+
+
+def _check_held(schema: Mapping[str, Any], held: Collection[str]) -> None:
+    """Raise `UnsupportedGrammar` for a keyword of JSON Schema that a text is not held to."""
+    for name in _UNHELD_OF_TEXTS:
+        if name in schema and name not in held:
+            raise _unheld(name)
+
+
+def _unheld(keyword: str) -> UnsupportedGrammar:
+    return UnsupportedGrammar(f"The worker does not support the keyword '{keyword}' in this place.")
+
+
+def _resolve(reference: Any, root: Any) -> Any:
+    """Return the target of a reference within a schema; None if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for step in reference.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, Mapping) else None
+    return root
+
+
+def _kind(value: Any) -> str:
+    return "string" if isinstance(value, str) else "null" if value is None else "other"
 
 
 def _definition(syntax: str, definition: str) -> str:
@@ -278,13 +419,3 @@ def _definition(syntax: str, definition: str) -> str:
     whole = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", r"\1", definition)
     quoted = re.sub(r"(?s)\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], whole)
     return f"start: /{quoted}/"
-
-
-def _texts(schema: Any) -> Sequence[str] | None:
-    """Return the texts that a schema lists; none if it takes any text, None if no text alone."""
-    if not isinstance(schema, Mapping):
-        return None
-    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if listed:
-        return listed if all(isinstance(one, str) for one in listed) else None
-    return [] if schema.get("type") == "string" else None

@@ -114,7 +114,7 @@ class ToolFormat:
         """Return the style by which a grammar knows the calls; empty if it cannot write them."""
         if self.calls == RECORDS and not self.opened and not self.parser:
             return grammar_source.RECORDS
-        return grammar_source.FUNCTION_TAGS if self.calls[0] in _FUNCTION_TAGS else ""
+        return grammar_source.FUNCTION_TAGS if self.calls[0] == _FUNCTION_TAGS else ""
 
     @cached_property
     def spelling(self) -> str:
@@ -158,7 +158,7 @@ def _key_tags(prefix: str = "", suffix: str = "") -> Tags:
     return Tags(rf"\s*+<{key}>(?P<key>[^<]++)</{key}>\s*+<{value}>", f"</{value}>")
 
 
-_FUNCTION_TAGS: Final = (_function_tags(), _function_tags(("\n", "\n")))
+_FUNCTION_TAGS: Final = _function_tags(("\n", "\n"))
 _DEEPSEEK_CALL: Final = Call(
     r"\s*+<｜tool▁call▁begin｜>(?:"
     rf"function<｜tool▁sep｜>{_NAME}\s*+```json\s|{_NAME}<｜tool▁sep｜>(?=\s*+\{{))"
@@ -169,9 +169,7 @@ _HY3: Final = ":opensource"
 FORMATS: Final = {
     # Families by mlx-vlm's names, which it knows by their templates.
     "json_tools": ToolFormat("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ToolFormat(
-        "<tool_call>", "</tool_call>", (_function_tags(("\n", "\n")), *RECORDS)
-    ),
+    "qwen3_coder": ToolFormat("<tool_call>", "</tool_call>", (_FUNCTION_TAGS, *RECORDS)),
     "glm47": ToolFormat(
         "<tool_call>",
         "</tool_call>",

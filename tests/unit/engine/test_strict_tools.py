@@ -6,8 +6,10 @@ A tool whose text has a grammar of its own is strict too.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -23,7 +25,9 @@ from workers.engine.grammar_source import (
     grammar_source,
     text_source,
 )
+from workers.engine.lark_text import UnsupportedGrammar
 from workers.engine.tool_formats import FORMATS
+from workers.server.tool_arguments import TagReader, argument_types
 
 WEATHER = {
     "type": "object",
@@ -169,6 +173,99 @@ def test_no_text_between_tags_contains_the_tag_that_ends_it(tokenizer: LLTokeniz
         assert not accepts(tokenizer, FUNCTION_TAGS, SPECIAL, written, body=TEXTS_OF_TOOLS)
 
 
+MONTH = {"type": "string", "pattern": "^[0-9]{2}$", "minLength": 1}
+TEXT_VALUES: Any = [
+    # schema, texts that it takes, texts that it does not take
+    ({"minLength": 9}, ["New York\n\n", "a</b> <c>\n"], ["Paris", "8 chars.", ""]),
+    ({"maxLength": 2}, ["", "ét", "\n\n"], ["éte"]),
+    ({"minLength": 2, "maxLength": 2}, ["<\n"], ["<", "<\n<"]),
+    ({"pattern": "^[0-9]{3}$"}, ["750"], ["Paris", "7500", "75", "a\n750"]),
+    ({"pattern": r"^\d\w|/[|{]x$"}, ["1a b", "so /{x", "a\n/|x"], ["a1a", "/|x.", "\u0667a"]),
+    ({"pattern": "a"}, ["bab", "a"], ["b", ""]),
+    ({"pattern": "^a", "maxLength": 3}, ["abc"], ["abcd", "bac"]),
+    ({"format": "date"}, ["2024-02-29"], ["2023-02-29", "Paris"]),
+    ({"format": "uuid"}, ["0123abcd-0123-0123-0123-0123456789aB"], ["0123abcd"]),
+    ({"enum": ["ab", "é\n", ""], "maxLength": 2}, ["ab", "é\n", ""], ["a", '"ab"']),
+    ({"const": "a|b"}, ["a|b"], ["a", "b"]),
+    ({"type": ["string", "null"], "minLength": 5}, ["Paris", "null"], ["nul", "Pari"]),
+    ({"type": ["string", "null"]}, ["Paris", "null", ""], []),
+    ({"type": ["string", "null"], "enum": ["a", None]}, ["a", "null"], ['"a"', "b"]),
+    ({"type": None, "anyOf": [{"const": "a"}, {"type": "null"}]}, ["a", "null"], ['"a"', "b"]),
+    ({"type": None, "oneOf": [MONTH, {"type": "null"}]}, ["12", "null"], ["1", '"12"']),
+    ({"type": None, "$ref": "#/$defs/month", "title": "Month"}, ["12"], ["1", '"12"']),
+    ({"type": ["string", "integer"]}, ['"a"', "1"], ["a"]),
+]  # fmt: skip
+
+
+def strict_tool_of(value: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a body with a strict tool of one argument, a string unless `type` says otherwise."""
+    schema = {name: part for name, part in {"type": "string", **value}.items() if part is not None}
+    parameters = {
+        "type": "object",
+        "properties": {"x": schema},
+        "required": ["x"],
+        "$defs": {"month": MONTH},
+        **more,
+    }
+    return {"tools": [{"function": {"name": "f", "strict": True, "parameters": parameters}}]}
+
+
+@pytest.mark.parametrize(("value", "good", "bad"), TEXT_VALUES)
+def test_a_text_between_tags_has_what_its_schema_says(
+    tokenizer: LLTokenizer, value: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    """It has no quotes there, and a client's text is what stands between the tags."""
+    body = strict_tool_of(value)
+    for text in (*good, *bad):
+        written = tags("f", x=text)
+        took = accepts(tokenizer, FUNCTION_TAGS, TEXTS, written, body=body)
+        assert took == (text in good), text
+    schema = body["tools"][0]["function"]["parameters"]
+    call = FORMATS["qwen3_coder"].calls[0]
+    assert call.tags is not None
+    for text in good:
+        types = argument_types({"parameters": schema})
+        reader = TagReader(call.tags, call.tail_pattern, "</tool_call>", types)
+        arguments, _ = reader.feed(tags("f", x=text).removeprefix("(\n<function=f>"))
+        assert jsonschema_rs.is_valid(schema, json.loads(arguments)), arguments
+
+
+@pytest.mark.parametrize(
+    ("body", "keyword"),
+    [
+        (strict_tool_of({"format": "email"}), "format"),
+        (strict_tool_of({"allOf": [{"minLength": 3}]}), "allOf"),
+        (strict_tool_of({"not": {"const": "a"}}), "not"),
+        (strict_tool_of({"minLength": 2.5}), "minLength"),
+        (strict_tool_of({"type": None, "oneOf": [MONTH, {"type": "string"}]}), "oneOf"),
+        (strict_tool_of({"type": None, "$ref": "#/$defs/month", "minLength": 9}), "$ref"),
+        (strict_tool_of({}, minProperties=1), "minProperties"),
+        (strict_tool_of({}, anyOf=[{"required": ["x"]}]), "anyOf"),
+        (strict_tool_of({}, required=["x", "y"]), "required"),
+        (strict_tool_of({}, properties={}, required=[], additionalProperties={}), "additionalPr"),
+    ],
+)
+def test_a_keyword_that_cannot_be_held_between_tags_is_named(
+    tokenizer: LLTokenizer, body: Any, keyword: str
+) -> None:
+    constraint = strict_tools(body, FUNCTION_TAGS)
+    assert constraint is not None
+    with pytest.raises(UnsupportedGrammar, match=re.escape(f"'{keyword}")):
+        grammar_source(constraint, tokenizer, SPECIAL)
+
+
+@pytest.mark.parametrize("pattern", ["(^a|b)c", "a(?=b)", "[", r"\bx"])
+def test_a_pattern_that_cannot_be_held_between_tags_has_no_grammar(
+    tokenizer: LLTokenizer, pattern: str
+) -> None:
+    """llguidance refuses it as an expression, and so a client is told of the pattern."""
+    constraint = strict_tools(strict_tool_of({"pattern": pattern}), FUNCTION_TAGS)
+    assert constraint is not None
+    source = grammar_source(constraint, tokenizer, SPECIAL)
+    error = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS).get_error()
+    assert "regex" in error.partition("\n")[0]
+
+
 @pytest.mark.parametrize("style", [RECORDS, FUNCTION_TAGS])
 def test_the_grammar_of_each_tool_is_known_alone(tokenizer: LLTokenizer, style: str) -> None:
     constraint = strict_tools(TEXTS_OF_TOOLS, style)
@@ -192,4 +289,4 @@ def test_the_styles_of_formats_are_those_that_a_grammar_writes() -> None:
     """A format that ends calls by no text of its own, or begins them by none, has no style."""
     styles = {name: form.style for name, form in FORMATS.items()}
     assert (styles["json_tools"], styles["qwen3_coder"]) == (RECORDS, FUNCTION_TAGS)
-    assert (styles["gemma4"], styles["llama3"], styles["harmony"]) == ("", "", "")
+    assert {styles[name] for name in ("gemma4", "llama3", "harmony", "seed_oss")} == {""}
