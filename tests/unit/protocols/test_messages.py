@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, get_args
 
 import pytest
 from anthropic.types.beta import BetaContentBlock
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.engines.refusals import read_refusal
 from gateway.errors import GatewayError, RefusedByWorker
@@ -15,6 +18,7 @@ from gateway.protocols.event_stream import StreamScanner
 from gateway.protocols.messages import MessagesFormat, error_body
 from gateway.protocols.messages.request import to_chat
 from gateway.protocols.messages.response import MessageEncoder
+from gateway.protocols.openai import encode_json
 from gateway.protocols.sealing import Sealer
 from policies.request.fields import FieldError
 from tests.support.json_values import with_odd_values
@@ -266,6 +270,101 @@ def test_an_answer_of_another_shape_is_malformed() -> None:
         except AnswerMalformed:
             malformed += 1
     assert malformed > 80
+
+
+TEXTS = st.text(max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(("look", "mail")), st.dictionaries(TEXTS, VALUES, max_size=3)),
+    max_size=3,
+)
+CUTS = st.lists(st.integers(1, 40), max_size=4)
+
+
+def pieces(text: str, cuts: list[int]) -> list[str]:
+    """Return a text in pieces, cut at these places."""
+    edges = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def content_of(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the blocks that a client puts together from the events of a message."""
+    blocks: list[dict[str, Any]] = []
+    inputs: dict[int, str] = {}
+    for event in stream:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            delta = dict(event["delta"])
+            kind = delta.pop("type")
+            if kind == "input_json_delta":
+                index = event["index"]
+                inputs[index] = inputs.get(index, "") + delta["partial_json"]
+            else:
+                for name, piece in delta.items():
+                    blocks[event["index"]][name] += piece
+    for index, text in inputs.items():
+        blocks[index]["input"] = json.loads(text or "{}")
+    return blocks
+
+
+@settings(deadline=None)
+@given(reasoning=TEXTS, text=TEXTS, calls=CALLS, cuts=CUTS)
+def test_an_answer_that_comes_back_is_the_message_that_it_was(
+    reasoning: str, text: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
+) -> None:
+    """Nothing is lost on the way, whole or streamed in any pieces."""
+    functions = [{"name": name, "arguments": encode_json(given).decode()} for name, given in calls]
+    message: dict[str, Any] = {"role": "assistant", "content": text or None}
+    message |= {"reasoning_content": reasoning} if reasoning else {}
+    if functions:
+        message["tool_calls"] = [
+            {"id": f"call{index}", "type": "function", "function": function}
+            for index, function in enumerate(functions)
+        ]
+    request: Any = None
+    answer = {"id": "c", "model": "m", "choices": [{"message": message}]}
+    content = json.loads(MESSAGES.encode(request, answer, b""))["content"]
+
+    frames = [chunk({"role": "assistant", "content": ""})]
+    frames += [chunk({"reasoning_content": one}) for one in pieces(reasoning, cuts)]
+    frames += [chunk({"content": one}) for one in pieces(text, cuts)]
+    for index, function in enumerate(functions):
+        first, *rest = pieces(function["arguments"], cuts)
+        call = {"index": index, "id": f"call{index}", "function": function | {"arguments": first}}
+        frames.append(chunk({"tool_calls": [call]}))
+        for one in rest:
+            rest_of_call = {"index": index, "function": {"arguments": one}}
+            frames.append(chunk({"tool_calls": [rest_of_call]}))
+    assert content_of(events(*frames, chunk({}, finish_reason="stop"))) == content
+
+    back = chat(user("?"), {"role": "assistant", "content": content})["messages"][1:]
+    assert back == ([message] if text or calls else [])
+
+
+@settings(deadline=None)
+@given(system=TEXTS, asked=TEXTS, results=st.lists(TEXTS, min_size=1, max_size=3), then=TEXTS)
+def test_what_a_user_and_the_tools_say_is_in_the_chat(
+    system: str, asked: str, results: list[str], then: str
+) -> None:
+    blocks = [
+        {"type": "tool_result", "tool_use_id": f"call{index}", "content": result}
+        for index, result in enumerate(results)
+    ]
+    sent = chat(user(asked), user([*blocks, {"type": "text", "text": then}]), system=system)
+    assert sent["messages"] == [
+        *([{"role": "system", "content": system}] if system else []),
+        user(asked),
+        *(
+            {"role": "tool", "tool_call_id": f"call{index}", "content": result}
+            for index, result in enumerate(results)
+        ),
+        user(then),
+    ]
 
 
 def test_arguments_of_a_call_that_are_no_strict_json_stay_text() -> None:
