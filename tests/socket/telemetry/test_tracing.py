@@ -150,6 +150,51 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "Hi"}], "system": "Be brief."},
+        ),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
+)
+def test_requests_of_every_wire_are_traced_as_the_chats_that_they_become(
+    tmp_path: Path,
+    collector: Collector,
+    worker: ScriptedWorker,
+    asked: tuple[str, dict[str, Any]],
+    stream: bool,
+) -> None:
+    path, fields = asked
+    body = {"model": "demo", "temperature": 0, "stream": stream, **fields}
+    with traced(tmp_path, worker) as gateway:
+        response = gateway.client.post(path, json=body, headers={"traceparent": PARENT})
+        assert response.status_code == 200
+        wait_until(lambda: len(collector.spans) == 2)
+    (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
+    assert (server.name, client.name) == (f"POST {path}", "chat demo")
+    assert server.trace_id.hex() == client.trace_id.hex() == TRACE_ID
+    assert (server.parent_span_id.hex(), client.parent_span_id) == (SPAN_ID, server.span_id)
+    traceparent = f"00-{TRACE_ID}-{client.span_id.hex()}-01"
+    assert worker.requests[0].headers["traceparent"] == traceparent
+    of_server, of_client = attributes(server), attributes(client)
+    assert of_server["paceline.request"] == response.headers["x-request-id"]
+    assert of_server["http.response.status_code"] == 200
+    assert (of_client["gen_ai.operation.name"], of_client["gen_ai.request.model"]) == (
+        "chat",
+        "demo",
+    )
+    assert of_client["gen_ai.request.stream"] is stream
+    assert (of_client["gen_ai.usage.input_tokens"], of_client["gen_ai.usage.output_tokens"]) == (
+        7,
+        3,
+    )
+
+
 def test_each_attempt_has_a_span_and_errors_have_a_type(
     tmp_path: Path, collector: Collector, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
