@@ -30,6 +30,12 @@ OVERFLOW_MESSAGE = (
     "This model's maximum context length is exceeded: the prompt has too many tokens. "
     f"({errors.CONTEXT_OVERFLOW})"
 )
+_OVERFLOW_COUNTS = (
+    "This model's maximum context length is {context} tokens. However, your prompt resulted in "
+    f"{{prompt}} tokens. Please shorten it. ({errors.CONTEXT_OVERFLOW})"
+)
+_CONTEXT_COUNT = re.compile(r"(?:context|n_ctx)[^0-9.]{0,40}([0-9]{1,12})\b", re.IGNORECASE)
+_TOKEN_COUNT = re.compile(r"\b([0-9]{1,12})(?= [a-z ]{0,20}tokens?\b)", re.IGNORECASE)
 _UNSUPPORTED = "unsupported_value"
 
 
@@ -135,12 +141,21 @@ def _words(
     """Return the message, the field and the code for a fault of the client."""
     for one in (*phrases, *_PHRASES):
         if one.pattern.search(text):
-            return one.message, _of_prompt(one.param, fields), one.code
+            counted = _overflow_of(text) if one.code == errors.CONTEXT_OVERFLOW else None
+            return counted or one.message, _of_prompt(one.param, fields), one.code
     if status in _UNSERVED and param is None:
         return "The engine does not serve this kind of request.", None, "endpoint_not_served"
     param = param or _named(text, fields)
     what = f"the value of '{param}'" if param else "this request"
     return f"The engine does not take {what}.", param, "invalid_value"
+
+
+def _overflow_of(text: str) -> str | None:
+    """Return the message of an overflow with both numbers, if the engine names them."""
+    found = _CONTEXT_COUNT.search(text)
+    context = int(found[1]) if found else 0
+    prompt = max(map(int, _TOKEN_COUNT.findall(text)), default=0)
+    return _OVERFLOW_COUNTS.format(context=context, prompt=prompt) if 0 < context < prompt else None
 
 
 def _failed(status: int, text: str) -> errors.WorkerFailed:

@@ -50,8 +50,8 @@ def limited(_mode: Mode) -> str:
 @case("meets the end of the context", ONCE)
 def overflow(_mode: Mode) -> str:
     printed = agent("chat").ask(OVERFLOW)
-    check("maximum context length is exceeded" in printed, printed[-300:])
-    return "shows the gateway's error: maximum context length is exceeded"
+    check("maximum context length is" in printed, printed[-300:])
+    return "shows the gateway's error: maximum context length"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 from gateway import errors
 from gateway.engines import KINDS
 from gateway.engines.refusals import read_refusal
+from gateway.protocols.messages import error_body
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [], "temperature": 1.0, "tools": []}
 SECRET = "/Users/ann/models/demo and the prompt"
@@ -53,6 +54,47 @@ def test_an_overflow_has_the_words_by_which_frameworks_raise_their_own_error() -
     error = read_refusal(400, b'{"error": "greater than the context length"}', CHAT)
     assert "This model's maximum context length is" in error.message
     assert "context_length_exceeded" in error.message
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "context"),
+    [
+        ("request (300004 tokens) exceeds the available context size (2048 tokens), try",
+         300004, 2048),
+        ("Prompt too long: 3001 tokens exceeds max context window of 262 tokens in /U", 3001, 262),
+        ("This model's maximum context length is 4096 tokens. However, you requested 5000 tokens "
+         "(4000 in the messages, 1000 in the completion).", 5000, 4096),
+        ("This model's maximum context length is 32 tokens. However, your request has 40 input "
+         "tokens. Please reduce the length of the input messages.", 40, 32),
+        ("Trying to keep the first 5000 tokens when context the overflows. However, the model is "
+         "loaded with context length of only 4096 tokens, which is not enough.", 5000, 4096),
+    ],
+)  # fmt: skip
+def test_an_overflow_has_the_numbers_that_the_engine_names(
+    words: str, prompt: int, context: int
+) -> None:
+    """OpenAI's words, and those by which Claude Code shortens a conversation."""
+    error = read_refusal(400, json.dumps({"error": {"message": words}}).encode(), CHAT)
+    assert f"maximum context length is {context} tokens" in error.message
+    assert f"resulted in {prompt} tokens" in error.message
+    assert "context_length_exceeded" in error.message
+    shown = json.loads(error_body(error))["error"]["message"]
+    assert shown == f"prompt is too long: {prompt} tokens > {context} maximum"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "the prompt exceeds the context of 4096 tokens",
+        "the prompt of 9000 tokens exceeds the context",
+        "4096 tokens are the context window of 8192; with its answer the prompt exceeds it",
+        "the context length of 99999999999999999999 was exceeded by 100000000000000 tokens",
+    ],
+)
+def test_an_overflow_without_both_numbers_has_none(words: str) -> None:
+    error = read_refusal(400, json.dumps({"error": words}).encode(), CHAT)
+    assert error.code == "context_length_exceeded"
+    assert not any(char.isdigit() for char in error.message)
 
 
 @pytest.mark.parametrize(
