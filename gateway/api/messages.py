@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.errors import LimitReached, ModelUnknown, Overloaded
+from gateway.errors import LimitReached, ModelUnknown, Overloaded, RefusedByWorker
 from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
 
@@ -36,7 +36,10 @@ def token_counts(counter: TokenCounter) -> APIRouter:
         messages_format = MessagesFormat(gateway.sealer)
         inspected = messages_format.inspect(raw, policy, gateway.fleet.view())
         api_key.check_model(inspected)
-        count = await counter.count(inspected)
+        try:
+            count = await counter.count(inspected)
+        except RefusedByWorker as error:
+            raise messages_format.named(error) from None
         if count.estimated:
             response.headers[ESTIMATE_HEADER] = "true"
         return {"input_tokens": count.tokens}

@@ -120,7 +120,10 @@ class MessagesFormat:
         if chat.left_out and policy.tools.hosted == "refuse":
             at, _, kind = chat.left_out[0].partition(":")
             raise errors.ToolUnserved(kind, param=f"{at}.type")
-        inspected = CHAT.inspect_body(chat.body, policy, fleet)
+        try:
+            inspected = CHAT.inspect_body(chat.body, policy, fleet)
+        except errors.FieldInvalid as error:
+            raise self.named(error) from None
         ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
         return inspected._replace(profile=inspected.profile._replace(ignored=ignored))
 
@@ -183,11 +186,27 @@ class MessagesFormat:
 
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response in Anthropic's shape."""
-        return error_body(error)
+        return error_body(self.named(error))
 
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last event of a stream that an error ends."""
-        return b"event: error\ndata: " + error_body(error) + b"\n\n"
+        return b"event: error\ndata: " + self.error_body(error) + b"\n\n"
+
+    def named(self, error: errors.GatewayError) -> errors.GatewayError:
+        """Return an error that names fields as the client knows them, also in its words."""
+        param = error.param
+        if param is None or not self._chat.body:
+            return error
+        error.param = self._chat.param(param)
+        if error.param != param:
+            for name, own_name in (
+                (param, error.param),
+                (param.rpartition(".")[2], error.param.rpartition(".")[2]),
+            ):
+                error.message = error.message.replace(f"'{name}'", f"'{own_name}'")
+            if error.param not in error.message:
+                error.message = f"{error.param}: {error.message}"
+        return error
 
 
 def is_messages(body: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -29,6 +30,17 @@ _BILLING_MARK = "x-anthropic-billing-header"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SERVICE_BLOCKS = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
 """With the results of its tools, what Anthropic's own service writes for itself."""
+_CHAT_NAMES = {
+    "stop": "stop_sequences",
+    "thinking_budget": "thinking.budget_tokens",
+    "include_reasoning": "thinking.display",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+_IN_MESSAGE = re.compile(r"messages\[(?P<message>\d+)\](\.content\[(?P<part>\d+)\])?.*")
+_IN_TOOL = re.compile(r"tools\[(?P<tool>\d+)\](\.function)?(?P<rest>.*)")
 _BETWEEN_TEXTS = "\n\n"
 
 
@@ -40,6 +52,25 @@ class MessagesChat(NamedTuple):
     """What `context_management` cleared; None if the request has no such field."""
     left_out: tuple[str, ...] = ()
     """The place and the type of each tool that Anthropic's servers alone run."""
+
+    places: Sequence[Sequence[str]] = ()
+    """Of each message of the chat, the place in the request, then those of its parts."""
+    tool_places: Sequence[str] = ()
+
+    def param(self, name: str) -> str:
+        """Return the field of the request behind a field of the chat."""
+        if (found := _IN_MESSAGE.fullmatch(name)) and int(found["message"]) < len(self.places):
+            place, *parts = self.places[int(found["message"])]
+            part = int(found["part"]) if found["part"] else len(parts)
+            return parts[part] if part < len(parts) else place
+        if (found := _IN_TOOL.fullmatch(name)) and int(found["tool"]) < len(self.tool_places):
+            return self.tool_places[int(found["tool"])] + found["rest"].replace(
+                ".parameters", ".input_schema"
+            )
+        for chat_name, own_name in _CHAT_NAMES.items():
+            if name == chat_name or name.startswith(f"{chat_name}."):
+                return own_name + name[len(chat_name) :]
+        return name
 
     @property
     def shows_reasoning(self) -> bool:
@@ -67,14 +98,15 @@ def to_chat(body: Mapping[str, Any], is_ours: Callable[[str, str], bool]) -> Mes
     if body.get(CONTEXT_MANAGEMENT) is not None:
         messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)
     chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
-    chat["messages"] = [*_system_of(body.get("system"))]
+    placed = [(one, ["system"]) for one in _system_of(body.get("system"))]
     for index, message in enumerate(messages):
-        chat["messages"] += _messages_of(message, f"messages.{index}", is_ours)
+        placed += _messages_of(message, f"messages.{index}", is_ours)
+    chat["messages"] = [message for message, _ in placed]
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    tools, left_out = _tools_of(body)
+    tools, tool_places, left_out = _tools_of(body)
     chat |= tools | _reasoning_of(body) | _form_of(body)
-    return MessagesChat(chat, applied, left_out)
+    return MessagesChat(chat, applied, left_out, [places for _, places in placed], tool_places)
 
 
 def _system_of(system: Any) -> Iterator[Json]:
@@ -110,8 +142,13 @@ def _blocks_of(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any
         yield at, block
 
 
-def _messages_of(message: Any, where: str, is_ours: Callable[[str, str], bool]) -> Iterator[Json]:
-    """Yield the chat messages of one message: each result of a tool is one of its own."""
+def _messages_of(
+    message: Any, where: str, is_ours: Callable[[str, str], bool]
+) -> Iterator[tuple[Json, list[str]]]:
+    """Yield the chat messages of one message, each with its place and those of its parts.
+
+    Each result of a tool is a message of its own.
+    """
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant", "system"):
         raise FieldError(f"{where}.role", f"{where}.role: It must be user, assistant or system.")
@@ -120,9 +157,11 @@ def _messages_of(message: Any, where: str, is_ours: Callable[[str, str], bool]) 
         if content or role != "assistant":
             # A system message in the middle stays at its place: moved to the front, it would
             # change the beginning of the prompt, which is read already.
-            yield {"role": "assistant" if role == "assistant" else "user", "content": content}
+            role = "assistant" if role == "assistant" else "user"
+            yield {"role": role, "content": content}, [where]
     elif role == "assistant":
-        yield from _assistant_message(content, f"{where}.content", is_ours)
+        for one in _assistant_message(content, f"{where}.content", is_ours):
+            yield one, [where]
     else:
         yield from _user_messages(content, f"{where}.content")
 
@@ -161,11 +200,13 @@ def _assistant_message(
         yield message
 
 
-def _user_messages(content: Any, where: str) -> Iterator[Json]:
+def _user_messages(content: Any, where: str) -> Iterator[tuple[Json, list[str]]]:
     parts: list[Json] = []
+    places = [where]
     for at, block in _blocks_of(content, where):
         if block["type"] != "tool_result":
             parts.append(_part_of(block, at))
+            places.append(at)
             continue
         texts: list[str] = []
         given = block.get("content") or ""
@@ -174,16 +215,21 @@ def _user_messages(content: Any, where: str) -> Iterator[Json]:
         else:
             for inner_at, inner in _blocks_of(given, f"{at}.content"):
                 part = _part_of(inner, inner_at)
-                # Templates take pictures from users alone.
-                (texts.append(part["text"]) if part["type"] == "text" else parts.append(part))
+                if part["type"] == "text":
+                    texts.append(part["text"])
+                else:  # templates take pictures from users alone
+                    parts.append(part)
+                    places.append(inner_at)
         text = _BETWEEN_TEXTS.join(texts)
         if block.get("is_error"):
             text = f"Error: {text}"
-        yield {"role": "tool", "tool_call_id": _text(block, "tool_use_id", at), "content": text}
+        result_id = _text(block, "tool_use_id", at)
+        yield {"role": "tool", "tool_call_id": result_id, "content": text}, [at]
     if parts and all(part["type"] == "text" for part in parts):
-        yield {"role": "user", "content": _BETWEEN_TEXTS.join(part["text"] for part in parts)}
+        text = _BETWEEN_TEXTS.join(part["text"] for part in parts)
+        yield {"role": "user", "content": text}, [where]
     elif parts:
-        yield {"role": "user", "content": parts}
+        yield {"role": "user", "content": parts}, places
 
 
 def _part_of(block: Mapping[str, Any], at: str) -> Json:
@@ -218,10 +264,11 @@ def _unsupported(block: Mapping[str, Any], at: str) -> FieldError:
     )
 
 
-def _tools_of(body: Mapping[str, Any]) -> tuple[Json, tuple[str, ...]]:
-    """Return the tools and the choice among them, and the tools that are left out."""
+def _tools_of(body: Mapping[str, Any]) -> tuple[Json, list[str], tuple[str, ...]]:
+    """Return the tools and the choice among them, their places, and the tools left out."""
     tools = body.get("tools") or []
     functions: list[Json] = []
+    places = []
     left_out = []
     for at, tool in _named(tools):
         if tool.get("type") not in (None, "custom"):
@@ -230,11 +277,12 @@ def _tools_of(body: Mapping[str, Any]) -> tuple[Json, tuple[str, ...]]:
         function: Json = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
         function |= {name: tool[name] for name in ("description", "strict") if name in tool}
         functions.append({"type": "function", "function": function})
+        places.append(at)
     chosen: Json = {"tools": functions} if functions else {}
     choice = body.get("tool_choice")
     if choice is not None:
         chosen |= _choice_of(choice, {one["function"]["name"] for one in functions})
-    return chosen, tuple(left_out)
+    return chosen, places, tuple(left_out)
 
 
 def _choice_of(choice: Any, names: Set[str]) -> Json:

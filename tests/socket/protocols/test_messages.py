@@ -32,7 +32,7 @@ BODY: dict[str, Any] = {
 }
 
 TOOL_RESULT = {"type": "tool_result", "tool_use_id": "call00001", "content": "one"}
-PICTURE = {
+PICTURE: dict[str, Any] = {
     "type": "image",
     "source": {
         "type": "base64",
@@ -220,6 +220,55 @@ def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(
     whole = client.post("/v1/messages", json=BODY)
     assert (whole.status_code, whole.json()["error"]["type"]) == (502, "api_error")
     wait_for_outcomes(gateway_with_worker, failed=2)
+
+
+BROKEN_PICTURE = {**PICTURE, "source": {**PICTURE["source"], "data": "AAAA"}}
+RESULT_WITH_PICTURE = {
+    **TOOL_RESULT,
+    "content": [{"type": "text", "text": "one"}, BROKEN_PICTURE],
+}
+PICTURES = [
+    *BODY["messages"],
+    {"role": "user", "content": [{"type": "text", "text": "two"}, RESULT_WITH_PICTURE]},
+]
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "thinking.budget_tokens"),
+        ({"stop_sequences": ["x"] * 40}, "stop_sequences"),
+        ({"messages": PICTURES}, "messages.1.content.1.content.1"),
+        ({"tools": [WEB_SEARCH, {"name": "look", "input_schema": 7}]}, "tools.1.input_schema"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": 7}}},
+            "output_config.format.schema",
+        ),
+    ],
+)
+def test_the_words_of_an_error_name_the_field_that_the_client_sent(
+    gateway_with_worker: RunningGateway, fields: dict[str, Any], place: str
+) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        body = {**BODY, "system": "Be brief.", **fields}
+        refused = gateway_with_worker.client.post(path, json=body, headers=VERSION)
+        assert refused.status_code == 400
+        words = refused.json()["error"]["message"]
+        assert words.startswith((f"{place}: ", f"'{place}' ")), words
+
+
+def test_what_a_worker_refuses_is_named_as_the_client_sent_it(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    error = {"message": "It is no PNG.", "param": "messages[3].content[1].image_url"}
+    worker.script.status = 400
+    worker.script.body = json.dumps({"error": error}).encode()
+    messages = [*BODY["messages"], {"role": "user", "content": [TOOL_RESULT, PICTURE, PICTURE]}]
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        body = {**BODY, "system": "Be brief.", "messages": messages}
+        refused = gateway_with_worker.client.post(path, json=body, headers=VERSION)
+        assert refused.json()["error"]["message"] == "messages.1.content.2: It is no PNG."
 
 
 def test_every_response_to_a_client_of_anthropics_has_an_id(
