@@ -21,6 +21,7 @@ from gateway.errors import (
     Overloaded,
     PoolsNotAllowed,
 )
+from gateway.fleet.health import CHECK_REFUSALS
 from gateway.protocols import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WORKER_PATHS, WireFormat
 from gateway.protocols.messages import MessagesFormat, is_messages
 from gateway.protocols.openai import parse
@@ -38,13 +39,6 @@ from policies.document import PolicyDocument
 from policies.evaluate import resolve_model
 from policies.request.profile import Endpoint
 from workers.protocol import NO_PREFIX
-
-_REFUSALS = (
-    HTTPStatus.BAD_REQUEST,
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    HTTPStatus.UNPROCESSABLE_ENTITY,
-)
-
 
 _EMBEDDINGS_ALONE = {"encoding_format", "dimensions"}
 router = data_router("/v1/route/explain")
@@ -155,7 +149,7 @@ async def _check(
     if status == HTTPStatus.OK and isinstance(answer.get("prompt_tokens"), int):
         explanation["checked"] = True
         explanation["prompt_tokens"] = answer["prompt_tokens"]
-    elif status in _REFUSALS and isinstance(error := answer.get("error"), dict):
+    elif status in CHECK_REFUSALS and isinstance(error := answer.get("error"), dict):
         message, param, code = (
             value if isinstance(value := error.get(name), str) else None
             for name in ("message", "param", "code")

@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -30,6 +31,12 @@ DELETION_TIMEOUT_S = 10.0
 """Deletions wait for a step of the engine, and for files."""
 CHECK_TIMEOUT_S = 20.0
 """A worker renders the prompt, decodes its pictures and compiles its schema (10 s at most)."""
+CHECK_REFUSALS = (
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+)
+"""The statuses of a check that refuse the request; others tell of the worker."""
 MAX_ATTEMPTS = 2
 _MAX_CALL_BACKS = 64
 _RETRY_DELAY_S = 0.05

@@ -250,6 +250,12 @@ class Scheduler:
         ]
         return min(places, key=lambda place: place.wait_s)
 
+    def reject(self, request: RoutingRequest, error: errors.GatewayError) -> None:
+        """End the wait of a queued request with an error; do nothing if it waits no more."""
+        waiter = self._waiters.get(id(request))
+        if waiter is not None and not waiter.assigned.done():
+            waiter.assigned.set_exception(error)
+
     def retry_after_s(self, pool: str) -> float:
         """Estimate when a retry makes sense: when the requests in this queue have a slot."""
         queued = self._pools[pool]

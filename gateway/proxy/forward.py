@@ -19,6 +19,7 @@ from gateway import errors
 from gateway.assembly import Gateway
 from gateway.engines import Engine
 from gateway.fleet.circuit_breaker import AttemptResult
+from gateway.fleet.health import CHECK_REFUSALS
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.http import upstream
 from gateway.http.downstream import AnswerWriter
@@ -29,9 +30,10 @@ from gateway.proxy.context import RequestContext
 from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
+from gateway.routing.prefix_keys import NO_KEYS
 from gateway.types import UNUSED, Headers
 from policies.request.profile import GENERATING
-from workers.protocol import ANSWER_FIELD, KEEPALIVE_S, PROGRESS_HEADER, TOKENS_LINE
+from workers.protocol import ANSWER_FIELD, KEEPALIVE_S, NO_PREFIX, PROGRESS_HEADER, TOKENS_LINE
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ _READ_MARGIN_S = 1.0
 _WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 # The end of the stream follows the last event; a worker that does not end it is not waited for.
 _AFTER_DONE_S = 1.0
+# Queued requests that workers check at a time.
+_MAX_CHECKS = 8
 # The status for an error in a stream whose own status was 200.
 _REFUSED = 400
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -91,7 +95,10 @@ class Forwarder:
         self._prefix_index = gateway.prefix_index
         self._prefix_hasher = gateway.prefix_hasher
         self._clock = gateway.clock
+        self._control = gateway.control
         self._relays: set[StreamRelay] = set()
+        self._checks: set[asyncio.Task[None]] = set()
+        self._check_slots = asyncio.Semaphore(_MAX_CHECKS)
         self.connections = upstream.ConnectionPool(
             settings.connect_timeout_s, settings.answer_timeout_s
         )
@@ -107,7 +114,7 @@ class Forwarder:
             raise errors.Quarantined
         self.retries.active += 1
         try:
-            with self._keep_alive(context, writer):
+            with self._keep_alive(context, body, writer):
                 await self._try_workers(context, body, writer)
         finally:
             self.retries.active -= 1
@@ -140,7 +147,7 @@ class Forwarder:
         return len(moving)
 
     def _keep_alive(
-        self, context: RequestContext, writer: AnswerWriter
+        self, context: RequestContext, body: bytes, writer: AnswerWriter
     ) -> contextlib.AbstractContextManager[object]:
         """Return a context that keeps a stream alive, and no other response."""
         if not context.profile.stream:
@@ -153,7 +160,36 @@ class Forwarder:
             comment = place.comment() if place is not None else _KEEPALIVE
             return context.wire_format.keep_alive(comment)
 
-        return KeepAlive(writer, _STREAM_HEADERS, self._settings.keepalive_s, comment)
+        def check() -> None:
+            task = asyncio.create_task(self._check_queued(context, body))
+            self._checks.add(task)
+            task.add_done_callback(self._checks.discard)
+
+        return KeepAlive(writer, _STREAM_HEADERS, self._settings.keepalive_s, comment, check)
+
+    async def _check_queued(self, context: RequestContext, body: bytes) -> None:
+        """Let a worker check a queued request, and reject it if the worker would refuse it.
+
+        Before an early head such a refusal still has a status of its own.
+        """
+        request, decision = context.routing_request, context.decision
+        workers = {worker.report.worker_id: worker for worker in self._fleet.workers()}
+        for candidate in decision.candidates if decision is not None else ():
+            worker = workers.get(candidate.worker_id)
+            if worker is None or not worker.backend.sends_reports:
+                continue
+            assert request is not None, "the request has been decided"
+            async with self._check_slots:
+                if self._scheduler.queue_place(request) is None:
+                    return
+                headers = worker.backend.headers(candidate.lane, NO_KEYS, NO_PREFIX, None)
+                path = WORKER_PATHS[context.profile.endpoint]
+                checked = await self._control.check(worker.report, path, body, headers)
+            if checked is not None and checked[0] in CHECK_REFUSALS:
+                error = worker.backend.refusal(checked[0], to_json(checked[1]), {})
+                if isinstance(error, errors.RefusedByWorker):
+                    self._scheduler.reject(request, error)
+            return
 
     async def _try_workers(
         self, context: RequestContext, body: bytes, writer: AnswerWriter

@@ -12,6 +12,8 @@ from gateway.types import Header
 # So long after a worker has begun, an error still has a status of its own, and the head still
 # leaves in one packet with the first token.
 _HEAD_DELAY_S = 0.25
+# So long before an early head, or half of the interval, a request may still be refused in time.
+_CHECK_LEAD_S = 2.0
 
 
 class KeepAlive:
@@ -19,6 +21,7 @@ class KeepAlive:
 
     The head goes out when a worker has begun, or after one interval; then each interval without an
     event ends with a comment, so that no idle limit on the way to the client cuts a working answer.
+    Some time before a head goes out early, `on_long_wait` may still find what ends the request.
     The connection calls `check` about once a second: a timer for each request costs more.
     """
 
@@ -28,11 +31,14 @@ class KeepAlive:
         headers: Iterable[Header],
         interval_s: float,
         comment: Callable[[], bytes],
+        on_long_wait: Callable[[], None],
     ) -> None:
         self._writer = writer
         self._headers = headers
         self._interval_s = interval_s
         self._comment = comment
+        self._on_long_wait, self._asked = on_long_wait, False
+        self._lead_s = min(_CHECK_LEAD_S, interval_s / 2)
         self._sent_s = asyncio.get_running_loop().time()
 
     def __enter__(self) -> Self:
@@ -49,7 +55,11 @@ class KeepAlive:
             return
         if writer.started and not writer.idle:
             writer.idle, self._sent_s = True, now_s
-        due = now_s - self._sent_s >= self._interval_s
+        silent_s = now_s - self._sent_s
+        due = silent_s >= self._interval_s
+        if not (writer.started or self._asked) and silent_s >= self._interval_s - self._lead_s:
+            self._asked = True
+            self._on_long_wait()
         if not writer.started and now_s - writer.opened_s >= _HEAD_DELAY_S:
             writer.send_head()
         elif due:

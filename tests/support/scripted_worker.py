@@ -106,6 +106,10 @@ class ScriptedWorker:
     scripts_by_message: dict[str, Script] = field(default_factory=dict)
     """Scripts by the text of the last message; `script` applies to other requests."""
     requests: list[ReceivedRequest] = field(default_factory=list)
+    check_answer: tuple[int, bytes] = (200, b'{"prompt_tokens": 7}')
+    """Status and body for a request to check another one."""
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    """The bodies that the worker has checked."""
     request_received: threading.Event = field(default_factory=threading.Event)
     """Set with every request."""
     in_flight: int = 0
@@ -155,7 +159,8 @@ class ScriptedWorker:
             body = self.status_body or json.dumps(status).encode()
             await _send_response(connection, 200, body)
         elif request.path.startswith(CHECKS):
-            await _send_response(connection, 200, b'{"prompt_tokens": 7}')
+            self.checks.append(request.json())
+            await _send_response(connection, *self.check_answer)
         else:
             await self._generate(connection, request)
 

@@ -183,6 +183,43 @@ def test_an_error_after_an_early_head_is_the_last_event(
     assert b"[DONE]" not in received
 
 
+def test_what_a_worker_would_refuse_is_refused_before_an_early_head(
+    make_gateway: MakeGateway, worker: ScriptedWorker
+) -> None:
+    """A worker checks what waits for long; the refusal has its own status, and no slot is used."""
+    gateway = make_gateway(keepalive_s=4.0)  # the check comes two seconds before
+    error = {"message": "Too long.", "param": "messages", "code": "context_length_exceeded"}
+    worker.check_answer = (400, json.dumps({"error": error}).encode())
+    with occupied(gateway, worker), gateway.stream() as response:
+        response.read()
+        assert status_and_code(response) == (400, "context_length_exceeded")
+        assert [body["stream"] for body in worker.checks] == [True]
+        assert len(worker.requests) == 1
+        worker.resume.set()
+
+
+@pytest.mark.parametrize(
+    "check_answer",
+    [
+        (200, b'{"prompt_tokens": 7}'),
+        (500, b"{}"),
+        (404, b'{"error": {"message": ""}}'),
+        (503, b"{}"),
+    ],
+)
+def test_a_check_that_refuses_nothing_leaves_a_stream_in_its_queue(
+    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, check_answer: tuple[int, bytes]
+) -> None:
+    worker.check_answer = check_answer
+    with queued(keep_alive_gateway, worker) as (response, read_until):
+        wait_until(lambda: len(worker.checks) == 1)
+        read_until(b": queued")
+        worker.resume.set()
+        assert read_until(DONE).endswith(DONE)
+    assert response.status_code == 200
+    assert len(worker.checks) == 1
+
+
 def test_after_an_early_head_another_worker_is_asked(
     keep_alive_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
