@@ -8,13 +8,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types import Completion
 from tokenizers import Tokenizer
 
+from tests.support.maker_types import CHAT_OURS, read_strictly
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker, byte_token
 from workers.demo import CHECKPOINT
 from workers.engine.types import Delta, ScoredToken, TokenLogprob
 
+UNFINISHED = b'"finish_reason":null'
 ENDLESS: Any = {"temperature": 0, "max_tokens": 6, "logit_bias": SUPPRESS_END_TOKENS}
 
 
@@ -38,6 +41,29 @@ async def test_a_completion_defaults_to_sixteen_tokens_and_speculates_if_greedy(
     assert response.usage.completion_tokens <= 16
     assert response.model_extra is not None
     assert "speculative_decoding" in response.model_extra["metrics"]
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 2}, {"n": 2}, {"stop": ["e"], "echo": True}])
+async def test_completions_and_chunks_are_of_openais_own_type(
+    real_worker: RunningWorker, fields: dict[str, Any]
+) -> None:
+    url = f"{real_worker.url}/v1/completions"
+    body = {"model": real_worker.model, "prompt": "Once upon a time", **fields}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with httpx.AsyncClient(timeout=60) as client:
+        whole = await client.post(url, json=body)
+        stream = await client.post(url, json=streamed)
+    completion = read_strictly(Completion, whole.content, CHAT_OURS)
+    assert len(completion.choices) == fields.get("n", 1)
+    *events, done = stream.content.removesuffix(b"\n\n").split(b"\n\n")
+    assert done == b"data: [DONE]"
+    chunks = [
+        # OpenAI sends null before the end too, which the type of the package does not say.
+        read_strictly(Completion, one[6:].replace(UNFINISHED, b'"finish_reason":"stop"'), CHAT_OURS)
+        for one in events
+        if not one.startswith(b":")
+    ]
+    assert chunks[-1].usage is not None
 
 
 async def test_a_completion_stream_has_the_text_and_usage_of_a_complete_answer(
