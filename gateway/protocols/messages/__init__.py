@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from typing import Any
 
@@ -214,14 +214,18 @@ def is_messages(body: Mapping[str, Any]) -> bool:
     choice = body.get("tool_choice")
     return (
         not _OWN_FIELDS.isdisjoint(body)
-        or (isinstance(choice, dict) and choice.get("type") in _OWN_CHOICES)
+        or (isinstance(choice, dict) and _is_one_of(choice.get("type"), _OWN_CHOICES))
         or any("name" in tool and "function" not in tool for tool in _objects(body.get("tools")))
         or any(
-            block.get("type") in _OWN_BLOCKS or isinstance(block.get("source"), dict)
+            _is_one_of(block.get("type"), _OWN_BLOCKS) or isinstance(block.get("source"), dict)
             for message in _objects(body.get("messages"))
             for block in _objects(message.get("content"))
         )
     )
+
+
+def _is_one_of(value: Any, names: Set[str]) -> bool:
+    return isinstance(value, str) and value in names
 
 
 def _objects(values: Any) -> Iterator[Json]:

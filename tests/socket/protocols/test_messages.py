@@ -179,6 +179,23 @@ def test_what_no_message_may_have_is_no_explanation_either(
     assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": {"type": {}}},
+        {"messages": [{"role": "user", "content": [{"type": []}]}]},
+        {"tools": [{"type": {}}]},
+    ],
+)
+def test_a_type_that_is_no_text_is_the_fault_of_the_client_in_an_explanation_too(
+    gateway_with_worker: RunningGateway, fields: dict[str, Any]
+) -> None:
+    """Whether it is a message or a chat is asked before either is read."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    response = gateway_with_worker.client.post("/v1/route/explain", json=body)
+    assert response.status_code == 400
+
+
 def test_a_route_of_the_makers_that_is_not_served_is_no_404(
     gateway_with_worker: RunningGateway,
 ) -> None:
