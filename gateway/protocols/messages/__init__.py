@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +17,14 @@ from pydantic_core import to_json
 from gateway import errors
 from gateway.protocols.base import choice_of, has_choices, object_in
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
-from gateway.protocols.messages.request import FIELDS, IGNORED_FIELDS, Json, MessagesChat, to_chat
+from gateway.protocols.messages.request import (
+    FIELDS,
+    IGNORED_FIELDS,
+    Json,
+    MessagesChat,
+    is_own_block,
+    to_chat,
+)
 from gateway.protocols.messages.response import (
     MessageEncoder,
     content_of,
@@ -51,11 +58,7 @@ _ERROR_TYPES = {
 _OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
 _REASONING = b"thinking "
 _OWN_FIELDS = FIELDS.difference(HONOURED_FIELDS[Endpoint.CHAT], IGNORED, NEUTRAL)
-_OWN_BLOCKS = frozenset(
-    "tool_use tool_result thinking redacted_thinking document server_tool_use "
-    "web_search_tool_result".split()
-)
-_OWN_CHOICES = frozenset(("auto", "any", "tool", "none"))
+_OWN_CHOICES = ("auto", "any", "tool", "none")
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 SCHEMA: Mapping[str, Any] = {
@@ -214,18 +217,14 @@ def is_messages(body: Mapping[str, Any]) -> bool:
     choice = body.get("tool_choice")
     return (
         not _OWN_FIELDS.isdisjoint(body)
-        or (isinstance(choice, dict) and _is_one_of(choice.get("type"), _OWN_CHOICES))
+        or (isinstance(choice, dict) and choice.get("type") in _OWN_CHOICES)
         or any("name" in tool and "function" not in tool for tool in _objects(body.get("tools")))
         or any(
-            _is_one_of(block.get("type"), _OWN_BLOCKS) or isinstance(block.get("source"), dict)
+            is_own_block(block.get("type")) or isinstance(block.get("source"), dict)
             for message in _objects(body.get("messages"))
             for block in _objects(message.get("content"))
         )
     )
-
-
-def _is_one_of(value: Any, names: Set[str]) -> bool:
-    return isinstance(value, str) and value in names
 
 
 def _objects(values: Any) -> Iterator[Json]:

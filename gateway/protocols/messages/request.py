@@ -200,6 +200,14 @@ def _assistant_message(
         yield message
 
 
+def is_own_block(kind: object) -> bool:
+    """Return whether messages alone have blocks of this type, and chats have none."""
+    return isinstance(kind, str) and (
+        kind in ("tool_use", "thinking", "document", *_SERVICE_BLOCKS)
+        or kind.endswith("tool_result")
+    )
+
+
 def _user_messages(content: Any, where: str) -> Iterator[tuple[Json, list[str]]]:
     parts: list[Json] = []
     places = [where]

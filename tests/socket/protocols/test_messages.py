@@ -32,6 +32,7 @@ BODY: dict[str, Any] = {
 }
 
 TOOL_RESULT = {"type": "tool_result", "tool_use_id": "call00001", "content": "one"}
+FETCHED = {"type": "web_fetch_tool_result", "tool_use_id": "srvtoolu_1", "content": []}
 PICTURE: dict[str, Any] = {
     "type": "image",
     "source": {
@@ -147,6 +148,7 @@ def test_models_have_the_shape_of_the_client(gateway_with_worker: RunningGateway
         ({}, {"tool_choice": {"type": "none"}}),
         ({}, {"messages": [{"role": "user", "content": [TOOL_RESULT]}]}),
         ({}, {"messages": [{"role": "user", "content": [PICTURE]}]}),
+        ({}, {"messages": [{"role": "assistant", "content": [FETCHED]}, *BODY["messages"]]}),
         (VERSION, {}),
     ],
 )
