@@ -8,7 +8,7 @@ import errno
 import gc
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import httpx
@@ -18,9 +18,9 @@ from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_secrets, ensure_secrets, local_url
 from gateway.errors import StartupError
 from gateway.http.downstream import DownstreamProtocol
+from workers.addresses import base_url, is_loopback
 from workers.http import Server, raise_open_file_limit
 from workers.lifecycle import Shutdown
-from workers.protocol import base_url, is_loopback
 
 Result = TypeVar("Result")
 _BACKLOG = 2048
@@ -36,16 +36,6 @@ def settle_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-
-
-def run(main: Coroutine[object, object, Result]) -> Result:
-    """Run a coroutine on uvloop if it is installed."""
-    try:
-        from uvloop import new_event_loop  # noqa: PLC0415  # absent on some platforms
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(main)
 
 
 class Listening(NamedTuple):

@@ -1,4 +1,4 @@
-"""The base class and the field types of the sections of a policy document."""
+"""The base classes of the sections of a policy document."""
 
 from __future__ import annotations
 
@@ -18,17 +18,6 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-"""The name of a pool, lane or route."""
-PRINTABLE = r"[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
-"""A character without control: names reach terminals, logs and headers."""
-MODEL_PATTERN = rf"^{PRINTABLE}{{1,255}}$"
-ModelName = Annotated[str, Field(pattern=MODEL_PATTERN)]
-"""The name of a model: of a repository, with a tag or not, or of a folder, which may have any
-letters and spaces."""
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""A label of a worker, such as big, bf16 or lab-2."""
 Text = Annotated[str, Field(min_length=1, max_length=128)]
 """A name from outside the document: a key, a team, the value of a header."""
 

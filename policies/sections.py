@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from policies.base import Label, ModelName, Name, NonEmptySection, OneOrMore, Section
+from policies.base import NonEmptySection, OneOrMore, Section
+from policies.names import Label, ModelName, Name
 from policies.request.content import PICTURES_LIMIT, PIXELS_LIMIT
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint, RequestProfile

@@ -21,9 +21,10 @@ import httpx
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
+from workers.addresses import WILDCARDS, base_url
 from workers.http import certificate_authorities, system_error
 from workers.lifecycle import first_of
-from workers.protocol import PROTOCOL, WorkerReport, base_url, speaks
+from workers.protocol import PROTOCOL, WorkerReport, speaks
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +269,22 @@ def _describe(error: BaseException) -> str:
 
 def _authorization(token: SecretStr | None) -> dict[str, str]:
     return {"authorization": f"Bearer {token.get_secret_value()}"} if token else {}
+
+
+def advertised_url(host: str, port: int, gateway_url: str | None) -> str:
+    """Return the URL at which a gateway can reach a worker that listens on `host`."""
+    if host in WILDCARDS:
+        host = socket.gethostname()
+        if gateway_url:
+            with contextlib.suppress(OSError):  # without a route now, heartbeats name it later
+                host = source_address(_first_address(gateway_url))
+    return base_url(host, port)
+
+
+def _first_address(url: str) -> str:
+    """Return the first address of the host of a URL; raise OSError."""
+    found = socket.getaddrinfo(httpx.URL(url).host, None, type=socket.SOCK_DGRAM)
+    return str(found[0][4][0])
 
 
 def source_address(address: str, port: int = 9) -> str:

@@ -8,19 +8,18 @@ code here, such as the system's when memory runs out.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from itertools import accumulate, zip_longest
 from typing import Annotated, Any, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from policies.base import PRINTABLE, Label, ModelName, Name
+from policies.names import PRINTABLE, Label, ModelName, Name
 from policies.request.profile import Endpoint, Sampling
+from workers.addresses import BaseUrl
 
 PROTOCOL = 1
 """Number of this protocol. It grows by one with each change that an older side misunderstands."""
@@ -90,25 +89,6 @@ def _check_speed(speed: float) -> float:
 
 
 Speed = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_check_speed)]
-
-
-_URL = re.compile(r"https?://[!-~]{1,2000}")
-
-
-def _check_url(url: str) -> str:
-    """Reject a URL that no request can be sent to."""
-    try:
-        parts = urlsplit(url)
-        usable = bool(parts.hostname) and parts.port != 0  # an invalid port raises
-    except ValueError:
-        usable = False
-    usable = usable and _URL.fullmatch(url) is not None
-    if not usable or "@" in parts.netloc or parts.query or parts.fragment:
-        raise ValueError("must be like http://192.168.1.20:9200")
-    return url
-
-
-BaseUrl = Annotated[str, AfterValidator(_check_url)]
 
 
 def speaks(protocol: int) -> bool:
@@ -445,6 +425,9 @@ class WorkerReport(Record):
     """The longest answer to a request without `max_tokens`; 0 if unknown."""
     sampling: SamplingDefaults = Field(default_factory=SamplingDefaults)
     """Of the model's `generation_config.json`."""
+    constrains_calls: bool = True
+    """Whether tools with `strict`, or with a grammar, hold calls that the model may write; older
+    workers do not tell."""
     ready: bool = True
     draining: bool = False
     start: StartProgress | None = None
@@ -579,22 +562,6 @@ class ApiError(Exception):
         """Return the body of the response."""
         fields = {"type": self.type, "param": self.param, "code": self.code}
         return {"error": {"message": self.message, **fields}}
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address; of names, only localhost does."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def base_url(host: str, port: int) -> str:
-    """Return a URL such as http://127.0.0.1:8000 or http://[::1]:8000."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 READY_PREFIX = "PACELINE_WORKER_READY "

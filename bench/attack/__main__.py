@@ -46,7 +46,7 @@ from bench.attack.stack import (
 from bench.gateway.contenders import OURS, gateway_parser, running, running_backend
 from bench.harness import tables
 from bench.harness.process_cost import resident_bytes
-from gateway.server import run
+from gateway.event_loop import run
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "attack.md"
 AT_TARGET: Final[tuple[Attack, ...]] = (

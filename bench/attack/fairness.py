@@ -27,7 +27,7 @@ from bench.gateway import backend
 from bench.gateway.contenders import ADMIN_KEY, OURS, gateway_parser, running, running_backend
 from bench.gateway.load import Question, WrongAnswer, connect
 from bench.harness import tables
-from gateway.server import run
+from gateway.event_loop import run
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "fairness.md"
 _QUEUE_LIMIT: Final = 128

@@ -15,8 +15,9 @@ import random
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,9 +32,9 @@ from bench.attack.chat_bodies import Body, plain_bodies, random_body
 from bench.gateway.contenders import gateway_parser
 from bench.harness import tables
 from gateway.errors import GatewayError
+from gateway.event_loop import run
 from gateway.protocols.openai import CHAT
 from gateway.routing.view import FleetView
-from gateway.server import run
 from policies.document import default_policy
 from policies.request.profile import Endpoint
 from tests.support.scripted_engine import CARD
@@ -47,6 +48,8 @@ from workers.server.request import read_request
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "templates.md"
 SOURCE: Final = "llama-cpp-python==0.3.36"
+FURTHER: Final = ("trl==1.16.0", "axolotl==0.19.0")
+"""Distributions whose wheels hold published templates that the first collection lacks."""
 _MODEL: Final = "model"
 _BODIES: Final = 5000
 _TEMPLATE: Final = "chat template"
@@ -93,20 +96,48 @@ class Tally:
 
 def fetch(folder: Path) -> dict[str, str]:
     """Return the templates by name; download their archive unless the folder has it."""
-    if not list(folder.glob("*.tar.gz")):
-        name = SOURCE.partition("==")[0]
-        pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-        subprocess.run((*pip, "--no-binary", name, "--dest", str(folder), SOURCE), check=True)
-    (path,) = folder.glob("*.tar.gz")
+    archive = _download(folder, SOURCE, "--no-binary")
+    return dict(sorted((Path(name).stem, text) for name, text in _members(archive)))
+
+
+def fetch_further(folder: Path) -> dict[str, str]:
+    """Return templates of the further collections, by the names of collection and template."""
     texts = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            place = Path(member.name)
-            if place.suffix == ".jinja" and place.parent.name == "templates":
-                content = archive.extractfile(member)
+    for source in FURTHER:
+        collection = source.partition("==")[0]
+        for name, text in _members(_download(folder, source, "--only-binary")):
+            texts[f"{collection}/{Path(name).stem}"] = text
+    return texts
+
+
+def _download(folder: Path, source: str, kind: str) -> Path:
+    """Return the archive of a distribution; download it unless the folder has it."""
+    name, _, version = source.partition("==")
+    pattern = f"{name.replace('-', '_')}-{version}*"
+    if not list(folder.glob(pattern)):
+        pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
+        subprocess.run((*pip, kind, name, "--dest", str(folder), source), check=True)
+    return next(folder.glob(pattern))
+
+
+def _members(archive: Path) -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of the templates in a wheel or a source distribution."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for name in filter(_is_template, wheel.namelist()):
+                yield name, wheel.read(name).decode()
+        return
+    with tarfile.open(archive) as source:
+        for member in source:
+            if _is_template(member.name):
+                content = source.extractfile(member)
                 assert content is not None
-                texts[place.stem] = content.read().decode()
-    return dict(sorted(texts.items()))
+                yield member.name, content.read().decode()
+
+
+def _is_template(name: str) -> bool:
+    place = Path(name)
+    return place.suffix == ".jinja" and place.parent.name in {"templates", "chat_templates"}
 
 
 def family_of(name: str) -> str:

@@ -34,9 +34,16 @@ from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import SparsePrefill
-from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import EngineSettings, Event, Generation, LaneName, Prompt
+from workers.engine.types import (
+    EngineSettings,
+    Event,
+    Generation,
+    LaneName,
+    Prompt,
+    SpecPrefillOptions,
+    SpecPrefillSettings,
+)
 from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parents[1] / "results"

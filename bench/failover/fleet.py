@@ -35,7 +35,13 @@ AS_GATEWAY: Final = {
     PROGRESS_HEADER: "1",
 }
 """The headers of a request to a worker that is to tell its tokens."""
-_PRELOADED: Final = ("workers.server.main", "workers.server.app", "workers.engine.engine", __name__)
+_PRELOADED: Final = (
+    "workers.server.main",
+    "workers.server.start",
+    "workers.server.app",
+    "workers.engine.engine",
+    __name__,
+)
 _READY_S: Final = 300.0
 _API_KEY: Final = "api-key-of-the-bench"
 _LOOPBACK: Final = "127.0.0.1"

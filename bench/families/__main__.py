@@ -3,7 +3,7 @@
 `python -m bench.families` makes a tiny random checkpoint of each family with its published
 configuration, in bfloat16, 4 bits with two group sizes, 8 bits and mxfp4, and prints what each
 does. It also renders and reads tool calls and reasoning by the family's published chat template
-(`bench.attack.templates` has the collection, which is downloaded once). With `--family` it checks
+(`bench.attack.templates` has the collections, which are downloaded once). With `--family` it checks
 some of them and leaves the rows of the others; with `--chat` it checks the chat templates alone and
 leaves the other columns; with `--format` it writes nothing.
 """
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from bench.attack.templates import fetch
+from bench.attack.templates import fetch, fetch_further
 from bench.families.chat import ChatChecks, check_chat
 from bench.families.checkpoints import FORMATS, Format, write_checkpoint
 from bench.families.checks import Checks, check_checkpoint
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     families = [one for one in FAMILIES if not options.family or one.name in options.family]
     formats = [one for one in FORMATS if not options.format or one.name in options.format]
-    templates = fetch(CACHE / "templates")
+    templates = {**fetch(CACHE / "templates"), **fetch_further(CACHE / "templates")}
     if options.chat:
         chats = {one.name: _chat_of(one, templates) for one in families}
         write_chats(PAGE, chats)

@@ -37,7 +37,7 @@ class Family:
     processor: Json = field(default_factory=dict)
     """`preprocessor_config.json`, if the family needs one."""
     template: str = ""
-    """Its published chat template in the collection of `bench.attack.templates`; empty: that has
+    """Its published chat template in the collections of `bench.attack.templates`; empty: they have
     none of it."""
 
     @cached_property
@@ -202,6 +202,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Qwen3-Next",
         source="Qwen/Qwen3-Next-80B-A3B-Instruct",
+        template="trl/qwen3_instruct_2507",
         tiny=_sizes(
             head_dim=32,
             num_hidden_layers=4,
@@ -233,6 +234,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Qwen3-VL",
         source="Qwen/Qwen3-VL-4B-Instruct",
+        template="trl/qwen3_vl",
         tiny={
             **_MARKS,
             "text_config": _sizes(
@@ -245,6 +247,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Qwen3-VL MoE",
         source="Qwen/Qwen3-VL-30B-A3B-Instruct",
+        template="trl/qwen3_vl",
         tiny={
             **_MARKS,
             "text_config": _sizes(
@@ -269,6 +272,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Llama 4",
         source="meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        template="axolotl/llama4",
         tiny={
             "boi_token_index": 3,
             "eoi_token_index": 4,
@@ -311,6 +315,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Gemma 3",
         source="google/gemma-3-4b-it",
+        template="trl/gemma3",
         # As published its text model is sparse: heads, widths, patterns and context are defaults.
         tiny={
             "boi_token_index": 3,
@@ -344,6 +349,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="Gemma 3 text",
         source="google/gemma-3-1b-it",
+        template="trl/gemma3",
         tiny=_sizes(
             num_hidden_layers=6, head_dim=32, num_key_value_heads=1, eos_token_id=2, bos_token_id=0
         ),
@@ -500,6 +506,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="EXAONE 4",
         source="LGAI-EXAONE/EXAONE-4.0-32B",
+        template="axolotl/exaone4",
         tiny=_sizes(
             head_dim=32,
             num_hidden_layers=4,

@@ -28,7 +28,7 @@ from bench.gateway.load import Question, Wire, WrongAnswer, send_requests, send_
 from bench.harness.process_cost import cpu_s
 from bench.harness.samples import Samples
 from bench.harness.venvs import PeerUnavailable
-from gateway.server import run
+from gateway.event_loop import run
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "gateway.md"
 _PEER_NAMES: Final = ",".join(peer.name for peer in PEERS)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, cast
 
-from gateway.server import run
+from gateway.event_loop import run
 from workers.protocol import PROGRESS_HEADER, TOKENS_LINE, LaneReport, WorkerReport
 
 MODEL: Final = "canned"

@@ -20,7 +20,7 @@ from bench.gateway.load import Question, send_requests
 from bench.harness.process_cost import resident_bytes
 from bench.harness.tables import Grid, Target, provenance, write_page
 from bench.harness.tables import targets as targets_grid
-from gateway.server import run
+from gateway.event_loop import run
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "gateway_memory.md"
 REQUESTS: Final = 1_000_000

@@ -76,7 +76,8 @@ async def _wait_until_ready(
         ):
             while process.returncode is None:
                 with suppress(httpx.TransportError):
-                    return await _first_answer(client, model)
+                    if name := await _first_answer(client, model):
+                        return name
                 await asyncio.sleep(0.5)
     except TimeoutError:
         raise PeerUnavailable(f"no answer in {START_TIMEOUT_S:.0f} s: {last_line(log)}") from None
@@ -84,10 +85,13 @@ async def _wait_until_ready(
 
 
 async def _first_answer(client: httpx.AsyncClient, model: Path) -> str:
+    """Return the name of the model once it has answered; empty while the server loads it."""
     name = await _served_name(client, model)
     question = {"role": "user", "content": "Hello"}
     body = {"model": name, "messages": [question], "max_tokens": 1, "temperature": 0}
     answer = await client.post("/v1/chat/completions", json=body)
+    if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        return ""
     if answer.status_code != httpx.codes.OK:
         raise PeerUnavailable(f"answers {answer.status_code}: {answer.text[:200]}")
     return name

@@ -15,6 +15,7 @@ from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_route
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
 from gateway.errors import (
+    GatewayError,
     LimitReached,
     ModelUnknown,
     ModelUnsuited,
@@ -104,7 +105,14 @@ async def explain(
     explanation = _explanation(inspected, routed.attributes, decision, unavailable)
     if decision.candidates:
         path = WORKER_PATHS[wire_format.endpoint]
-        await _check(gateway, decision.candidates[0], path, inspected.body, explanation)
+        refused = await _check(gateway, decision.candidates[0], path, inspected.body, explanation)
+        if refused is not None:
+            error = wire_format.named(refused)
+            explanation["refusal"] = {
+                "message": error.message,
+                "param": error.param,
+                "code": error.code,
+            }
     return explanation
 
 
@@ -133,33 +141,26 @@ async def _check(
     path: str,
     body: Mapping[str, Any],
     explanation: Explanation,
-) -> None:
-    """Let the worker check the request: it may refuse what the gateway cannot judge."""
+) -> GatewayError | None:
+    """Let the worker check the request; return its error if it refuses what we cannot judge."""
     workers = {worker.report.worker_id: worker for worker in gateway.fleet.workers()}
     worker = workers.get(candidate.worker_id)
     if worker is None or not worker.backend.sends_reports:
-        return
+        return None
     headers = worker.backend.headers(candidate.lane, NO_KEYS, NO_PREFIX, None)
     response = await gateway.control.check(
         worker.report, path, to_json(body, inf_nan_mode="null"), headers
     )
     status, answer = response or (0, None)
     if not isinstance(answer, dict):
-        return
+        return None
     if status == HTTPStatus.OK and isinstance(answer.get("prompt_tokens"), int):
         explanation["checked"] = True
         explanation["prompt_tokens"] = answer["prompt_tokens"]
-    elif status in CHECK_REFUSALS and isinstance(error := answer.get("error"), dict):
-        message, param, code = (
-            value if isinstance(value := error.get(name), str) else None
-            for name in ("message", "param", "code")
-        )
+    elif status in CHECK_REFUSALS:
         explanation["checked"], explanation["servable"] = True, False
-        explanation["refusal"] = {
-            "message": message or "The worker refuses the request.",
-            "param": param,
-            "code": code,
-        }
+        return worker.backend.refusal(status, to_json(answer), body)
+    return None
 
 
 def _unavailable(gateway: Gateway, fleet: FleetView) -> dict[str, str]:

@@ -102,7 +102,10 @@ def input_tokens(service: ResponsesService, counter: TokenCounter) -> APIRouter:
         await exchange.open(encode_json(body), api_key.caller.key)
         inspected = exchange.format.inspect(b"", gateway.policy_store.current, gateway.fleet.view())
         api_key.check_model(inspected)
-        count = await counter.count(inspected)
+        try:
+            count = await counter.count(inspected)
+        except errors.RefusedByWorker as error:
+            raise exchange.format.named(error) from None
         if count.estimated:
             response.headers[ESTIMATE_HEADER] = "true"
         return {"object": "response.input_tokens", "input_tokens": count.tokens}
@@ -115,7 +118,11 @@ def kept_responses(service: ResponsesService, load: Load) -> APIRouter:
     router = data_router("/v1/responses")
     kept = service.kept
 
-    @router.get("/{response_id}", responses=failures(*_KEPT), response_model=dict[str, Any])
+    @router.get(
+        "/{response_id}",
+        responses=failures(*_KEPT, errors.Overloaded),
+        response_model=dict[str, Any],
+    )
     async def show(
         response_id: str,
         api_key: CurrentKey,
@@ -133,6 +140,8 @@ def kept_responses(service: ResponsesService, load: Load) -> APIRouter:
                     "Only a response in the background of this gateway can be streamed again.",
                     param="stream",
                 )
+            with load.counted():
+                pass  # an overloaded gateway says so before the head of the stream
             events = _follow(running.log, starting_after, load)
             return StreamingResponse(events, media_type="text/event-stream")
         if running is not None and running.log is not None and not running.log.closed:
@@ -231,9 +240,7 @@ def conversations(service: ResponsesService) -> APIRouter:
         """Add items to a conversation."""
         _check_names(fields, "items")
         items = named_items(_new_items(fields.get("items")))
-        await kept.change(
-            api_key.caller.key, conversation_id, lambda one: one["items"].extend(items)
-        )
+        await kept.add_items(api_key.caller.key, conversation_id, items)
         return _page(items, PageRequest(limit=100, order="asc", include=include))
 
     @router.get(
@@ -269,9 +276,12 @@ def conversations(service: ResponsesService) -> APIRouter:
 
 
 async def _follow(log: EventLog, after: int, load: Load) -> AsyncIterator[bytes]:
-    with load.counted():
+    load.begin()
+    try:
         async for piece in log.follow(after):
             yield piece
+    finally:
+        load.end(0)
 
 
 def _shown_response(record: Json, include: Sequence[str]) -> Json:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
-from policies.base import ModelName, Name
+from policies.names import ModelName, Name
 from policies.request.profile import Priority
 
 SECRET_PREFIX = "pk-"  # noqa: S105  # the prefix of every secret

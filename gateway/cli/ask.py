@@ -11,9 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from gateway.cli import CommandError
 from gateway.cli.client import connect, file_problem, read_text
@@ -21,10 +19,13 @@ from gateway.cli.explain import BECAUSE
 from policies.request.content import PICTURE_LIMIT_BYTES, PictureInvalid, read_size
 from workers.terminal import printable
 
+if TYPE_CHECKING:
+    import httpx
+
 # Every gateway has this alias of a model that it serves.
 _ANY_MODEL = "default"
 # The gateway has deadlines of its own, and reports them.
-_TIMEOUT = httpx.Timeout(660.0, connect=10.0)
+_TIMEOUT = (10.0, 660.0, 660.0, 660.0)
 _EVENT_LIMIT_BYTES = 8 * 1024 * 1024
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _REASONS = {
@@ -135,6 +136,8 @@ def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
 
     Reasoning is printed on a terminal alone, where it can be told from the answer.
     """
+    import httpx  # noqa: PLC0415  # as in `Gateway.stream`
+
     answer, last_text = _Answer(), "\n"
     reasoned = False
     try:

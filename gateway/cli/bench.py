@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gateway import event_loop
 from gateway.cli import CommandError
 from gateway.cli.client import connect
 from gateway.loadgen import MeasurementError, report, runner
@@ -22,7 +23,6 @@ from gateway.loadgen.client import Endpoint, open_endpoint
 from gateway.loadgen.plot import svg
 from gateway.loadgen.prompts import built_in_prompts, read_prompts
 from gateway.loadgen.runner import Level, Measurement
-from gateway.server import run as run_on_loop
 
 _BUSY_SHARE = 0.8
 _PIPED_WIDTH = 120
@@ -36,7 +36,7 @@ def run(**given: Any) -> int:
     interrupted = False
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     try:
-        run_on_loop(_measure(options, endpoints, measurements, console))
+        event_loop.run(_measure(options, endpoints, measurements, console))
     except MeasurementError as error:
         raise CommandError(str(error)) from None
     except KeyboardInterrupt:  # the measurements so far are reported

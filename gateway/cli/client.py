@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
-import httpx
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -20,8 +22,11 @@ from gateway.cli import CommandError
 from gateway.config.settings import load_settings
 from gateway.config.startup_checks import local_url, secret_file
 from gateway.types import fits_header
-from workers.protocol import is_loopback
+from workers.addresses import is_loopback
 from workers.terminal import printable
+
+if TYPE_CHECKING:
+    import httpx
 
 # A diff of the policy replays the last ten thousand requests.
 _TIMEOUT_S = 30.0
@@ -57,11 +62,11 @@ class Gateway:
 
         `conflict_hint` follows the gateway's message if another edit came first.
         """
-        with self.stream(method, path, conflict_hint=conflict_hint, **request) as response:
-            try:
-                response.read()
-            except httpx.HTTPError:
-                raise self._unreachable() from None
+        with (
+            self.stream(method, path, conflict_hint=conflict_hint, **request) as response,
+            self._reached(),
+        ):
+            response.read()
         return response
 
     @contextlib.contextmanager
@@ -69,25 +74,57 @@ class Gateway:
         self, method: str, path: str, *, conflict_hint: str = "", **request: Any
     ) -> Iterator[httpx.Response]:
         """Yield a successful response whose body is still to be read, as `send` returns one."""
+        self._check_listening()
+        import httpx  # noqa: PLC0415  # for a tenth of a second: not to say that nothing listens
+
         with contextlib.ExitStack() as stack:
-            try:
-                secret, source = self._key()
-                if not fits_header(secret):
-                    raise CommandError(
-                        f"{source} contains characters that an HTTP header cannot carry."
-                    )
-                headers = {"authorization": f"Bearer {secret}"} if secret else {}
+            secret, source = self._key()
+            if not fits_header(secret):
+                raise CommandError(
+                    f"{source} contains characters that an HTTP header cannot carry."
+                )
+            headers = {"authorization": f"Bearer {secret}"} if secret else {}
+            with self._reached():
                 client = stack.enter_context(httpx.Client(headers=headers, timeout=_TIMEOUT_S))
                 response = stack.enter_context(client.stream(method, self.url + path, **request))
                 if response.is_error:
                     response.read()
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-                raise CommandError(f"'{self.url}' is not a URL.") from None
-            except httpx.HTTPError:
-                raise self._unreachable() from None
             if response.is_error:
                 raise self._refusal(response, secret, source, conflict_hint)
             yield response
+
+    def _check_listening(self) -> None:
+        """Raise `GatewayUnavailable` if this machine itself refuses the connection.
+
+        The request tells of all other problems, those of the URL included.
+        """
+        if is_loopback(self._address()[0]):
+            try:
+                socket.create_connection(self._address(), timeout=1).close()
+            except ConnectionRefusedError:
+                raise self._unreachable() from None
+            except OSError:
+                return
+
+    def _address(self) -> tuple[str, int]:
+        """Return host and port of the URL; no host if it is not a URL."""
+        try:
+            parts = urlsplit(self.url)
+            return parts.hostname or "", parts.port or 80
+        except ValueError:
+            return "", 80
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Raise `CommandError` for each error of the HTTP client."""
+        import httpx  # noqa: PLC0415  # as in `stream`
+
+        try:
+            yield
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+            raise CommandError(f"'{self.url}' is not a URL.") from None
+        except httpx.HTTPError:
+            raise self._unreachable() from None
 
     def _unreachable(self) -> GatewayUnavailable:
         return GatewayUnavailable(f"no gateway answers at {self.url}; `paceline up` starts one.")
@@ -96,11 +133,11 @@ class Gateway:
         self, response: httpx.Response, secret: str, source: str, conflict_hint: str
     ) -> GatewayUnavailable:
         """Return the error for a response with an error status, in the gateway's words."""
-        if response.status_code == httpx.codes.UNAUTHORIZED and not secret and source == _API_KEY:
+        if response.status_code == HTTPStatus.UNAUTHORIZED and not secret and source == _API_KEY:
             return GatewayUnavailable(missing_key())
         hints: dict[int, str] = {
-            httpx.codes.PRECONDITION_FAILED: conflict_hint,
-            httpx.codes.UNAUTHORIZED: f"The command reads it from {source}.",
+            HTTPStatus.PRECONDITION_FAILED: conflict_hint,
+            HTTPStatus.UNAUTHORIZED: f"The command reads it from {source}.",
         }
         reason = f"status {response.status_code}"
         match self.json_of(response):
@@ -114,7 +151,7 @@ class Gateway:
         secret = os.environ.get(self.key_variable, "")
         if secret or self.key_variable != _ADMIN_KEY:
             return secret, self.key_variable
-        host, settings = httpx.URL(self.url).host, load_settings()
+        host, settings = self._address()[0], load_settings()
         if not is_loopback(host) and host not in (settings.host, settings.admin_host):
             return "", _ADMIN_KEY
         if settings.admin_key is not None:

@@ -10,15 +10,18 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from gateway.loadgen import json_object
 from workers.command_line import CONTEXT, Command, doctor_command, seconds_from, worker_command
+
+if TYPE_CHECKING:
+    from gateway.config.settings import Settings
 
 PROGRAM = "paceline"
 COMPLETION_VARIABLE = "_PACELINE_COMPLETE"
@@ -143,6 +146,15 @@ def _serving(function: Function) -> Function:
     return function
 
 
+def _read_settings(given: Mapping[str, str | None]) -> Settings:
+    """Read the settings of a gateway before its import; raise `StartupError` if one is invalid."""
+    from gateway.config.settings import load_settings  # noqa: PLC0415  # pydantic: not for help
+
+    config = Path(given["config"]) if given["config"] else None
+    token = given["token"] or None
+    return load_settings(config, host=given["host"], port=given["port"], join_token=token)
+
+
 @click.group(PROGRAM, cls=_Group, context_settings={**CONTEXT})
 @click.version_option(
     package_name="paceline",
@@ -157,10 +169,11 @@ def paceline() -> None:
 @paceline.command()
 @_serving
 @click.option("--model", help="Folder or Hugging Face name of an MLX model (default: a toy model).")
-def up(**given: Any) -> int:
+def up(model: str | None, **given: str | None) -> int:
     """Run the gateway and one worker: an endpoint in one command."""
+    settings = _read_settings(given)
     click.echo("Starting the gateway ...")  # to import it takes some seconds
-    return _run("up", "run", given)
+    return _run("up", "run", {"settings": settings, "model": model, "config": given["config"]})
 
 
 @paceline.command()
@@ -442,12 +455,12 @@ def roll_policy_back(**given: Any) -> int:
 
 @paceline.command()
 @_serving
-def gateway(**given: Any) -> int:
+def gateway(**given: str | None) -> int:
     """Run the gateway alone.
 
     Workers join it, or paceline.yaml lists them.
     """
-    return _run("gateway", "run", given)
+    return _run("gateway", "run", {"settings": _read_settings(given)})
 
 
 def _engine_process(module: str) -> Callable[..., int]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from urllib.parse import urlsplit
 
-from gateway.config.settings import Settings, load_settings
+from gateway import event_loop
+from gateway.config.settings import Settings
 from gateway.config.startup_checks import local_url, secret_source
 from gateway.server import Listening, serve, settle_collector
-from gateway.server import run as run_loop
 from workers.lifecycle import Shutdown
 
 _UNKEYED = (
@@ -20,20 +19,10 @@ _UNKEYED = (
 )
 
 
-def read_settings(
-    host: str | None, port: str | None, config: str | None, token: str | None
-) -> Settings:
-    """Read the settings; raise `StartupError` if they are invalid."""
-    return load_settings(
-        Path(config) if config else None, host=host, port=port, join_token=token or None
-    )
-
-
-def run(**flags: str | None) -> int:
+def run(*, settings: Settings) -> int:
     """Serve until Ctrl-C or SIGTERM, then let running requests finish."""
-    settings = read_settings(**flags)
     settle_collector()
-    run_loop(_serve(settings))
+    event_loop.run(_serve(settings))
     return 0
 
 

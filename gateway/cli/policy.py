@@ -23,7 +23,6 @@ from gateway.cli.client import (
     print_output,
     read_text,
 )
-from policies.document import PolicyInvalid, Problem, parse_policy
 from workers.terminal import printable
 
 _PATH = "/admin/v1/policy"
@@ -79,16 +78,18 @@ def show(*, version: int | None, url: str, as_json: bool) -> int:
 def validate(*, file: str, offline: bool, url: str) -> int:
     """Print the problems of a policy; return 1 if there are any."""
     policy = _PolicyFile(file)
-    problems: Sequence[Problem] = ()
+    problems: list[tuple[str, str, int | None]] = []
     warnings: Sequence[Mapping[str, Any]] = ()
     if offline:
+        from policies.document import PolicyInvalid, parse_policy  # noqa: PLC0415  # seldom needed
+
         try:
             parse_policy(policy.text, file)
         except PolicyInvalid as invalid:
-            problems = invalid.problems
+            problems = list(invalid.problems)
     else:
         answer = policy.post(connect(url, admin=True), "/validate")
-        problems = [Problem(**one) for one in answer["problems"]]
+        problems = [(one["field"], one["message"], one["line"]) for one in answer["problems"]]
         warnings = answer["warnings"]
     for field, message, line in problems:
         where = f"{file}:{line}" if line else file

@@ -21,15 +21,16 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
+from gateway import event_loop
 from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import local_url, secret_source
 from gateway.server import Listening, settle_collector
-from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
+from workers.addresses import base_url, is_loopback
 from workers.lifecycle import Shutdown
-from workers.protocol import StartProgress, base_url, is_loopback
+from workers.protocol import StartProgress
 from workers.terminal import TERMINAL_VARIABLE, StartDisplay, printable
 
 _REQUEST_TIMEOUT_S = 2.0
@@ -63,15 +64,14 @@ the command by which a Mac joins:
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
-def run(*, model: str | None, config: str | None, **flags: str | None) -> int:
+def run(*, settings: Settings, model: str | None, config: str | None) -> int:
     """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot run."""
-    settings = serve.read_settings(config=config, **flags)
     settle_collector()
     worker_flags = (
         *(("--model", model) if model else ()),
         *(("--config", config) if config else ()),
     )
-    return run_loop(_serve(settings, worker_flags))
+    return event_loop.run(_serve(settings, worker_flags))
 
 
 async def _serve(settings: Settings, worker_flags: Sequence[str]) -> int:

@@ -32,7 +32,11 @@ class Settings(BaseSettings):
     """The settings of one gateway process; they do not change while it runs."""
 
     model_config = SettingsConfigDict(
-        env_prefix="PACELINE_", env_ignore_empty=True, extra="forbid", frozen=True
+        env_prefix="PACELINE_",
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        defer_build=True,  # `load_layered` builds a subclass
     )
 
     host: str = "127.0.0.1"

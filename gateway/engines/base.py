@@ -16,7 +16,7 @@ from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import NO_MODELS, TAKES_ALL, ModelView
 from gateway.types import MAX_ENGINE_MODELS
-from policies.base import MODEL_PATTERN
+from policies.names import MODEL_PATTERN
 from workers.protocol import NodeSource, Speculation, WorkerReport
 
 _MODEL_NAME = re.compile(MODEL_PATTERN)

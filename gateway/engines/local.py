@@ -8,7 +8,11 @@ from typing import Any
 from gateway.engines.base import count
 from gateway.engines.openai import OpenAIEngine
 from gateway.protocols.event_stream import fact_pattern
+from gateway.routing.features import Feature
 from gateway.types import Drafts
+
+_WHOLE_VOCABULARY = 32_000
+"""Tokens that nearly all models have; few have less."""
 
 
 class LocalEngine(OpenAIEngine):
@@ -36,6 +40,24 @@ class LocalEngine(OpenAIEngine):
                 message["reasoning_content"] = text
                 changed = True
         return changed
+
+
+class MlxEngine(LocalEngine):
+    """An engine that samples by the functions of mlx-lm.
+
+    These read and write beyond an array, or raise an error in the thread that generates, at token
+    ids and at a `top_k` beyond the vocabulary, whose size no such engine tells: one request would
+    end the engine. So it gets no token ids of clients.
+    """
+
+    token_ids = frozenset((Feature.LOGIT_BIAS, Feature.STOP_TOKENS))
+    """The features whose values are ids of tokens."""
+
+    def adapt(self, fields: dict[str, Any], salt: str) -> None:
+        """Leave out a `top_k` that excludes no token."""
+        super().adapt(fields, salt)
+        if (fields.get("top_k") or 0) >= _WHOLE_VOCABULARY:
+            del fields["top_k"]
 
 
 def drafts_of_timings(answer: Mapping[str, Any]) -> Drafts | None:

@@ -7,14 +7,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from gateway.engines.base import Ask, EngineModel, EngineState, HttpAnswer, Question
-from gateway.engines.local import LocalEngine
+from gateway.engines.local import MlxEngine
+from gateway.engines.refusals import phrase
+from gateway.errors import GatewayError
 from gateway.routing.features import Feature
 
 _OWN_MODEL = "default_model"
 """Its name for the model with which it was started."""
 
 
-class MlxLm(LocalEngine):
+class MlxLm(MlxEngine):
     """An `mlx_lm.server`.
 
     It loads whatever model a request names, and lists all that it finds on its disk. Its thread for
@@ -27,9 +29,18 @@ class MlxLm(LocalEngine):
         (
             *(Feature.IMAGE, Feature.VIDEO, Feature.AUDIO, Feature.FILE),
             *(Feature.STRUCTURED_OUTPUT, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO),
-            *(Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
+            *(Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
             *(Feature.THINKING_BUDGET, Feature.EXACT),
+            *MlxEngine.token_ids,
         )
+    )
+    phrases = (
+        phrase(
+            r"\(char [0-9]+\)",  # Python's errors of JSON, here of calls in earlier messages
+            "The arguments of tool calls in 'messages' must be JSON objects.",
+            "messages",
+            "invalid_value",
+        ),
     )
 
     def __init__(
@@ -69,6 +80,12 @@ class MlxLm(LocalEngine):
         return name if name in listed or name == _OWN_MODEL else ""
 
     def adapt(self, fields: dict[str, Any], salt: str) -> None:
-        """Remember the model, which the engine keeps in memory from now on."""
+        """Remember the model, which the engine keeps in memory; send no negative seed."""
         self._last_model = fields["model"]
         super().adapt(fields, salt)
+        if (fields.get("seed") or 0) < 0:  # it would close the connection
+            fields["seed"] %= 2**63
+
+    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+        """Return words of ours; it answers 404 to whatever it does not take."""
+        return super().refusal(400 if status == 404 else status, body, fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,18 +17,20 @@ from gateway.engines.base import (
     model_name,
     objects,
 )
-from gateway.engines.local import LocalEngine, drafts_of_timings
+from gateway.engines.local import MlxEngine, drafts_of_timings
 from gateway.errors import GatewayError
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from workers.protocol import NodeSource
 
+_MISTAKES = re.compile(rb"is not supported|audio format|has to be an integer in the")
+"""What it says of a request that its drafter or its sampler does not take, and of no audio."""
 _TENANT = "x-apc-tenant"
 """The header by which its prefix cache tells tenants apart."""
 
 
-class MlxVlm(LocalEngine):
+class MlxVlm(MlxEngine):
     """An `mlx_vlm.server`, with a drafter or without."""
 
     kind = "mlx-vlm"
@@ -35,8 +38,9 @@ class MlxVlm(LocalEngine):
     lacks = frozenset(
         (
             *(Feature.COMPLETIONS, Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO),
-            *(Feature.STOP, Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS),
+            *(Feature.STOP, Feature.MIN_TOKENS, Feature.IGNORE_EOS),
             *(Feature.TRUNCATION, Feature.EXACT),
+            *MlxEngine.token_ids,
         )
     )
     facts = fact_pattern("timings", "reasoning")
@@ -79,7 +83,7 @@ class MlxVlm(LocalEngine):
         return super().body(body, fields, "")
 
     def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
-        """Return words of ours; with a drafter it answers 500 to what it does not support."""
-        if status == 500 and b"is not supported" in body:
+        """Return words of ours; it answers 500 to some mistakes of clients."""
+        if status == 500 and _MISTAKES.search(body):
             status = 400
         return super().refusal(status, body, fields)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.engines.base import Ask, EngineState, HttpAnswer, Question, count
-from gateway.engines.local import LocalEngine
+from gateway.engines.local import MlxEngine
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.types import Drafts
@@ -30,7 +30,7 @@ def _drafts(answer: Mapping[str, Any]) -> Drafts | None:
     return Drafts(drafted, drafted, accepted, (drafted - accepted, accepted))
 
 
-class VllmMlx(LocalEngine):
+class VllmMlx(MlxEngine):
     """A server of vllm-mlx. Its prefix cache is not told in answers and knows no scopes."""
 
     kind = "vllm-mlx"
@@ -38,8 +38,8 @@ class VllmMlx(LocalEngine):
     lacks = frozenset(
         (
             *(Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO, Feature.LOGPROBS),
-            *(Feature.STOP, Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS),
-            *(Feature.TRUNCATION, Feature.LOGIT_BIAS, Feature.EXACT),
+            *(Feature.STOP, Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
+            *(Feature.EXACT, *MlxEngine.token_ids),
         )
     )
 

@@ -17,13 +17,13 @@ from gateway.storage.counters import MAX_WORKERS
 from gateway.types import WorkerBoot
 from policies.request.profile import Sampling
 from policies.sections import Pool
+from workers.addresses import is_loopback
 from workers.protocol import (
     CRITICAL_PRESSURE,
     MAX_SOURCES,
     LaneReport,
     NodeSource,
     WorkerReport,
-    is_loopback,
 )
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ into zero or more events of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.errors import GatewayError
@@ -62,6 +62,23 @@ def text_in(answer: Mapping[str, Any], name: str) -> str:
 def has_choices(answer: Mapping[str, Any]) -> bool:
     """Return whether an engine's answer to a chat or a completion is whole."""
     return bool(answer.get("choices"))
+
+
+def renamed(error: GatewayError, own_name: Callable[[str], str]) -> GatewayError:
+    """Return an error that names a field as its client knows it, in the message too."""
+    if error.param is None or (param := own_name(error.param)) == error.param:
+        return error
+    pairs = zip(
+        (error.param, error.param.rpartition(".")[2]),
+        (param, param.rpartition(".")[2]),
+        strict=True,
+    )
+    for chat_name, name in pairs:
+        error.message = error.message.replace(f"'{chat_name}'", f"'{name}'")
+    if param not in error.message:
+        error.message = f"{param}: {error.message}"
+    error.param = param
+    return error
 
 
 class StreamEncoder(Protocol):
@@ -120,6 +137,9 @@ class WireFormat(Protocol):
 
     def keep_alive(self, comment: bytes) -> bytes:
         """Return what the client gets for a comment, while the engine of a stream is silent."""
+
+    def named(self, error: GatewayError) -> GatewayError:
+        """Return an error after the inspection that names fields as the client knows them."""
 
     def error_body(self, error: GatewayError) -> bytes:
         """Return the body of an error response."""

@@ -95,6 +95,10 @@ class CohereRerankFormat:
         """Return the comment alone."""
         return comment
 
+    def named(self, error: errors.GatewayError) -> errors.GatewayError:
+        """Return the error: workers have the names of these clients."""
+        return error
+
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""
         return to_json({"message": error.message, **error.body()})

@@ -132,6 +132,10 @@ class OpenAIFormat:
         """Return the comment alone."""
         return comment
 
+    def named(self, error: errors.GatewayError) -> errors.GatewayError:
+        """Return the error: workers have the names of these clients."""
+        return error
+
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""
         return errors.to_body(error)

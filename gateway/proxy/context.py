@@ -71,6 +71,8 @@ class RequestContext(RequestRecord):
     """What the client has of the stream, if another worker could go on with it."""
     fingerprint: str = ""
     """Of the model that writes the stream."""
+    unheld: tuple[str, ...] = ()
+    """Fields that prescribe calls, and that the worker of the last attempt does not act on."""
     worker_failures: int = 0
     """Failures of workers that had begun the request, without those that an admin ordered."""
     seed: int | None = None
@@ -154,7 +156,7 @@ class RequestContext(RequestRecord):
         """Return response headers that show where the request was routed, and why."""
         if self.candidate is None:
             return []
-        ignored = self.inspected.profile.ignored if self.inspected else ()
+        ignored = (*(self.inspected.profile.ignored if self.inspected else ()), *self.unheld)
         return [
             *([(b"x-paceline-ignored", ", ".join(ignored).encode())] if ignored else ()),
             (b"x-paceline-pool", self.candidate.pool.encode()),

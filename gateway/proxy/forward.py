@@ -248,6 +248,9 @@ class Forwarder:
         context.candidate = lease.candidate
         backend = lease.state.backend
         context.engine = "" if backend.sends_reports else backend.kind
+        profile = context.profile
+        held = lease.state.report.constrains_calls and not profile.structured_output
+        context.unheld = () if held else profile.call_fields
         if request.prefix.ends:
             context.expected_reuse = self._prefix_index.record_dispatch(
                 request.prefix, lease.boot, context.policy.prefix

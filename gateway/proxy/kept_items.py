@@ -116,7 +116,10 @@ class KeptItems:
         }
         kept = await self._records.put(owner, response["id"], to_json(record))
         if kept and response["conversation"] and response["status"] in _ENDED:
-            kept = await self.add_items(owner, response["conversation"]["id"], [*named, *output])
+            try:
+                await self.add_items(owner, response["conversation"]["id"], [*named, *output])
+            except (errors.FieldInvalid, errors.ResponseUnknown):
+                return False
         return kept
 
     async def response(self, owner: str, name: str) -> Json:
@@ -172,13 +175,9 @@ class KeptItems:
             param="conversation",
         )
 
-    async def add_items(self, owner: str, name: str, items: Sequence[Item]) -> bool:
-        """Add items to a conversation; return whether they are kept."""
-        try:
-            await self.change(owner, name, lambda one: _extend(one["items"], items))
-        except (errors.FieldInvalid, errors.ResponseUnknown):
-            return False
-        return True
+    async def add_items(self, owner: str, name: str, items: Sequence[Item]) -> None:
+        """Add items to a conversation; raise `ResponseUnknown`, or `FieldInvalid` for too many."""
+        await self.change(owner, name, lambda one: _extend(one["items"], items))
 
     async def _response(self, owner: str, name: str) -> Json | None:
         return (await self._read(owner, [name]))[0] if _RESPONSE_ID.fullmatch(name) else None

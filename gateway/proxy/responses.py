@@ -26,6 +26,8 @@ from gateway.types import Header
 log = logging.getLogger(__name__)
 
 _KEEPALIVE = b": keepalive\n\n"
+_PIECE_BYTES = 64 * 1024
+"""A client that does not read makes the gateway hold a copy of one piece of a log, not of all."""
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
 EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,6 +41,8 @@ class LogLimits(NamedTuple):
 
     log_bytes: int = 32 * 1024 * 1024
     """Of one response; a longer one fails."""
+    running_bytes: int = 256 * 1024 * 1024
+    """Of all that run; beyond it, the largest one fails."""
     ended: int = 256
     """Responses that have ended; the oldest is forgotten first."""
     ended_bytes: int = 128 * 1024 * 1024
@@ -76,7 +80,7 @@ class EventLog:
         place = after + 1
         while True:
             changed = self._changed
-            if pending := self.events[place:]:
+            if pending := self._events_from(place):
                 place += len(pending)
                 yield b"".join(pending)
             elif self.closed:
@@ -123,8 +127,8 @@ class EventLog:
     def write(self, piece: bytes) -> None:
         """Append events, and cancel the request beyond the limit; comments are left out."""
         self._append(piece)
-        if self.size_bytes > self._limit_bytes and self._cancel_scope is not None:
-            self._cancel_scope.cancel(errors.ResponseTooLarge(self._limit_bytes))
+        if self.size_bytes > self._limit_bytes:
+            self.cancel(errors.ResponseTooLarge(self._limit_bytes))
 
     def chunk_sender(self) -> None:
         """Return nothing: an HTTP chunk is no event."""
@@ -148,15 +152,23 @@ class EventLog:
         """Check the deadline of this scope, and cancel it on `cancel`."""
         self._cancel_scope = cancel_scope
 
-    def cancel(self) -> None:
-        """Cancel the request."""
+    def cancel(self, cause: Exception) -> None:
+        """Cancel the request, which ends with this cause."""
         if self._cancel_scope is not None:
-            self._cancel_scope.cancel(ClientDisconnected())
+            self._cancel_scope.cancel(cause)
 
     def check(self, now_s: float) -> None:
         """Cancel the request if its deadline has passed."""
         if self._cancel_scope is not None:
             self._cancel_scope.check(now_s)
+
+    def _events_from(self, place: int) -> list[bytes]:
+        """Return the next events, no more than a piece of a stream holds, and one at least."""
+        end, room = place, _PIECE_BYTES
+        while end < len(self.events) and (end == place or len(self.events[end]) <= room):
+            room -= len(self.events[end])
+            end += 1
+        return self.events[place:end]
 
     def _append(self, piece: bytes) -> None:
         if piece.startswith(b"event:"):
@@ -237,7 +249,7 @@ class ResponseExchange:
         """Cancel a response in the background, and wait until it has ended."""
         self._cancelled = True
         if self.log is not None:
-            self.log.cancel()
+            self.log.cancel(ClientDisconnected())
             async for _ in self.log.follow(len(self.log.events)):
                 pass
 
@@ -317,11 +329,17 @@ class ResponsesService:
         return exchange if exchange is not None and exchange.owner == owner else None
 
     async def check(self) -> None:
-        """Check the deadlines of the responses in the background."""
+        """Check the deadlines of the responses in the background, and the memory that they take."""
         now_s = asyncio.get_running_loop().time()
-        for exchange in tuple(self._exchanges.values()):
-            if exchange.log is not None and not exchange.log.closed:
-                exchange.log.check(now_s)
+        logs = [one.log for one in self._exchanges.values() if one.log and not one.log.closed]
+        for event_log in logs:
+            event_log.check(now_s)
+        size = sum(event_log.size_bytes for event_log in logs)
+        for event_log in sorted(logs, key=lambda one: -one.size_bytes):
+            if size <= self.limits.running_bytes:
+                break
+            event_log.cancel(errors.Overloaded())
+            size -= event_log.size_bytes
 
 
 async def _view(writer: ResponseWriter, event_log: EventLog) -> None:

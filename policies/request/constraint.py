@@ -55,8 +55,8 @@ class Constraint(NamedTuple):
     """A JSON Schema, an expression, a list of texts, or a grammar as Lark or llama.cpp write it.
 
     For calls, their `limit`, the parameters of all `functions` by name, and the `grammars` of those
-    that take a text of a prescribed form; for strict tools also the `style` in which the model
-    writes calls.
+    that take a text of a prescribed form; for forced calls also which functions are `strict`, and
+    for strict tools the `style` in which the model writes calls.
     """
     param: str
     """Path of the field that holds it, for errors."""
@@ -100,6 +100,19 @@ def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
     limit = 1 if body.get("parallel_tool_calls") is False else _MAX_CALLS
     value = {"limit": limit, "functions": parameters, "grammars": grammars, "style": style}
     return Constraint(ConstraintKind.STRICT_TOOLS, value, "tools")
+
+
+def call_fields(body: Mapping[str, Any], constraint: Constraint | None) -> tuple[str, ...]:
+    """Return the fields that prescribe calls which the model may write; the tools were checked.
+
+    Forced calls hold to them with every model, and `constraint` then says so.
+    """
+    forced = constraint is not None and constraint.kind is ConstraintKind.CALLS
+    if forced or body.get("tool_choice") == "none":
+        return ()
+    strict = any(tool["function"].get("strict") is True for tool in body.get("tools") or ())
+    given = {"tools.function.strict": strict, TOOL_GRAMMARS: body.get(TOOL_GRAMMARS)}
+    return tuple(name for name, value in given.items() if value)
 
 
 def check_tool_grammars(body: Mapping[str, Any]) -> None:
@@ -149,10 +162,11 @@ def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:
         named = function.get("name") if isinstance(function, Mapping) else None
     if choice != "required" and not isinstance(named, str):
         return None
+    tools = [tool["function"] for tool in body.get("tools") or ()]
     functions = {
-        tool["function"]["name"]: tool["function"].get("parameters") or {}
-        for tool in body.get("tools") or ()
-        if named in (None, tool["function"]["name"])
+        function["name"]: function.get("parameters") or {}
+        for function in tools
+        if named in (None, function["name"])
     }
     if not functions:
         raise FieldError("tool_choice", "'tool_choice' must choose one of 'tools'.")
@@ -162,6 +176,7 @@ def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:
         "limit": 1 if single else _MAX_CALLS,
         "functions": functions,
         "grammars": {name: grammars[name] for name in functions if name in grammars},
+        "strict": [function["name"] for function in tools if function.get("strict") is True],
     }
     return Constraint(ConstraintKind.CALLS, value, "tools")
 

@@ -16,6 +16,7 @@ from policies.request.compatibility import read_ignored
 from policies.request.constraint import (
     CONSTRAINT_FIELDS,
     TOOL_GRAMMARS,
+    call_fields,
     check_size,
     check_tool_grammars,
     read_constraint,
@@ -38,7 +39,11 @@ from policies.request.profile import (
     Sampling,
 )
 
-_FUNCTION_FIELDS = (("description", str, "a string"), ("parameters", Mapping, "an object"))
+_FUNCTION_FIELDS = (
+    ("description", str, "a string"),
+    ("parameters", Mapping, "an object"),
+    ("strict", bool, "true or false"),
+)
 _TOOLS_LIMIT = 128
 """OpenAI allows as many."""
 _TEMPLATE_KWARGS_LIMIT = 32
@@ -99,6 +104,7 @@ def read_profile(
     check_tool_grammars(body)
     stream_options = _read_stream_options(body, stream)
     max_tokens = _read_max_tokens(fields, endpoint)
+    constraint = read_constraint(body)
     return RequestProfile(
         endpoint=endpoint,
         model=fields.text("model"),
@@ -118,7 +124,8 @@ def read_profile(
         choices=_read_choices(fields, content.prompts),
         top_logprobs=_read_logprobs(fields, endpoint),
         tools=bool(tools),
-        structured_output=read_constraint(body) is not None,
+        call_fields=call_fields(body, constraint) if tools else (),
+        structured_output=constraint is not None,
         thinking_budget=_read_thinking_budget(fields),
         include_reasoning=fields.choice("include_reasoning") is not False,
         draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),

@@ -117,6 +117,10 @@ class RequestProfile(NamedTuple):
     top_logprobs: int | None = None
     """The number of alternatives; None without log-probabilities."""
     tools: bool = False
+    call_fields: tuple[str, ...] = ()
+    """Fields that prescribe free calls.
+
+    A worker that `constrains_calls` acts on them, except beside a structured output."""
     legacy_functions: bool = False
     """Whether a call of the answer is a `function_call`, as `functions` ask for it."""
     structured_output: bool = False

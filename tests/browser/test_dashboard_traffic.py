@@ -37,7 +37,10 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
 def mixed_bodies(model: str) -> list[dict[str, Any]]:
     shared_system = [{"role": "system", "content": SYSTEM}]
     return [
-        *(text_body(model, temperature=0, max_tokens=64, stream=True) for _ in range(4)),
+        *(
+            text_body(model, temperature=0, max_tokens=64, draft_tokens=2, stream=True)
+            for _ in range(4)
+        ),
         *(text_body(model, temperature=1, seed=n, max_tokens=48, stream=True) for n in range(2)),
         picture_body(model, "red", temperature=0, max_tokens=16),
         *(

@@ -250,16 +250,29 @@ async def test_a_limit_of_tokens_ends_an_answer_before_its_form(engine: Engine) 
     ("bad", "named"),
     [
         ({"not": {"type": "string"}}, "'not'"),
-        ({"type": "string", "format": "verse"}, "'format'"),
+        ({"type": "string", "format": "iri"}, "'format'"),
         ({"type": "string", "pattern": "(?=a)b"}, "'pattern'"),
         ({"$ref": "#/$defs/none"}, "'$ref'"),
         ({"$ref": "https://example.com/schema"}, "'$ref'"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "'oneOf'"),
         ({"type": "text"}, "'type'"),
         ({"minimum": "x"}, "'minimum'"),
+        ({"properties": 3}, "'properties'"),
+        ({"type": ["string", 3]}, "'type'"),
+        ({"$ref": "#name"}, "'$ref'"),
+        ({"type": "number", "multipleOf": 0}, "'multipleOf'"),
+        ({"type": "number", "multipleOf": 123456.789}, "'multipleOf'"),
+        ({"type": "integer", "minimum": 10**20}, "'minimum'"),
+        ({"type": "number", "exclusiveMaximum": -1e20}, "'exclusiveMaximum'"),
+        ({"properties": {"a": {}, "b": {}}, "minProperties": 1}, "'minProperties'"),
+        (
+            {"properties": {"a": {"$ref": "#", "type": "object"}}, "type": "object"},
+            "keywords beside a '$ref'",
+        ),
         ({"enum": []}, "satisfy"),
         ({"$ref": "#"}, "schema"),
-        ({"not": {}, "x-guidance": {"lenient": True}}, "'not'"),
+        ({"not": {}}, "satisfy"),
+        ({"not": {"const": 1}, "x-guidance": {"lenient": True}}, "'not'"),
     ],
 )
 def test_a_schema_that_cannot_be_held_is_refused(
@@ -308,6 +321,41 @@ def test_a_strict_tool_that_cannot_be_held_is_refused(
         )
     assert refused.value.param == "tools"
     assert named in refused.value.message
+
+
+def test_a_forced_call_of_a_tool_that_is_not_strict_needs_no_schema_that_can_be_held(
+    openai_client: OpenAI,
+) -> None:
+    """Pydantic AI forces a call of an output tool, whose schema has a set, without `strict`."""
+    text = {"type": "string", "maxLength": 4}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "items": text, "maxItems": 2, "uniqueItems": True},
+            "size": {"enum": ["S", "L"]},
+        },
+        "required": ["tags", "size"],
+        "additionalProperties": False,
+    }
+    function: Any = {"name": "label", "parameters": parameters}
+    answer = openai_client.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "label"}},
+        max_tokens=200,
+    )
+    calls: Any = answer.choices[0].message.tool_calls
+    arguments = json.loads(calls[0].function.arguments)
+    assert [*arguments] == ["tags", "size"]
+    assert arguments["size"] in ("S", "L")
+    with pytest.raises(openai.BadRequestError, match="'type' is invalid"):
+        openai_client.chat.completions.create(
+            model="demo",
+            messages=QUESTION,
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "text"}}}],
+            tool_choice="required",
+        )
 
 
 async def test_a_hostile_constraint_ends_with_an_error_of_its_own(engine: Engine) -> None:

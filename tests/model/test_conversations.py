@@ -108,6 +108,37 @@ def test_a_chat_goes_on_in_the_other_lane(make_lane, ask) -> None:
     assert three.row.speculation.total().steps > 0
 
 
+def test_a_row_of_the_head_starts_only_where_the_head_can_go_on(make_lane, ask) -> None:
+    """A row that drafts passes the end of a plain answer, whose snapshot lacks the hidden state."""
+    prefix_cache = PrefixCache(1 << 30)
+    lane = make_lane(prefix_cache=prefix_cache)
+    chat = [{"role": "system", "content": SYSTEM}, user("Tell me a story about a fox.")]
+    plain = ask(lane, chat, draft_tokens=0)
+    chat += [assistant(plain.text), user("Go on.")]
+    row = ask(lane, chat).row
+    read = (*plain.row.prompt.tokens, *plain.row.answer[:-1])
+    assert row.prompt.tokens[: len(read)] == read
+    tokens = row.prompt.identity[: plain.row.context_tokens + 1]
+    ends = []
+    for with_head in (False, True):
+        match = prefix_cache.match("", tokens, with_head=with_head, cuttable=False)
+        assert match is not None
+        assert match.snapshot is not None
+        assert match.snapshot.last_hidden is not None or not with_head
+        ends.append(match.tokens)
+    assert ends[1] < ends[0] == plain.row.context_tokens
+
+
+def test_one_token_of_a_known_prompt_is_read(make_lane, ask) -> None:
+    """The next token needs its scores, also where a row may start at any token."""
+    prefix_cache = PrefixCache(1 << 30)
+    row = ask(make_lane(prefix_cache=prefix_cache), [user(SYSTEM)]).row
+    tokens = row.prompt.identity
+    match = prefix_cache.match("", tokens, with_head=False, cuttable=True)
+    assert match is not None
+    assert match.tokens == len(tokens) - 1
+
+
 def test_an_answer_is_generated_again_from_the_end_of_its_question(make_lane, ask) -> None:
     lane = make_lane()
     system = {"role": "system", "content": SYSTEM}

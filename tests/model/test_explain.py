@@ -20,8 +20,11 @@ def explain(client: OpenAI, body: bytes | dict[str, Any]) -> httpx.Response:
 
 def answer(client: OpenAI, body: dict[str, Any]) -> httpx.Response:
     path = "completions" if "prompt" in body else "chat/completions"
+    limit = "max_output_tokens" if "input" in body else "max_tokens"
     return httpx.post(
-        str(client.base_url.join(path)), json={"model": "demo", "max_tokens": 2, **body}, timeout=60
+        str(client.base_url.join("responses" if "input" in body else path)),
+        json={"model": "demo", limit: 16, **body},
+        timeout=60,
     )
 
 
@@ -50,6 +53,12 @@ def test_a_servable_request_has_the_tokens_of_its_prompt(
         {"prompt": "word " * 40_000},
         {"messages": QUESTION, "logit_bias": {"999999": 1}},
         {
+            "input": "Count from 1 to 3.",
+            "text": {
+                "format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}
+            },
+        },
+        {
             "messages": [
                 {
                     "role": "user",
@@ -64,7 +73,7 @@ def test_a_servable_request_has_the_tokens_of_its_prompt(
 def test_what_the_worker_would_refuse_is_not_servable(
     openai_client: OpenAI, body: dict[str, Any]
 ) -> None:
-    """The explanation has the error that the request would get."""
+    """The explanation has the error that the request would get, with the names of its format."""
     explanation = explain(openai_client, body).json()
     assert (explanation["servable"], explanation["checked"]) == (False, True)
     refused = answer(openai_client, body)

@@ -78,7 +78,9 @@ def test_status_adds_up_to_the_sum_of_the_answers(up: UpProcess, openai_client: 
 
 
 def test_draft_counts_explain_every_token(up: UpProcess, openai_client: OpenAI) -> None:
-    answer = send_chat(openai_client, text_body(up.model, temperature=0))
+    answer = send_chat(
+        openai_client, text_body(up.model, temperature=0, extra_body={"draft_tokens": 2})
+    )
     counts = answer.speculation
     histogram = counts["acceptance_histogram"]
     assert sum(histogram) == counts["num_spec_steps"]

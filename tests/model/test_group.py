@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import pytest
 
 from tests.model.test_two_workers import wait_until_joined
@@ -23,6 +27,7 @@ from workers.demo import CHECKPOINT
 from workers.engine.types import ModelUnusable
 from workers.group.checks import choose_split
 from workers.group.hosts import Split
+from workers.protocol import NO_PREFIX, SCOPE_HEADER
 
 TOKEN = "join-token"
 CHAT = "/v1/chat/completions"
@@ -140,8 +145,45 @@ def test_death_of_a_rank_ends_the_group_which_starts_again(group: Group) -> None
     assert group.chat(max_tokens=12)["choices"][0]["message"]["content"].startswith("1, 2, 3")
 
 
+def write_two_layers(folder: Path) -> None:
+    """Write a model with a recurrent layer and one of attention, each of which one rank gets."""
+    shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    text = config.get("text_config", config)
+    text |= {"num_hidden_layers": 2, "layer_types": text["layer_types"][:2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = mx.load(str(CHECKPOINT / "model.safetensors"))
+    kept = {name: one for name, one in weights.items() if not re.search(r"layers\.[23]\.", name)}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept, {"format": "mlx"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(kept, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_ranks_with_other_kinds_of_layers_reuse_the_same_beginnings(tmp_path: Path) -> None:
+    """A rank of attention could cut a longer sequence, and one of recurrent layers could not."""
+    write_two_layers(tmp_path / "demo")
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"ips": ["127.0.0.1"]}] * 2))
+    flags = ("--model", str(tmp_path / "demo"), "--group", str(hosts), "--split", "pipeline")
+    with worker_process(*flags, "--port", "0") as process:
+        worker = wait_until_ready(process)
+        with httpx.Client(base_url=worker.url, timeout=TIMEOUT_S) as client:
+            running = Group(client=client, worker_pid=process.pid)
+            ranks = running.ranks
+            questions = ("Count from 1 to 20.", "Count from 1 to 30.", "Count to 20.")
+            client.headers[SCOPE_HEADER] = NO_PREFIX
+            first = [running.chat(one, max_tokens=8) for one in questions]
+            del client.headers[SCOPE_HEADER]
+            again = [running.chat(one, max_tokens=8) for one in questions * 2]
+            assert running.ranks == ranks
+    answers = [one["choices"][0]["message"]["content"] for one in (*first, *again)]
+    assert answers == answers[:3] * 3
+    assert again[3]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_split_that_the_model_cannot_have_is_refused() -> None:
     config = json.loads((CHECKPOINT / "config.json").read_text())
     assert choose_split(CHECKPOINT, config, 2, None) is Split.TENSOR
+    assert choose_split(CHECKPOINT, config, 4, None) is Split.PIPELINE
     with pytest.raises(ModelUnusable, match="its 2 num_key_value_heads do not divide"):
         choose_split(CHECKPOINT, config, 4, Split.TENSOR)

@@ -128,6 +128,14 @@ def test_a_row_of_rare_tokens_drafts_over_the_whole_vocabulary(make_lane: Any, s
     assert not shortlist.covers(rare)
 
 
+def test_the_marks_of_a_tokenizer_count_as_frequent(checkpoint: Checkpoint) -> None:
+    layer = checkpoint.target.language.model.embed_tokens
+    shortlist = DraftShortlist(layer, TOKENS, marks=[1400])
+    shortlist.saving = 0.05
+    assert shortlist.settle(acceptance=0.9, answers=[50, 1400] * 10)
+    assert not shortlist.settle(acceptance=0.9, answers=[50, 1300] * 10)
+
+
 def test_a_head_that_drafts_no_faster_over_a_shortlist_has_none() -> None:
     checkpoint = load_checkpoint(CHECKPOINT)
     assert checkpoint.head is not None

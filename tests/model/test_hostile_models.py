@@ -20,7 +20,7 @@ from workers.demo import CHECKPOINT
 from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.mtp_head import HeadUnusable
 from workers.engine.sparse_prefill import load_sparse_prefill
-from workers.engine.spec_prefill import SpecPrefillSettings
+from workers.engine.types import SpecPrefillSettings
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="Metal does not survive a fork, and limits differ"

@@ -35,9 +35,8 @@ from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
-from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
 from workers.engine.tokenizer import PromptRenderer
-from workers.engine.types import LaneName, Picture, Prompt
+from workers.engine.types import LaneName, Picture, Prompt, SpecPrefillOptions, SpecPrefillSettings
 from workers.protocol import NO_PREFIX
 
 RED = Caller(key="key-1", team="red")

@@ -208,6 +208,18 @@ def test_a_prefix_on_disk_survives_a_restart(make_lane, submit, files) -> None:
     assert warm.row.speculation.total() == cold.row.speculation.total()
 
 
+def test_a_run_without_what_comes_before_it_is_not_stored(make_lane, submit, files) -> None:
+    """The run before may have been evicted since it was found in memory."""
+    prompt = run_after_restart(make_lane, submit, files).row.prompt
+    prefix_cache = PrefixCache(1 << 30, PrefixCacheFiles(*files_arguments(files)))
+    first, *others = prefix_cache.prefetch(prompt.scope, prompt.identity)
+    assert others
+    assert not prefix_cache.insert(prompt.scope, prompt.identity, others)
+    assert prefix_cache.size_bytes == 0
+    assert prefix_cache.insert(prompt.scope, prompt.identity, [first, *others])
+    prefix_cache.close()
+
+
 @pytest.mark.parametrize(
     "damage",
     [

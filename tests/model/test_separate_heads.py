@@ -119,6 +119,13 @@ def test_a_head_of_another_model_is_refused_in_one_sentence(
     assert "\n" not in str(raised.value)
 
 
+def test_a_folder_without_a_checkpoint_holds_no_head(headless: Path, tmp_path: Path) -> None:
+    """The sentence says what the folder lacks, and no class of Python."""
+    with pytest.raises(HeadUnusable, match=r"holds no MTP head: it needs config\.json") as raised:
+        load_checkpoint(headless, mtp=tmp_path)
+    assert "Error" not in str(raised.value)
+
+
 def test_a_folder_without_a_head_is_refused_by_the_engine(headless: Path) -> None:
     settings = EngineSettings(model=headless, served_name="demo", mtp=headless)
     with pytest.raises(ModelUnusable, match="cannot be loaded"):

@@ -13,14 +13,16 @@ from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import SparsePrefill, load_sparse_prefill
-from workers.engine.spec_prefill import (
-    FullPrefillReason,
-    ScoringRange,
+from workers.engine.spec_prefill import FullPrefillReason, ScoringRange
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import (
+    Finished,
+    LaneName,
+    Picture,
+    Prompt,
     SpecPrefillOptions,
     SpecPrefillSettings,
 )
-from workers.engine.tokenizer import PromptRenderer
-from workers.engine.types import Finished, LaneName, Picture, Prompt
 
 FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. " * 16
 LONG = FILLER + "The code word is river. " + FILLER + "What is the code word?"

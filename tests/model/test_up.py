@@ -72,7 +72,7 @@ def test_a_killed_worker_is_restarted_with_its_counts_and_ends_with_its_gateway(
     tmp_path: Path,
 ) -> None:
     with running_up(tmp_path) as up:
-        body = text_body(up.model, "Hello!", temperature=0)
+        body = text_body(up.model, "Hello!", temperature=0, draft_tokens=2)
         assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
         before = httpx.get(f"{up.url}/v1/status").json()
         os.kill(up.worker_pid(), signal.SIGKILL)

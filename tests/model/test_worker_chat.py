@@ -82,7 +82,7 @@ async def test_an_exact_answer_says_so_and_has_no_drafts_and_no_cached_tokens(
 ) -> None:
     question: Any = [{"role": "user", "content": "What is two plus three? " * 20}]
     fields: Any = {"model": model, "messages": question, "temperature": 0, "max_tokens": 8}
-    plain = await openai_client.chat.completions.create(**fields)
+    plain = await openai_client.chat.completions.create(**fields, extra_body={"draft_tokens": 2})
     exact = await openai_client.chat.completions.create(**fields, extra_body={"exact": True})
 
     assert plain.model_dump()["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
@@ -97,7 +97,11 @@ async def test_a_greedy_answer_contains_usage_and_metrics_of_its_speculation(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     response = await openai_client.chat.completions.create(
-        model=model, messages=QUESTION, temperature=0, max_tokens=24
+        model=model,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=24,
+        extra_body={"draft_tokens": 2},
     )
     assert response.model == model
     assert response.id.startswith("chatcmpl-")
@@ -146,7 +150,7 @@ async def test_steps_are_included_only_on_request(
         messages=QUESTION,
         temperature=0,
         max_tokens=8,
-        extra_body={"metrics": metrics},
+        extra_body={"metrics": metrics, "draft_tokens": 2},
     )
     assert response.model_extra is not None
     metrics = response.model_extra["metrics"]["speculative_decoding"]
@@ -156,7 +160,9 @@ async def test_steps_are_included_only_on_request(
 async def test_a_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    chunks = await stream_chunks(openai_client, model=model, temperature=0, max_tokens=12)
+    chunks = await stream_chunks(
+        openai_client, model=model, temperature=0, max_tokens=12, extra_body={"draft_tokens": 2}
+    )
     first, last, before_last = chunks[0], chunks[-1], chunks[-2]
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
     assert before_last.choices[0].finish_reason in ("stop", "length")

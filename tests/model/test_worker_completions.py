@@ -33,7 +33,10 @@ async def test_a_completion_defaults_to_sixteen_tokens_and_speculates_if_greedy(
     openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
     response = await openai_client.completions.create(
-        model=real_worker.model, prompt="Once upon a time", temperature=0
+        model=real_worker.model,
+        prompt="Once upon a time",
+        temperature=0,
+        extra_body={"draft_tokens": 2},
     )
     assert response.object == "text_completion"
     assert response.id.startswith("cmpl-")

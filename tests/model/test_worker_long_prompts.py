@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from tests.support.worker_process import running_worker
 from workers.demo import CHECKPOINT
-from workers.engine.spec_prefill import SpecPrefillOptions
-from workers.engine.types import Finished
+from workers.engine.types import Finished, SpecPrefillOptions
 
 LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
 

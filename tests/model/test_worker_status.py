@@ -57,6 +57,7 @@ async def test_status_contains_lanes_memory_and_a_valid_report(
     assert (status["worker_id"], status["boot_id"]) == (report.worker_id, report.boot_id)
     assert status["worker_id"] == real_worker.worker_id == "session"
     assert report.url == real_worker.url
+    assert report.constrains_calls, "a grammar knows the format of the demo's calls"
     assert set(status["lanes"]) == {"text-mtp", "vlm"}
     assert status["lanes"]["text-mtp"]["mtp"]["requested_draft_tokens"] == 2
     # One copy of the weights for both lanes: two would not fit into this.
@@ -100,7 +101,7 @@ async def test_prefix_cache_hits_are_counted_and_reported_in_the_response(
     real_worker: RunningWorker,
 ) -> None:
     system = {"role": "system", "content": "You sell boats. " + "The blue boat is warm. " * 20}
-    body = {"model": real_worker.model, "temperature": 0, "max_tokens": 8}
+    body = {"model": real_worker.model, "temperature": 0, "max_tokens": 8, "draft_tokens": 2}
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         before = (await client.get("/v1/status")).json()
         responses = await asyncio.gather(

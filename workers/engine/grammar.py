@@ -66,14 +66,28 @@ _UNSATISFIABLE = "No answer can satisfy the constraint."
 _JSON_ERRORS = (
     (r'Unimplemented keys: \["([^"]{1,40})"', "The worker does not support the keyword '{}'."),
     (r"(oneOf)", "The worker supports '{}' only where no value fits two of its schemas."),
+    (
+        r"^min/maxProperties only",
+        "The worker supports 'minProperties' and 'maxProperties' only where every one of the "
+        "'properties' is required.",
+    ),
+    (
+        r"^circular references with",
+        "The worker supports no other keywords beside a '$ref' that refers to a schema around it.",
+    ),
     (r"Unknown (format)", "The worker does not know this '{}'."),
     (r"(?:Expected .{1,80} for|invalid) '([^']{1,40})'", "The value of '{}' is invalid."),
-    (r"(?i)invalid (type)\b|^(type) must", "The value of 'type' is invalid."),
-    (r"Pointer|Resource|\$ref", "A '$ref' of the schema refers to no part of it."),
+    (r"(?i)invalid type\b", "The value of 'type' is invalid."),
+    (r"^invalid multiple of", "The value of 'multipleOf' is invalid."),
+    (r"^(\w{1,40}) must be an? ", "The value of '{}' is invalid."),
+    (r"'(multipleOf)' has too many digits", "The worker does not support so long a '{}'."),
+    (r"Pointer|Resource|Anchor|\$ref", "A '$ref' of the schema refers to no part of it."),
     (r"(?i)unsatisfiable", _UNSATISFIABLE),
     (r"(?i)regex|look-?around", "The worker does not support this value of 'pattern'."),
 )  # fmt: skip
-_TOO_COMPLEX = re.compile("(?i)too (large|many|complex|deep|big)|fuel|limit|Unable to determine")
+_TOO_COMPLEX = re.compile(
+    "(?i)too (large|many|complex|deep|big)|fuel|limit|exceeded|Unable to determine"
+)
 
 
 class GrammarCompiler:

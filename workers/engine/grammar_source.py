@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,16 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from policies.request.constraint import Constraint, ConstraintKind, text_argument
+from workers.engine.json_schema import (
+    ANNOTATIONS,
+    REFERENCES_LIMIT,
+    as_held,
+    hold_texts,
+    kind_of,
+    loosened,
+    resolve,
+    ways,
+)
 from workers.engine.lark_text import UnsupportedGrammar, before_tag, in_json, spelled
 
 RECORDS, FUNCTION_TAGS = "records", "function_tags"
@@ -33,21 +43,10 @@ _JSON_OPTIONS: Any = {
     "coerce_one_of": False,
 }
 
-# llguidance allows a leap second in every minute, and fractions without end.
-_DATE = (
-    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
-)
-_TIME = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
-    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
-_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-_VALUES = frozenset({"const", "enum", "default", "examples"})
-_UUID = "^[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$"
-_TEXT_PATTERNS = {**_PATTERNS, "uuid": _UUID}
-"""Patterns of the formats that a text without quotes is held to."""
+# A key that is spelled \u0061 would pass for another one than "a", whose schema it must have.
+_ESCAPES = 'nrbtf\\"'
+_CONTROL = re.compile(r"\\u00[017]|\\x[017{]|\\[acv0]|\x7f")
+"""Characters that only such an escape can write, in texts and patterns; few schemas have one."""
 _SHORTHANDS = {
     "/": r"\/",
     "\n": r"\n",
@@ -64,7 +63,6 @@ _UNHELD_OF_OBJECTS = (
 )
 _HELD = frozenset("enum const minLength maxLength pattern format".split())
 _UNHELD_OF_TEXTS = _HELD | set("$dynamicRef allOf anyOf oneOf not if".split())
-_REFERENCES_LIMIT = 16
 _ANY_TEXT, _NULL = "/(?s:.*)/", '"null"'
 _VALUE_END = ("</parameter>", r"\n<\/parameter>\n")
 """The tag behind the text of an argument, and an expression of all that stands there."""
@@ -140,7 +138,7 @@ def grammar_source(
         case ConstraintKind.GRAMMAR:
             lark = any_to_lark(value)
         case ConstraintKind.CALLS:
-            lark = _lark_calls(**value)
+            lark = _lark_calls(tokenizer, **value)
         case ConstraintKind.STRICT_TOOLS:
             assert call_marks is not None, "the model has a format of calls"
             lark = _lark_strict_tools(tokenizer, *call_marks, **value)
@@ -167,42 +165,48 @@ def _mark(tokenizer: LLTokenizer, text: str) -> str:
 
 def _lark_json(schema: Any) -> str:
     """Return Lark's expression of a JSON Schema."""
-    if schema is False:
+    held = as_held(schema)
+    if held is False:
         raise ValueError("unsatisfiable")
-    options = {} if schema is True else _with_patterns(schema)
-    return "%json " + json.dumps({**options, "x-guidance": _JSON_OPTIONS})
-
-
-def _with_patterns(schema: Any) -> Any:
-    """Return a schema with patterns for the formats of dates and times."""
-    if isinstance(schema, list):
-        return [_with_patterns(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    parts = {
-        name: part if name in _VALUES else _with_patterns(part) for name, part in schema.items()
-    }
-    form, more = parts.get("format"), parts.get("allOf", [])
-    if isinstance(form, str) and form in _PATTERNS and isinstance(more, list):
-        del parts["format"]
-        parts["allOf"] = [*more, {"pattern": _PATTERNS[form]}]
-    return parts
+    options = {} if held is True else held
+    has_controls = _CONTROL.search(json.dumps(options, ensure_ascii=False)) is not None
+    escapes = {} if has_controls else {"json_allowed_escapes": _ESCAPES}
+    return "%json " + json.dumps({**options, "x-guidance": _JSON_OPTIONS | escapes})
 
 
 def _lark_calls(
-    limit: int, functions: Mapping[str, Any], grammars: Mapping[str, Mapping[str, str]]
+    tokenizer: LLTokenizer,
+    *,
+    limit: int,
+    functions: Mapping[str, Any],
+    grammars: Mapping[str, Mapping[str, str]],
+    strict: Collection[str],
 ) -> str:
-    """Return the grammar of a list of calls; every function's schema refers to itself alone."""
+    """Return the grammar of a list of calls; every function's schema refers to itself alone.
+
+    A function that is not strict has a looser schema if its own cannot be held: OpenAI holds none.
+    """
     calls, rules = [], []
     for index, (name, parameters) in enumerate(functions.items()):
         begin = f'{{"name": {json.dumps(name)}, "arguments": '
         calls.append(f'{json.dumps(begin)} arguments_{index} "}}"')
         schema = {"type": "object", **(parameters or {"additionalProperties": False})}
+        if name not in strict and name not in grammars and not _is_held(schema, tokenizer):
+            schema = loosened(schema)
         arguments = _lark_arguments(schema, grammars.get(name))
         rules.append(f"arguments_{index}: {arguments}")
     more = f'(", " call){{0,{limit - 1}}}' if limit > 1 else ""
     start = f'start: "[" call {more} "]"'
     return "\n".join([start, f"call: {' | '.join(calls)}", *rules])
+
+
+def _is_held(schema: Any, tokenizer: LLTokenizer) -> bool:
+    """Return whether a JSON Schema has a grammar."""
+    try:
+        source = LLMatcher.grammar_from_lark(f"start: {_lark_json(schema)}")
+    except (UnsupportedGrammar, ValueError):
+        return False
+    return not LLMatcher.validate_grammar(source, tokenizer, limits=LIMITS)
 
 
 def _lark_arguments(schema: Any, grammar: Mapping[str, str] | None) -> str:
@@ -301,11 +305,11 @@ def _texts(schema: Any, root: Mapping[str, Any], references: int = 0) -> list[st
 
     Between tags a text has no quotes, and null is a text too. Raise `UnsupportedGrammar`.
     """
-    if not isinstance(schema, Mapping) or references > _REFERENCES_LIMIT:
+    if not isinstance(schema, Mapping) or references > REFERENCES_LIMIT:
         return None
     if "$ref" in schema:
         more = {name: part for name, part in schema.items() if name != "$ref"}
-        target = _resolve(schema["$ref"], root)
+        target = resolve(schema["$ref"], root)
         if not isinstance(target, Mapping):
             return None  # which the compiler refuses
         texts = _texts({**target, **more}, root, references + 1)
@@ -326,11 +330,11 @@ def _texts(schema: Any, root: Mapping[str, Any], references: int = 0) -> list[st
 def _typed_texts(schema: Mapping[str, Any]) -> list[str] | None:
     """Return the terminals of a schema that names its types, or lists its values."""
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    named = schema.get("type", [*map(_kind, listed)] if isinstance(listed, list) else ())
+    named = schema.get("type", [*map(kind_of, listed)] if isinstance(listed, list) else ())
     kinds = {named} if isinstance(named, str) else set(named)
     if not kinds or not kinds <= {"string", "null"}:
         return None
-    _check_held(schema, _HELD - ({"const"} if "enum" in schema else set()))
+    _check_held(schema, _HELD - ({"const"} if "enum" in schema else set()) | {"allOf"})
     null = [_NULL] if "null" in kinds and (listed is None or None in listed) else []
     return [*_strings(schema, listed), *null] if "string" in kinds else null
 
@@ -343,42 +347,42 @@ def _strings(schema: Mapping[str, Any], listed: Sequence[Any] | None) -> list[st
         if not strings:
             return []
         terminals.append(f"/(?:{'|'.join(strings)})/")
-    low, high = schema.get("minLength", 0), schema.get("maxLength")
-    for name, length in (("minLength", low), ("maxLength", high)):
-        if name in schema and (type(length) is not int or length < 0):
-            raise UnsupportedGrammar(f"The value of '{name}' is invalid.")
-    if high is not None and low > high:
-        raise UnsupportedGrammar("No answer can satisfy the constraint.")
-    if low or high is not None:
-        terminals.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
-    if "pattern" in schema:
-        terminals.append(_searched(schema["pattern"]))
-    if "format" in schema:
-        pattern = _TEXT_PATTERNS.get(str(schema["format"]))
-        if pattern is None:
+    for part in _parts_of_text(schema):
+        low, high = part.get("minLength", 0), part.get("maxLength")
+        for name, length in (("minLength", low), ("maxLength", high)):
+            if name in part and (type(length) is not int or length < 0):
+                raise UnsupportedGrammar(f"The value of '{name}' is invalid.")
+        if high is not None and low > high:
+            raise UnsupportedGrammar("No answer can satisfy the constraint.")
+        if low or high is not None:
+            terminals.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
+        if "pattern" in part:
+            terminals.append(_searched(part["pattern"]))
+        if "format" in part:
             raise _unheld("format")
-        terminals.append(_searched(pattern))
     return ["(" + " & ".join(terminals) + ")"] if terminals else [_ANY_TEXT]
+
+
+def _parts_of_text(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema of a string, and those that its `allOf` adds; all of them hold together."""
+    held = hold_texts(schema)
+    yield held
+    for part in held.get("allOf", ()):
+        bounds = {"minLength", "maxLength", "pattern", "format", "allOf", "type"}
+        if not isinstance(part, Mapping) or not {*part} <= ANNOTATIONS | bounds:
+            raise _unheld("allOf")
+        if part.get("type", "string") != "string":
+            raise _unheld("type")
+        yield from _parts_of_text(part)
 
 
 def _searched(pattern: Any) -> str:
     """Return the terminal of the texts in which a pattern of JSON Schema is found."""
     if not isinstance(pattern, str):
         raise UnsupportedGrammar("The value of 'pattern' is invalid.")
-    ways, begin = [], 0
-    depth, within = 0, False
-    pieces = [*re.finditer(r"(?s)\\.|.", pattern)]
-    for at, piece in enumerate(pieces):
-        char = piece[0]
-        within = char != "]" if within else char == "["
-        depth += 0 if within else {"(": 1, ")": -1}.get(char, 0)
-        if char == "|" and not depth and not within:
-            ways.append(pieces[begin:at])
-            begin = at + 1
-    ways.append(pieces[begin:])
     expressions = []
-    for way in ways:
-        atoms = [_SHORTHANDS.get(piece[0], piece[0]) for piece in way]
+    for way in ways(pattern):
+        atoms = [_SHORTHANDS.get(piece, piece) for piece in re.findall(r"(?s)\\.|.", way)]
         head = "" if atoms[:1] == ["^"] else "(?s:.*)"
         tail = "" if atoms[-1:] == ["$"] else "(?s:.*)"
         inner = "".join(atoms[not head : len(atoms) - (not tail)])
@@ -395,20 +399,6 @@ def _check_held(schema: Mapping[str, Any], held: Collection[str]) -> None:
 
 def _unheld(keyword: str) -> UnsupportedGrammar:
     return UnsupportedGrammar(f"The worker does not support the keyword '{keyword}' in this place.")
-
-
-def _resolve(reference: Any, root: Any) -> Any:
-    """Return the target of a reference within a schema; None if there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    for step in reference.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        root = root.get(name) if isinstance(root, Mapping) else None
-    return root
-
-
-def _kind(value: Any) -> str:
-    return "string" if isinstance(value, str) else "null" if value is None else "other"
 
 
 def _definition(syntax: str, definition: str) -> str:

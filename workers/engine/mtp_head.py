@@ -305,6 +305,10 @@ def load_separate_head(path: Path, target: Target) -> MtpHead:
     """
     if not _has_heads(target):
         raise HeadUnusable(f"The MTP head in {path} cannot draft: {_NO_HEAD}.")
+    if not (path / "config.json").is_file():
+        raise HeadUnusable(
+            f"The folder {path} holds no MTP head: it needs config.json and safetensors files."
+        )
     try:
         config = check_folder(path, head=not isinstance(target.language, ASSISTED))
         _check_sizes(path, config, target)

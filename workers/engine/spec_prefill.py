@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+
+from workers.engine.types import SpecPrefillOptions, SpecPrefillSettings
 
 TokenScores: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
 
@@ -28,17 +29,6 @@ MIN_SCORED_TOKENS = 256
 """Fewer tokens cost more to score than to read, even for a request that asks for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecPrefillSettings:
-    """Settings of a worker's sparse prefill."""
-
-    draft: Path
-    """Directory of a small model with the target's vocabulary."""
-    threshold_tokens: int = 8192
-    """Uncached tokens from which a prompt is read sparsely, unless the request decides."""
-    keep_share: float = 0.3
-
-
 class FullPrefillReason(StrEnum):
     """Why a prompt is read in full although the worker could read it sparsely."""
 
@@ -49,14 +39,6 @@ class FullPrefillReason(StrEnum):
     TOO_LONG_FOR_DRAFT = "too_long_for_draft"
     KEEPS_ALL = "keeps_all"
     DRAFT_FAILED = "draft_failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecPrefillOptions:
-    """Options of a request; None leaves the decision to the worker."""
-
-    sparse: bool | None = None
-    keep_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from re import escape
 from typing import Any, Final
@@ -164,6 +164,8 @@ _DEEPSEEK_CALL: Final = Call(
     rf"function<｜tool▁sep｜>{_NAME}\s*+```json\s|{_NAME}<｜tool▁sep｜>(?=\s*+\{{))"
 )
 _PYTHON_CALL: Final = Call(r"[\s\[,]*+(?P<name>[\w.-]{1,128}?)(?:\.call)?(?=\()")
+_LLAMA4_MARKS: Final = r"(?:<\|python_(?:start|end)\|>)*+"
+"""What may stand before a call if a tokenizer takes these marks for text."""
 _HY3: Final = ":opensource"
 
 FORMATS: Final = {
@@ -257,6 +259,15 @@ FORMATS: Final = {
         markers=((">>>${recipient}",),),
         opened=True,
         plain="all\n",
+    ),
+    "llama4": ToolFormat(
+        "<|python_end|>",
+        calls=tuple(
+            replace(call, head=_LLAMA4_MARKS + call.head) for call in (*RECORDS, _PYTHON_CALL)
+        ),
+        markers=(("<|python_start|>", "<|python_end|>"),),
+        opened=True,
+        skip=("<|python_end|>", ";", ",", "]"),
     ),
     "llama3": ToolFormat(
         "<|python_tag|>",

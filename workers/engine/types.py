@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from policies.request.constraint import Constraint
 from policies.request.profile import Bypass, Sampling
-from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
 from workers.protocol import DraftSource, SamplingDefaults, Speculation, StartStage
 
 if TYPE_CHECKING:
@@ -91,6 +90,14 @@ class GivenAnswer:
     steps: tuple[TokenStep, ...] = ()
     finished: bool = False
     """Whether the client knows the finish reason too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecPrefillOptions:
+    """Options of a request; None leaves the decision to the worker."""
+
+    sparse: bool | None = None
+    keep_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +336,17 @@ class ModelUnusable(EngineError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpecPrefillSettings:
+    """Settings of a worker's sparse prefill."""
+
+    draft: Path
+    """Directory of a small model with the target's vocabulary."""
+    threshold_tokens: int = 8192
+    """Uncached tokens from which a prompt is read sparsely, unless the request decides."""
+    keep_share: float = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """Settings of an engine."""
 
@@ -386,6 +404,8 @@ class Card:
     default_max_tokens: int | None = None
     """The checkpoint's limit of an answer; None: the context window alone limits it."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    constrains_calls: bool = False
+    """Whether a grammar can hold calls that the model may write: it knows the format of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,8 +37,10 @@ _FIRST_TOKEN_S = 1800.0
 """Loading hundreds of gigabytes takes minutes."""
 _PROBE_S = 5.0
 """An idle group makes a token so often, and within this time."""
-_PATIENCE_S = 30.0
-"""A running answer gets a token, or a chunk of its prompt is read, at least so often."""
+_READ_PATIENCE_S = 30.0
+"""While prompts are read, a chunk of one is read, or an answer gets a token, at least so often."""
+_WRITE_PATIENCE_S = 10.0
+"""The same while all running answers have tokens."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 _GIVE_UP_AFTER = 5
 _QUEUE_LIMIT = 256
@@ -354,7 +356,8 @@ class GroupEngine(types.NoPrefixCache):
 
     def _patience_s(self) -> float | None:
         if self._answers:
-            return _PATIENCE_S
+            reading = any(not answer.row.answer for answer in self._answers.values())
+            return _READ_PATIENCE_S if reading else _WRITE_PATIENCE_S
         return _PROBE_S if self._signals and self.ready else None
 
     async def _signal(self, ranks: Ranks, request: RankRequest) -> None:

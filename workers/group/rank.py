@@ -31,6 +31,8 @@ BEAT_S = 1.0
 _VERSIONS = ("paceline", "mlx", "mlx-lm", "transformers")
 _CACHED_SEQUENCES = 10
 """As in mlx-lm; a limit in bytes would part ranks whose parts of the model differ."""
+_NO_TOKEN = -1
+"""Ends a beginning that is looked up for itself: no cached sequence goes on so."""
 
 
 class RankOrder(BaseModel):
@@ -277,13 +279,28 @@ def _generator(folder: Path, start: RankStart) -> Any:
             return self.model, self.tokenizer
 
     class PromptCache(LRUPromptCache):  # type: ignore[misc]
-        """Leaves one token of a prompt to read: mlx-lm cannot answer one that is cached whole."""
+        """Finds the same beginning of a prompt on all ranks, and leaves one token of it to read.
+
+        Ranks with other kinds of layers keep and cut other sequences; a rank that reads another
+        number of tokens than the next one garbles the answer, and then hangs. And mlx-lm cannot
+        answer a prompt that is cached whole.
+        """
 
         def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
-            if len(tokens) < 2:
-                return None, tokens
-            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
-            return cache, [*rest, tokens[-1]]
+            cache, known = self._nearest(model, tokens[:-1])
+            shortest = min(everywhere := _on_all_ranks(known))
+            if max(everywhere) > shortest:
+                if known > shortest:
+                    cache, known = self._nearest(model, [*tokens[:shortest], _NO_TOKEN])
+                if set(_on_all_ranks(known)) != {shortest}:
+                    return None, tokens
+            return (cache, tokens[shortest:]) if shortest else (None, tokens)
+
+        def _nearest(self, model: Any, tokens: list[int]) -> tuple[Any, int]:
+            if not tokens:
+                return None, 0
+            cache, rest = super().fetch_nearest_cache(model, tokens)
+            return cache, len(tokens) - len(rest)
 
     class Generator(ResponseGenerator):  # type: ignore[misc]
         """Takes prompts as tokens, as the chat template of the worker has rendered them."""
@@ -320,6 +337,14 @@ def _generator(folder: Path, start: RankStart) -> Any:
         quantized_kv_start=0,
     )
     return Generator(Provider(options), PromptCache(_CACHED_SEQUENCES))
+
+
+def _on_all_ranks(number: int) -> list[int]:
+    """Return the number that each rank gives; called by all of them at once."""
+    import mlx.core as mx  # noqa: PLC0415
+
+    numbers: list[int] = mx.distributed.all_gather(mx.array([number])).tolist()
+    return numbers
 
 
 class CacheDropped(Exception):

@@ -23,9 +23,15 @@ from policies.request.content import (
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.prefix_transfer import PrefixSource
-from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.tool_formats import ToolFormat
-from workers.engine.types import Generation, GivenAnswer, LaneName, ModelCard, Prompt
+from workers.engine.types import (
+    Generation,
+    GivenAnswer,
+    LaneName,
+    ModelCard,
+    Prompt,
+    SpecPrefillOptions,
+)
 from workers.protocol import (
     ANSWER_FIELD,
     KEYS_HEADER,

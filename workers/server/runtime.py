@@ -149,6 +149,7 @@ class Worker(Generic[EngineT]):
             group_size=card.group_size,
             default_max_tokens=card.default_max_tokens or card.context_tokens,
             sampling=card.sampling,
+            constrains_calls=card.constrains_calls,
             ready=self.ready,
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hmac
 import logging
@@ -19,12 +18,12 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from policies.base import Label
+from policies.names import Label
+from workers.addresses import WILDCARDS, is_loopback
 from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName, WeightType
 from workers.group.hosts import Backend, Split
-from workers.heartbeat import source_address
-from workers.protocol import MAX_LABELS, base_url, is_loopback
+from workers.protocol import MAX_LABELS
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,6 @@ _DEFAULT_HOST = "127.0.0.1"
 _NOT_OF_A_GROUP = frozenset(
     ("task", "lanes", "adapter", "dtype", "draft_tokens", "mtp", "spec_prefill")
 )
-_WILDCARDS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - compared, not bound
 
 
 class KvBits(IntEnum):
@@ -51,6 +49,7 @@ class WorkerSettings(BaseSettings):
         extra="forbid",
         frozen=True,
         populate_by_name=True,
+        defer_build=True,  # `load_layered` builds a subclass
     )
 
     model: str = ""
@@ -171,7 +170,7 @@ class WorkerSettings(BaseSettings):
     @property
     def follows_route(self) -> bool:
         """Whether gateways get the address that faces them, since the owner has set none."""
-        return bool(self.join) and self.listening_host in _WILDCARDS
+        return bool(self.join) and self.listening_host in WILDCARDS
 
 
 def prefix_cache_on_disk(settings: WorkerSettings) -> tuple[Path | None, bytes]:
@@ -232,19 +231,3 @@ def default_worker_id(hostname: str, port: int) -> str:
     """Return a name made of host name and port: stable over restarts, unique on its machine."""
     short = re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-") or "worker"
     return f"{short[:50]}-{port}"
-
-
-def advertised_url(host: str, port: int, gateway_url: str | None) -> str:
-    """Return the URL at which a gateway can reach a worker that listens on `host`."""
-    if host in _WILDCARDS:
-        host = socket.gethostname()
-        if gateway_url:
-            with contextlib.suppress(OSError):  # without a route now, heartbeats name it later
-                host = source_address(_resolve(gateway_url))
-    return base_url(host, port)
-
-
-def _resolve(url: str) -> str:
-    """Return the first address of the host of a URL; raise OSError."""
-    found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_DGRAM)
-    return str(found[0][4][0])

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, has_choices, object_in
+from gateway.protocols.base import choice_of, has_choices, object_in, renamed
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
     FIELDS,
@@ -117,7 +117,7 @@ class MessagesFormat:
         if body.get("thread") is not None:
             raise errors.ThreadUnserved
         try:
-            self._chat = chat = to_chat(body, self._is_ours)
+            chat = to_chat(body, self._is_ours)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         if chat.left_out and policy.tools.hosted == "refuse":
@@ -126,9 +126,12 @@ class MessagesFormat:
         try:
             inspected = CHAT.inspect_body(chat.body, policy, fleet)
         except errors.FieldInvalid as error:
-            raise self.named(error) from None
+            raise renamed(error, chat.param) from None
+        self._chat = chat
         ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
-        return inspected._replace(profile=inspected.profile._replace(ignored=ignored))
+        profile = inspected.profile
+        calls = tuple(map(chat.param, profile.call_fields))
+        return inspected._replace(profile=profile._replace(ignored=ignored, call_fields=calls))
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
         """Return whether the answer of the chat is whole."""
@@ -196,20 +199,8 @@ class MessagesFormat:
         return b"event: error\ndata: " + self.error_body(error) + b"\n\n"
 
     def named(self, error: errors.GatewayError) -> errors.GatewayError:
-        """Return an error that names fields as the client knows them, also in its words."""
-        param = error.param
-        if param is None or not self._chat.body:
-            return error
-        error.param = self._chat.param(param)
-        if error.param != param:
-            for name, own_name in (
-                (param, error.param),
-                (param.rpartition(".")[2], error.param.rpartition(".")[2]),
-            ):
-                error.message = error.message.replace(f"'{name}'", f"'{own_name}'")
-            if error.param not in error.message:
-                error.message = f"{error.param}: {error.message}"
-        return error
+        """Return an error after the inspection that names fields as the client knows them."""
+        return renamed(error, self._chat.param)
 
 
 def is_messages(body: Mapping[str, Any]) -> bool:

@@ -37,6 +37,7 @@ _CHAT_NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
+    "tools.function.strict": "tools.strict",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 _IN_MESSAGE = re.compile(r"messages\[(?P<message>\d+)\](\.content\[(?P<part>\d+)\])?.*")

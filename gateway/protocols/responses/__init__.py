@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, has_choices, object_in
+from gateway.protocols.base import choice_of, has_choices, object_in, renamed
 from gateway.protocols.openai import CHAT, encode_json, parse
 from gateway.protocols.responses.items import shown_item
 from gateway.protocols.responses.request import (
@@ -117,7 +117,7 @@ class ResponsesFormat:
             at, _, kind = request.tools.left_out[0].partition(":")
             raise errors.ToolUnserved(kind, param=f"{at}.type")
         try:
-            self._chat = chat = to_chat(request, self._unseal, self.history)
+            chat = to_chat(request, self._unseal, self.history)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         if request.background:
@@ -125,9 +125,11 @@ class ResponsesFormat:
         try:
             inspected = CHAT.inspect_body(chat.body, policy, fleet)
         except errors.FieldInvalid as error:
-            param = error.param and chat.param(error.param)
-            raise errors.FieldInvalid(error.message, param=param) from None
-        profile = inspected.profile._replace(ignored=request.ignored)
+            raise renamed(error, chat.param) from None
+        self._chat = chat
+        profile = inspected.profile
+        calls = tuple(map(chat.param, profile.call_fields))
+        profile = profile._replace(ignored=request.ignored, call_fields=calls)
         self._builder = ResponseBuilder(
             request,
             self.response_id,
@@ -184,11 +186,11 @@ class ResponsesFormat:
 
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""
-        return errors.to_body(self._named(error))
+        return errors.to_body(self.named(error))
 
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last events of a stream that an error ends."""
-        return b"".join(map(encode_event, self.builder.fail(self._named(error))))
+        return b"".join(map(encode_event, self.builder.fail(self.named(error))))
 
     @property
     def builder(self) -> ResponseBuilder:
@@ -196,11 +198,9 @@ class ResponsesFormat:
         assert self._builder is not None, "the request has not been inspected"
         return self._builder
 
-    def _named(self, error: errors.GatewayError) -> errors.GatewayError:
-        """Return an error that names fields as the client knows them."""
-        if self._chat is not None and error.param is not None:
-            error.param = self._chat.param(error.param)
-        return error
+    def named(self, error: errors.GatewayError) -> errors.GatewayError:
+        """Return an error after the inspection that names fields as the client knows them."""
+        return error if self._chat is None else renamed(error, self._chat.param)
 
     def _seal(self, reasoning: str) -> str:
         return self._sealer.seal(reasoning.encode(), _REASONING)

@@ -6,6 +6,7 @@ service alone, such as `service_tier`, is accepted and left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -66,8 +67,11 @@ _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    "tools.function.strict": "tools.strict",
+    TOOL_GRAMMARS: "tools.format",
     "messages": "input",
 }
+_IN_LIST = re.compile(r"(?P<list>messages|tools)\[(?P<index>\d+)\](\.function)?(?P<rest>.*)")
 
 
 class ResponsesRequest(NamedTuple):
@@ -100,16 +104,17 @@ class Chat(NamedTuple):
     body: Json
     places: tuple[str, ...]
     """The place in the Responses request of each message."""
+    tool_places: tuple[str, ...] = ()
+    """The place of each tool."""
     grammars: Mapping[str, TextGrammar] = {}
     """Those of the tools, by the names of the functions."""
 
     def param(self, name: str) -> str:
         """Return the field of the Responses request behind a field of the chat."""
-        head, bracket, rest = name.partition("[")
-        if bracket and head == "messages":
-            index, _, rest = rest.partition("]")
-            if index.isdigit() and int(index) < len(self.places):
-                return self.places[int(index)] + rest
+        if found := _IN_LIST.fullmatch(name):
+            places = self.places if found["list"] == "messages" else self.tool_places
+            if int(found["index"]) < len(places):
+                return places[int(found["index"])] + found["rest"]
         for function, grammar in self.grammars.items():
             field = f"{TOOL_GRAMMARS}.{function}"
             if name == field or name.startswith(f"{field}."):
@@ -204,7 +209,9 @@ def to_chat(
     chat |= _tools_of(request) | _text_of(Fields(body).object("text")) | _logprobs_of(body)
     if effort := Fields(body).object("reasoning").get("effort"):
         chat["reasoning_effort"] = effort
-    return Chat(chat, tuple(messages.places), request.tools.grammars)
+    names = [one["function"]["name"] for one in request.tools.functions]
+    tool_places = tuple(request.tools.origins[name].place for name in names)
+    return Chat(chat, tuple(messages.places), tool_places, request.tools.grammars)
 
 
 def check_items(items: Sequence[Item], where: str) -> None:

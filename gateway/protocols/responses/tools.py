@@ -44,6 +44,8 @@ class Origin(NamedTuple):
     name: str
     namespace: str = ""
     custom: bool = False
+    place: str = ""
+    """The field of the request that declares it."""
 
     @property
     def kind(self) -> str:
@@ -172,6 +174,8 @@ def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json
         if not isinstance(parameters, Mapping | None):
             raise FieldError(f"{at}.parameters", f"'{at}.parameters' must be a JSON Schema.")
         function["parameters"] = parameters or {"type": "object", "properties": {}}
+        if tool.get("strict") is not None:
+            function["strict"] = tool["strict"]
     elif kind == "custom":
         text, hint = _custom_input_schema(_grammar_of(tool, f"{at}.format"))
         description = "\n\n".join(part for part in (description, hint) if part) or None
@@ -187,7 +191,8 @@ def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json
         )
     if description:
         function["description"] = description
-    return {"type": "function", "function": function}, Origin(name, namespace, kind == "custom")
+    origin = Origin(name, namespace, kind == "custom", at)
+    return {"type": "function", "function": function}, origin
 
 
 def _grammar_of(tool: Mapping[str, Any], at: str) -> TextGrammar | None:

@@ -14,6 +14,7 @@ from tests.support.running_gateway import (
     bearer_headers,
     chat_body,
     make_settings,
+    running_server,
     status_and_code,
     wait_until,
 )
@@ -29,6 +30,8 @@ from workers.protocol import RUNNING_USAGE_TOKENS
 
 PROMPT_TOKENS = 16 + -(-len("Say a word.") // 3)
 """Reserved for the prompt of `chat_body`."""
+BUSY = Script(status=503, headers=((b"retry-after", b"60"),))
+"""Without the header the gateway would ask again after a second, when these clients leave."""
 USED_TOKENS = sum(cast("int", USAGE[name]) for name in ("prompt_tokens", "completion_tokens"))
 
 
@@ -197,7 +200,7 @@ def test_a_client_that_disconnects_while_queued_is_charged_nothing(
         gateway.use_key(first["secret"])
         running = executor.submit(gateway.chat)
         wait_until(lambda: second_worker.in_flight == 1)
-        worker.script = Script(status=503)
+        worker.script = BUSY
         gateway.send_heartbeat(worker)
         gateway.use_key(second["secret"])
         # The first worker returns 503; the request then queues for a second, busy worker.
@@ -207,6 +210,31 @@ def test_a_client_that_disconnects_while_queued_is_charged_nothing(
         wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 1)
         assert remaining_tokens(gateway.chat(temperature=9)) == 2000
         second_worker.resume.set()
+        assert running.result().status_code == 200
+
+
+def test_a_client_that_leaves_after_a_worker_has_begun_is_charged_whatever_the_next_one_says(
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    first, second = gateway.create_key(), gateway.create_key(tokens_a_day=2000)
+    full = ScriptedWorker(worker_id="fake-c", script=Script(hang=True))
+    with running_server(full, sockets=[full.socket]), ThreadPoolExecutor(1) as executor:
+        gateway.send_heartbeat(full, lanes=(lane_report("vlm", slots=1),))
+        gateway.use_key(first["secret"])
+        running = executor.submit(gateway.chat)
+        wait_until(lambda: full.in_flight == 1)
+        worker.script, second_worker.script = Script(status=500), BUSY
+        gateway.send_heartbeat(worker)
+        gateway.send_heartbeat(second_worker, lanes=(lane_report("vlm", waiting=40),))
+        gateway.use_key(second["secret"])
+        # The first worker fails, the second one returns 503; the request queues for the third.
+        body = chat_body(max_tokens=100)
+        with pytest.raises(httpx.ReadTimeout):
+            gateway.client.post("/v1/chat/completions", json=body, timeout=1.0)
+        assert (len(worker.requests), len(second_worker.requests)) == (1, 1)
+        wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 1)
+        assert remaining_tokens(gateway.chat(temperature=9)) == 2000 - PROMPT_TOKENS - 100
+        full.resume.set()
         assert running.result().status_code == 200
 
 

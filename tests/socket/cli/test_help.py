@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,15 +35,20 @@ def commands_of(group: click.Group, path: Path_ = ()) -> Iterator[tuple[Path_, c
 COMMANDS = dict(commands_of(paceline))
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str,
+    heavy: Collection[str] = HEAVY,
+    module: str = "gateway.cli",
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
     """Run `paceline` in a process that fails if it imports a heavy package."""
     program = f"""
 import contextlib, sys
-from gateway.cli import main
+from {module} import main
 try:
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
 finally:
-    assert not {HEAVY!r} & {{name.partition(".")[0] for name in sys.modules}}, "slow"
+    assert not {heavy!r} & {{name.partition(".")[0] for name in sys.modules}}, "slow"
 """
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -80,6 +86,31 @@ def test_help_and_errors_of_a_command_import_neither_it_nor_its_libraries() -> N
     assert process.stderr == (
         "paceline: There is no option '--prot'; did you mean '--port'? See `paceline up --help`.\n"
     )
+
+
+@pytest.mark.parametrize(
+    "command", ["ask Hi", "errors", "keys list", "policy show", "engines list", "status"]
+)
+def test_a_command_without_a_gateway_says_so_before_it_imports_an_http_client(
+    command: str,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    process = run(*command.split(), "--url", url, heavy={"fastapi", "httpx", "uvicorn"})
+    assert process.returncode == 1
+    assert process.stderr == f"paceline: no gateway answers at {url}; `paceline up` starts one.\n"
+
+
+@pytest.mark.parametrize("command", ["gateway", "up", "worker"])
+def test_an_invalid_setting_is_reported_before_the_server_is_imported(command: str) -> None:
+    worker = command == "worker"
+    module, arguments = ("workers.server.main", ()) if worker else ("gateway.cli", (command,))
+    heavy = {"fastapi", "httpx", "mlx", "numpy", "redis", "uvicorn"}
+    process = run(*arguments, "--port", "x", heavy=heavy, module=module)
+    title = "paceline worker" if worker else "paceline"
+    reason = "Invalid settings: --port: it must be a whole number."
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"{title}: {reason}\n"
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from redis.exceptions import ResponseError
 from gateway.cluster.join_token import SharedJoinToken
 from gateway.cluster.redis import ADMIN_DEADLINE_S, RedisClient
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
-from gateway.server import run, serve
+from gateway.event_loop import run
+from gateway.server import serve
 from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import make_settings

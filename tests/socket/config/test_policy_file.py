@@ -14,7 +14,8 @@ import pytest
 
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
-from gateway.server import run, serve
+from gateway.event_loop import run
+from gateway.server import serve
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import ScriptedWorker
@@ -32,6 +33,13 @@ def file(tmp_path: Path) -> Path:
     file = tmp_path / "policy.yaml"
     file.write_text(to_yaml(single_pool_policy("a")))
     return file
+
+
+def replace(file: Path, text: str) -> None:
+    """Change the file in one step, so that no check reads it empty."""
+    replacement = file.with_suffix(".new")
+    replacement.write_text(text)
+    replacement.replace(file)
 
 
 def running(file: Path | None, folder: Path, **settings: Any) -> RunningGateway:
@@ -181,9 +189,7 @@ def test_a_changed_file_is_loaded_at_run_time(
         file.write_text(to_yaml(single_pool_policy("b")))
         wait_until(is_active(gateway, 2, ["b"], "file"))
         assert gateway.chat().headers["x-paceline-pool"] == "b"
-        replacement = file.with_suffix(".new")
-        replacement.write_text(to_yaml(single_pool_policy("c")))
-        replacement.replace(file)
+        replace(file, to_yaml(single_pool_policy("c")))
         wait_until(is_active(gateway, 3, ["c"], "file"))
         admin.put(single_pool_policy("d"))
         file.write_text(to_yaml(single_pool_policy("c")) + "# saved again\n")
@@ -205,7 +211,7 @@ def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_act
         }
         for text, message in invalid.items():
             caplog.clear()
-            file.write_text(text)
+            replace(file, text)
             wait_until(functools.partial(reports, gateway, message))
             assert "line " in file_problem(gateway)
             assert str(file) not in gateway.client.get("/v1/status").text

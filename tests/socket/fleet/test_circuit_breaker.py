@@ -106,7 +106,18 @@ def test_f20_f24_an_ejected_worker_recovers_by_responses_and_not_by_heartbeats(
             return states == ["probation", "probation"]
 
         wait_until(both_on_probation, within_s=30)
-        chat_until_ejected(gateway_with_worker, "fake-c")
+        current = gateway_with_worker.admin.get("/admin/v1/policy")
+        gateway_with_worker.admin.patch(
+            "/admin/v1/policy",
+            json={"retries": {"share": 0, "at_least": 0}},
+            headers={
+                "if-match": current.headers["etag"],
+                "x-paceline-note": "no retries",
+                "content-type": "application/merge-patch+json",
+            },
+        ).raise_for_status()
+        while not ejected(gateway_with_worker, "fake-c"):
+            assert gateway_with_worker.chat().status_code == 200, "a probe is no retry"
         assert len(failing.requests) == 6, "one failed request ejects it again"
         assert 12 < worker_status(gateway_with_worker, "fake-c")["ejection"]["remaining_s"] <= 24, (
             "the second ejection lasts longer"

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.compose_file import SECRETS
-from tests.support.compose_stack import gateway_addresses
-from tests.support.front import PATH, NginxClient, running_front
-from tests.support.nginx import require_nginx
+from tests.support.front import PATH, PORT, NginxClient, running_front
+from tests.support.private_network import require_namespaces
 from tests.support.running_gateway import chat_body, status_and_code, wait_until
 from tests.support.scripted_worker import Script, lane_report
 
@@ -27,7 +26,7 @@ from tests.support.scripted_worker import Script, lane_report
 @pytest.fixture
 def nginx(tmp_path: Path) -> Iterator[NginxClient]:
     """Return nginx with two gateways and a worker that has not joined yet."""
-    require_nginx()
+    require_namespaces()
     with running_front(tmp_path) as client:
         yield client
 
@@ -39,7 +38,7 @@ def test_either_gateway_serves_alone_what_joined_their_name(nginx: NginxClient) 
 
 
 def test_nginx_and_workers_follow_the_addresses_in_dns(nginx: NginxClient) -> None:
-    first, second, third = gateway_addresses(3)
+    first, second, third = nginx.machine.addresses_here(3)
     with nginx.joined(), nginx.stack.gateways(third):
         nginx.dns.addresses = [second, third]
         wait_until(
@@ -131,7 +130,7 @@ def test_metrics_of_a_single_gateway_are_not_served(nginx: NginxClient) -> None:
 
 def test_c12_a_body_over_the_limit_is_rejected_before_it_is_stored(nginx: NginxClient) -> None:
     head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {40 * 1024 * 1024}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", nginx.stack.ports["front"]), timeout=30) as raw:
+    with socket.create_connection((nginx.machine.address, PORT), timeout=30) as raw:
         raw.sendall(head.encode())
         received = b""
         while not received.endswith(b"}") and (piece := raw.recv(4096)):
@@ -147,7 +146,7 @@ def test_c12_an_address_has_a_hundred_connections_at_most(nginx: NginxClient) ->
     )
     with contextlib.ExitStack() as connections:
         for _ in range(100):
-            address = ("127.0.0.1", nginx.stack.ports["front"])
+            address = (nginx.machine.address, PORT)
             connection = connections.enter_context(socket.create_connection(address, timeout=30))
             connection.sendall(head.encode())
             assert connection.recv(64).startswith(b"HTTP/1.1 100 "), "nginx counts it"

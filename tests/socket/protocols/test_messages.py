@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import openai.pagination as openai_pagination
 import pytest
 from anthropic.pagination import SyncPage
 from anthropic.types import ErrorResponse, Message, MessageTokensCount, ModelInfo
@@ -422,6 +423,8 @@ CHAT_ANSWER = {
     "usage": CHAT_USAGE | {"completion_tokens_details": {"reasoning_tokens": 1}},
 }
 NONE: frozenset[str] = frozenset()
+MODEL_OURS = frozenset(("endpoints", "max_model_len", "root", "sampling"))
+"""Fields of a model that the types of `openai` lack."""
 
 
 def test_a_message_is_one_of_anthropics_own_types(
@@ -497,6 +500,17 @@ def test_what_was_cleared_is_listed_in_the_answer(
     with anthropic_client.beta.messages.stream(**asked) as stream:
         final = stream.get_final_message()
     assert final.context_management == response.context_management
+
+
+def test_models_are_of_openais_own_types(gateway_with_worker: RunningGateway) -> None:
+    """They have no fields that the package `openai` does not know but those listed."""
+    client = gateway_with_worker.client
+    listed = read_strictly(
+        openai_pagination.SyncPage[openai.types.Model], client.get("/v1/models").content, MODEL_OURS
+    )
+    assert "demo" in {model.id for model in listed.data}
+    one = read_strictly(openai.types.Model, client.get("/v1/models/demo").content, MODEL_OURS)
+    assert one in listed.data
 
 
 def test_models_counts_and_errors_are_of_anthropics_own_types(

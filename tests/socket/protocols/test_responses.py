@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,11 +12,17 @@ from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import InputTokenCountResponse, ResponseItemList
 
 from tests.support.maker_types import read_event, read_response, read_strictly
-from tests.support.running_gateway import RunningGateway, wait_until
+from tests.support.running_gateway import (
+    RunningGateway,
+    make_settings,
+    status_and_code,
+    wait_until,
+)
 from tests.support.scripted_worker import ScriptedWorker
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "demo", "input": "Hi"}
+LOOK: dict[str, Any] = {"type": "function", "name": "look", "parameters": {}, "strict": None}
 
 
 def events_of(response: httpx.Response, first: int = 0) -> list[dict[str, Any]]:
@@ -66,6 +73,36 @@ def test_errors_have_openais_shape_and_name_the_field(gateway_with_worker: Runni
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     hosted = client.post(PATH, json={**BODY, "tools": [{"type": "web_search"}]})
     assert hosted.headers["x-paceline-ignored"] == "tools[0]:web_search"
+
+
+def test_the_words_of_an_error_name_the_tool_that_the_client_sent(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    """A tool that is left out, and a namespace, change the places of the others."""
+    tools = [
+        {"type": "web_search"},
+        {"type": "namespace", "name": "mail", "tools": [{**LOOK, "strict": "yes"}]},
+        LOOK,
+    ]
+    body = {**BODY, "instructions": "Be brief.", "tools": tools}
+    place = "tools[1].tools[0].strict"
+    for path in (PATH, f"{PATH}/input_tokens", "/v1/route/explain"):
+        refused = gateway_with_worker.client.post(path, json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, place), path
+        assert place in error["message"]
+
+
+def test_what_a_worker_refuses_is_named_as_the_client_sent_it(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    error = {"message": "It is unknown.", "param": "tools[1].function.parameters.a"}
+    worker.script.status = 400
+    worker.script.body = json.dumps({"error": error}).encode()
+    tools = [{"type": "web_search"}, LOOK, {**LOOK, "name": "see"}]
+    for path in (PATH, f"{PATH}/input_tokens"):
+        refused = gateway_with_worker.client.post(path, json={**BODY, "tools": tools})
+        assert refused.json()["error"]["param"] == "tools[2].parameters.a"
 
 
 def texts_of(worker: ScriptedWorker) -> list[str]:
@@ -154,6 +191,20 @@ def test_a_conversation_keeps_its_items_in_their_order(
     assert (gone.status_code, gone.json()["error"]["param"]) == (400, "conversation")
 
 
+def test_a_conversation_has_at_most_10000_items(
+    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.proxy.kept_items._ITEMS_LIMIT", 2)
+    client = gateway_with_worker.client
+    item = {"role": "user", "content": "Hi"}
+    made = client.post("/v1/conversations", json={"items": [item]}).json()
+    path = f"/v1/conversations/{made['id']}/items"
+    assert client.post(path, json={"items": [item]}).status_code == 200
+    refused = client.post(path, json={"items": [item]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "items")
+    assert len(client.get(path).json()["data"]) == 2
+
+
 def test_a_background_response_is_polled_and_followed_again(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
@@ -191,6 +242,17 @@ def test_a_background_stream_goes_on_without_its_client(
         name = json.loads(line.removeprefix("data: "))["response"]["id"]
     worker.resume.set()
     wait_until(lambda: client.get(f"{PATH}/{name}").json()["status"] == "completed")
+
+
+def test_an_overloaded_gateway_says_so_before_the_stream_of_a_response(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    worker.script.hang_after = 2
+    with RunningGateway(make_settings(tmp_path, requests_limit=1)) as gateway:
+        gateway.send_heartbeat(worker)
+        queued = gateway.client.post(PATH, json={**BODY, "background": True}).json()
+        shed = gateway.client.get(f"{PATH}/{queued['id']}", params={"stream": True})
+        assert status_and_code(shed) == (503, "gateway_overloaded")
 
 
 def test_a_background_response_is_cancelled_at_its_worker(

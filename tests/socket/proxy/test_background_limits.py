@@ -20,7 +20,7 @@ from tests.support.policies import single_pool_policy
 from tests.support.running_gateway import make_settings
 
 BODY = {"model": "m", "input": "Hi", "background": True}
-LIMITS = LogLimits(log_bytes=20_000, ended=3, ended_bytes=40_000)
+LIMITS = LogLimits(log_bytes=20_000, running_bytes=30_000, ended=3, ended_bytes=40_000)
 REQUEST: Any = None
 POLICY = PolicyDocument.model_validate(single_pool_policy())
 FLEET = FleetView.of((), frozenset())
@@ -31,8 +31,13 @@ async def service_of(state_dir: Path) -> ResponsesService:
     return ResponsesService(app.gateway, LIMITS)
 
 
-async def respond(service: ResponsesService, *texts: str) -> ResponseExchange:
-    """Answer a request in the background with these pieces, as the handler does."""
+async def respond(
+    service: ResponsesService, *texts: str, until: asyncio.Event | None = None
+) -> ResponseExchange:
+    """Answer a request in the background with these pieces, as the handler does.
+
+    With `until`, the end of the answer waits for the event.
+    """
     exchange = service.exchange()
     raw = json.dumps(BODY).encode()
     await exchange.open(raw, "ann")
@@ -48,6 +53,8 @@ async def respond(service: ResponsesService, *texts: str) -> ResponseExchange:
                 frame = {"id": "c", "model": "m", "choices": [choice]}
                 event_log.write(encoder.event(b"", frame))
                 await asyncio.sleep(0)
+            if until is not None:
+                await until.wait()
             last = encoder.done()
             event_log.end(last + await exchange.finish())
     except errors.GatewayError as error:
@@ -67,7 +74,7 @@ def events_of(exchange: ResponseExchange) -> list[Any]:
 
 
 def test_the_limits_are_those_that_the_page_on_errors_names() -> None:
-    assert LogLimits() == (32 << 20, 256, 128 << 20)
+    assert LogLimits() == (32 << 20, 256 << 20, 256, 128 << 20)
 
 
 async def test_a_response_beyond_the_limit_of_its_events_fails(tmp_path: Path) -> None:
@@ -87,6 +94,25 @@ async def test_a_response_whose_end_alone_is_beyond_the_limit_is_complete(tmp_pa
     assert events_of(exchange)[-1]["type"] == "response.completed"
     assert exchange.log is not None
     assert exchange.log.size_bytes > LIMITS.log_bytes
+
+
+async def test_the_largest_running_response_fails_beyond_the_limit_of_all(tmp_path: Path) -> None:
+    service, until = await service_of(tmp_path), asyncio.Event()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as running:
+        small, large, other = (
+            running.create_task(respond(service, *["x" * 1000] * count, until=until))
+            for count in (3, 12, 8)
+        )
+        await asyncio.sleep(0.1)
+        await service.check()
+        exchange = await large
+        await service.check()
+        until.set()
+    *_, error, failed = events_of(exchange)
+    assert (error["code"], failed["type"]) == ("gateway_overloaded", "response.failed")
+    assert [events_of(one.result())[-1]["type"] for one in (small, other)] == [
+        "response.completed"
+    ] * 2
 
 
 @pytest.mark.parametrize(("chars", "held"), [(10, LIMITS.ended), (2500, 2)])

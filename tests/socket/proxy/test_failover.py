@@ -13,7 +13,7 @@ import pytest
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.proxy import forward
-from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy
+from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, running_server, wait_until
@@ -328,6 +328,42 @@ def test_f49_a_drain_moves_no_stream_that_no_other_worker_takes(
         first.resume.set()
         received += b"".join(pieces)
     assert events_of(received) == WHOLE
+
+
+@pytest.mark.parametrize("order", ["leave", "drain", "move"])
+def test_f49_deaths_of_workers_that_somebody_stops_do_not_count(
+    gateway: RunningGateway, third_worker: ScriptedWorker, order: str
+) -> None:
+    """A stream outlives three of them, and its body stays out of quarantine."""
+    leaving = [ScriptedWorker(worker_id=f"leaving-{number}") for number in range(3)]
+    with contextlib.ExitStack() as stack:
+        for member in leaving:
+            member.script = telling(hang_after=2 if member is leaving[0] else 0)
+            stack.enter_context(running_server(member, sockets=[member.socket]))
+        proxies = [stack.enter_context(running_proxy(member.url)) for member in leaving]
+        for member, proxy in zip(leaving, proxies, strict=True):
+            member.url = proxy.url
+        third_worker.script = telling(hang_after=0)
+        join(gateway, leaving[0])
+        pieces = stack.enter_context(gateway.stream(**USAGE)).iter_raw()
+        received = next(pieces)
+        for at, proxy in enumerate(proxies):
+            following = (*leaving, third_worker)[at + 1]
+            join(gateway, following)
+            if order == "leave":
+                gateway.remove_worker(leaving[at])
+            elif order == "drain":
+                gateway.send_heartbeat(leaving[at], draining=True)
+            else:
+                path = f"/admin/v1/workers/leaving-{at}/drain?timeout_s=0&move=true"
+                gateway.admin.post(path).raise_for_status()
+            proxy.reset_all()
+            assert following.request_received.wait(30)
+            assert gateway.status()["quarantined_bodies"] == 0
+        third_worker.resume.set()
+        received += b"".join(pieces)
+    assert events_of(received) == WHOLE
+    assert b'"failovers":3' in received
 
 
 def test_another_worker_gets_the_seed_of_the_first_one(

@@ -25,6 +25,73 @@ def test_the_header_lists_ignored_fields_and_a_worker_gets_no_neutral_one(
     assert "x-paceline-ignored" not in client.post(path, json=chat_body()).headers
 
 
+def test_the_header_lists_what_a_worker_cannot_hold_calls_to(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    """It holds forced calls with every model, and none beside a schema."""
+    properties = {"patch": {"type": "string"}}
+    parameters = {"type": "object", "properties": properties, "required": ["patch"]}
+    function = {"name": "patch", "strict": True, "parameters": parameters}
+    body = chat_body(
+        tools=[{"type": "function", "function": function}],
+        tool_grammars={"patch": {"syntax": "regex", "definition": "a+"}},
+    )
+
+    def ignored(*, constrains_calls: bool, **fields: Any) -> str | None:
+        gateway.join(worker, constrains_calls=constrains_calls)
+        answer = gateway.client.post("/v1/chat/completions", json={**body, **fields})
+        assert answer.status_code == 200, answer.text
+        value: str | None = answer.headers.get("x-paceline-ignored")
+        return value
+
+    for stream in (False, True):
+        told = ignored(constrains_calls=False, stream=stream, best_of=1)
+        assert told == "best_of, tools.function.strict, tool_grammars"
+        assert ignored(constrains_calls=True, stream=stream) is None
+        assert ignored(constrains_calls=False, stream=stream, tool_choice="required") is None
+    assert ignored(constrains_calls=False, tool_grammars=None) == "tools.function.strict"
+    assert ignored(constrains_calls=False, tool_choice="none") is None
+    beside = ignored(constrains_calls=True, response_format={"type": "json_object"})
+    assert beside == "tools.function.strict, tool_grammars"
+
+
+@pytest.mark.parametrize("constrains_calls", [False, True])
+def test_other_wires_list_these_fields_by_their_own_names(
+    gateway: RunningGateway, worker: ScriptedWorker, constrains_calls: bool
+) -> None:
+    gateway.join(worker, constrains_calls=constrains_calls)
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    output = {"type": "json_schema", "schema": schema}
+    messages = {
+        "model": "demo",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "Say a word."}],
+        "tools": [{"name": "look", "input_schema": schema, "strict": True}],
+    }
+    look = {"type": "function", "name": "look", "parameters": schema, "strict": True}
+    grammar = {"type": "grammar", "syntax": "regex", "definition": "a+"}
+    responses = {
+        "model": "demo",
+        "input": "Say a word.",
+        "tools": [look, {"type": "custom", "name": "patch", "format": grammar}],
+    }
+    for path, body, schema_field, names in (
+        ("/v1/messages", messages, {"output_config": {"format": output}}, "tools.strict"),
+        (
+            "/v1/responses",
+            responses,
+            {"text": {"format": {**output, "name": "answer"}}},
+            "tools.strict, tools.format",
+        ),
+    ):
+        free, beside = (
+            gateway.client.post(path, json=sent) for sent in (body, {**body, **schema_field})
+        )
+        assert [free.status_code, beside.status_code] == [200, 200], beside.text
+        assert free.headers.get("x-paceline-ignored") == (None if constrains_calls else names)
+        assert beside.headers["x-paceline-ignored"] == names
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_a_worker_gets_the_allowed_tools_alone(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, mode: str

@@ -224,7 +224,7 @@ def test_after_an_early_head_another_worker_is_asked(
     keep_alive_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     with queued(keep_alive_gateway, worker, second_worker) as (_, read_until):
-        worker.script = Script(status=503)
+        worker.script = Script(status=503, headers=((b"retry-after", b"60"),))
         worker.resume.set()
         wait_until(lambda: len(worker.requests) == 2)
         second_worker.resume.set()

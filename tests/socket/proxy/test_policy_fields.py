@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from gateway.config.static_workers import pool_problems
+from gateway.proxy import forward
 from policies.document import read_policy
 from policies.routes import DAYS
 from policies.sections import MetricsRules
@@ -263,18 +264,59 @@ def test_request_timeout_of_the_policy_limits_requests(
         assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
 
 
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [(Script(status=503, headers=((b"retry-after", b"1"),)), 503), (Script(status=500), 502)],
+)
 def test_a_policy_without_retries_denies_them(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
+    tmp_path: Path,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    script: Script,
+    status: int,
 ) -> None:
-    worker.script = Script(status=503, headers=((b"retry-after", b"1"),))
+    worker.script = script
     pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
     no_retries = {"share": 0, "at_least": 0}
     with gateway_with_policy(
         tmp_path, worker, second_worker, pools=pools, retries=no_retries
     ) as gateway:
         response = gateway.chat()
-        assert (response.status_code, response.headers["x-paceline-attempts"]) == (503, "1")
+        assert (response.status_code, response.headers["x-paceline-attempts"]) == (status, "1")
     assert second_worker.requests == []
+
+
+@pytest.mark.parametrize(
+    ("script", "margin_s"),
+    [
+        pytest.param(Script(hang=True), 0.05, id="which reads for longer than estimated"),
+        pytest.param(Script(hang_after=1), 3600, id="which has begun to answer"),
+    ],
+)
+def test_a_retry_at_a_worker_lets_the_next_one_begin(
+    tmp_path: Path,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    script: Script,
+    margin_s: float,
+) -> None:
+    assert forward._READ_MARGIN_S == 1
+    monkeypatch.setattr(forward, "_READ_MARGIN_S", margin_s)
+    worker.script, second_worker.script = Script(status=500), script
+    pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
+    retries = {"share": 0, "at_least": 1}
+    with (
+        gateway_with_policy(
+            tmp_path, worker, second_worker, pools=pools, retries=retries
+        ) as gateway,
+        ThreadPoolExecutor(2) as executor,
+    ):
+        responses = [executor.submit(gateway.chat, stream=True) for _ in range(2)]
+        wait_until(lambda: second_worker.in_flight == 2)
+        second_worker.resume.set()
+        assert {response.result().status_code for response in responses} == {200}
 
 
 def test_a_static_worker_has_the_labels_of_its_entry(

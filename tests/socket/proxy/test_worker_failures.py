@@ -58,6 +58,7 @@ def test_f02_without_another_worker_the_response_is_502(gateway: RunningGateway)
         received = client.read_until(b'"code":"worker_lost"')
     assert received.startswith(b"HTTP/1.1 502")
     wait_for_outcomes(gateway, failed=1)
+    assert gateway.status()["failovers"] == 0
 
 
 BREAKS = (

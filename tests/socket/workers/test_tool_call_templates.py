@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.attack.templates import fetch
+from bench.attack.templates import fetch, fetch_further
 from bench.families.chat import check_chat
 from bench.families.configs import FAMILIES
 from tests.support.tool_call_text import format_name, round_trips
@@ -27,6 +27,7 @@ SHOWN = {
     "Hermes-3": "json_tools",
     "Llama-3.1": "llama3",
     "Llama-3.3": "llama3",
+    "Llama4": "llama4",
     "Nemotron-Nano-v2": "nemotron",
 }
 """Families that mlx-vlm has no parser of, and two that it has."""
@@ -39,7 +40,7 @@ def templates(pytestconfig: pytest.Config) -> dict[str, str]:
     assert cache is not None
     folder = cache.mkdir("chat_templates")
     try:
-        return fetch(Path(folder))
+        return {**fetch(Path(folder)), **fetch_further(Path(folder))}
     except subprocess.CalledProcessError:
         pytest.skip("The package index cannot be reached.")
 

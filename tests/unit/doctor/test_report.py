@@ -86,6 +86,20 @@ def test_the_best_draft_length_has_the_most_tokens_a_second() -> None:
     assert (found.best_k(1), found.best_k(8), found.best_k(4)) == (2, 0, None)
 
 
+def test_without_measured_acceptance_nothing_is_said_of_drafts() -> None:
+    """The time may be over before: rounds alone do not tell what drafts are worth."""
+    found = report(acceptance=())
+    assert found.tokens_per_s(1, 0) > 0
+    assert found.tokens_per_s(1, 2) == 0
+    assert found.best_k(1) == 0
+    assert not any("draft" in line for line in advise(found))
+    (row,) = (line for line in text_of(found).splitlines() if line.startswith("1 "))
+    assert row.count("/s") == 1
+    assert row.count("ms") == len({one.k for one in found.rounds})
+    plain = report(rounds=[one for one in ROUNDS if not one.k or one.rows == 1])
+    assert [line for line in advise(plain) if "draft" in line] == [next(advise(plain))]
+
+
 def test_the_advice_follows_from_the_measurements() -> None:
     advice = "\n".join(advise(report()))
     assert "For one request 2 drafted tokens pay most: 1.75 times plain decoding." in advice

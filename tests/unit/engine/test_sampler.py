@@ -157,6 +157,8 @@ def test_penalties_and_biases_change_only_the_scores_of_their_tokens() -> None:
     changed = reshape_logits(LOGITS + 0, context_of(sampling, prompt=[3], answer=[0, 0]))
 
     assert changed[0].tolist() == pytest.approx([2 / 2 - 0.5 - 2 * 0.25, 1.0, 10.0, -2.0])
+    once = reshape_logits(LOGITS + 0, context_of(Sampling(presence_penalty=0.5), answer=[1]))
+    assert (LOGITS - once)[0].tolist() == pytest.approx([0.0, 0.5, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(

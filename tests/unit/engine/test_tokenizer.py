@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from ast import literal_eval
 from copy import copy
 from typing import Any
 
@@ -294,3 +295,88 @@ def test_c11_a_template_without_end_is_an_error_of_the_request(renderer: PromptR
     endless = "{%- macro read(one) -%}{{ read(one) }}{%- endmacro -%}{{ read(messages) }}"
     with pytest.raises(InvalidGeneration, match="nested too deeply for the model's chat template"):
         with_template(renderer, endless).chat([{"role": "user", "content": "x"}])
+
+
+ALTERNATES = """{%- set turn = namespace(users=true) -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' or m.role == 'assistant' and not m.tool_calls -%}
+{%- if (m.role == 'user') != turn.users -%}{{ raise_exception('No.') }}{%- endif -%}
+{%- set turn.users = not turn.users -%}
+{%- endif -%}
+{{ m.role }}: {{ m.content }}
+{%- for c in m.tool_calls or [] -%}{{ c.function.name }}{{ c.function.arguments | tojson }}
+{%- endfor -%};
+{%- endfor -%}"""
+TAKES_NO_SYSTEM = (
+    "{% if messages | selectattr('role', 'eq', 'system') | list %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+)
+SYSTEM = {"role": "system", "content": "Be brief."}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([SYSTEM, *HISTORY[:1]], "user: Be brief.\n\nAdd.;"),
+        ([SYSTEM], "user: Be brief.;"),
+        (
+            [*HISTORY[:1], {"role": "assistant", "content": "5"}, SYSTEM],
+            "user: Add.;assistant: 5;user: Be brief.;",
+        ),
+        ([*HISTORY[:1], SYSTEM], "user: Add.\n\nBe brief.;"),
+        ([*HISTORY[:1], *HISTORY[:1]], "user: Add.\n\nAdd.;"),
+        (HISTORY, 'user: Add.;assistant: Well.add{"a": 3};tool: 5;tool: 6\n\nAnd?;'),
+    ],
+)
+def test_messages_come_in_an_order_that_the_template_takes(
+    renderer: PromptRenderer, messages: list[dict[str, Any]], expected: str
+) -> None:
+    """As Gemma 2's template takes no system message, and Mistral's demand that roles alternate."""
+    alternating = with_template(renderer, TAKES_NO_SYSTEM + ALTERNATES)
+    text = alternating.chat(messages)
+    assert text == expected
+    end = alternating.turn_end(text, messages)
+    answer: list[dict[str, Any]] = [{"role": "assistant", "content": "x"}]
+    assert alternating.chat([*messages, *answer, *HISTORY[:1]]).startswith(text)
+    assert end == len(text)
+
+
+def test_parallel_calls_come_one_by_one_where_the_template_takes_one(
+    renderer: PromptRenderer,
+) -> None:
+    """As Llama 3's does; a forced answer of such a model may have several."""
+    refusing = "{% if (m.tool_calls or [])[1] is defined %}{{ raise_exception('One.') }}{% endif %}"
+    template = ALTERNATES.replace("{{ m.role }}:", refusing + "{{ m.role }}:")
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
+        for name in "abc"
+    ]
+    messages: list[dict[str, Any]] = [
+        *HISTORY[:1],
+        {"role": "assistant", "content": "Well.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "b", "content": "2"},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+    ]
+    text = with_template(renderer, template).chat(messages)
+    assert text == "user: Add.;assistant: Well.a{};tool: 1;assistant: b{};tool: 2;assistant: c{};"
+    assert "a{}b{}c{}" in with_template(renderer, ALTERNATES).chat(messages)
+
+
+def test_a_picture_and_a_system_message_are_parts_of_one_turn(renderer: PromptRenderer) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, PICTURE]
+    given: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": parts}]
+    text = with_template(renderer, TAKES_NO_SYSTEM + PLAIN).chat(given)
+    kinds = [part["type"] for part in literal_eval(text.removeprefix("user: ").rstrip(";"))]
+    assert kinds == ["text", "text", "text", "image"]
+
+
+def test_a_picture_becomes_no_part_of_a_result(renderer: PromptRenderer) -> None:
+    given = [*HISTORY[:-1], {"role": "user", "content": [PICTURE]}]
+    with pytest.raises(InvalidGeneration, match=r"No\."):
+        with_template(renderer, ALTERNATES).chat(given)
+
+
+def test_messages_stay_as_they_are_where_the_template_takes_them(renderer: PromptRenderer) -> None:
+    text = with_template(renderer, PLAIN).chat([SYSTEM, *HISTORY[:1], SYSTEM, *HISTORY[:1]])
+    assert text == "system: Be brief.;user: Add.;system: Be brief.;user: Add.;"

@@ -135,3 +135,31 @@ def test_mlx_vlm_refuses_with_500_what_its_drafter_does_not_support() -> None:
     assert isinstance(error, errors.RefusedByWorker)
     assert error.param == "response_format"
     assert isinstance(KINDS["mlx-vlm"]().refusal(500, b"no Metal", CHAT), errors.WorkerFailed)
+
+
+@pytest.mark.parametrize(
+    ("words", "param"),
+    [
+        ("Generation failed: Unable to detect audio format from bytes", "messages"),
+        ("Generation failed: `top_k` has to be an integer in the (0, 1536] interval", "top_k"),
+    ],
+)
+def test_mlx_vlm_answers_500_to_mistakes_of_clients(words: str, param: str) -> None:
+    """As seen at 0.7.10; a stream has the same words in its first event, and is refused."""
+    body = json.dumps({"detail": words}).encode()
+    error = KINDS["mlx-vlm"]().refusal(500, body, {**CHAT, "top_k": 9999})
+    assert isinstance(error, errors.RefusedByWorker)
+    assert (error.status, error.param) == (400, param)
+
+
+def test_mlx_lm_answers_404_to_whatever_it_does_not_take() -> None:
+    """As seen at 0.32.2: to arguments of an earlier tool call that are no JSON, and to others."""
+    engine = KINDS["mlx-lm"]()
+    error = engine.refusal(404, b'{"error": "Expecting value: line 1 column 1 (char 0)"}', CHAT)
+    assert isinstance(error, errors.RefusedByWorker)
+    assert (error.status, error.param, error.code) == (400, "messages", "invalid_value")
+    assert error.message == "The arguments of tool calls in 'messages' must be JSON objects."
+    other = engine.refusal(404, b'{"error": "list index out of range"}', CHAT)
+    assert (other.status, other.code) == (400, "invalid_value")
+    gone = engine.refusal(404, b'{"error": "Repository Not Found: no such model"}', CHAT)
+    assert isinstance(gone, errors.WorkerFailed)

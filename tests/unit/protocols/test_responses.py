@@ -208,6 +208,12 @@ def test_the_choice_among_tools(choice: Any, sent: Any) -> None:
     assert response["tool_choice"] == choice
 
 
+def test_a_strict_tool_is_strict_in_the_chat() -> None:
+    tools = chat(tools=[{**LOOK, "strict": True}, {**LOOK, "name": "see", "strict": None}, PATCH])
+    functions = [one["function"] for one in tools["tools"]]
+    assert [one.get("strict") for one in functions] == [True, None, None]
+
+
 def test_allowed_tools_are_the_only_ones_of_the_chat() -> None:
     allowed = [{"type": "function", "name": "look"}, {"type": "web_search"}]
     choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
@@ -222,7 +228,7 @@ def test_a_refused_grammar_is_named_as_the_client_knows_it() -> None:
     for param, place in (
         ("tool_grammars.patch.definition", "tools[1].format.definition"),
         ("tool_grammars.mail__code.definition", "tools[2].tools[1].format.definition"),
-        ("tool_grammars.patchy", "tool_grammars.patchy"),
+        ("tool_grammars.patchy", "tools.format"),
     ):
         body = exchange.error_body(RefusedByWorker(400, "No.", param=param, code="x"))
         assert json.loads(body)["error"]["param"] == place

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from workers.addresses import is_loopback
 from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
-from workers.protocol import WorkerReport, is_loopback
+from workers.heartbeat import advertised_url
+from workers.protocol import WorkerReport
 from workers.server.main import read_settings
-from workers.server.settings import advertised_url, default_worker_id, prefix_cache_on_disk
+from workers.server.settings import default_worker_id, prefix_cache_on_disk
 
 
 @pytest.fixture(autouse=True)

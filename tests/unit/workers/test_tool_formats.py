@@ -52,6 +52,8 @@ TEXTS = {
     "functionary_v3.1": "<function=write>%s</function><function=stop>{}</function>",
     "functionary_v3.2": "write\n%s>>>stop\n{}",
     "llama3": '{"name": "write", "parameters": %s}; {"name": "stop", "parameters": {}}',
+    "llama4": '<|python_start|><|python_end|>{"name": "write", "parameters": %s}'
+    '{"name": "stop", "parameters": {}}',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>write\n"
     "```json\n%s\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>stop\n```json\n{}\n```"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -90,6 +92,7 @@ TEXTS = {
     'index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
     "forced": '[{"name": "write", "arguments": %s}, {"name": "stop", "arguments": {}}]',
 }
+STOPS = [("stop", {}), ("stop", {"a": "b"})]
 ONE_CALL = {"harmony", "gigachat3.1"}
 
 
@@ -225,9 +228,13 @@ def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
             "",
             [("stop", {"a": "{"})],
         ),
-        ("llama3", "[stop(), stop(a='b')]", "", [("stop", {}), ("stop", {"a": "b"})]),
+        ("llama3", "[stop(), stop(a='b')]", "", STOPS),
         ("llama3", '{"name": "Bo", "parameters": {}}', '{"name": "Bo", "parameters": {}}', []),
         ("llama3", "print(1)", "print(1)", []),
+        ("llama4", "<|python_start|>[stop(), stop(a='b')]<|python_end|>", "", STOPS),
+        ("llama4", "[stop(), stop(a='b')]", "", STOPS),
+        ("llama4", 'I see.<|python_end|>{"name": "b", "parameters": {}}', "I see.", [("b", {})]),
+        ("llama4", "I see.", "I see.", []),
         ("functionary_v3.2", "all\nHi {there}", "Hi {there}", []),
         ("functionary_v3.2", "all\nHi.>>>stop\n{}", "Hi.", [("stop", {})]),
         ("functionary_v3.2", "all\n>>> 1 + 1\n2", ">>> 1 + 1\n2", []),

@@ -1,0 +1,41 @@
+"""What each kind of engine is sent: no value of a client may end it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.engines import KINDS
+from gateway.routing.features import Feature
+
+MLX = ("mlx-lm", "mlx-vlm", "vllm-mlx")
+
+
+def sent(kind: str, **fields: Any) -> dict[str, Any]:
+    """Return the fields that an engine gets."""
+    body: dict[str, Any] = json.loads(KINDS[kind]().body(b"", {"model": "demo", **fields}, ""))
+    del body["model"]
+    return body
+
+
+@pytest.mark.parametrize("kind", MLX)
+def test_engines_of_mlx_get_no_top_k_of_the_whole_vocabulary(kind: str) -> None:
+    """One such request ends `mlx_lm.server` and breaks vllm-mlx until it is started again."""
+    assert sent(kind, top_k=31_999) == {"top_k": 31_999}
+    assert sent(kind, top_k=32_000) == {}
+    assert sent(kind, top_k=10**9, seed=None) == {"seed": None}
+
+
+@pytest.mark.parametrize("kind", MLX)
+def test_engines_of_mlx_get_no_token_ids(kind: str) -> None:
+    """An id beyond the vocabulary, in `logit_bias`, ends `mlx_lm.server` and `mlx_vlm.server`."""
+    assert {Feature.LOGIT_BIAS, Feature.STOP_TOKENS} <= KINDS[kind].lacks
+
+
+def test_mlx_lm_gets_no_negative_seed() -> None:
+    """It closes the connection at one, as if it had died."""
+    assert sent("mlx-lm", seed=-1) == {"seed": 2**63 - 1}
+    assert sent("mlx-lm", seed=7) == {"seed": 7}
+    assert sent("mlx-lm", seed=None) == {"seed": None}
