@@ -161,9 +161,12 @@ async def _take(
     scheme: str,
 ) -> list[str]:
     problems = []
-    context = await browser.new_context(viewport={"width": width, "height": 900})
+    context = await browser.new_context(
+        viewport={"width": width, "height": 900},
+        color_scheme="dark" if scheme == "dark" else "light",
+        reduced_motion="reduce",
+    )
     tab = await context.new_page()
-    await tab.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     await tab.goto(f"{gateway.url}/admin#admin-key={gateway.admin_key}")
     key = gateway.client.headers["authorization"].removeprefix("Bearer ")
     await tab.evaluate("key => sessionStorage.setItem('paceline-key', key)", key)

@@ -49,6 +49,7 @@ async def test_a_running_request_is_a_mark_on_the_track_of_its_lane(
 ) -> None:
     worker.script = Script(hang_after=1)
     track = tab.page.get_by_role("article", name="text-mtp")
+    await tab.page.emulate_media(reduced_motion="no-preference")  # the marks ride
     await tab.open_dashboard(gateway_with_worker.url)
     await expect(track).to_contain_text("0 of 4")
     with (

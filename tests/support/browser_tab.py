@@ -38,8 +38,9 @@ class BrowserTab:
 
     @classmethod
     async def open(cls, browser: Browser, **context: Any) -> BrowserTab:
+        # Without motion: a colour that still changes has the contrast of neither scheme.
         browser_context = await browser.new_context(
-            viewport={"width": 1280, "height": 800}, **context
+            viewport={"width": 1280, "height": 800}, reduced_motion="reduce", **context
         )
         browser_context.set_default_timeout(20_000)
         return cls(browser_context, await browser_context.new_page())
