@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help up test check bench pictures mutants lock
+.PHONY: help up test proofs check bench pictures mutants lock
 
 BIN := .venv/bin
 
@@ -13,6 +13,9 @@ up: ## set up what is missing, then run the gateway and one worker (ARGS="--mode
 test: ## set up what is missing, then run the tests (ARGS="tests/socket -k stream")
 	@scripts/setup dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" exec scripts/with-blas $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+proofs: ## run the long searches for counterexamples that `make test` samples
+	@$(MAKE) --no-print-directory test ARGS="-m proof $(ARGS)"
 
 check: ## lint, format, types, import contracts and prose
 	@scripts/setup dev

@@ -28,13 +28,27 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Print at the end of a failing run how to run it in the same order."""
+    if exitstatus:
+        terminalreporter.write_line(f"Seed: --randomly-seed={config.getoption('randomly_seed')}")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Mark each test with its folder, so that `-m unit` selects it, and run slow folders first.
 
     Unit tests stay in the random order of pytest-randomly. The others run in the order of their
-    files: they share processes that take seconds to start.
+    files: they share processes that take seconds to start. Proofs run only if `-m` names them.
     """
+    if "proof" not in config.option.markexpr:
+        proofs = [item for item in items if item.get_closest_marker("proof")]
+        items[:] = [item for item in items if not item.get_closest_marker("proof")]
+        config.hook.pytest_deselected(items=proofs)
     positions = {item: position for position, item in enumerate(items)}
     for item in items:
         item.add_marker(_folder(item))
