@@ -189,7 +189,7 @@ def make_settings(state_dir: Path, **changes: Any) -> Settings:
     return Settings(port=0, join_token=SecretStr(JOIN_TOKEN), state_dir=state_dir, **values)
 
 
-def wait_until(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
     """Poll until a condition that has no event is true."""
     pause = threading.Event()
     until_s = time.monotonic() + within_s
