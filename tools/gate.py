@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +73,10 @@ def needs_a_mend(failed: Sequence[Outcome]) -> str:
 
 def slowest_files(outcomes: Iterable[Outcome], count: int = 10) -> list[tuple[str, float]]:
     """Return the files whose tests took the longest, with their seconds."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for outcome in outcomes:
         seconds[outcome.file] += outcome.seconds
-    return seconds.most_common(count)
+    return sorted(seconds.items(), key=lambda one: -one[1])[:count]
 
 
 def loop_seconds() -> float:
