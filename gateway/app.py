@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
@@ -42,6 +43,8 @@ from gateway.protocols.messages import MessagesFormat, error_body
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.responses import ResponsesService
 from gateway.proxy.token_count import TokenCounter
+from gateway.status.events import StatusFeed
+from gateway.status.render import DEFAULT_WINDOW, window_s
 from policies.document import PolicyInvalid
 from policies.error_messages import message_of
 
@@ -107,29 +110,34 @@ class GatewayApp(PortApp):
         self.proxy = ProxyHandler(gateway)
         self.responses = ResponsesService(gateway)
         self.admin_app: PortApp | None = None
-        source = status.StatusSource(gateway, self.proxy)
-        self._status_feed = source.feed
-        state = {
-            "gateway": gateway,
-            "proxy": self.proxy,
-            "responses": self.responses,
-            "counter": TokenCounter(gateway, self.proxy.forwarder.connections),
-            "status": source,
-        }
-        routers = [status.probes, status.router, models.router, recent_errors.own]
+        take = status.snapshots(gateway, self.proxy)
+        self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
+        counter = TokenCounter(gateway, self.proxy.forwarder.connections)
+        routers = [
+            status.probes(gateway, self.proxy),
+            status.status(gateway, take, self._status_feed),
+            *(models.router, recent_errors.own, workers.heartbeats),
+            explain.router,
+            messages.token_counts(counter),
+            responses.input_tokens(self.responses, counter),
+            responses.kept_responses(self.responses, self.proxy.load),
+            responses.conversations(self.responses),
+        ]
         # Workers join on the main port.
-        routers += [workers.heartbeats, explain.router, messages.router]
-        routers += [responses.router, responses.conversations]
-        admin_routers = [workers.router, engines.router, policy.router]
-        admin_routers += [keys.router, usage.router, recent_errors.router]
+        drains = workers.drains(self.proxy.forwarder.move_streams)
+        admin_routers = [workers.router, drains, engines.router, policy.router]
+        admin_routers += [keys.router, usage.router]
+        admin_routers += [recent_errors.router]
+        main_pages = [pages.START, pages.DASHBOARD, pages.TRY, pages.DOCS]
         hosts = Hosts(gateway.settings)
         if gateway.settings.admin_port is None:
-            routers += [*admin_routers, pages.page_router(clients=True, admins=True)]
+            routers += [*admin_routers, pages.page_router(gateway, *main_pages, pages.ADMIN)]
         else:
-            routers.append(pages.page_router(clients=True, admins=False))
-            admin_routers.append(pages.page_router(clients=False, admins=True))
-            self.admin_app = PortApp(hosts, _build_fastapi(state, admin_routers, proxied=False))
-        fastapi = _build_fastapi(state, routers, proxied=True)
+            routers.append(pages.page_router(gateway, *main_pages))
+            admin_routers.append(pages.page_router(gateway, pages.ADMIN, pages.DOCS))
+            self.admin_app = PortApp(hosts, _build_fastapi(gateway, admin_routers, proxied=False))
+        fastapi = _build_fastapi(gateway, routers, proxied=True)
+        fastapi.state.load = self.proxy.load
         origins = gateway.settings.allowed_origins
         super().__init__(hosts, fastapi, self.proxy, self.responses, origins)
 
@@ -161,9 +169,7 @@ async def create_app(settings: Settings) -> GatewayApp:
     return GatewayApp(await build_gateway(settings))
 
 
-def _build_fastapi(
-    state: Mapping[str, object], routers: Iterable[APIRouter], *, proxied: bool
-) -> FastAPI:
+def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: bool) -> FastAPI:
     app = FastAPI(
         title="Paceline",
         version=version("paceline"),
@@ -172,14 +178,14 @@ def _build_fastapi(
         openapi_url=None,  # `openapi.published` adds the routes of the proxy
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
-    document = openapi.OpenApiDocument(app, proxied=proxied)
-    for name, value in {**state, "proxied": proxied, "openapi": document}.items():
-        setattr(app.state, name, value)
+    app.state.gateway = gateway
+    app.state.proxied = proxied
+    app.state.openapi = document = openapi.OpenApiDocument(app, proxied=proxied)
     for error in (errors.GatewayError, PolicyInvalid, RequestValidationError, HTTPException):
         app.add_exception_handler(error, _render)
     app.add_exception_handler(Exception, _render)  # uvicorn logs it as well
     app.add_exception_handler(ClientDisconnected, _end)
-    for router in (*routers, openapi.router):
+    for router in (*routers, openapi.published(document)):
         # `include_router` would build each route a second time, half of the start of a gateway.
         app.router.routes.extend(router.routes)
     return app

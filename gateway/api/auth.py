@@ -28,9 +28,7 @@ from gateway.protocols.messages import MessagesFormat
 from gateway.protocols.openai import parse
 from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
-from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.load_shedding import Load
-from gateway.proxy.token_count import TokenCounter
 from workers.protocol import MAX_REPORT_BYTES
 
 DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"
@@ -159,30 +157,10 @@ def client_format(scope: Scope, sealer: Sealer) -> WireFormat:
     return MessagesFormat(sealer) if of_anthropic else CHAT
 
 
-async def _proxy_of(request: Request) -> ProxyHandler:
-    proxy: ProxyHandler = request.app.state.proxy
-    return proxy
-
-
-CurrentProxy = Annotated[ProxyHandler, Depends(_proxy_of)]
-
-
-async def _load_of(proxy: CurrentProxy) -> Load:
-    return proxy.load
-
-
-async def _counter_of(request: Request) -> TokenCounter:
-    counter: TokenCounter = request.app.state.counter
-    return counter
-
-
-CurrentLoad = Annotated[Load, Depends(_load_of)]
-CurrentCounter = Annotated[TokenCounter, Depends(_counter_of)]
-
-
 async def _bounded_body(
-    request: Request, gateway: CurrentGateway, api_key: CurrentKey, load: CurrentLoad
+    request: Request, gateway: CurrentGateway, api_key: CurrentKey
 ) -> AsyncIterator[bytes]:
+    load: Load = request.app.state.load
     settings = gateway.settings
     with load.counted() as hold:
         if (rate_limiter := api_key.rate_limiter) is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from fastapi import APIRouter
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from gateway.api.auth import CountedBody, CurrentCounter, CurrentGateway, CurrentKey, data_router
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.errors import LimitReached, ModelUnknown, Overloaded, RefusedByWorker
 from gateway.protocols.messages import MessagesFormat
-from gateway.proxy.token_count import ESTIMATE_HEADER
+from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
 
 
 class TokenCount(TypedDict):
@@ -18,30 +19,29 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
-router = data_router()
+def token_counts(counter: TokenCounter) -> APIRouter:
+    """Return the route."""
+    router = data_router()
 
+    @router.post(
+        "/v1/messages/count_tokens",
+        responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, LimitReached, Overloaded),
+        openapi_extra=takes(ref("messages")),
+    )
+    async def count(
+        raw: CountedBody, response: Response, gateway: CurrentGateway, api_key: CurrentKey
+    ) -> TokenCount:
+        """Count the tokens of a message's prompt; a header says if the number is an estimate."""
+        policy = gateway.policy_store.current
+        messages_format = MessagesFormat(gateway.sealer)
+        inspected = messages_format.inspect(raw, policy, gateway.fleet.view())
+        api_key.check_model(inspected)
+        try:
+            count = await counter.count(inspected)
+        except RefusedByWorker as error:
+            raise messages_format.named(error) from None
+        if count.estimated:
+            response.headers[ESTIMATE_HEADER] = "true"
+        return {"input_tokens": count.tokens}
 
-@router.post(
-    "/v1/messages/count_tokens",
-    responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, LimitReached, Overloaded),
-    openapi_extra=takes(ref("messages")),
-)
-async def count(
-    raw: CountedBody,
-    response: Response,
-    gateway: CurrentGateway,
-    api_key: CurrentKey,
-    counter: CurrentCounter,
-) -> TokenCount:
-    """Count the tokens of a message's prompt; a header says if the number is an estimate."""
-    policy = gateway.policy_store.current
-    messages_format = MessagesFormat(gateway.sealer)
-    inspected = messages_format.inspect(raw, policy, gateway.fleet.view())
-    api_key.check_model(inspected)
-    try:
-        count = await counter.count(inspected)
-    except RefusedByWorker as error:
-        raise messages_format.named(error) from None
-    if count.estimated:
-        response.headers[ESTIMATE_HEADER] = "true"
-    return {"input_tokens": count.tokens}
+    return router

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from pydantic_core import to_json
-from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
@@ -162,14 +161,16 @@ class OpenApiDocument:
         return self._text
 
 
-router = APIRouter()
+def published(document: OpenApiDocument) -> APIRouter:
+    """Return the route of the document, which needs no key because it contains no secret."""
+    router = APIRouter()
 
+    @router.get("/openapi.json", responses=failures() | success({"type": "object"}))
+    async def show() -> Response:
+        """Show this document."""
+        return Response(await document.read(), media_type=JSON)
 
-@router.get("/openapi.json", responses=failures() | success({"type": "object"}))
-async def show(request: Request) -> Response:
-    """Show this document, which contains no secret and needs no key."""
-    document: OpenApiDocument = request.app.state.openapi
-    return Response(await document.read(), media_type=JSON)
+    return router
 
 
 def _write(app: FastAPI, *, proxied: bool) -> bytes:

@@ -6,7 +6,6 @@ enters. Each file has a route of its own, so that no path of a client can select
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import html
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -20,8 +19,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.auth import gateway_of
 from gateway.api.openapi import OpenApiDocument
+from gateway.assembly import Gateway
 
 _Serve = Callable[[Request], Awaitable[Response]]
 _PAGES = Path(__file__).parents[1] / "pages"
@@ -91,14 +90,11 @@ DASHBOARD = Page("/dashboard", ("dashboard", "vendor/uplot"))
 TRY = Page("/try", ("try",))
 ADMIN = Page("/admin", ("admin",))
 DOCS = Page("/docs", ("docs",), _DOCS_HEADERS)
-_CLIENT_PAGES = (START, DASHBOARD, TRY)
 _SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
 
 
-@functools.cache
-def page_router(*, clients: bool, admins: bool) -> APIRouter:
-    """Return a route for each file of the pages of a port, which serves clients or admins."""
-    pages = [*_CLIENT_PAGES] * clients + [ADMIN] * admins + [DOCS]
+def page_router(gateway: Gateway, *pages: Page) -> APIRouter:
+    """Return a route for each file of these pages, which are all pages of one port."""
     router = APIRouter()
 
     def add(path: str, serve: _Serve) -> None:
@@ -114,7 +110,7 @@ def page_router(*, clients: bool, admins: bool) -> APIRouter:
             add(page.path, _serving_docs(text))
         else:
             serve = _serving(text, _KINDS[".html"], page.headers)
-            add(page.path, _for_browsers(serve, paths) if page == START else serve)
+            add(page.path, _for_browsers(serve, gateway, paths) if page == START else serve)
         for name, content in files.items():
             kind = _KINDS[Path(name).suffix]
             add(f"{page.files_path}/{name}", _serving(content, kind, page.headers))
@@ -155,14 +151,13 @@ def _current(target: str, page: Page) -> str:
     return ' aria-current="page"' if target == page.path else ""
 
 
-def _for_browsers(serve: _Serve, paths: Collection[str]) -> _Serve:
+def _for_browsers(serve: _Serve, gateway: Gateway, paths: Collection[str]) -> _Serve:
     """Serve the start page to browsers, and to other clients JSON that names the pages."""
 
     async def negotiate(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             response = await serve(request)
         else:
-            gateway = await gateway_of(request)
             content = {
                 "name": "Paceline",
                 "version": version("paceline"),

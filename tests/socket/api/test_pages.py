@@ -35,7 +35,7 @@ def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_othe
         "base_path": "/v1",
         "key_required": False,
         "openapi": "/openapi.json",
-        "pages": ["/", "/dashboard", "/try", "/admin", "/docs"],
+        "pages": ["/", "/dashboard", "/try", "/docs", "/admin"],
     }
     assert page.headers["vary"] == told.headers["vary"] == "accept"
     for path in told.json()["pages"]:
