@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -43,8 +42,6 @@ from gateway.protocols.messages import MessagesFormat, error_body
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.responses import ResponsesService
 from gateway.proxy.token_count import TokenCounter
-from gateway.status.events import StatusFeed
-from gateway.status.render import DEFAULT_WINDOW, window_s
 from policies.document import PolicyInvalid
 from policies.error_messages import message_of
 
@@ -110,34 +107,26 @@ class GatewayApp(PortApp):
         self.proxy = ProxyHandler(gateway)
         self.responses = ResponsesService(gateway)
         self.admin_app: PortApp | None = None
-        take = status.snapshots(gateway, self.proxy)
-        self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
-        counter = TokenCounter(gateway, self.proxy.forwarder.connections)
+        self._status = status.StatusService(gateway, self.proxy)
         routers = [
-            status.probes(gateway, self.proxy),
-            status.status(gateway, take, self._status_feed),
-            *(models.router, recent_errors.own, workers.heartbeats),
-            explain.router,
-            messages.token_counts(counter),
-            responses.input_tokens(self.responses, counter),
-            responses.kept_responses(self.responses, self.proxy.load),
-            responses.conversations(self.responses),
+            *(status.probes, status.router, models.router, recent_errors.own, workers.heartbeats),
+            *(explain.router, messages.router, responses.router, responses.conversations),
         ]
         # Workers join on the main port.
-        drains = workers.drains(self.proxy.forwarder.move_streams)
-        admin_routers = [workers.router, drains, engines.router, policy.router]
-        admin_routers += [keys.router, usage.router]
-        admin_routers += [recent_errors.router]
+        admin_routers = [workers.router, engines.router, policy.router]
+        admin_routers += [keys.router, usage.router, recent_errors.router]
         main_pages = [pages.START, pages.DASHBOARD, pages.TRY, pages.DOCS]
         hosts = Hosts(gateway.settings)
         if gateway.settings.admin_port is None:
-            routers += [*admin_routers, pages.page_router(gateway, *main_pages, pages.ADMIN)]
+            routers += [*admin_routers, pages.page_router(*main_pages, pages.ADMIN)]
         else:
-            routers.append(pages.page_router(gateway, *main_pages))
-            admin_routers.append(pages.page_router(gateway, pages.ADMIN, pages.DOCS))
-            self.admin_app = PortApp(hosts, _build_fastapi(gateway, admin_routers, proxied=False))
-        fastapi = _build_fastapi(gateway, routers, proxied=True)
-        fastapi.state.load = self.proxy.load
+            routers.append(pages.page_router(*main_pages))
+            admin_routers.append(pages.page_router(pages.ADMIN, pages.DOCS))
+            admin = _build_fastapi(gateway, self.proxy, admin_routers, proxied=False)
+            self.admin_app = PortApp(hosts, admin)
+        fastapi = _build_fastapi(gateway, self.proxy, routers, proxied=True)
+        fastapi.state.status, fastapi.state.responses = self._status, self.responses
+        fastapi.state.counter = TokenCounter(gateway, self.upstream)
         origins = gateway.settings.allowed_origins
         super().__init__(hosts, fastapi, self.proxy, self.responses, origins)
 
@@ -146,46 +135,48 @@ class GatewayApp(PortApp):
         """Return the context that holds the connections to workers."""
         return self.proxy.forwarder.connections
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, check_s: float) -> list[Job]:
         """List the periodic jobs of the data plane."""
         return [
             Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True),
-            Job(work=self.responses.check, period_s=1.0),
-            Job(work=self.proxy.forwarder.end_silent, period_s=1.0),
+            Job(work=self.responses.check, period_s=check_s),
+            Job(work=self.proxy.forwarder.end_silent, period_s=check_s),
         ]
 
     def cut(self) -> None:
         """Cancel the requests that still run: streams end with an error event."""
         self.gateway.active_requests.cancel(errors.ShuttingDown())
-        self._status_feed.close()
+        self._status.feed.close()
 
     async def _measure_load(self) -> None:
         # Heartbeats may have been processed late by as much.
         self.gateway.fleet.compensate_stall(self.proxy.load.lag.measure())
 
 
-async def create_app(settings: Settings) -> GatewayApp:
+async def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> GatewayApp:
     """Build the gateway; its parts are not started. May raise `StartupError`."""
-    return GatewayApp(await build_gateway(settings))
+    return GatewayApp(await build_gateway(settings, clock))
 
 
-def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: bool) -> FastAPI:
+def _build_fastapi(
+    gateway: Gateway, proxy: ProxyHandler, routers: Iterable[APIRouter], *, proxied: bool
+) -> FastAPI:
     app = FastAPI(
         title="Paceline",
-        version=version("paceline"),
+        version=pages.VERSION,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,  # `openapi.published` adds the routes of the proxy
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
-    app.state.gateway = gateway
+    app.state.gateway, app.state.proxy = gateway, proxy
     app.state.proxied = proxied
-    app.state.openapi = document = openapi.OpenApiDocument(app, proxied=proxied)
+    app.state.openapi = openapi.OpenApiDocument(app, proxied=proxied)
     for error in (errors.GatewayError, PolicyInvalid, RequestValidationError, HTTPException):
         app.add_exception_handler(error, _render)
     app.add_exception_handler(Exception, _render)  # uvicorn logs it as well
     app.add_exception_handler(ClientDisconnected, _end)
-    for router in (*routers, openapi.published(document)):
+    for router in (*routers, openapi.router):
         # `include_router` would build each route a second time, half of the start of a gateway.
         app.router.routes.extend(router.routes)
     return app

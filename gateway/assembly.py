@@ -73,16 +73,21 @@ _READING_LIMIT_S = 30.0
 
 
 class Gateway:
-    """The parts of one gateway, built and closed in order; `open` loads the stored state."""
+    """The parts of one gateway, built and closed in order; `open` loads the stored state.
+
+    `clock` returns monotonic seconds.
+    """
 
     traces: Traces | None
     policy_store: PolicyStore
     policy_file: PolicyFileWatcher
 
-    def __init__(self, settings: Settings, redis: RedisClient | None) -> None:
+    def __init__(
+        self, settings: Settings, redis: RedisClient | None, clock: Callable[[], float]
+    ) -> None:
         self.settings = settings
         self.rng = rng = Random()  # noqa: S311  # breaks ties between equal workers
-        self.clock = clock = time.monotonic
+        self.clock = clock
         self.wall = wall = time.time
         """Seconds since 1970."""
         self.week_clock = WeekClock(wall)
@@ -274,7 +279,7 @@ def _listed_engines(settings: Settings) -> list[WatchedEngine]:
     ]
 
 
-async def build_gateway(settings: Settings) -> Gateway:
+async def build_gateway(settings: Settings, clock: Callable[[], float]) -> Gateway:
     """Build the parts and load the stored state; raise `StartupError`."""
     check_unique_ids(settings.workers)
     async with AsyncExitStack() as stack:
@@ -282,7 +287,7 @@ async def build_gateway(settings: Settings) -> Gateway:
         if settings.redis_url is not None:
             redis = RedisClient(settings.redis_url.get_secret_value())
             stack.push_async_callback(redis.close)
-        gateway = Gateway(settings, redis)
+        gateway = Gateway(settings, redis, clock)
         await gateway.open()
         await gateway.exit_stack.enter_async_context(stack.pop_all())
         return gateway

@@ -48,14 +48,18 @@ _PROBE_AFTER_S = 60
 _PROBE_INTERVAL_S = 15
 _PROBES = 4
 # For clients that have not read their responses when the server closes.
-_LAST_READS_S = 2
-_TICKS_PER_CHECK = 10
+_LAST_READS_S = 2.0
+_CLOSING_CHECK_S = 0.01
 _END_OF_HEAD = b"\r\n\r\n"
 _UPGRADE_HEADERS = frozenset((b"connection", b"upgrade", b"http2-settings"))
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
+
+
+CHECK_S = 1.0
+"""A connection that is over one of its time limits ends within this time more."""
 
 
 class NotHttp(ApiError, status=400, kind="invalid_request_error", code="invalid_http"):
@@ -296,6 +300,7 @@ class Server(uvicorn.Server):
         connection: type[BoundedProtocol] = BoundedProtocol,
         head_timeout_s: float = 10.0,
         write_timeout_s: float = 30.0,
+        check_s: float = CHECK_S,
     ) -> None:
         protocol = functools.partial(
             connection, head_timeout_s=head_timeout_s, write_timeout_s=write_timeout_s
@@ -312,10 +317,11 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_LAST_READS_S,
             )
         )
+        self._check_s = check_s
         self._listening = asyncio.Event()
+        self._ending = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def on(self, listener: socket.socket) -> AsyncIterator[None]:
@@ -328,7 +334,7 @@ class Server(uvicorn.Server):
                 self.serving.result()
             yield
         finally:
-            self.should_exit = True
+            self._ending.set()
             await self.serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -336,13 +342,31 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._listening.set()
 
-    async def on_tick(self, counter: int) -> bool:
-        """Check the time limits of all connections once a second."""
-        if counter % _TICKS_PER_CHECK == 0:
-            now_s = asyncio.get_running_loop().time()
-            for connection in tuple(self.server_state.connections):
-                connection.check(now_s)  # type: ignore[union-attr]  # all are of this module
-        return await super().on_tick(counter)
+    async def main_loop(self) -> None:
+        """Check the time limits of all connections once a second, until the end."""
+        while not self._ending.is_set():
+            await self.on_tick(0)
+            self._check_connections()  # in a frame of its own, which holds none of them for longer
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), self._check_s)
+
+    def _check_connections(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for connection in tuple(self.server_state.connections):
+            connection.check(now_s)  # type: ignore[union-attr]  # all are of this module
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listeners, and the connections once their clients have read their responses."""
+        for closing in (*self.servers, *(sockets or ())):
+            closing.close()
+        state, loop = self.server_state, asyncio.get_running_loop()
+        for connection in tuple(state.connections):
+            connection.shutdown()
+        until_s = loop.time() + _LAST_READS_S
+        while (state.connections or state.tasks) and loop.time() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(_CLOSING_CHECK_S)
+        for task in state.tasks:
+            task.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -157,10 +157,18 @@ def client_format(scope: Scope, sealer: Sealer) -> WireFormat:
     return MessagesFormat(sealer) if of_anthropic else CHAT
 
 
+async def load_of(request: Request) -> Load:
+    """Return the load of the gateway that serves the request."""
+    load: Load = request.app.state.proxy.load
+    return load
+
+
+CurrentLoad = Annotated[Load, Depends(load_of)]
+
+
 async def _bounded_body(
-    request: Request, gateway: CurrentGateway, api_key: CurrentKey
+    request: Request, gateway: CurrentGateway, api_key: CurrentKey, load: CurrentLoad
 ) -> AsyncIterator[bytes]:
-    load: Load = request.app.state.load
     settings = gateway.settings
     with load.counted() as hold:
         if (rate_limiter := api_key.rate_limiter) is not None:

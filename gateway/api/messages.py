@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -12,6 +15,17 @@ from gateway.errors import LimitReached, ModelUnknown, Overloaded, RefusedByWork
 from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
 
+router = data_router()
+
+
+async def counter_of(request: Request) -> TokenCounter:
+    """Return what counts the tokens of prompts for the gateway of the request."""
+    counter: TokenCounter = request.app.state.counter
+    return counter
+
+
+CurrentCounter = Annotated[TokenCounter, Depends(counter_of)]
+
 
 class TokenCount(TypedDict):
     """The tokens of a prompt."""
@@ -19,29 +33,27 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
-def token_counts(counter: TokenCounter) -> APIRouter:
-    """Return the route."""
-    router = data_router()
-
-    @router.post(
-        "/v1/messages/count_tokens",
-        responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, LimitReached, Overloaded),
-        openapi_extra=takes(ref("messages")),
-    )
-    async def count(
-        raw: CountedBody, response: Response, gateway: CurrentGateway, api_key: CurrentKey
-    ) -> TokenCount:
-        """Count the tokens of a message's prompt; a header says if the number is an estimate."""
-        policy = gateway.policy_store.current
-        messages_format = MessagesFormat(gateway.sealer)
-        inspected = messages_format.inspect(raw, policy, gateway.fleet.view())
-        api_key.check_model(inspected)
-        try:
-            count = await counter.count(inspected)
-        except RefusedByWorker as error:
-            raise messages_format.named(error) from None
-        if count.estimated:
-            response.headers[ESTIMATE_HEADER] = "true"
-        return {"input_tokens": count.tokens}
-
-    return router
+@router.post(
+    "/v1/messages/count_tokens",
+    responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, LimitReached, Overloaded),
+    openapi_extra=takes(ref("messages")),
+)
+async def count(
+    raw: CountedBody,
+    response: Response,
+    gateway: CurrentGateway,
+    api_key: CurrentKey,
+    counter: CurrentCounter,
+) -> TokenCount:
+    """Count the tokens of a message's prompt; a header says if the number is an estimate."""
+    policy = gateway.policy_store.current
+    messages_format = MessagesFormat(gateway.sealer)
+    inspected = messages_format.inspect(raw, policy, gateway.fleet.view())
+    api_key.check_model(inspected)
+    try:
+        count = await counter.count(inspected)
+    except RefusedByWorker as error:
+        raise messages_format.named(error) from None
+    if count.estimated:
+        response.headers[ESTIMATE_HEADER] = "true"
+    return {"input_tokens": count.tokens}

@@ -6,6 +6,7 @@ enters. Each file has a route of its own, so that no path of a client can select
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import html
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -19,9 +20,10 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api.auth import gateway_of
 from gateway.api.openapi import OpenApiDocument
-from gateway.assembly import Gateway
 
+VERSION = version("paceline")
 _Serve = Callable[[Request], Awaitable[Response]]
 _PAGES = Path(__file__).parents[1] / "pages"
 _KINDS = {
@@ -77,7 +79,12 @@ class Page(NamedTuple):
 
     path: str
     folders: tuple[str, ...]
-    headers: Mapping[str, str] = _HEADERS
+    sandboxed: bool = False
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers of the page and its files."""
+        return _DOCS_HEADERS if self.sandboxed else _HEADERS
 
     @property
     def files_path(self) -> str:
@@ -89,11 +96,12 @@ START = Page("/", ("start",))
 DASHBOARD = Page("/dashboard", ("dashboard", "vendor/uplot"))
 TRY = Page("/try", ("try",))
 ADMIN = Page("/admin", ("admin",))
-DOCS = Page("/docs", ("docs",), _DOCS_HEADERS)
+DOCS = Page("/docs", ("docs",), sandboxed=True)
 _SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
 
 
-def page_router(gateway: Gateway, *pages: Page) -> APIRouter:
+@functools.cache
+def page_router(*pages: Page) -> APIRouter:
     """Return a route for each file of these pages, which are all pages of one port."""
     router = APIRouter()
 
@@ -110,7 +118,7 @@ def page_router(gateway: Gateway, *pages: Page) -> APIRouter:
             add(page.path, _serving_docs(text))
         else:
             serve = _serving(text, _KINDS[".html"], page.headers)
-            add(page.path, _for_browsers(serve, gateway, paths) if page == START else serve)
+            add(page.path, _for_browsers(serve, paths) if page == START else serve)
         for name, content in files.items():
             kind = _KINDS[Path(name).suffix]
             add(f"{page.files_path}/{name}", _serving(content, kind, page.headers))
@@ -141,7 +149,7 @@ def _navigation(page: Page, paths: Collection[str]) -> bytes:
     text = (
         f'<a class="brand" href="{home}"{_current(home, page)}>'
         f'<img src="{page.files_path}/icon.svg" alt="" width="26" height="26">Paceline '
-        f'<span class="version">{html.escape(version("paceline"))}</span></a>\n'
+        f'<span class="version">{html.escape(VERSION)}</span></a>\n'
         f'<nav aria-label="Pages" id="navigation">{"".join(links)}</nav>'
     )
     return text.encode()
@@ -151,16 +159,17 @@ def _current(target: str, page: Page) -> str:
     return ' aria-current="page"' if target == page.path else ""
 
 
-def _for_browsers(serve: _Serve, gateway: Gateway, paths: Collection[str]) -> _Serve:
+def _for_browsers(serve: _Serve, paths: Collection[str]) -> _Serve:
     """Serve the start page to browsers, and to other clients JSON that names the pages."""
 
     async def negotiate(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             response = await serve(request)
         else:
+            gateway = await gateway_of(request)
             content = {
                 "name": "Paceline",
-                "version": version("paceline"),
+                "version": VERSION,
                 "base_path": "/v1",
                 "key_required": gateway.api_keys.required,
                 "openapi": "/openapi.json",

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Query
+from fastapi import Body, Depends, Query
 from pydantic import BaseModel, Field
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from gateway import errors
-from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, CurrentLoad, data_router
+from gateway.api.messages import CurrentCounter
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.protocols.openai import encode_json, parse
 from gateway.protocols.responses import (
@@ -25,7 +27,7 @@ from gateway.protocols.responses import (
 from gateway.proxy.kept_items import named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService
-from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
+from gateway.proxy.token_count import ESTIMATE_HEADER
 from policies.evaluate import ANY_MODEL
 from policies.request.fields import FieldError
 
@@ -35,8 +37,20 @@ _ENCRYPTED = "reasoning.encrypted_content"
 _NEW_ITEMS_LIMIT = 20
 """As at OpenAI."""
 
+router = data_router("/v1/responses")
+conversations = data_router("/v1/conversations")
+
 Include = Annotated[list[str], Query(max_length=16)]
 Fields = Annotated[dict[str, Any], Body()]
+
+
+async def service_of(request: Request) -> ResponsesService:
+    """Return what keeps the responses of the gateway of the request."""
+    service: ResponsesService = request.app.state.responses
+    return service
+
+
+CurrentService = Annotated[ResponsesService, Depends(service_of)]
 
 
 class PageRequest(BaseModel):
@@ -74,205 +88,227 @@ class ItemList(TypedDict):
     has_more: bool
 
 
-def input_tokens(service: ResponsesService, counter: TokenCounter) -> APIRouter:
-    """Return the routes that take the body of a request and answer no chat."""
-    router = data_router("/v1/responses")
+@router.post("/compact", responses=failures(*FOR_CLIENTS, errors.EndpointUnserved))
+async def compact() -> None:
+    """Refuse to compact a conversation: only OpenAI's models read what that returns."""
+    raise errors.EndpointUnserved(
+        "This gateway does not serve /v1/responses/compact. Ask the model for a summary, or "
+        "set 'truncation' to 'auto'."
+    )
 
-    @router.post("/compact", responses=failures(*FOR_CLIENTS, errors.EndpointUnserved))
-    async def compact() -> None:
-        """Refuse to compact a conversation: only OpenAI's models read what that returns."""
-        raise errors.EndpointUnserved(
-            "This gateway does not serve /v1/responses/compact. Ask the model for a summary, or "
-            "set 'truncation' to 'auto'."
+
+@router.post(
+    "/input_tokens",
+    responses=failures(*_CHANGED, errors.ModelUnknown, errors.LimitReached, errors.Overloaded),
+    openapi_extra=takes(ref("responses")),
+)
+async def count_tokens(
+    raw: CountedBody,
+    response: Response,
+    *,
+    gateway: CurrentGateway,
+    api_key: CurrentKey,
+    counter: CurrentCounter,
+    service: CurrentService,
+) -> InputTokens:
+    """Count the tokens of a request's prompt; a header says if the number is an estimate."""
+    body = {"model": ANY_MODEL, "input": []} | {
+        name: value for name, value in parse(raw).items() if name != "personality"
+    }
+    exchange = service.exchange()
+    await exchange.open(encode_json(body), api_key.caller.key)
+    inspected = exchange.format.inspect(b"", gateway.policy_store.current, gateway.fleet.view())
+    api_key.check_model(inspected)
+    try:
+        count = await counter.count(inspected)
+    except errors.RefusedByWorker as error:
+        raise exchange.format.named(error) from None
+    if count.estimated:
+        response.headers[ESTIMATE_HEADER] = "true"
+    return {"object": "response.input_tokens", "input_tokens": count.tokens}
+
+
+@router.get(
+    "/{response_id}",
+    responses=failures(*_KEPT, errors.Overloaded),
+    response_model=dict[str, Any],
+)
+async def show(
+    response_id: str,
+    api_key: CurrentKey,
+    *,
+    service: CurrentService,
+    load: CurrentLoad,
+    include: Include = [],  # noqa: B006 - FastAPI copies it
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Json | Response:
+    """Show a kept response, or stream the events of one in the background again."""
+    owner = api_key.caller.key
+    running = service.background(owner, response_id)
+    if stream:
+        if running is None or running.log is None:
+            await service.kept.response(owner, response_id)
+            raise errors.FieldInvalid(
+                "Only a response in the background of this gateway can be streamed again.",
+                param="stream",
+            )
+        with load.counted():
+            pass  # an overloaded gateway says so before the head of the stream
+        events = _follow(running.log, starting_after, load)
+        return StreamingResponse(events, media_type="text/event-stream")
+    if running is not None and running.log is not None and not running.log.closed:
+        return running.response
+    return _shown_response(await service.kept.response(owner, response_id), include)
+
+
+@router.delete("/{response_id}", responses=failures(*_KEPT))
+async def delete(response_id: str, api_key: CurrentKey, service: CurrentService) -> Deleted:
+    """Delete a kept response; one that still runs in the background is cancelled."""
+    owner = api_key.caller.key
+    if (running := service.background(owner, response_id)) is not None:
+        await running.cancel()
+        service.forget(running)
+    await service.kept.delete_response(owner, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/{response_id}/cancel", responses=failures(*_KEPT), response_model=dict[str, Any])
+async def cancel(response_id: str, api_key: CurrentKey, service: CurrentService) -> Json:
+    """Cancel a response in the background."""
+    owner = api_key.caller.key
+    if (running := service.background(owner, response_id)) is not None:
+        await running.cancel()
+    record = await service.kept.response(owner, response_id)
+    if not record["response"]["background"]:
+        raise errors.FieldInvalid(
+            "Only a response in the background can be cancelled.", param="response_id"
         )
-
-    @router.post(
-        "/input_tokens",
-        responses=failures(*_CHANGED, errors.ModelUnknown, errors.LimitReached, errors.Overloaded),
-        openapi_extra=takes(ref("responses")),
-    )
-    async def count_tokens(
-        raw: CountedBody, response: Response, gateway: CurrentGateway, api_key: CurrentKey
-    ) -> InputTokens:
-        """Count the tokens of a request's prompt; a header says if the number is an estimate."""
-        body = {"model": ANY_MODEL, "input": []} | {
-            name: value for name, value in parse(raw).items() if name != "personality"
-        }
-        exchange = service.exchange()
-        await exchange.open(encode_json(body), api_key.caller.key)
-        inspected = exchange.format.inspect(b"", gateway.policy_store.current, gateway.fleet.view())
-        api_key.check_model(inspected)
-        try:
-            count = await counter.count(inspected)
-        except errors.RefusedByWorker as error:
-            raise exchange.format.named(error) from None
-        if count.estimated:
-            response.headers[ESTIMATE_HEADER] = "true"
-        return {"object": "response.input_tokens", "input_tokens": count.tokens}
-
-    return router
+    if running is None and record["response"]["status"] in ("queued", "in_progress"):
+        raise errors.FieldInvalid(
+            "The response runs at another gateway, which alone can cancel it.",
+            param="response_id",
+        )
+    return _shown_response(record, ())
 
 
-def kept_responses(service: ResponsesService, load: Load) -> APIRouter:
-    """Return the routes of kept responses."""
-    router = data_router("/v1/responses")
-    kept = service.kept
-
-    @router.get(
-        "/{response_id}",
-        responses=failures(*_KEPT, errors.Overloaded),
-        response_model=dict[str, Any],
-    )
-    async def show(
-        response_id: str,
-        api_key: CurrentKey,
-        include: Include = [],  # noqa: B006 - FastAPI copies it
-        stream: bool = False,
-        starting_after: Annotated[int, Query(ge=-1)] = -1,
-    ) -> Json | Response:
-        """Show a kept response, or stream the events of one in the background again."""
-        owner = api_key.caller.key
-        running = service.background(owner, response_id)
-        if stream:
-            if running is None or running.log is None:
-                await kept.response(owner, response_id)
-                raise errors.FieldInvalid(
-                    "Only a response in the background of this gateway can be streamed again.",
-                    param="stream",
-                )
-            with load.counted():
-                pass  # an overloaded gateway says so before the head of the stream
-            events = _follow(running.log, starting_after, load)
-            return StreamingResponse(events, media_type="text/event-stream")
-        if running is not None and running.log is not None and not running.log.closed:
-            return running.response
-        return _shown_response(await kept.response(owner, response_id), include)
-
-    @router.delete("/{response_id}", responses=failures(*_KEPT))
-    async def delete(response_id: str, api_key: CurrentKey) -> Deleted:
-        """Delete a kept response; one that still runs in the background is cancelled."""
-        owner = api_key.caller.key
-        if (running := service.background(owner, response_id)) is not None:
-            await running.cancel()
-            service.forget(running)
-        await kept.delete_response(owner, response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
-
-    @router.post("/{response_id}/cancel", responses=failures(*_KEPT), response_model=dict[str, Any])
-    async def cancel(response_id: str, api_key: CurrentKey) -> Json:
-        """Cancel a response in the background."""
-        owner = api_key.caller.key
-        if (running := service.background(owner, response_id)) is not None:
-            await running.cancel()
-        record = await kept.response(owner, response_id)
-        if not record["response"]["background"]:
-            raise errors.FieldInvalid(
-                "Only a response in the background can be cancelled.", param="response_id"
-            )
-        if running is None and record["response"]["status"] in ("queued", "in_progress"):
-            raise errors.FieldInvalid(
-                "The response runs at another gateway, which alone can cancel it.",
-                param="response_id",
-            )
-        return _shown_response(record, ())
-
-    @router.get("/{response_id}/input_items", responses=failures(*_KEPT))
-    async def input_items(
-        response_id: str, api_key: CurrentKey, page: Annotated[PageRequest, Query()]
-    ) -> ItemList:
-        """List the items of a response's input."""
-        record = await kept.response(api_key.caller.key, response_id)
-        return _page(record["input"], page)
-
-    return router
+@router.get("/{response_id}/input_items", responses=failures(*_KEPT))
+async def input_items(
+    response_id: str,
+    api_key: CurrentKey,
+    service: CurrentService,
+    page: Annotated[PageRequest, Query()],
+) -> ItemList:
+    """List the items of a response's input."""
+    record = await service.kept.response(api_key.caller.key, response_id)
+    return _page(record["input"], page)
 
 
-def conversations(service: ResponsesService) -> APIRouter:
-    """Return the routes of conversations and their items."""
-    router = data_router("/v1/conversations")
-    kept = service.kept
+@conversations.post("", responses=failures(*_CHANGED), response_model=dict[str, Any])
+async def create_conversation(
+    api_key: CurrentKey,
+    service: CurrentService,
+    fields: Fields = {},  # noqa: B006
+) -> Json:
+    """Create a conversation, with items or without."""
+    _check_names(fields, "items", "metadata")
+    items = _new_items(fields.get("items") or [])
+    metadata = _metadata(fields)
+    return _shown(await service.kept.create_conversation(api_key.caller.key, items, metadata))
 
-    @router.post("", responses=failures(*_CHANGED), response_model=dict[str, Any])
-    async def create(api_key: CurrentKey, fields: Fields = {}) -> Json:  # noqa: B006
-        """Create a conversation, with items or without."""
-        _check_names(fields, "items", "metadata")
-        items = _new_items(fields.get("items") or [])
-        metadata = _metadata(fields)
-        return _shown(await kept.create_conversation(api_key.caller.key, items, metadata))
 
-    @router.get("/{conversation_id}", responses=failures(*_KEPT), response_model=dict[str, Any])
-    async def show(conversation_id: str, api_key: CurrentKey) -> Json:
-        """Show a conversation."""
-        return _shown(await kept.conversation(api_key.caller.key, conversation_id))
+@conversations.get("/{conversation_id}", responses=failures(*_KEPT), response_model=dict[str, Any])
+async def show_conversation(
+    conversation_id: str, api_key: CurrentKey, service: CurrentService
+) -> Json:
+    """Show a conversation."""
+    return _shown(await service.kept.conversation(api_key.caller.key, conversation_id))
 
-    @router.post("/{conversation_id}", responses=failures(*_CHANGED), response_model=dict[str, Any])
-    async def update(conversation_id: str, api_key: CurrentKey, fields: Fields) -> Json:
-        """Replace the metadata of a conversation."""
-        _check_names(fields, "metadata")
-        metadata = _metadata(fields)
 
-        def replace(conversation: Json) -> None:
-            conversation["metadata"] = metadata
+@conversations.post(
+    "/{conversation_id}", responses=failures(*_CHANGED), response_model=dict[str, Any]
+)
+async def update_conversation(
+    conversation_id: str, api_key: CurrentKey, service: CurrentService, fields: Fields
+) -> Json:
+    """Replace the metadata of a conversation."""
+    _check_names(fields, "metadata")
+    metadata = _metadata(fields)
 
-        return _shown(await kept.change(api_key.caller.key, conversation_id, replace))
+    def replace(conversation: Json) -> None:
+        conversation["metadata"] = metadata
 
-    @router.delete("/{conversation_id}", responses=failures(*_KEPT))
-    async def delete(conversation_id: str, api_key: CurrentKey) -> Deleted:
-        """Delete a conversation; the responses in it stay."""
-        await kept.delete_conversation(api_key.caller.key, conversation_id)
-        return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+    return _shown(await service.kept.change(api_key.caller.key, conversation_id, replace))
 
-    @router.get("/{conversation_id}/items", responses=failures(*_KEPT))
-    async def list_items(
-        conversation_id: str, api_key: CurrentKey, page: Annotated[PageRequest, Query()]
-    ) -> ItemList:
-        """List the items of a conversation."""
-        conversation = await kept.conversation(api_key.caller.key, conversation_id)
-        return _page(conversation["items"], page)
 
-    @router.post("/{conversation_id}/items", responses=failures(*_CHANGED))
-    async def add_items(
-        conversation_id: str,
-        api_key: CurrentKey,
-        fields: Fields,
-        include: Include = [],  # noqa: B006
-    ) -> ItemList:
-        """Add items to a conversation."""
-        _check_names(fields, "items")
-        items = named_items(_new_items(fields.get("items")))
-        await kept.add_items(api_key.caller.key, conversation_id, items)
-        return _page(items, PageRequest(limit=100, order="asc", include=include))
+@conversations.delete("/{conversation_id}", responses=failures(*_KEPT))
+async def delete_conversation(
+    conversation_id: str, api_key: CurrentKey, service: CurrentService
+) -> Deleted:
+    """Delete a conversation; the responses in it stay."""
+    await service.kept.delete_conversation(api_key.caller.key, conversation_id)
+    return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
-    @router.get(
-        "/{conversation_id}/items/{item_id}",
-        responses=failures(*_KEPT),
-        response_model=dict[str, Any],
-    )
-    async def show_item(
-        conversation_id: str,
-        item_id: str,
-        api_key: CurrentKey,
-        include: Include = [],  # noqa: B006
-    ) -> Json:
-        """Show an item of a conversation."""
-        conversation = await kept.conversation(api_key.caller.key, conversation_id)
-        found = conversation["items"][_place(conversation["items"], item_id)]
-        return shown_item(found, encrypted=_ENCRYPTED in include)
 
-    @router.delete(
-        "/{conversation_id}/items/{item_id}",
-        responses=failures(*_KEPT),
-        response_model=dict[str, Any],
-    )
-    async def delete_item(conversation_id: str, item_id: str, api_key: CurrentKey) -> Json:
-        """Delete an item of a conversation."""
+@conversations.get("/{conversation_id}/items", responses=failures(*_KEPT))
+async def list_items(
+    conversation_id: str,
+    api_key: CurrentKey,
+    service: CurrentService,
+    page: Annotated[PageRequest, Query()],
+) -> ItemList:
+    """List the items of a conversation."""
+    conversation = await service.kept.conversation(api_key.caller.key, conversation_id)
+    return _page(conversation["items"], page)
 
-        def drop(conversation: Json) -> None:
-            del conversation["items"][_place(conversation["items"], item_id)]
 
-        return _shown(await kept.change(api_key.caller.key, conversation_id, drop))
+@conversations.post("/{conversation_id}/items", responses=failures(*_CHANGED))
+async def add_items(
+    conversation_id: str,
+    api_key: CurrentKey,
+    service: CurrentService,
+    fields: Fields,
+    include: Include = [],  # noqa: B006
+) -> ItemList:
+    """Add items to a conversation."""
+    _check_names(fields, "items")
+    items = named_items(_new_items(fields.get("items")))
+    await service.kept.add_items(api_key.caller.key, conversation_id, items)
+    return _page(items, PageRequest(limit=100, order="asc", include=include))
 
-    return router
+
+@conversations.get(
+    "/{conversation_id}/items/{item_id}",
+    responses=failures(*_KEPT),
+    response_model=dict[str, Any],
+)
+async def show_item(
+    conversation_id: str,
+    item_id: str,
+    api_key: CurrentKey,
+    service: CurrentService,
+    include: Include = [],  # noqa: B006
+) -> Json:
+    """Show an item of a conversation."""
+    conversation = await service.kept.conversation(api_key.caller.key, conversation_id)
+    found = conversation["items"][_place(conversation["items"], item_id)]
+    return shown_item(found, encrypted=_ENCRYPTED in include)
+
+
+@conversations.delete(
+    "/{conversation_id}/items/{item_id}",
+    responses=failures(*_KEPT),
+    response_model=dict[str, Any],
+)
+async def delete_item(
+    conversation_id: str, item_id: str, api_key: CurrentKey, service: CurrentService
+) -> Json:
+    """Delete an item of a conversation."""
+
+    def drop(conversation: Json) -> None:
+        del conversation["items"][_place(conversation["items"], item_id)]
+
+    return _shown(await service.kept.change(api_key.caller.key, conversation_id, drop))
 
 
 async def _follow(log: EventLog, after: int, load: Load) -> AsyncIterator[bytes]:

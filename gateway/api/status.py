@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.auth import CurrentKey, check_data_key, data_router
+from gateway.api.auth import CurrentGateway, CurrentKey, check_data_key, data_router
 from gateway.api.gauges import Gauges
 from gateway.api.openapi import FOR_CLIENTS, Responses, failures
 from gateway.assembly import Gateway
@@ -39,8 +40,12 @@ from gateway.telemetry.prometheus import GatewayMetrics, WorkerMetrics, expositi
 
 READERS_LIMIT = 64
 """Of requests for `/metrics`, and for `/v1/status`, that are answered at a time."""
-Take = Callable[[float], Awaitable[Status]]
-"""Takes a snapshot with statistics of a window in seconds."""
+probes = APIRouter()
+"""For load balancers and Prometheus, which need no key."""
+router = data_router()
+_NOT_READY: Responses = {
+    503: {"description": "No ready worker, or stopping.", "content": {"text/plain": {}}}
+}
 _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
     Reason.START: "shipped",
     Reason.FILE: "file",
@@ -67,77 +72,21 @@ class Readers:
             self._count -= 1
 
 
-def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
-    """Return the routes for load balancers and Prometheus, which need no key."""
-    router = APIRouter()
+class StatusService:
+    """What one gateway shows of its state."""
 
-    @router.get("/livez", response_class=PlainTextResponse, responses=failures())
-    async def livez() -> PlainTextResponse:
-        """Report that the process runs."""
-        return PlainTextResponse("alive\n")
+    def __init__(self, gateway: Gateway, proxy: ProxyHandler) -> None:
+        self._gateway = gateway
+        self._proxy = proxy
+        self._began_s = gateway.clock()
+        self.feed = StatusFeed(functools.partial(self.take, window_s(DEFAULT_WINDOW)))
+        self.readers, self.scrapers = Readers(), Readers()
+        self.metrics = SharedRuns(self._render_metrics)
+        """Returns the metrics, rendered once for all who call at a time."""
 
-    not_ready: Responses = {
-        503: {
-            "description": "No ready worker, or stopping.",
-            "content": {"text/plain": {}},
-        }
-    }
-
-    # "/health" as in vLLM and SGLang: load generators call it first.
-    @router.get("/health", response_class=PlainTextResponse, responses=failures() | not_ready)
-    @router.get("/readyz", response_class=PlainTextResponse, responses=failures() | not_ready)
-    async def readyz() -> PlainTextResponse:
-        """Report whether a worker can answer requests."""
-        if gateway.lame_duck:
-            return PlainTextResponse("stopping\n", status_code=503)
-        if not gateway.fleet.view().workers:
-            starting = starting_workers(gateway.fleet)
-            text = f"starting: {starting}\n" if starting else "no worker\n"
-            return PlainTextResponse(text, status_code=503)
-        why = gateway.cluster_sync.problem
-        return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
-
-    async def render_metrics() -> bytes:
-        await gateway.control.refresh_all()
-        reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
-        return exposition(
-            GatewayMetrics(gateway.accounting),
-            WorkerMetrics(reports, counts),
-            Gauges(gateway, proxy),
-        )
-
-    metrics_text, readers = SharedRuns(render_metrics), Readers()
-
-    @router.get("/metrics", response_class=PlainTextResponse, responses=failures(Overloaded))
-    async def metrics() -> Response:
-        """Show the metrics in the format of Prometheus."""
-        with readers.admit():
-            text = await metrics_text()
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
-
-    return router
-
-
-class StatusStream(Response):
-    """The status as a stream of events, for as long as the key allows it."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, feed: StatusFeed, allowed: Callable[[], Awaitable[None]]) -> None:
-        super().__init__()
-        self._feed = feed
-        self._allowed = allowed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Write events directly to the connection, as the proxy does."""
-        await self._feed.stream_to(scope, self._allowed)
-
-
-def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
-    """Return a function that takes one snapshot of the status."""
-    began_s = gateway.clock()
-
-    async def take(length_s: float) -> Status:
+    async def take(self, length_s: float) -> Status:
+        """Take a snapshot with statistics of a window in seconds."""
+        gateway, proxy = self._gateway, self._proxy
         await gateway.control.refresh_all()
         reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
         # No await from here on, so that all values are of one moment.
@@ -160,7 +109,7 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
             gateway=GatewayStatus(
                 ready=not lame_duck and bool(gateway.fleet.view().workers),
                 stopping=lame_duck,
-                uptime_s=round(gateway.clock() - began_s, 3),
+                uptime_s=round(gateway.clock() - self._began_s, 3),
                 requests_in_flight=proxy.load.requests,
                 event_loop_lag_s=round(proxy.load.lag.worst_s, 4),
                 added_latency_s=window.added_latency_s,
@@ -177,54 +126,108 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
             **fleet.render(),
         )
 
-    return take
+    async def _render_metrics(self) -> bytes:
+        gateway = self._gateway
+        await gateway.control.refresh_all()
+        reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
+        return exposition(
+            GatewayMetrics(gateway.accounting),
+            WorkerMetrics(reports, counts),
+            Gauges(gateway, self._proxy),
+        )
 
 
-def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
-    """Return the routes of the status: one snapshot, and a stream of events."""
+async def service_of(request: Request) -> StatusService:
+    """Return what shows the state of the gateway of the request."""
+    service: StatusService = request.app.state.status
+    return service
 
-    async def check_unrestricted(api_key: CurrentKey) -> None:
-        if not api_key.unrestricted:
-            raise NotAllowedHere(
-                "This API key is restricted to some models or pools, so it cannot read the status."
-            )
 
-    async def check_again(request: Request) -> None:
+CurrentService = Annotated[StatusService, Depends(service_of)]
+
+
+@probes.get("/livez", response_class=PlainTextResponse, responses=failures())
+async def livez() -> PlainTextResponse:
+    """Report that the process runs."""
+    return PlainTextResponse("alive\n")
+
+
+# "/health" as in vLLM and SGLang: load generators call it first.
+@probes.get("/health", response_class=PlainTextResponse, responses=failures() | _NOT_READY)
+@probes.get("/readyz", response_class=PlainTextResponse, responses=failures() | _NOT_READY)
+async def readyz(gateway: CurrentGateway) -> PlainTextResponse:
+    """Report whether a worker can answer requests."""
+    if gateway.lame_duck:
+        return PlainTextResponse("stopping\n", status_code=503)
+    if not gateway.fleet.view().workers:
+        starting = starting_workers(gateway.fleet)
+        text = f"starting: {starting}\n" if starting else "no worker\n"
+        return PlainTextResponse(text, status_code=503)
+    why = gateway.cluster_sync.problem
+    return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
+
+
+@probes.get("/metrics", response_class=PlainTextResponse, responses=failures(Overloaded))
+async def metrics(service: CurrentService) -> Response:
+    """Show the metrics in the format of Prometheus."""
+    with service.scrapers.admit():
+        text = await service.metrics()
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def _check_unrestricted(api_key: CurrentKey) -> None:
+    if not api_key.unrestricted:
+        raise NotAllowedHere(
+            "This API key is restricted to some models or pools, so it cannot read the status."
+        )
+
+
+@router.get(
+    "/v1/status",
+    response_model=Status,
+    dependencies=[Depends(_check_unrestricted)],
+    responses=failures(*FOR_CLIENTS, NotAllowedHere, FieldInvalid, Overloaded),
+)
+async def whole(
+    request: Request, service: CurrentService, window: str = DEFAULT_WINDOW
+) -> Response:
+    """Show the state of the gateway, its workers, pools and models."""
+    given = [name for name, _ in request.query_params.multi_items()]
+    if given not in ([], ["window"]):
+        raise FieldInvalid("The only query parameter is 'window', at most once.", param="window")
+    length_s = window_s(window)
+    with service.readers.admit():
+        state = await service.take(length_s)
+        return Response(state.model_dump_json(), media_type="application/json")
+
+
+class StatusStream(Response):
+    """The status as a stream of events, for as long as the key allows it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: StatusFeed, allowed: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self._feed = feed
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Write events directly to the connection, as the proxy does."""
+        await self._feed.stream_to(scope, self._allowed)
+
+
+@router.get(
+    "/v1/status/events",
+    dependencies=[Depends(_check_unrestricted)],
+    status_code=200,
+    response_class=StatusStream,
+    responses=failures(*FOR_CLIENTS, NotAllowedHere, ShuttingDown, TooManyViewers),
+)
+async def events(request: Request, gateway: CurrentGateway, service: CurrentService) -> Response:
+    """Stream the state, once a second."""
+
+    async def check_again() -> None:
         check_data_key(request, gateway)
-        await check_unrestricted(request.state.api_key)
+        await _check_unrestricted(request.state.api_key)
 
-    readers = Readers()
-    router = data_router()
-    access = [Depends(check_unrestricted)]
-    refused = (*FOR_CLIENTS, NotAllowedHere)
-
-    @router.get(
-        "/v1/status",
-        response_model=Status,
-        dependencies=access,
-        responses=failures(*refused, FieldInvalid, Overloaded),
-    )
-    async def whole(request: Request, window: str = DEFAULT_WINDOW) -> Response:
-        """Show the state of the gateway, its workers, pools and models."""
-        given = [name for name, _ in request.query_params.multi_items()]
-        if given not in ([], ["window"]):
-            raise FieldInvalid(
-                "The only query parameter is 'window', at most once.", param="window"
-            )
-        length_s = window_s(window)
-        with readers.admit():
-            state = await take(length_s)
-            return Response(state.model_dump_json(), media_type="application/json")
-
-    @router.get(
-        "/v1/status/events",
-        dependencies=access,
-        status_code=200,
-        response_class=StatusStream,
-        responses=failures(*refused, ShuttingDown, TooManyViewers),
-    )
-    async def events(request: Request) -> Response:
-        """Stream the state, once a second."""
-        return StatusStream(feed, lambda: check_again(request))
-
-    return router
+    return StatusStream(service.feed, check_again)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, NotRequired
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Query
+from fastapi import Query
+from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, admin_router, worker_router
@@ -23,6 +23,7 @@ from gateway.errors import (
 )
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
+from gateway.proxy.forward import Forwarder
 from gateway.status.render import worker_state
 from gateway.storage.counters import GONE_WORKERS
 from workers.protocol import EARLIER_BOOTS, PROTOCOL, WorkerReport, speaks
@@ -184,28 +185,25 @@ async def clear_prefix_cache(worker_id: str, gateway: CurrentGateway) -> None:
     await gateway.prefix_deletion.clear(worker_id)
 
 
-def drains(move_streams: Callable[[str], int]) -> APIRouter:
-    """Return the route that drains a worker; `move_streams` lets its streams go on elsewhere."""
-    router = admin_router(PREFIX)
-
-    @router.post("/{worker_id}/drain", responses=_CHANGE)
-    async def drain(
-        worker_id: str,
-        author: Author,
-        gateway: CurrentGateway,
-        timeout_s: Annotated[int, Query(ge=0, le=600, description="The longest wait.")] = 30,
-        move: Annotated[
-            bool, Query(description="Let its streams of this gateway go on at other workers.")
-        ] = False,
-    ) -> DrainedWorker:
-        """Cordon a worker and wait for its requests to end."""
-        await gateway.cordons.add(worker_id, author)
-        moved = move_streams(worker_id) if move else 0
-        drained = await gateway.cordons.drain(worker_id, author, timeout_s)
-        worker = _worker(gateway, worker_id, _member(gateway, worker_id))
-        return {"drained": drained, "moved": moved, **worker}
-
-    return router
+@router.post("/{worker_id}/drain", responses=_CHANGE)
+async def drain(
+    worker_id: str,
+    author: Author,
+    *,
+    gateway: CurrentGateway,
+    request: Request,
+    timeout_s: Annotated[int, Query(ge=0, le=600, description="The longest wait.")] = 30,
+    move: Annotated[
+        bool, Query(description="Let its streams of this gateway go on at other workers.")
+    ] = False,
+) -> DrainedWorker:
+    """Cordon a worker and wait for its requests to end."""
+    await gateway.cordons.add(worker_id, author)
+    forwarder: Forwarder = request.app.state.proxy.forwarder
+    moved = forwarder.move_streams(worker_id) if move else 0
+    drained = await gateway.cordons.drain(worker_id, author, timeout_s)
+    worker = _worker(gateway, worker_id, _member(gateway, worker_id))
+    return {"drained": drained, "moved": moved, **worker}
 
 
 def _member(gateway: Gateway, worker_id: str) -> WorkerState | None:

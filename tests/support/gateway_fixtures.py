@@ -22,6 +22,7 @@ from tests.support.policies import PolicyAdmin
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
+from workers.http import CHECK_S
 
 MakeClusterGateway = Callable[[], RunningGateway]
 
@@ -211,8 +212,11 @@ def make_gateway(tmp_path: Path) -> Iterator[MakeGateway]:
     """Return a function that starts a gateway with given settings until the end of the test."""
     with ExitStack() as running:
 
-        def make(*workers: ScriptedWorker, **settings: object) -> RunningGateway:
-            started = running.enter_context(RunningGateway(make_settings(tmp_path, **settings)))
+        def make(
+            *workers: ScriptedWorker, check_s: float = CHECK_S, **settings: object
+        ) -> RunningGateway:
+            gateway = RunningGateway(make_settings(tmp_path, **settings), check_s)
+            started = running.enter_context(gateway)
             for worker_ in workers:
                 started.join(worker_)
             return started

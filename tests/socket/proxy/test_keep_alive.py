@@ -14,7 +14,6 @@ import httpx
 import openai
 import pytest
 
-import workers.http
 from tests.support.compose_stack import free_port
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.nginx import nginx_process, require_nginx
@@ -46,12 +45,6 @@ http {{
     }}
 }}
 """
-
-
-@pytest.fixture(autouse=True)
-def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check all connections each 0.1 s, not each second."""
-    monkeypatch.setattr(workers.http, "_TICKS_PER_CHECK", 1)
 
 
 @pytest.fixture
