@@ -53,6 +53,9 @@ def test_each_command_exists(command: list[str]) -> None:
             paceline.commands[name].make_context(name, options, parent)
     elif program == ".venv/bin/python" and arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]) is not None
+    elif program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(f"\n{target}: ##" in makefile for target in arguments)
     else:
         assert program in (".venv/bin/python", "scripts/setup")
     for path in arguments:
