@@ -32,7 +32,7 @@ from gateway.api import (
     workers,
 )
 from gateway.api.auth import client_format
-from gateway.assembly import LOOP_CHECK_S, Gateway, build_gateway
+from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gateway
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
 from gateway.http.downstream import ClientDisconnected, response_writer
@@ -164,9 +164,9 @@ class GatewayApp(PortApp):
         self.gateway.fleet.compensate_stall(self.proxy.load.lag.measure())
 
 
-async def create_app(settings: Settings) -> GatewayApp:
+async def create_app(settings: Settings, timing: Timing = TIMING) -> GatewayApp:
     """Build the gateway; its parts are not started. May raise `StartupError`."""
-    return GatewayApp(await build_gateway(settings))
+    return GatewayApp(await build_gateway(settings, timing))
 
 
 def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: bool) -> FastAPI:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import httpx
 
 from gateway.app import PortApp, create_app
+from gateway.assembly import TIMING, Timing
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_secrets, ensure_secrets, local_url
 from gateway.errors import StartupError
@@ -58,6 +59,7 @@ async def serve(
     *,
     shutdown: Shutdown,
     started: Callable[[Listening], None] = lambda _listening: None,
+    timing: Timing = TIMING,
 ) -> None:
     """Serve until `shutdown` is requested and running requests have ended; raise `StartupError`.
 
@@ -73,7 +75,7 @@ async def serve(
         if settings.admin_port is not None:
             names = "PACELINE_ADMIN_HOST", "PACELINE_ADMIN_PORT"
             admin_listener = await _listen(stack, settings.admin_host, settings.admin_port, *names)
-        app = await create_app(settings)
+        app = await create_app(settings, timing)
         gateway = app.gateway
         await stack.enter_async_context(gateway.started(app.upstream, app.jobs()))
         if not is_loopback(settings.host):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 START_S = 1_000_000.0
 """Far from zero, so that a wrong sign or operand changes a result."""
 
@@ -18,3 +21,18 @@ class FakeClock:
     def advance(self, by_s: float) -> None:
         """Move the clock forward."""
         self.now_s += by_s
+
+
+class MovedClock:
+    """The clock of this machine, which a test moves forward."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._moved_s = 0.0
+
+    def __call__(self) -> float:
+        return self._clock() + self._moved_s
+
+    def advance(self, by_s: float) -> None:
+        """Move the clock forward."""
+        self._moved_s += by_s

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
+from gateway.assembly import TIMING, Timing
 from gateway.config.settings import Settings
 from gateway.event_loop import run
 from gateway.server import Listening, serve
@@ -24,8 +25,8 @@ from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from workers.lifecycle import Shutdown
 
 ADMIN_KEY = "the-admin-key-of-all-gateways"
-_HEARTBEATS = 5
 """The key of gateways that share a Redis; others store one in their state folder."""
+_HEARTBEATS = 5
 
 
 @contextlib.contextmanager
@@ -68,8 +69,9 @@ def _await_end(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> Non
 class RunningGateway:
     """A gateway in a thread, as `paceline gateway` runs it, with a client and an admin client."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, timing: Timing = TIMING) -> None:
         self._settings = settings
+        self._timing = timing
         self.state_dir = settings.state_dir
         self._listening: Future[Listening] = Future()
         self.loop: asyncio.AbstractEventLoop
@@ -154,7 +156,10 @@ class RunningGateway:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             self._shutdown = Shutdown()
-            await serve(self._settings, shutdown=self._shutdown, started=self._listening.set_result)
+            started = self._listening.set_result
+            await serve(
+                self._settings, shutdown=self._shutdown, started=started, timing=self._timing
+            )
 
         try:
             run(main())
