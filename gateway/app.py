@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -31,7 +30,7 @@ from gateway.api import (
     workers,
 )
 from gateway.api.auth import client_format
-from gateway.assembly import LOOP_CHECK_S, Gateway, build_gateway
+from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gateway
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
 from gateway.http.downstream import ClientDisconnected, response_writer
@@ -153,9 +152,9 @@ class GatewayApp(PortApp):
         self.gateway.fleet.compensate_stall(self.proxy.load.lag.measure())
 
 
-async def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> GatewayApp:
+async def create_app(settings: Settings, timing: Timing = TIMING) -> GatewayApp:
     """Build the gateway; its parts are not started. May raise `StartupError`."""
-    return GatewayApp(await build_gateway(settings, clock))
+    return GatewayApp(await build_gateway(settings, timing))
 
 
 def _build_fastapi(

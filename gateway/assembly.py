@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.recent_errors import SharedErrors
 from gateway.cluster.records import RedisRecords
-from gateway.cluster.redis import RedisClient
+from gateway.cluster.redis import ADMIN_DEADLINE_S, DEADLINE_S, RedisClient
 from gateway.cluster.sync import ClusterSync, PeerWorkers
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.config.policy_file import PolicyFileWatcher, read_source
@@ -55,6 +56,7 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
 from policies.document import PolicyDocument, PolicyInvalid, Problem
+from workers.http import CHECK_S
 from workers.lifecycle import Shutdown, first_of
 
 if TYPE_CHECKING:
@@ -62,34 +64,54 @@ if TYPE_CHECKING:
 
 
 LOOP_CHECK_S = 0.25
-# A gateway must reject a key within two seconds of its revocation by another one.
-_REFRESH_S = 0.5
 _DELETION_S = 2.0
-_EXCHANGE_S = 0.5
 _POLICY_FILE_CHECK_S = 1.0
-_USAGE_FLUSH_S = 5.0
 # Of the stored records at the start, which otherwise takes a few milliseconds.
 _READING_LIMIT_S = 30.0
 
 
-class Gateway:
-    """The parts of one gateway, built and closed in order; `open` loads the stored state.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """The clocks of a gateway, and how long it takes to share what it knows with others."""
 
-    `clock` returns monotonic seconds.
-    """
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
+    wall: Callable[[], float] = time.time
+    """Seconds since 1970."""
+    refresh_s: float = 0.5
+    """A gateway must reject a key within two seconds of its revocation by another one."""
+    exchange_s: float = 0.5
+    usage_flush_s: float = 5.0
+    redis_deadline_s: float = DEADLINE_S
+    redis_admin_deadline_s: float = ADMIN_DEADLINE_S
+    check_s: float = CHECK_S
+    """Time limits of connections are checked this often."""
+
+    @property
+    def read_within_s(self) -> float:
+        """Return the time in which all gateways have read a change, even if one read is late."""
+        return 2 * self.refresh_s + 0.2
+
+
+TIMING = Timing()
+"""That of a gateway in production."""
+
+
+class Gateway:
+    """The parts of one gateway, built and closed in order; `open` loads the stored state."""
 
     traces: Traces | None
     policy_store: PolicyStore
     policy_file: PolicyFileWatcher
 
     def __init__(
-        self, settings: Settings, redis: RedisClient | None, clock: Callable[[], float]
+        self, settings: Settings, redis: RedisClient | None, timing: Timing = TIMING
     ) -> None:
         self.settings = settings
         self.rng = rng = Random()  # noqa: S311  # breaks ties between equal workers
-        self.clock = clock
-        self.wall = wall = time.time
-        """Seconds since 1970."""
+        self._timing = timing
+        self.clock = clock = timing.clock
+        self.wall = wall = timing.wall
         self.week_clock = WeekClock(wall)
         self.lame_duck = False
         """Load balancers should send requests elsewhere; `/readyz` answers 503."""
@@ -146,7 +168,7 @@ class Gateway:
                 exchanges=(token.exchange, *exchanges, recent_errors.exchange, peers.probe_silent),
                 final_exchanges=(shared.exchange, recent_errors.exchange, limits.leave),
             )
-        self.cordons = Cordons(records, self.fleet, self.control, wall)
+        self.cordons = Cordons(records, self.fleet, self.control, wall, timing.read_within_s)
         self.prefix_deletion = PrefixDeletion(
             self.fleet,
             self.control,
@@ -233,18 +255,19 @@ class Gateway:
 
     def _jobs(self) -> list[Job]:
         """List the periodic jobs of the parts."""
+        timing = self._timing
         return [
-            Job(work=self.key_store.refresh, period_s=_REFRESH_S),
-            Job(work=self.cordons.refresh, period_s=_REFRESH_S),
-            Job(work=self.engine_records.refresh, period_s=_REFRESH_S),
-            Job(work=self.policy_store.refresh, period_s=_REFRESH_S),
+            Job(work=self.key_store.refresh, period_s=timing.refresh_s),
+            Job(work=self.cordons.refresh, period_s=timing.refresh_s),
+            Job(work=self.engine_records.refresh, period_s=timing.refresh_s),
+            Job(work=self.policy_store.refresh, period_s=timing.refresh_s),
             Job(work=self.prefix_deletion.delete_ended, period_s=_DELETION_S),
             Job(work=self.policy_file.check, period_s=_POLICY_FILE_CHECK_S),
-            Job(work=self.usage_store.flush, period_s=_USAGE_FLUSH_S),
+            Job(work=self.usage_store.flush, period_s=timing.usage_flush_s),
             Job(work=self.stats_history.record, period_s=SNAPSHOT_INTERVAL_S),
             # The connection to Redis reports its own failures, in the log and in `/v1/status`.
             *(
-                Job(work=work, period_s=_EXCHANGE_S, silent_errors=(RecordsUnwritable,))
+                Job(work=work, period_s=timing.exchange_s, silent_errors=(RecordsUnwritable,))
                 for work in self.cluster_sync.exchanges
             ),
             self.engine_watch.job(),
@@ -279,15 +302,19 @@ def _listed_engines(settings: Settings) -> list[WatchedEngine]:
     ]
 
 
-async def build_gateway(settings: Settings, clock: Callable[[], float]) -> Gateway:
+async def build_gateway(settings: Settings, timing: Timing = TIMING) -> Gateway:
     """Build the parts and load the stored state; raise `StartupError`."""
     check_unique_ids(settings.workers)
     async with AsyncExitStack() as stack:
         redis = None
         if settings.redis_url is not None:
-            redis = RedisClient(settings.redis_url.get_secret_value())
+            redis = RedisClient(
+                settings.redis_url.get_secret_value(),
+                timing.redis_deadline_s,
+                timing.redis_admin_deadline_s,
+            )
             stack.push_async_callback(redis.close)
-        gateway = Gateway(settings, redis, clock)
+        gateway = Gateway(settings, redis, timing)
         await gateway.open()
         await gateway.exit_stack.enter_async_context(stack.pop_all())
         return gateway

@@ -8,19 +8,19 @@ import errno
 import gc
 import os
 import socket
-import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import httpx
 
 from gateway.app import PortApp, create_app
+from gateway.assembly import TIMING, Timing
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_secrets, ensure_secrets, local_url
 from gateway.errors import StartupError
 from gateway.http.downstream import DownstreamProtocol
 from workers.addresses import base_url, is_loopback
-from workers.http import CHECK_S, Server, raise_open_file_limit
+from workers.http import Server, raise_open_file_limit
 from workers.lifecycle import Shutdown
 
 Result = TypeVar("Result")
@@ -59,13 +59,11 @@ async def serve(
     *,
     shutdown: Shutdown,
     started: Callable[[Listening], None] = lambda _listening: None,
-    clock: Callable[[], float] = time.monotonic,
-    check_s: float = CHECK_S,
+    timing: Timing = TIMING,
 ) -> None:
     """Serve until `shutdown` is requested and running requests have ended; raise `StartupError`.
 
-    `started` is called once, when requests are answered. Time limits of requests are checked every
-    `check_s`.
+    `started` is called once, when requests are answered.
     """
     settings = ensure_secrets(settings)
     check_secrets(settings)
@@ -77,17 +75,17 @@ async def serve(
         if settings.admin_port is not None:
             names = "PACELINE_ADMIN_HOST", "PACELINE_ADMIN_PORT"
             admin_listener = await _listen(stack, settings.admin_host, settings.admin_port, *names)
-        app = await create_app(settings, clock)
+        app = await create_app(settings, timing)
         gateway = app.gateway
-        await stack.enter_async_context(gateway.started(app.upstream, app.jobs(check_s)))
+        await stack.enter_async_context(gateway.started(app.upstream, app.jobs(timing.check_s)))
         if not is_loopback(settings.host):
             gateway.api_keys.require_always()
         admin_url = ""
         if app.admin_app is not None and admin_listener is not None:
-            admin_server = _server(app.admin_app, settings, check_s)
+            admin_server = _server(app.admin_app, settings, timing.check_s)
             await stack.enter_async_context(admin_server.on(admin_listener))
             admin_url = _address(settings.admin_host, admin_listener)
-        server = _server(app, settings, check_s)
+        server = _server(app, settings, timing.check_s)
         await stack.enter_async_context(server.on(listener))
         url = _address(settings.host, listener)
         load, keyed = app.proxy.load, gateway.api_keys.required

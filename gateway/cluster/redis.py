@@ -75,8 +75,14 @@ class RedisClient:
     `deadline_s` is that of a call in a periodic exchange.
     """
 
-    def __init__(self, url: str, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        deadline_s: float = DEADLINE_S,
+        admin_deadline_s: float = ADMIN_DEADLINE_S,
+    ) -> None:
         self._deadline_s = deadline_s
+        self._admin_deadline_s = admin_deadline_s
         try:
             pool = _connection_pool(
                 url,
@@ -168,7 +174,7 @@ class RedisClient:
         A late task continues, and Redis counts as unreachable until the next reply.
         """
         try:
-            replied = await _wait(task, ADMIN_DEADLINE_S)
+            replied = await _wait(task, self._admin_deadline_s)
             self.unreachable |= not replied
             return replied
         finally:

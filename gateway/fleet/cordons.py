@@ -21,8 +21,6 @@ from gateway.storage.records import RecordReader, Records, RecordTable
 log = logging.getLogger(__name__)
 
 _DRAIN_CHECK_S = 0.1
-# Gateways read the cordons twice a second, and one read may be late.
-_PROPAGATION_S = 1.2
 
 
 class Cordon(BaseModel):
@@ -35,7 +33,10 @@ class Cordon(BaseModel):
 
 
 class Cordons:
-    """All cordons; `wall` returns seconds since 1970."""
+    """All cordons; `wall` returns seconds since 1970.
+
+    Within `propagation_s`, all gateways have read a change.
+    """
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Cordons:
         fleet: WorkerRegistry,
         report_client: ReportClient,
         wall: Callable[[], float],
+        propagation_s: float,
     ) -> None:
         self._table = RecordTable(records, "cordons", self._apply)
         self._reader = RecordReader("cordons", lambda _, text: Cordon.model_validate_json(text))
@@ -50,6 +52,7 @@ class Cordons:
         self._fleet = fleet
         self._report_client = report_client
         self._wall = wall
+        self._propagation_s = propagation_s
         self.by_worker: Mapping[str, Cordon] = {}
 
     async def refresh(self) -> None:
@@ -84,7 +87,7 @@ class Cordons:
         itself reports the requests of other gateways, once all of them have read the cordon.
         """
         await self.add(worker_id, author)
-        first_check = int(_PROPAGATION_S / _DRAIN_CHECK_S) if self._shared else 0
+        first_check = round(self._propagation_s / _DRAIN_CHECK_S) if self._shared else 0
         for check in range(int(timeout_s / _DRAIN_CHECK_S) + 1):
             if worker_id not in self.by_worker:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 START_S = 1_000_000.0
 """Far from zero, so that a wrong sign or operand changes a result."""
@@ -23,14 +24,15 @@ class FakeClock:
 
 
 class MovedClock:
-    """A clock that runs, and that a test moves forward."""
+    """The clock of this machine, which a test moves forward."""
 
-    def __init__(self) -> None:
-        self._ahead_s = 0.0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._moved_s = 0.0
 
     def __call__(self) -> float:
-        return time.monotonic() + self._ahead_s
+        return self._clock() + self._moved_s
 
     def advance(self, by_s: float) -> None:
         """Move the clock forward."""
-        self._ahead_s += by_s
+        self._moved_s += by_s

@@ -8,23 +8,33 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
+from gateway.assembly import TIMING, Timing
 from gateway.fleet import health as control
 from tests.support.canary_listener import CanaryListener
 from tests.support.fault_proxy import FaultProxy, running_proxy
 from tests.support.heartbeats import send_heartbeats
 from tests.support.log_capture import LogCapture, capture_logs
 from tests.support.policies import PolicyAdmin
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
 from workers.http import CHECK_S
 
-MakeClusterGateway = Callable[[], RunningGateway]
+MakeClusterGateway = Callable[..., RunningGateway]
+QUICK = Timing(
+    refresh_s=0.05,
+    exchange_s=0.05,
+    usage_flush_s=600.0,
+    redis_deadline_s=TEST_DEADLINE_S,
+    redis_admin_deadline_s=TEST_DEADLINE_S,
+)
+"""Of gateways in tests that wait for an exchange, and are not about deadlines."""
 
 
 @pytest.fixture(autouse=True)
@@ -160,10 +170,10 @@ def make_cluster_gateway(redis: RedisServer, tmp_path: Path) -> Iterator[MakeClu
     with contextlib.ExitStack() as running:
         gateways: list[RunningGateway] = []
 
-        def start() -> RunningGateway:
+        def start(timing: Timing = QUICK) -> RunningGateway:
             folder = tmp_path / f"gateway-{len(gateways)}"
             settings = make_settings(folder, redis_url=SecretStr(redis.url))
-            gateways.append(running.enter_context(RunningGateway(settings)))
+            gateways.append(running.enter_context(RunningGateway(settings, timing)))
             return gateways[-1]
 
         yield start
@@ -215,7 +225,8 @@ def make_gateway(tmp_path: Path) -> Iterator[MakeGateway]:
         def make(
             *workers: ScriptedWorker, check_s: float = CHECK_S, **settings: object
         ) -> RunningGateway:
-            gateway = RunningGateway(make_settings(tmp_path, **settings), check_s)
+            timing = replace(TIMING, check_s=check_s)
+            gateway = RunningGateway(make_settings(tmp_path, **settings), timing)
             started = running.enter_context(gateway)
             for worker_ in workers:
                 started.join(worker_)
@@ -229,8 +240,10 @@ def start_gateway(private_redis: RedisServer, tmp_path: Path) -> Iterator[StartG
     """Return a function that starts a gateway with a named state folder."""
     with ExitStack() as running:
 
-        def start(name: str = "a", url: str = private_redis.url) -> RunningGateway:
+        def start(
+            name: str = "a", url: str = private_redis.url, timing: Timing = QUICK
+        ) -> RunningGateway:
             settings = make_settings(tmp_path / name, redis_url=SecretStr(url))
-            return running.enter_context(RunningGateway(settings))
+            return running.enter_context(RunningGateway(settings, timing))
 
         yield start

@@ -10,24 +10,25 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 from pydantic import SecretStr
 
+from gateway.assembly import TIMING, Timing
 from gateway.config.settings import Settings
 from gateway.event_loop import run
 from gateway.server import Listening, serve
 from tests.support.fake_clock import MovedClock
 from tests.support.http_server import Request, ServerConnection, serve_connections
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
-from workers.http import CHECK_S
 from workers.lifecycle import Shutdown
 
 ADMIN_KEY = "the-admin-key-of-all-gateways"
-_HEARTBEATS = 5
 """The key of gateways that share a Redis; others store one in their state folder."""
+_HEARTBEATS = 5
 
 
 @contextlib.contextmanager
@@ -70,11 +71,11 @@ def _await_end(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> Non
 class RunningGateway:
     """A gateway in a thread, as `paceline gateway` runs it, with a client and an admin client."""
 
-    def __init__(self, settings: Settings, check_s: float = CHECK_S) -> None:
+    def __init__(self, settings: Settings, timing: Timing = TIMING) -> None:
         self._settings = settings
-        self._check_s = check_s
-        self.clock = MovedClock()
+        self.clock = timing.clock if isinstance(timing.clock, MovedClock) else MovedClock()
         """Of heartbeats, circuit breakers, claims and rates; not of connections."""
+        self._timing = replace(timing, clock=self.clock)
         self.state_dir = settings.state_dir
         self._listening: Future[Listening] = Future()
         self.loop: asyncio.AbstractEventLoop
@@ -159,12 +160,9 @@ class RunningGateway:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             self._shutdown = Shutdown()
+            started = self._listening.set_result
             await serve(
-                self._settings,
-                shutdown=self._shutdown,
-                started=self._listening.set_result,
-                clock=self.clock,
-                check_s=self._check_s,
+                self._settings, shutdown=self._shutdown, started=started, timing=self._timing
             )
 
         try:
