@@ -1,7 +1,7 @@
 """Thousands of requests under random faults: outcomes, counts and slots stay correct.
 
-The schedule follows from a seed. `PACELINE_FAULT_REQUESTS` sets the number of requests in the proof,
-`PACELINE_FAULT_SEED` another schedule.
+The schedule follows from a seed. `PACELINE_FAULT_REQUESTS` sets the number of requests of the
+proof, `PACELINE_FAULT_SEED` another schedule.
 """
 
 from __future__ import annotations
