@@ -56,7 +56,7 @@ class ProxyHandler:
         self._gateway = gateway
         self.sealer = gateway.sealer
         self.forwarder = Forwarder(gateway)
-        self.load = Load(gateway.settings.requests_limit)
+        self.load = Load(gateway.settings.requests_limit, gateway.clock)
         self._rejection_pacer = RejectionPacer(gateway.clock)
         self._contexts: dict[CancelScope, RequestContext] = {}
         """Of the running requests, the oldest first."""

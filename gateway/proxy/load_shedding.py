@@ -23,9 +23,10 @@ _REJECTED_CLIENTS = 1024
 
 
 class LoopLag:
-    """The delay of the event loop."""
+    """The delay of the event loop. `clock` is monotonic and in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._late_s: deque[float] = deque([0.0], maxlen=int(_REMEMBERED_S / LOOP_CHECK_S))
         self._due_s = float("inf")
         self.too_late = False
@@ -33,7 +34,7 @@ class LoopLag:
 
     def measure(self) -> float:
         """Measure the delay since the last call, 0 s at first; call it every `LOOP_CHECK_S`."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         late_s = max(0.0, now_s - self._due_s)
         self._due_s = now_s + LOOP_CHECK_S
         self.note(late_s)
@@ -81,14 +82,14 @@ class RejectionPacer:
 class Load:
     """The running requests of one gateway and the memory of their bodies."""
 
-    def __init__(self, limit_requests: int) -> None:
+    def __init__(self, limit_requests: int, clock: Callable[[], float]) -> None:
         self._limit_requests = limit_requests
         self._body_bytes = 0
         self.requests = 0
         self.idle = asyncio.Event()
         """Set while no request runs."""
         self.idle.set()
-        self.lag = LoopLag()
+        self.lag = LoopLag(clock)
 
     def begin(self) -> None:
         """Count a request."""

@@ -27,7 +27,7 @@ from workers.engine.types import (
     Prompt,
     Usage,
 )
-from workers.http import Server
+from workers.http import CHECK_S, Server
 from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
 from workers.server.ports import ServingEngine
@@ -186,19 +186,23 @@ def make_worker(engine: ServingEngine, clock: Callable[[], float] = lambda: 1000
 
 
 @asynccontextmanager
-async def serve_worker(worker: Worker, token: str | None = None) -> AsyncIterator[str]:
+async def serve_worker(
+    worker: Worker, token: str | None = None, check_s: float = CHECK_S
+) -> AsyncIterator[str]:
     """Serve a worker at a real socket of this loop; yield its URL."""
     app = create_app(worker, SecretStr(token) if token else None)
-    async with serve_app(app) as url:
+    async with serve_app(app, check_s=check_s) as url:
         yield url
 
 
 @asynccontextmanager
-async def serve_app(app: Any, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
+async def serve_app(
+    app: Any, port: int = 0, host: str = "127.0.0.1", check_s: float = CHECK_S
+) -> AsyncIterator[str]:
     """Serve an ASGI application at a real socket of this loop; yield its URL."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen()
-    async with Server(app).on(listener):
+    async with Server(app, check_s=check_s).on(listener):
         yield f"http://{host}:{listener.getsockname()[1]}"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import multiprocessing
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from pydantic import SecretStr
 
 from tests.support.running_gateway import RunningGateway, running_server
@@ -21,16 +22,18 @@ from workers.heartbeat import Membership, joined
 from workers.protocol import WorkerReport
 
 _ROOT = Path(__file__).parents[2]
+_FORKS = multiprocessing.get_context("forkserver")
+"""Imports this module once: a process of its own would take a second of CPU time to start."""
+_FORKS.set_forkserver_preload([__name__, "pytest"])
 
 
 class ScriptedWorkerProcess:
     """A running worker process."""
 
-    def __init__(self, worker_id: str, process: subprocess.Popen[str]) -> None:
+    def __init__(self, worker_id: str, process: ForkServerProcess, url: str) -> None:
         self._process = process
         self.worker_id = worker_id
-        assert process.stdout is not None
-        self.url = process.stdout.readline().strip()
+        self.url = url
 
     def fault(self, **script: Any) -> None:
         """Set the fields of `Script` for further answers."""
@@ -49,7 +52,7 @@ class ScriptedWorkerProcess:
     def kill(self) -> None:
         """Kill the process, as a failed Metal allocation does, with all its answers."""
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
 
 class CountingWorker(ScriptedWorker):
@@ -76,44 +79,45 @@ def scripted_worker_process(
 
     With `joins`, the URL of a gateway, it sends heartbeats there.
     """
-    with subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.support.scripted_worker_process",
-            worker_id,
-            joins,
-            str(port),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-    ) as process:
-        running = ScriptedWorkerProcess(worker_id, process)
+    ours, theirs = _FORKS.Pipe()
+    process = _FORKS.Process(target=_serve, args=(theirs, worker_id, joins, port))
+    with ours, _importable():
+        process.start()
+        theirs.close()
+        running = ScriptedWorkerProcess(worker_id, process, ours.recv())
         try:
             yield running
         finally:
             running.kill()
 
 
-def main() -> None:
-    """Serve until standard input closes, or the process is killed."""
-    worker_id, gateway_url, port = sys.argv[1:]
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Let the server of forks import this module, wherever the test runs."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(_ROOT))
+        yield
+
+
+def _serve(parent: Connection, worker_id: str, gateway_url: str, port: int) -> None:
+    """Serve until the process is killed, or its parent ends."""
     worker = ScriptedWorker(worker_id=worker_id)
     if gateway_url:
-        worker = CountingWorker(worker_id, boot_id=secrets.token_hex(4), port=int(port))
+        worker = CountingWorker(worker_id, boot_id=secrets.token_hex(4), port=port)
     with running_server(worker, sockets=[worker.socket]):
-        sys.stdout.write(worker.url + "\n")
-        sys.stdout.flush()
+        parent.send(worker.url)
         if gateway_url:
-            asyncio.run(_send_heartbeats(worker, gateway_url))
-        sys.stdin.read()
+            asyncio.run(_send_heartbeats(worker, gateway_url, parent))
+        _await_end(parent)
 
 
-async def _send_heartbeats(worker: ScriptedWorker, gateway_url: str) -> None:
-    """Send heartbeats as real workers do, until standard input closes."""
+def _await_end(parent: Connection) -> None:
+    with suppress(EOFError):
+        parent.recv()
+
+
+async def _send_heartbeats(worker: ScriptedWorker, gateway_url: str, parent: Connection) -> None:
+    """Send heartbeats as real workers do, until the parent ends."""
     membership = Membership(
         gateway_url=gateway_url,
         token=SecretStr(JOIN_TOKEN),
@@ -122,8 +126,4 @@ async def _send_heartbeats(worker: ScriptedWorker, gateway_url: str) -> None:
         changed=asyncio.Event(),
     )
     async with joined(membership):
-        await asyncio.to_thread(sys.stdin.read)
-
-
-if __name__ == "__main__":
-    main()
+        await asyncio.to_thread(_await_end, parent)

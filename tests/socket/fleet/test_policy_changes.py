@@ -136,13 +136,13 @@ def test_f48_every_request_succeeds_while_pools_change_under_load(
             for member in workers:
                 join(gateway, member, slots=2)
 
-    with ThreadPoolExecutor(17) as executor:
+    with ThreadPoolExecutor(9) as executor:
         futures = [
             executor.submit(send_heartbeats),
-            *(executor.submit(send_requests, seed) for seed in range(16)),
+            *(executor.submit(send_requests, seed) for seed in range(8)),
         ]
         try:
-            for number, document in zip(range(30), itertools.cycle(documents), strict=False):
+            for number, document in zip(range(12), itertools.cycle(documents), strict=False):
                 assert admin.put(document).status_code == 200
                 assert admin.post("/diff", documents[number % 2])["decisions"] >= 0
         finally:
@@ -152,7 +152,7 @@ def test_f48_every_request_succeeds_while_pools_change_under_load(
     assert set(pool_counts) == {"a", "b", "c"}
     status = gateway.status()
     assert status["outcomes"] == {"completed": sum(pool_counts.values())}
-    assert status["policy"]["version"] == 32
+    assert status["policy"]["version"] == 14
     for entry in status["workers"].values():
         assert [lane["in_flight"] for lane in entry["lanes"].values()] == [0, 0]
 

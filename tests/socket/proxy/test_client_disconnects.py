@@ -120,7 +120,7 @@ def test_f08_many_simultaneous_disconnects_leave_no_request_in_flight(
 def test_f09_a_stalled_reader_is_disconnected_and_a_concurrent_stream_completes(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
-    gateway = make_gateway(worker, write_timeout_s=0.3)
+    gateway = make_gateway(worker, check_s=0.1, write_timeout_s=0.3)
     worker.scripts_by_message["flood"] = Script(events=(chunk({"content": "x" * 60_000}),) * 2_000)
     worker.script = Script(tokens=("word ",) * 40, pause_s=0.02)
     with raw_client(gateway) as stalled, gateway.stream() as concurrent:

@@ -96,12 +96,13 @@ def test_f03_a_stream_cut_at_any_event_goes_on(
     assert gateway.status()["failovers"] == (events < EVENTS - 1)
 
 
+@pytest.mark.parametrize("step", [127, pytest.param(31, marks=pytest.mark.proof)])
 def test_f03_a_stream_cut_at_any_byte_goes_on(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], proxy: FaultProxy
+    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], proxy: FaultProxy, step: int
 ) -> None:
     first, second = workers
     sizes = [len(event) for event in told_events(TOKENS, "")]
-    for at in range(90, 100 + sum(sizes), 31):
+    for at in range(90, 100 + sum(sizes), step):
         proxy.fault = NO_FAULT
         first.boot_id = f"boot-{at}"  # a new boot has no failures
         gateway.remove_worker(first)
@@ -180,11 +181,14 @@ def test_f05_three_missed_comments_of_a_worker_are_a_stall(
 
 
 def test_a_stream_whose_worker_sends_neither_bytes_nor_heartbeats_goes_on(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], monkeypatch: pytest.MonkeyPatch
+    make_gateway: MakeGateway,
+    workers: tuple[ScriptedWorker, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long before it stalls; the registry tests when heartbeats have ceased."""
     assert HEARTBEAT_TIMEOUT_S == 7
     monkeypatch.setattr(forward, "HEARTBEAT_TIMEOUT_S", 0.1)
+    gateway = make_gateway(check_s=0.05)
     first, second = workers
     first.script = telling(hang_after=2)
     join(gateway, first, second)
@@ -198,7 +202,7 @@ def test_a_stream_whose_worker_sends_neither_bytes_nor_heartbeats_goes_on(
 
 
 def test_a_stream_whose_lines_are_too_long_to_keep_ends_in_an_error(
-    gateway: RunningGateway,
+    make_gateway: MakeGateway,
     workers: tuple[ScriptedWorker, ...],
     proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
@@ -212,6 +216,7 @@ def test_a_stream_whose_lines_are_too_long_to_keep_ends_in_an_error(
         bounded.set()
 
     monkeypatch.setattr(forward.StreamRelay, "bound_progress", bound_progress)
+    gateway = make_gateway(check_s=0.05)
     first, second = workers
     first.script = telling(hang_after=3)
     join(gateway, first, second)
@@ -221,7 +226,7 @@ def test_a_stream_whose_lines_are_too_long_to_keep_ends_in_an_error(
         while b"two" not in received:
             received += next(pieces)
         bounded.clear()
-        assert bounded.wait(30), "once a second"
+        assert bounded.wait(30), "each time that limits are checked"
         proxy.reset_all()
         received += b"".join(pieces)
     assert stream_error_code(received) == "worker_lost"

@@ -23,6 +23,7 @@ from tests.support.running_gateway import RunningGateway, chat_body, status_and_
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report, stream_events
 
 KEEPALIVE_S = 0.3
+CHECK_S = 0.1
 NGINX = """
 daemon off;
 pid {folder}/nginx.pid;
@@ -49,7 +50,7 @@ http {{
 
 @pytest.fixture
 def keep_alive_gateway(make_gateway: MakeGateway) -> RunningGateway:
-    return make_gateway(keepalive_s=KEEPALIVE_S)
+    return make_gateway(check_s=CHECK_S, keepalive_s=KEEPALIVE_S)
 
 
 def join(gateway: RunningGateway, worker: ScriptedWorker) -> None:
@@ -166,7 +167,7 @@ def test_an_error_after_an_early_head_is_the_last_event(
 ) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text(to_yaml(single_pool_policy(timeout_s=0.6)))
-    gateway = make_gateway(keepalive_s=KEEPALIVE_S, policy=file)
+    gateway = make_gateway(check_s=CHECK_S, keepalive_s=KEEPALIVE_S, policy=file)
     with queued(gateway, worker) as (response, read_until):
         assert response.status_code == 200
         received = read_until(b"[DONE]")
@@ -180,7 +181,7 @@ def test_what_a_worker_would_refuse_is_refused_before_an_early_head(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     """A worker checks what waits for long; the refusal has its own status, and no slot is used."""
-    gateway = make_gateway(keepalive_s=4.0)  # the check comes two seconds before
+    gateway = make_gateway(check_s=CHECK_S, keepalive_s=4.0)  # the check comes two seconds before
     error = {"message": "Too long.", "param": "messages", "code": "context_length_exceeded"}
     worker.check_answer = (400, json.dumps({"error": error}).encode())
     with occupied(gateway, worker), gateway.stream() as response:
@@ -247,7 +248,7 @@ def test_a_whole_answer_is_not_begun_early(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang = True
-    gateway = make_gateway(worker, keepalive_s=0.1, answer_timeout_s=0.6)
+    gateway = make_gateway(worker, check_s=CHECK_S, keepalive_s=0.1, answer_timeout_s=0.6)
     assert status_and_code(gateway.chat()) == (504, "worker_timeout")
 
 

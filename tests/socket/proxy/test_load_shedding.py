@@ -10,9 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.assembly import LOOP_CHECK_S
 from gateway.errors import Overloaded
 from gateway.proxy import load_shedding as overload
 from gateway.proxy.load_shedding import Load, LoopLag, RejectionPacer
+from tests.support.fake_clock import FakeClock
 from tests.support.raw_client import raw_client
 from tests.support.running_gateway import (
     RunningGateway,
@@ -96,7 +98,7 @@ def test_f38_status_and_metrics_show_the_event_loop_lag(
 
 
 def test_f38_repeated_lag_is_an_overload_and_one_long_pause_is_not() -> None:
-    lag = LoopLag()
+    lag = LoopLag(FakeClock())
     lag.note(5.0)
     assert not lag.too_late
     for _ in range(3):
@@ -110,14 +112,17 @@ def test_f38_repeated_lag_is_an_overload_and_one_long_pause_is_not() -> None:
     assert lag.worst_s == 0.0
 
 
-async def test_f38_the_first_measurement_of_the_lag_is_zero_and_later_ones_are_delays() -> None:
-    lag = LoopLag()
+def test_f38_the_first_measurement_of_the_lag_is_zero_and_later_ones_are_delays() -> None:
+    clock = FakeClock()
+    lag = LoopLag(clock)
     assert lag.measure() == 0.0
     assert lag.measure() == 0.0, "this one is early"
+    clock.advance(LOOP_CHECK_S + 2)
+    assert lag.measure() == 2.0
 
 
 def test_f26_the_bodies_of_all_requests_may_take_512_mib() -> None:
-    load = overload.Load(limit_requests=1)
+    load = overload.Load(1, FakeClock())
     load.hold(512 * 1024**2)
     with pytest.raises(Overloaded):
         load.hold(1)
@@ -125,7 +130,7 @@ def test_f26_the_bodies_of_all_requests_may_take_512_mib() -> None:
 
 def test_f26_buffered_bodies_are_limited_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "BODIES_LIMIT_BYTES", 100)
-    load = Load(limit_requests=1)
+    load = Load(1, FakeClock())
     load.hold(100)
     with pytest.raises(Overloaded):
         load.hold(1)
@@ -136,8 +141,12 @@ def test_f26_buffered_bodies_are_limited_and_released(monkeypatch: pytest.Monkey
 def test_f38_after_a_blocked_event_loop_workers_stay_ready(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    # Eight seconds are longer than the heartbeat timeout of a worker.
-    gateway_with_worker.loop.call_soon_threadsafe(time.sleep, 8)
+    def block() -> None:
+        """Block for longer than the heartbeat timeout of a worker, by the gateway's clock."""
+        gateway_with_worker.clock.advance(8)
+        time.sleep(2 * LOOP_CHECK_S)  # so that the next measurement is due
+
+    gateway_with_worker.loop.call_soon_threadsafe(block)
     response = gateway_with_worker.chat()
     assert response.status_code == 200, response.text
     assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"
@@ -160,12 +169,13 @@ def test_c7_a_client_that_repeats_rejected_requests_is_slowed(
     tmp_path: Path, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overload, "_REJECTIONS_BURST", 1.0)
-    monkeypatch.setattr(overload, "_REJECTIONS_PER_S", 1.0)
+    monkeypatch.setattr(overload, "_REJECTIONS_PER_S", 1e-3)
+    monkeypatch.setattr(overload, "_LONGEST_DELAY_S", 0.3)
     with RunningGateway(make_settings(tmp_path)) as gateway:
         gateway.send_heartbeat(worker)
         gateway.use_key(gateway.create_key(requests_a_minute=1)["secret"])
         assert gateway.chat().status_code == 200
-        for least_s in (0.0, 0.5):
+        for least_s in (0.0, 0.3):
             began_s = time.monotonic()
             rejected = gateway.chat()
             assert status_and_code(rejected) == (429, "requests_a_minute_exceeded")

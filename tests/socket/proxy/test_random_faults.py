@@ -1,7 +1,7 @@
 """Thousands of requests under random faults: outcomes, counts and slots stay correct.
 
-The schedule follows from a seed, which a failure names. `PACELINE_FAULT_REQUESTS` sets the number
-of requests, `PACELINE_FAULT_SEED` another schedule.
+The schedule follows from a seed. `PACELINE_FAULT_REQUESTS` sets the number of requests of the
+proof, `PACELINE_FAULT_SEED` another schedule.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ def _collect_dropped_connections() -> Iterator[None]:
 # it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(300 + REQUESTS / 5)
+@pytest.mark.parametrize("requests", [300, pytest.param(REQUESTS, marks=pytest.mark.proof)])
 async def test_b5_random_faults_lose_no_slot_no_request_and_no_count(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, requests: int
 ) -> None:
     rng = Random(SEED)
-    planned = plan_requests(rng, REQUESTS)
+    planned = plan_requests(rng, requests)
     with _fleet(planned) as fleet, _gateway(tmp_path) as gateway:
         tasks_before, files_before = _tasks(gateway), _open_files()
         heartbeats = asyncio.create_task(_send_heartbeats(gateway, fleet))

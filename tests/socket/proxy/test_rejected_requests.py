@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
+from gateway.proxy import handler
 from gateway.proxy.context import RequestContext
 from tests.support.raw_client import raw_client, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
@@ -121,7 +123,7 @@ def test_f39_an_oversized_chunked_body_is_rejected(tmp_path: Path) -> None:
 
 def test_f11_a_body_that_never_ends_returns_408(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, body_timeout_s=0.05)
-    with RunningGateway(settings) as gateway:
+    with RunningGateway(settings, check_s=0.05) as gateway:
         port = int(gateway.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(
@@ -185,28 +187,29 @@ def test_each_key_authorizes_its_own_plane(
     assert heartbeat.status_code == 401
 
 
-def requests_in_memory() -> int:
-    return sum(isinstance(thing, RequestContext) for thing in gc.get_objects())
-
-
 def test_c16_a_rejected_body_is_freed_without_the_garbage_collector(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway collects garbage so seldom that a few hundred such bodies fill its memory."""
-    gc.collect()
-    before = requests_in_memory()
+    begun: list[weakref.ref[RequestContext]] = []
+
+    class WatchedContext(RequestContext):
+        def __init__(self, *values: Any, **fields: Any) -> None:
+            super().__init__(*values, **fields)
+            begun.append(weakref.ref(self))
+
+    monkeypatch.setattr(handler, "RequestContext", WatchedContext)
     gc.disable()
     try:
         for body in (b'{"model": "demo", "x": [[], []]}', b"[[", b"{}"):
             gateway_with_worker.client.post("/v1/chat/completions", content=body)
         gateway_with_worker.chat(model="unknown")
         worker.script.hang = True
-        # The collector may have run for longer than a heartbeat counts.
-        gateway_with_worker.send_heartbeat(worker)
         with raw_client(gateway_with_worker) as client:
             client.send_chat()
             assert worker.request_received.wait(60)
         wait_for_outcomes(gateway_with_worker, refused=4, client_left=1)
-        wait_until(lambda: requests_in_memory() <= before, within_s=60)
+        assert len(begun) == 5
+        wait_until(lambda: not any(context() for context in begun))
     finally:
         gc.enable()

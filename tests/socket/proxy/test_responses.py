@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from gateway.proxy import forward
 from tests.support.images import data_url, png_header
 from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import (
@@ -234,10 +235,12 @@ def test_an_error_body_has_openais_format(gateway_with_worker: RunningGateway) -
 
 
 def test_an_oversized_response_becomes_a_502(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert forward._WHOLE_LIMIT_BYTES == 64 * 1024 * 1024
+    monkeypatch.setattr(forward, "_WHOLE_LIMIT_BYTES", 64 * 1024)
     body = b'{"choices": [{"message": {"content": "one"}}]}'
-    worker.script.body = body + b" " * 64 * 1024 * 1024
+    worker.script.body = body + b" " * 64 * 1024
     response = gateway_with_worker.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
     worker.script.body = body
