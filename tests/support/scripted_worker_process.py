@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from pydantic import SecretStr
 
-from tests.support.running_gateway import RunningGateway, running_server
+from tests.support.http_server import serve_connections
 from tests.support.scripted_worker import FAULT_PATH, JOIN_TOKEN, USAGE, ScriptedWorker, lane_report
 from workers.heartbeat import Membership, joined
 from workers.protocol import WorkerReport
+
+if TYPE_CHECKING:  # of all that a worker does not need, a gateway takes longest to load
+    from tests.support.running_gateway import RunningGateway
 
 _ROOT = Path(__file__).parents[2]
 
@@ -68,7 +71,7 @@ class CountingWorker(ScriptedWorker):
         return super().report(lanes=[lane.model_dump()], **changes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def scripted_worker_process(
     worker_id: str = "killable", joins: str = "", port: int = 0
 ) -> Iterator[ScriptedWorkerProcess]:
@@ -98,32 +101,27 @@ def scripted_worker_process(
             running.kill()
 
 
-def main() -> None:
+async def main() -> None:
     """Serve until standard input closes, or the process is killed."""
     worker_id, gateway_url, port = sys.argv[1:]
     worker = ScriptedWorker(worker_id=worker_id)
     if gateway_url:
         worker = CountingWorker(worker_id, boot_id=secrets.token_hex(4), port=int(port))
-    with running_server(worker, sockets=[worker.socket]):
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(serve_connections(worker.socket, worker))
         sys.stdout.write(worker.url + "\n")
         sys.stdout.flush()
-        if gateway_url:
-            asyncio.run(_send_heartbeats(worker, gateway_url))
-        sys.stdin.read()
-
-
-async def _send_heartbeats(worker: ScriptedWorker, gateway_url: str) -> None:
-    """Send heartbeats as real workers do, until standard input closes."""
-    membership = Membership(
-        gateway_url=gateway_url,
-        token=SecretStr(JOIN_TOKEN),
-        worker_id=worker.worker_id,
-        report=worker.report,
-        changed=asyncio.Event(),
-    )
-    async with joined(membership):
+        if gateway_url:  # as real workers do
+            membership = Membership(
+                gateway_url=gateway_url,
+                token=SecretStr(JOIN_TOKEN),
+                worker_id=worker.worker_id,
+                report=worker.report,
+                changed=asyncio.Event(),
+            )
+            await stack.enter_async_context(joined(membership))
         await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())
