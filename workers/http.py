@@ -49,7 +49,8 @@ _PROBE_INTERVAL_S = 15
 _PROBES = 4
 # For clients that have not read their responses when the server closes.
 _LAST_READS_S = 2
-_TICKS_PER_CHECK = 10
+_CHECK_INTERVAL_S = 1.0
+_CLOSED_POLL_S = 0.01
 _END_OF_HEAD = b"\r\n\r\n"
 _UPGRADE_HEADERS = frozenset((b"connection", b"upgrade", b"http2-settings"))
 _STATUS_LINES = {
@@ -312,10 +313,10 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_LAST_READS_S,
             )
         )
         self._listening = asyncio.Event()
+        self._ending = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def on(self, listener: socket.socket) -> AsyncIterator[None]:
@@ -329,6 +330,7 @@ class Server(uvicorn.Server):
             yield
         finally:
             self.should_exit = True
+            self._ending.set()
             await self.serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -336,13 +338,31 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._listening.set()
 
-    async def on_tick(self, counter: int) -> bool:
-        """Check the time limits of all connections once a second."""
-        if counter % _TICKS_PER_CHECK == 0:
+    async def main_loop(self) -> None:
+        """Check the time limits of all connections once a second, until the end.
+
+        uvicorn would wake up ten times a second to look for it.
+        """
+        while not await self.on_tick(0):
             now_s = asyncio.get_running_loop().time()
             for connection in tuple(self.server_state.connections):
                 connection.check(now_s)  # type: ignore[union-attr]  # all are of this module
-        return await super().on_tick(counter)
+            await first_of(self._ending.wait(), timeout_s=_CHECK_INTERVAL_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listeners, and each connection after its response; uvicorn sleeps longer."""
+        state = self.server_state
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        for connection in tuple(state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_READS_S):
+                await asyncio.sleep(_CLOSED_POLL_S)  # connections that are being accepted
+                while state.connections or state.tasks:  # noqa: ASYNC110  # neither has an event
+                    await asyncio.sleep(_CLOSED_POLL_S)
+        for task in state.tasks:
+            task.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ http {{
 @pytest.fixture(autouse=True)
 def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check all connections each 0.1 s, not each second."""
-    monkeypatch.setattr(workers.http, "_TICKS_PER_CHECK", 1)
+    monkeypatch.setattr(workers.http, "_CHECK_INTERVAL_S", 0.1)
 
 
 @pytest.fixture
