@@ -359,12 +359,14 @@ class Server(uvicorn.Server):
         """Close the listeners, and the connections once their clients have read their responses."""
         for closing in (*self.servers, *(sockets or ())):
             closing.close()
-        state, loop = self.server_state, asyncio.get_running_loop()
+        state = self.server_state
         for connection in tuple(state.connections):
             connection.shutdown()
-        until_s = loop.time() + _LAST_READS_S
-        while (state.connections or state.tasks) and loop.time() < until_s:  # noqa: ASYNC110
-            await asyncio.sleep(_CLOSING_CHECK_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_READS_S):
+                await asyncio.sleep(_CLOSING_CHECK_S)  # connections that are being accepted
+                while state.connections or state.tasks:  # noqa: ASYNC110  # neither has an event
+                    await asyncio.sleep(_CLOSING_CHECK_S)
         for task in state.tasks:
             task.cancel()
 

@@ -6,6 +6,7 @@ With another token a gateway would route to the workers of the others, and each 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 
 from gateway.cluster.redis import OtherJoinToken, RedisClient
@@ -33,9 +34,7 @@ class SharedJoinToken:
     def __init__(self, redis: RedisClient, token: str) -> None:
         self._redis = redis
         self._share = redis.script(_SHARE)
-        # Slow, because a token that an operator made up could be guessed.
-        digest = hashlib.scrypt(token.encode(), salt=_KEY.encode(), n=2**14, r=8, p=1, dklen=16)
-        self._digest = digest.hex()
+        self._digest = _digest(token)
         self._differs = False
 
     async def check(self) -> None:
@@ -56,3 +55,9 @@ class SharedJoinToken:
         self._differs = not await self._share([_KEY], [self._digest, _EXPIRE_MS])
         if self._differs:
             raise OtherJoinToken
+
+
+@functools.lru_cache(maxsize=1)
+def _digest(token: str) -> str:
+    # Slow, because a token that an operator made up could be guessed.
+    return hashlib.scrypt(token.encode(), salt=_KEY.encode(), n=2**14, r=8, p=1, dklen=16).hex()

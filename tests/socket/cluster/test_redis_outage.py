@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
-from tests.support.gateway_fixtures import BreakRedis, JoinWithHeartbeats, StartGateway
+from tests.support.gateway_fixtures import QUICK, BreakRedis, JoinWithHeartbeats, StartGateway
 from tests.support.redis_server import RedisServer
 from tests.support.redis_status import is_connected, is_degraded, redis_status
 from tests.support.running_gateway import (
@@ -17,6 +18,8 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
+
+SHORT_DEADLINE = replace(QUICK, redis_deadline_s=0.5)
 
 
 def metric(gateway: RunningGateway) -> str:
@@ -70,13 +73,9 @@ def test_f29_a_start_without_redis_serves_stored_keys_and_recovers(
 
 
 def test_f29_an_idle_gateway_reconnects_after_an_outage(
-    private_redis: RedisServer,
-    start_gateway: StartGateway,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    private_redis: RedisServer, start_gateway: StartGateway, tmp_path: Path
 ) -> None:
     """The usage flush also checks Redis when there is no usage to write."""
-    monkeypatch.setattr("gateway.assembly._USAGE_FLUSH_S", 0.1)
     before = start_gateway()
     key = before.create_key()
     wait_until(lambda: local_copy_contains(tmp_path / "a", key["id"]))
@@ -84,9 +83,9 @@ def test_f29_an_idle_gateway_reconnects_after_an_outage(
     before.wait_closed()
     private_redis.kill()
 
-    after = start_gateway()
+    after = start_gateway(timing=replace(QUICK, usage_flush_s=0.02))
     after.use_key(key["secret"])
-    threading.Event().wait(0.5)  # several usage flushes without usage
+    threading.Event().wait(0.1)  # several usage flushes without usage
     assert not is_connected(after)
     private_redis.start()
     wait_until(lambda: is_connected(after))
@@ -123,7 +122,7 @@ def test_f30_f31_requests_do_not_wait_for_redis_and_counts_are_written_later(
     join_with_heartbeats: JoinWithHeartbeats,
     break_redis: BreakRedis,
 ) -> None:
-    gateway = start_gateway()
+    gateway = start_gateway(timing=SHORT_DEADLINE)
     join_with_heartbeats(gateway)
     assert gateway.chat().status_code == 200
     break_redis(private_redis)
@@ -168,15 +167,15 @@ def test_f30_without_redis_a_gateway_admits_its_share_of_a_limit(
         assert 4 <= served <= 5, "half of the limit, and at most one refilled request"
 
 
-def test_f31_a_redis_that_replies_after_two_seconds_counts_as_unreachable(
+def test_f31_a_redis_that_replies_after_the_deadline_counts_as_unreachable(
     private_redis: RedisServer,
     start_gateway: StartGateway,
     join_with_heartbeats: JoinWithHeartbeats,
 ) -> None:
     with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
-        gateway = start_gateway("a", redis_url(proxy))
+        gateway = start_gateway("a", redis_url(proxy), SHORT_DEADLINE)
         join_with_heartbeats(gateway)
-        proxy.fault = Fault(drip_bytes=65536, drip_pause_s=2.0)
+        proxy.fault = Fault(drip_bytes=65536, drip_pause_s=1.0)
         proxy.reset_all()
         wait_until(lambda: is_degraded(gateway))
         assert [gateway.chat().status_code for _ in range(5)] == [200] * 5
@@ -192,7 +191,7 @@ def test_f31_an_admins_edit_waits_for_a_slow_redis(
     with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
         gateway = start_gateway("a", redis_url(proxy))
         wait_until(lambda: redis_status(gateway)["gateways"] == 1)
-        proxy.fault = Fault(drip_bytes=65536, drip_pause_s=0.1)
+        proxy.fault = Fault(drip_bytes=65536, drip_pause_s=0.03)
         path = "/admin/v1/policy"
         before = gateway.admin.get(path)
         headers = {"if-match": before.headers["etag"], "x-paceline-note": "slowly"}
@@ -206,7 +205,7 @@ def test_f31_an_admins_edit_waits_for_a_slow_redis(
 def test_f31_a_repeated_unconfirmed_edit_is_applied_once(
     private_redis: RedisServer, start_gateway: StartGateway
 ) -> None:
-    gateway = start_gateway()
+    gateway = start_gateway(timing=replace(QUICK, redis_admin_deadline_s=0.3))
     path = "/admin/v1/policy"
     wait_until(lambda: gateway.admin.get(path).headers["x-paceline-policy-version"] == "1")
     before = gateway.admin.get(path)

@@ -21,7 +21,7 @@ from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
 from tests.support.certificates import write_certificate
 from tests.support.fault_proxy import running_proxy
-from tests.support.gateway_fixtures import JoinWithHeartbeats, StartGateway
+from tests.support.gateway_fixtures import QUICK, JoinWithHeartbeats, StartGateway
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.redis_status import is_connected, redis_status
 from tests.support.running_gateway import (
@@ -75,7 +75,7 @@ def remaining(gateway: RunningGateway) -> int:
 def wait_for_exchange(*gateways: RunningGateway) -> None:
     """Wait until the gateways know of each other: later usage counts at all of them."""
     for gateway in gateways:
-        wait_until(lambda gateway=gateway: redis_status(gateway)["gateways"] == len(gateways))  # type: ignore[misc]
+        wait_until(lambda gateway=gateway: redis_status(gateway).get("gateways") == len(gateways))  # type: ignore[misc]
 
 
 def use_every_part(server: RedisServer, url: str, folder: Path, worker: ScriptedWorker) -> None:
@@ -84,7 +84,7 @@ def use_every_part(server: RedisServer, url: str, folder: Path, worker: Scripted
 
         def start(name: str) -> RunningGateway:
             settings = make_settings(folder / name, redis_url=SecretStr(url))
-            return stack.enter_context(RunningGateway(settings))
+            return stack.enter_context(RunningGateway(settings, QUICK))
 
         first, second = start("a"), start("b")
         wait_for_exchange(first, second)
@@ -294,7 +294,7 @@ def _lose_each_key(server: RedisServer) -> None:
     """Lose one key after another, as by eviction."""
     for name in server.client.keys("paceline:*"):
         server.client.delete(name)
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.005)
 
 
 @pytest.mark.parametrize("lose", [_flush, _evict, _lose_each_key])
