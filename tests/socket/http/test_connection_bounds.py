@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from gateway.assembly import Timing
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
 from workers import http
@@ -60,7 +61,7 @@ class Connection:
 async def port(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[int]:
     """The port of a gateway, then that of a worker."""
     if request.param == "gateway":
-        gateway = RunningGateway(make_settings(tmp_path), CHECK_S)
+        gateway = RunningGateway(make_settings(tmp_path), Timing(check_s=CHECK_S))
         await asyncio.to_thread(gateway.__enter__)
         try:
             yield int(gateway.url.rpartition(":")[2])

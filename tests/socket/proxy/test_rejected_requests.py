@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from gateway.assembly import Timing
 from gateway.proxy import handler
 from gateway.proxy.context import RequestContext
 from tests.support.raw_client import raw_client, wait_for_outcomes
@@ -123,7 +124,7 @@ def test_f39_an_oversized_chunked_body_is_rejected(tmp_path: Path) -> None:
 
 def test_f11_a_body_that_never_ends_returns_408(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, body_timeout_s=0.05)
-    with RunningGateway(settings, check_s=0.05) as gateway:
+    with RunningGateway(settings, Timing(check_s=0.05)) as gateway:
         port = int(gateway.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(
