@@ -258,9 +258,9 @@ async def _start_and_serve(
                 pictures=PictureMemory.within(engine.memory_limit_bytes()),
                 changed=changed,
             )
-            announce = functools.partial(_announce, worker, source, settings.join)
+            on_ready = functools.partial(announce, worker, source, settings.join)
             alive = await serve(
-                worker, listener, token=settings.token, shutdown=shutdown, on_ready=announce
+                worker, listener, token=settings.token, shutdown=shutdown, on_ready=on_ready
             )
     return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
 
@@ -327,7 +327,7 @@ class _StartLines:
             _print(START_PREFIX + progress.model_dump_json())
 
 
-def _announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None:
+def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None:
     """Print the start lines for people, then to a pipe or a log the ready line for programs."""
     card = worker.engine.card
     if source.toy:
