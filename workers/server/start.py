@@ -148,9 +148,11 @@ def _load(
     download = functools.partial(progress, StartStage.DOWNLOAD)
     cache_dir, cache_secret = cache
     folder = source.fetch(download)
-    # Imported late: MLX takes seconds to import, and wrong settings are reported before.
-    from workers.engine.model_folder import find_task  # noqa: PLC0415
+    # MLX takes seconds to import, and wrong settings and folders are reported before.
+    from workers.engine.model_folder import check_folder, find_task, refusing  # noqa: PLC0415
 
+    with refusing(folder):
+        check_folder(folder)
     task = find_task(folder, source.served_name) if settings.task is None else settings.task
     if task in (Endpoint.EMBEDDINGS, Endpoint.RERANK):
         from workers.engine.pooling import PoolingEngine, PoolingSettings  # noqa: PLC0415
