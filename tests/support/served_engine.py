@@ -39,7 +39,7 @@ class ServedWorker(RunningWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoGateway:
-    """A gateway in a thread of the test process, with workers that have joined it."""
+    """A gateway in a thread of the test process, with a worker that has joined it."""
 
     gateway: RunningGateway
     model: str
@@ -107,15 +107,17 @@ def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator
 
 
 @contextlib.contextmanager
-def gateway_with(folder: Path, *engines: RunningEngine) -> Iterator[DemoGateway]:
-    """Run a gateway that a worker of each engine has joined."""
-    with contextlib.ExitStack() as stack:
-        # Fixtures of a file run before the environment of its tests is clean.
-        remove_settings(stack.enter_context(pytest.MonkeyPatch.context()))
-        gateway = stack.enter_context(RunningGateway(make_settings(folder)))
-        for engine in engines:
-            name = engine.card.model.lower()
-            stack.enter_context(served(engine, name, join=gateway.url))
-        wait_until(lambda: len(gateway.status()["workers"]) == len(engines))
+def running_gateway(folder: Path) -> Iterator[RunningGateway]:
+    """Run a gateway for the tests of a file, before the environment of each of them is clean."""
+    with pytest.MonkeyPatch.context() as clean:
+        remove_settings(clean)
+        with RunningGateway(make_settings(folder)) as gateway:
+            yield gateway
+
+
+@contextlib.contextmanager
+def gateway_with(folder: Path, engine: RunningEngine) -> Iterator[DemoGateway]:
+    """Run a gateway that a worker with an engine has joined."""
+    with running_gateway(folder) as gateway, served(engine, "demo", join=gateway.url):
         wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
-        yield DemoGateway(gateway=gateway, model=engines[0].card.model)
+        yield DemoGateway(gateway=gateway, model=engine.card.model)

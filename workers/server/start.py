@@ -96,7 +96,9 @@ def _run(settings: WorkerSettings) -> int:
             first_stage=StartStage.WEIGHTS if source.folder else StartStage.DOWNLOAD,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            load = functools.partial(_load, settings, source, adapter, cache, starting.advance)
+            load = functools.partial(
+                load_engine, settings, source, adapter, cache, starting.advance
+            )
             if settings.group:
                 hosts = Hosts.read(settings.group, settings.backend)
                 loop = runner.get_loop()
@@ -137,7 +139,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _load(
+def load_engine(
     settings: WorkerSettings,
     source: ModelSource,
     adapter: ModelSource | None,
