@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.support.pooling_checkpoints import (
     write_qwen3_embedding,
 )
 from tests.support.pooling_reference import qwen3_states, unit
+from tests.support.raw_client import raw_client, request_bytes
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.served_engine import ServedWorker, running_gateway, served
@@ -236,19 +239,34 @@ def test_a_worker_reads_no_more_than_the_gateway_allows(stack: Stack) -> None:
     assert refused.headers[TOKENS_HEADER] == "11"
 
 
-def test_a_client_that_leaves_ends_its_request(stack: Stack) -> None:
-    def lane() -> dict[str, Any]:
-        status = httpx.get(f"{stack.embedder.url}/v1/status", headers=token(), timeout=60).json()
-        found: dict[str, Any] = status["lanes"]["embeddings"]
-        return found
+def test_a_client_that_leaves_ends_its_request(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = stack.embedder.worker
+    engine: Any = worker.engine
+    model, forward = engine._model, engine._model.forward
+    begun, left = threading.Event(), threading.Event()
 
-    before = lane()["requests"]
-    body = {"model": EMBEDDER, "input": ["x" * 60] * 2048}
-    with contextlib.suppress(httpx.ReadTimeout):
-        stack.gateway.client.post("/v1/embeddings", json=body, timeout=0.05)
-    wait_until(lambda: lane()["requests"] > before and not lane()["running"], within_s=60)
-    answer = stack.post("/v1/embeddings", model=EMBEDDER, input="the cat")
-    assert answer.status_code == 200
+    def forward_until_left(rows: list[Any]) -> Any:
+        begun.set()
+        assert left.wait(60)
+        return forward(rows)
+
+    monkeypatch.setattr(model, "forward", forward_until_left)
+    (before,) = engine.lane_reports()
+    body = json.dumps({"model": EMBEDDER, "input": ["x" * 60] * 512}).encode()
+    with raw_client(stack.gateway) as client:
+        key = stack.gateway.client.headers["authorization"].encode()
+        head = request_bytes(body, path="/v1/embeddings")
+        client.send(head.replace(b"\r\n", b"\r\nauthorization: " + key + b"\r\n", 1))
+        assert begun.wait(60)
+    wait_until(lambda: worker.traffic._in_flight == 0)
+    left.set()
+    wait_until(lambda: engine.lane_reports()[0].running == 0)
+    (after,) = engine.lane_reports()
+    assert after.requests == before.requests + 1
+    assert 0 < after.prompt_tokens - before.prompt_tokens < 512 * 61, "it ends behind its batch"
+    assert stack.post("/v1/embeddings", model=EMBEDDER, input="the cat").status_code == 200
 
 
 def test_the_status_counts_texts_as_other_requests(stack: Stack) -> None:
