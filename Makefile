@@ -2,6 +2,8 @@
 .PHONY: help up test proofs check bench pictures mutants lock
 
 BIN := .venv/bin
+# Without its bytecode, each process would take a second or more to compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

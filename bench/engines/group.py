@@ -27,7 +27,7 @@ from bench.failover.silence import can_cut_links
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import MISSING, Grid, provenance, write_page
 from tests.support.openai_requests import LONG_TEXT, text_body
-from tests.support.worker_process import RunningWorker, wait_until_ready, worker_process
+from tests.support.worker_process import WorkerProcess, wait_until_ready, worker_process
 from workers.group.hosts import Split
 
 RESULTS = Path(__file__).parents[1] / "results" / "group.md"
@@ -47,7 +47,7 @@ _Fault = Callable[[int], None]
 """What befalls a rank."""
 
 
-def _ranks(worker: RunningWorker) -> list[int]:
+def _ranks(worker: WorkerProcess) -> list[int]:
     command = ["pgrep", "-P", str(worker.process.pid)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return sorted(map(int, found.stdout.split()))
@@ -67,7 +67,7 @@ def _answered_after_s(client: httpx.Client, since_s: float) -> float:
     return float("inf")
 
 
-def _ended_after_s(worker: RunningWorker, client: httpx.Client, rank: int, fault: _Fault) -> float:
+def _ended_after_s(worker: WorkerProcess, client: httpx.Client, rank: int, fault: _Fault) -> float:
     """Let a fault befall a rank in a stream; return after how many seconds the stream ended."""
     body = text_body("demo", LONG_TEXT, temperature=0, stream=True)
     with client.stream("POST", _CHAT, json=body) as response:

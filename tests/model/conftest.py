@@ -1,6 +1,6 @@
-"""Fixtures on the demo checkpoint: manual lanes, an engine, a worker process and `paceline up`.
+"""Fixtures on the demo checkpoint: manual lanes, an engine, a worker and a gateway that serve it.
 
-Tests only send requests to the running processes; a test that breaks a process starts a new one.
+Tests only send requests to them; a test that breaks a process starts one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from policies.request.profile import Bypass, Sampling
 from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
-from tests.support.paceline_process import UpProcess, running_up
-from tests.support.worker_process import RunningWorker, running_worker
+from tests.support.served_engine import DemoGateway, ServedWorker, gateway_with, served
+from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
@@ -150,35 +150,35 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
     return put
 
 
-@pytest.fixture(scope="session")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    """Run `paceline up` on the demo model."""
-    with running_up(tmp_path_factory.mktemp("up")) as running:
+@pytest.fixture(scope="module")
+def demo(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoGateway]:
+    """Run a gateway and a worker with the engine of the session, for the tests of one file."""
+    with gateway_with(tmp_path_factory.mktemp("demo"), engine) as running:
         yield running
 
 
 @pytest.fixture
-def openai_client(up: UpProcess) -> Iterator[OpenAI]:
+def openai_client(demo: DemoGateway) -> Iterator[OpenAI]:
     """Yield an unmodified `openai` client with the base_url of the gateway."""
-    with OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-async def async_openai_client(up: UpProcess) -> AsyncIterator[AsyncOpenAI]:
+async def async_openai_client(demo: DemoGateway) -> AsyncIterator[AsyncOpenAI]:
     """Yield an asynchronous `openai` client for concurrent requests."""
-    async with AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+    async with AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
-def real_worker() -> Iterator[RunningWorker]:
-    """Run a worker process with both lanes on the demo checkpoint for the whole session.
+def real_worker(engine: Engine) -> Iterator[ServedWorker]:
+    """Serve the engine of the session as a worker without a gateway.
 
-    A test that stops, kills or floods a worker starts a new one with `running_worker`.
+    A test that stops, kills or floods a worker starts a process with `running_worker`.
     """
-    with running_worker("--id", "session") as process:
-        yield process
+    with served(engine, "session") as worker:
+        yield worker
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,14 @@ from gateway.loadgen.client import open_endpoint, read_answer
 from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.prompts import built_in_prompts, sample_prompts
 from gateway.loadgen.runner import Level, send_all
-from tests.support.paceline_process import UpProcess
+from tests.support.served_engine import DemoGateway
 
 
-async def test_the_drafts_of_the_answers_equal_the_counters_of_the_gateway(up: UpProcess) -> None:
+async def test_the_drafts_of_the_answers_equal_the_counters_of_the_gateway(
+    demo: DemoGateway,
+) -> None:
     prompts = sample_prompts(built_in_prompts(), 6, Random(1))
-    async with open_endpoint(up.url, fields={"temperature": 0, "max_tokens": 48}) as endpoint:
+    async with open_endpoint(demo.url, fields={"temperature": 0, "max_tokens": 48}) as endpoint:
         before = await endpoint.read_counters()
         responses = await send_all(
             endpoint, prompts, Level(concurrency=3), random=Random(1), on_end=lambda _: None
@@ -36,13 +38,13 @@ async def test_the_drafts_of_the_answers_equal_the_counters_of_the_gateway(up: U
 
 
 def test_the_results_of_a_bench_are_consistent(
-    up: UpProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo: DemoGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = f"{up.url}/v1/status"
+    status = f"{demo.url}/v1/status"
     routed = httpx.get(status, timeout=60).json()["decisions"]["total"]
     record = tmp_path / "run.json"
     load = ("--requests", "4", "--max-tokens", "32", "--concurrency", "2")
-    assert main(["bench", "--url", up.url, *load, "--json", str(record)]) == 0
+    assert main(["bench", "--url", demo.url, *load, "--json", str(record)]) == 0
     (result,) = json.loads(record.read_text())["runs"]
     assert (result["completed"], result["failed"]) == (4, 0)
     assert 4 <= result["total_output_tokens"] <= 4 * 32

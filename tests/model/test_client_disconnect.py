@@ -10,16 +10,16 @@ import httpx
 import pytest
 
 from tests.support.openai_requests import text_body
-from tests.support.paceline_process import UpProcess
 from tests.support.running_gateway import wait_until
+from tests.support.served_engine import DemoGateway
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 
 ENDLESS = {"temperature": 0, "max_tokens": 20_000, "logit_bias": SUPPRESS_END_TOKENS}
 
 
-def rows_in_use(process: UpProcess) -> int:
+def rows_in_use(demo: DemoGateway) -> int:
     """Return the number of requests at the worker plus that at the gateway."""
-    status = httpx.get(f"{process.url}/v1/status", timeout=60).json()
+    status = httpx.get(f"{demo.url}/v1/status", timeout=60).json()
     lanes = [lane for worker in status["workers"].values() for lane in worker["lanes"].values()]
     at_worker = sum(lane["running"] + lane["waiting"] for lane in lanes)
     return int(at_worker + status["gateway"]["requests_in_flight"])
@@ -30,10 +30,10 @@ def rows_in_use(process: UpProcess) -> int:
     [(False, "the whole answer"), (True, "the first event"), (True, "the next event")],
 )
 def test_a_disconnected_client_frees_its_row(
-    up: UpProcess, stream: bool, expected_part: str
+    demo: DemoGateway, stream: bool, expected_part: str
 ) -> None:
-    body = json.dumps(text_body(up.model, "Tell me a story.", stream=stream, **ENDLESS)).encode()
-    address = urlsplit(up.url)
+    body = json.dumps(text_body(demo.model, "Tell me a story.", stream=stream, **ENDLESS)).encode()
+    address = urlsplit(demo.url)
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
         raw.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
@@ -41,9 +41,9 @@ def test_a_disconnected_client_frees_its_row(
         )
         if expected_part == "the next event":
             assert b"data: " in raw.recv(65536)
-        wait_until(lambda: rows_in_use(up) == 2)
-    wait_until(lambda: rows_in_use(up) == 0)
-    workers = httpx.get(f"{up.url}/v1/status", timeout=60).json()["workers"].values()
+        wait_until(lambda: rows_in_use(demo) == 2)
+    wait_until(lambda: rows_in_use(demo) == 0)
+    workers = httpx.get(f"{demo.url}/v1/status", timeout=60).json()["workers"].values()
     assert {worker["state"] for worker in workers} == {"ready"}, (
         "a disconnect is no failure of the worker"
     )

@@ -9,19 +9,19 @@ import pytest
 from openai import OpenAI
 
 from tests.support.openai_requests import ChatResult, picture_body, send_chat, text_body
-from tests.support.paceline_process import UpProcess
+from tests.support.served_engine import DemoGateway
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
 def test_greedy_text_runs_in_the_speculative_lane_and_reports_its_acceptance(
-    up: UpProcess, openai_client: OpenAI, stream: bool
+    demo: DemoGateway, openai_client: OpenAI, stream: bool
 ) -> None:
-    body = text_body(up.model, temperature=0, extra_body={"draft_tokens": 2})
-    reason = reason_of_one_row(up)
+    body = text_body(demo.model, temperature=0, extra_body={"draft_tokens": 2})
+    reason = reason_of_one_row(demo)
     answer = send_chat(openai_client, body, stream=stream)
     assert answer.headers["x-paceline-pool"] == "text-mtp"
     # A report that comes between may change it: the worker measures whether drafts pay.
-    assert answer.headers["x-paceline-reason"] in {reason, reason_of_one_row(up)}
+    assert answer.headers["x-paceline-reason"] in {reason, reason_of_one_row(demo)}
     assert answer.text == ", ".join(map(str, range(1, 21))) + "."
     assert answer.finish_reason == "stop"
     assert answer.speculation["draft_acceptance_rate"] > 0.5
@@ -29,9 +29,9 @@ def test_greedy_text_runs_in_the_speculative_lane_and_reports_its_acceptance(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
 def test_sampled_text_runs_in_the_vlm_lane(
-    up: UpProcess, openai_client: OpenAI, stream: bool
+    demo: DemoGateway, openai_client: OpenAI, stream: bool
 ) -> None:
-    answer = send_chat(openai_client, text_body(up.model, max_tokens=64), stream=stream)
+    answer = send_chat(openai_client, text_body(demo.model, max_tokens=64), stream=stream)
     assert answer.headers["x-paceline-pool"] == "vlm"
     assert answer.headers["x-paceline-reason"] == "non_greedy_sampling"
     assert answer.text
@@ -41,29 +41,29 @@ def test_sampled_text_runs_in_the_vlm_lane(
 @pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
 @pytest.mark.parametrize("colour", ["red", "green", "blue", "yellow"])
 def test_the_model_names_the_colour_of_a_picture(
-    up: UpProcess, openai_client: OpenAI, stream: bool, colour: str
+    demo: DemoGateway, openai_client: OpenAI, stream: bool, colour: str
 ) -> None:
-    body = picture_body(up.model, colour, temperature=0)
+    body = picture_body(demo.model, colour, temperature=0)
     answer = send_chat(openai_client, body, stream=stream)
     assert answer.headers["x-paceline-pool"] == "vlm"
     assert answer.headers["x-paceline-reason"] == "media"
     assert colour in answer.text.lower()
 
 
-def test_status_adds_up_to_the_sum_of_the_answers(up: UpProcess, openai_client: OpenAI) -> None:
-    before = read_status(up)
+def test_status_adds_up_to_the_sum_of_the_answers(demo: DemoGateway, openai_client: OpenAI) -> None:
+    before = read_status(demo)
     bodies = [
         *(
-            text_body(up.model, question, temperature=0)
+            text_body(demo.model, question, temperature=0)
             for question in ("Hello!", "What is the capital of France?")
         ),
-        *(text_body(up.model, seed=seed, max_tokens=64) for seed in range(2)),
-        picture_body(up.model, "blue"),
+        *(text_body(demo.model, seed=seed, max_tokens=64) for seed in range(2)),
+        picture_body(demo.model, "blue"),
     ]
     answers = [
         send_chat(openai_client, body, stream=stream) for body in bodies for stream in (False, True)
     ]
-    after = read_status(up)
+    after = read_status(demo)
 
     for pool in ("text-mtp", "vlm"):
         pool_answers = [answer for answer in answers if answer.headers["x-paceline-pool"] == pool]
@@ -77,9 +77,9 @@ def test_status_adds_up_to_the_sum_of_the_answers(up: UpProcess, openai_client: 
     assert after["decisions"]["total"] - before["decisions"]["total"] == len(answers)
 
 
-def test_draft_counts_explain_every_token(up: UpProcess, openai_client: OpenAI) -> None:
+def test_draft_counts_explain_every_token(demo: DemoGateway, openai_client: OpenAI) -> None:
     answer = send_chat(
-        openai_client, text_body(up.model, temperature=0, extra_body={"draft_tokens": 2})
+        openai_client, text_body(demo.model, temperature=0, extra_body={"draft_tokens": 2})
     )
     counts = answer.speculation
     histogram = counts["acceptance_histogram"]
@@ -93,16 +93,16 @@ def test_draft_counts_explain_every_token(up: UpProcess, openai_client: OpenAI) 
     assert step_tokens <= answer.completion_tokens + counts["num_spec_tokens"]
 
 
-def read_status(process: UpProcess) -> dict[str, Any]:
+def read_status(demo: DemoGateway) -> dict[str, Any]:
     status: dict[str, Any] = (
-        httpx.get(f"{process.url}/v1/status", timeout=60).raise_for_status().json()
+        httpx.get(f"{demo.url}/v1/status", timeout=60).raise_for_status().json()
     )
     return status
 
 
-def reason_of_one_row(process: UpProcess) -> str:
+def reason_of_one_row(demo: DemoGateway) -> str:
     """Return the reason for a greedy request to an idle lane, by what its worker has measured."""
-    mtp = read_status(process)["pools"]["text-mtp"]["mtp"]
+    mtp = read_status(demo)["pools"]["text-mtp"]["mtp"]
     return "eligible" if mtp["effective_draft_tokens"] else "mtp_not_paying"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,16 +21,19 @@ import pytest
 
 from tests.model.test_two_workers import wait_until_joined
 from tests.support.openai_requests import TEXT, text_body
-from tests.support.paceline_process import LISTENS, TIMEOUT_S, running_gateway_only
+from tests.support.paceline_process import TIMEOUT_S
 from tests.support.running_gateway import wait_until
-from tests.support.worker_process import wait_until_ready, worker_process
+from tests.support.scripted_engine import make_worker, serve_worker
+from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.served_engine import running_gateway
+from tests.support.worker_process import running_worker
 from workers.demo import CHECKPOINT
 from workers.engine.types import ModelUnusable
 from workers.group.checks import choose_split
-from workers.group.hosts import Split
+from workers.group.engine import GroupEngine, GroupSettings
+from workers.group.hosts import Backend, Host, Hosts, Split
 from workers.protocol import NO_PREFIX, SCOPE_HEADER
 
-TOKEN = "join-token"
 CHAT = "/v1/chat/completions"
 
 
@@ -78,15 +82,13 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([{"ssh": "", "ips": ["127.0.0.1"]}] * 2))
     with contextlib.ExitStack() as stack:
-        gateway = stack.enter_context(running_gateway_only(folder, token=TOKEN))
-        url = gateway.wait_for(LISTENS)[1]
-        flags = ("--group", str(hosts), "--port", "0", "--join", url, "--id", "group")
-        environment = {"PACELINE_JOIN_TOKEN": TOKEN}
-        worker = stack.enter_context(worker_process(*flags, environment=environment))
-        wait_until_ready(worker)
-        wait_until_joined(url, {"group"})
-        client = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_S))
-        running = Group(client=client, worker_pid=worker.pid)
+        gateway = stack.enter_context(running_gateway(folder))
+        flags = ("--group", str(hosts), "--join", gateway.url, "--id", "group")
+        environment = {"PACELINE_JOIN_TOKEN": JOIN_TOKEN}
+        worker = stack.enter_context(running_worker(*flags, environment=environment))
+        wait_until_joined(gateway, {"group"})
+        client = stack.enter_context(httpx.Client(base_url=gateway.url, timeout=TIMEOUT_S))
+        running = Group(client=client, worker_pid=worker.process.pid)
         wait_until(lambda: running.status["state"] == "ready", within_s=TIMEOUT_S)
         yield running
 
@@ -159,23 +161,44 @@ def write_two_layers(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_ranks_with_other_kinds_of_layers_reuse_the_same_beginnings(tmp_path: Path) -> None:
+async def test_ranks_with_other_kinds_of_layers_reuse_the_same_beginnings(tmp_path: Path) -> None:
     """A rank of attention could cut a longer sequence, and one of recurrent layers could not."""
     write_two_layers(tmp_path / "demo")
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([{"ips": ["127.0.0.1"]}] * 2))
-    flags = ("--model", str(tmp_path / "demo"), "--group", str(hosts), "--split", "pipeline")
-    with worker_process(*flags, "--port", "0") as process:
-        worker = wait_until_ready(process)
-        with httpx.Client(base_url=worker.url, timeout=TIMEOUT_S) as client:
-            running = Group(client=client, worker_pid=process.pid)
-            ranks = running.ranks
-            questions = ("Count from 1 to 20.", "Count from 1 to 30.", "Count to 20.")
-            client.headers[SCOPE_HEADER] = NO_PREFIX
-            first = [running.chat(one, max_tokens=8) for one in questions]
-            del client.headers[SCOPE_HEADER]
-            again = [running.chat(one, max_tokens=8) for one in questions * 2]
-            assert running.ranks == ranks
+    engine = await asyncio.to_thread(
+        GroupEngine.start,
+        GroupSettings(
+            hosts=Hosts(hosts=(Host(ips=("127.0.0.1",)),) * 2),
+            backend=Backend.RING,
+            split=Split.PIPELINE,
+            model=str(tmp_path / "demo"),
+            folder=tmp_path / "demo",
+            served_name="demo",
+            context_tokens=None,
+            rows=8,
+            prefill_chunk=512,
+        ),
+        asyncio.get_running_loop(),
+    )
+    assert (ranks := engine._ranks)
+    questions = ("Count from 1 to 20.", "Count from 1 to 30.", "Count to 20.")
+    try:
+        async with (
+            serve_worker(make_worker(engine)) as url,
+            httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
+        ):
+
+            async def ask(question: str, **headers: str) -> dict[str, Any]:
+                body = text_body("demo", question, temperature=0, max_tokens=8)
+                response = await client.post(CHAT, json=body, headers=headers)
+                answer: dict[str, Any] = response.raise_for_status().json()
+                return answer
+
+            first = [await ask(one, **{SCOPE_HEADER: NO_PREFIX}) for one in questions]
+            again = [await ask(one) for one in questions * 2]
+            assert (engine.ready, engine._ranks) == (True, ranks), "no rank has died"
+    finally:
+        engine.stop()
+        await ranks.close()
     answers = [one["choices"][0]["message"]["content"] for one in (*first, *again)]
     assert answers == answers[:3] * 3
     assert again[3]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.support.openai_requests import ChatResult, picture_body, send_chat_async, text_body
-from tests.support.paceline_process import UpProcess
+from tests.support.served_engine import DemoGateway
 from tools.demo_model.questions import draw_turn
 
 REQUESTS = 100
@@ -68,9 +68,9 @@ async def answers_to(
 
 @pytest.mark.timeout(600)
 async def test_every_answer_under_load_equals_the_answer_without_load(
-    up: UpProcess, async_openai_client: AsyncOpenAI
+    demo: DemoGateway, async_openai_client: AsyncOpenAI
 ) -> None:
-    requests = mixed_requests(up.model)
+    requests = mixed_requests(demo.model)
     sequential = await answers_to(async_openai_client, requests, concurrency=1)
     concurrent = await answers_to(async_openai_client, requests, concurrency=CONCURRENCY)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,15 @@ from tests.support.pooling_checkpoints import (
     write_qwen3_embedding,
 )
 from tests.support.pooling_reference import qwen3_states, unit
-from tests.support.running_gateway import (
-    RunningGateway,
-    make_settings,
-    status_and_code,
-    wait_until,
-)
+from tests.support.raw_client import raw_client, request_bytes
+from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
-from tests.support.worker_process import RunningWorker, wait_until_ready, worker_process
+from tests.support.served_engine import ServedWorker, running_gateway, served
 from workers.protocol import TOKENS_HEADER, TOKENS_LIMIT_HEADER
+from workers.server.main import read_settings
+from workers.server.model_source import resolve_model
+from workers.server.ports import RunningEngine
+from workers.server.start import announce, load_engine
 
 EMBEDDER, RERANKER = "Qwen3-Embedding-tiny", "ms-marco-tiny"
 TEXTS = ["the cat sat", "paris is the capital of france"]
@@ -44,8 +45,8 @@ class Stack:
     """A gateway that an embedder and a reranker have joined."""
 
     gateway: RunningGateway
-    embedder: RunningWorker
-    reranker: RunningWorker
+    embedder: ServedWorker
+    reranker: ServedWorker
     folder: Path
     """Of the embedder."""
 
@@ -61,23 +62,24 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         write_bert_cross_encoder(models / RERANKER),
     ]
     with contextlib.ExitStack() as running:
-        settings = make_settings(tmp_path_factory.mktemp("gateway"))
-        gateway = running.enter_context(RunningGateway(settings))
-        processes = [
+        gateway = running.enter_context(running_gateway(tmp_path_factory.mktemp("gateway")))
+        embedder, reranker = (
             running.enter_context(
-                worker_process(
-                    *("--model", str(folder), "--port", "0", "--id", folder.name.lower()),
-                    *("--join", gateway.url),
-                    environment={"PACELINE_JOIN_TOKEN": JOIN_TOKEN},
-                )
+                served(engine_of(running, folder), folder.name.lower(), join=gateway.url)
             )
             for folder in folders
-        ]
-        with ThreadPoolExecutor(2) as pool:
-            embedder, reranker = pool.map(wait_until_ready, processes)
-        wait_until(lambda: len(served_models(gateway)) == 2, within_s=60)
+        )
+        wait_until(lambda: len(served_models(gateway)) == 2)
         gateway.use_key(gateway.create_key(tokens_a_day=10_000_000)["secret"])
         yield Stack(gateway, embedder, reranker, folders[0])
+
+
+def engine_of(running: contextlib.ExitStack, folder: Path) -> RunningEngine:
+    """Return the engine that a worker with this `--model` runs."""
+    settings, source = read_settings(["--model", str(folder)]), resolve_model(str(folder))
+    engine = load_engine(settings, source, None, (None, b""), lambda *_: None)
+    running.callback(engine.stop)
+    return engine
 
 
 def served_models(gateway: RunningGateway) -> dict[str, list[str]]:
@@ -186,14 +188,16 @@ def token() -> dict[str, str]:
     return {"authorization": f"Bearer {JOIN_TOKEN}"}
 
 
-def test_a_worker_checks_its_token_and_tells_its_state(stack: Stack) -> None:
+def test_a_worker_checks_its_token_and_tells_its_state(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = stack.embedder.url
     assert httpx.post(f"{url}/v1/embeddings", json={}, timeout=60).status_code == 401
     assert httpx.get(f"{url}/readyz", headers=token(), timeout=60).status_code == 200
     metrics = httpx.get(f"{url}/metrics", headers=token(), timeout=60).text
     assert f'paceline_worker_slots{{lane="embeddings",model_name="{EMBEDDER}"}} 32.0' in metrics
-    line = "\n".join(stack.embedder.start_lines)
-    assert f"It returns vectors of {DIMENSIONS} numbers" in line
+    announce(stack.embedder.worker, resolve_model(str(stack.folder)), stack.gateway.url)
+    assert f"It returns vectors of {DIMENSIONS} numbers" in capsys.readouterr().out
     assert stack.embedder.lanes == ("embeddings",)
     assert stack.reranker.lanes == ("rerank",)
 
@@ -235,19 +239,34 @@ def test_a_worker_reads_no_more_than_the_gateway_allows(stack: Stack) -> None:
     assert refused.headers[TOKENS_HEADER] == "11"
 
 
-def test_a_client_that_leaves_ends_its_request(stack: Stack) -> None:
-    def lane() -> dict[str, Any]:
-        status = httpx.get(f"{stack.embedder.url}/v1/status", headers=token(), timeout=60).json()
-        found: dict[str, Any] = status["lanes"]["embeddings"]
-        return found
+def test_a_client_that_leaves_ends_its_request(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = stack.embedder.worker
+    engine: Any = worker.engine
+    model, forward = engine._model, engine._model.forward
+    begun, left = threading.Event(), threading.Event()
 
-    before = lane()["requests"]
-    body = {"model": EMBEDDER, "input": ["x" * 60] * 2048}
-    with contextlib.suppress(httpx.ReadTimeout):
-        stack.gateway.client.post("/v1/embeddings", json=body, timeout=0.05)
-    wait_until(lambda: lane()["requests"] > before and not lane()["running"], within_s=60)
-    answer = stack.post("/v1/embeddings", model=EMBEDDER, input="the cat")
-    assert answer.status_code == 200
+    def forward_until_left(rows: list[Any]) -> Any:
+        begun.set()
+        assert left.wait(60)
+        return forward(rows)
+
+    monkeypatch.setattr(model, "forward", forward_until_left)
+    (before,) = engine.lane_reports()
+    body = json.dumps({"model": EMBEDDER, "input": ["x" * 60] * 512}).encode()
+    with raw_client(stack.gateway) as client:
+        key = stack.gateway.client.headers["authorization"].encode()
+        head = request_bytes(body, path="/v1/embeddings")
+        client.send(head.replace(b"\r\n", b"\r\nauthorization: " + key + b"\r\n", 1))
+        assert begun.wait(60)
+    wait_until(lambda: worker.traffic._in_flight == 0)
+    left.set()
+    wait_until(lambda: engine.lane_reports()[0].running == 0)
+    (after,) = engine.lane_reports()
+    assert after.requests == before.requests + 1
+    assert 0 < after.prompt_tokens - before.prompt_tokens < 512 * 61, "it ends behind its batch"
+    assert stack.post("/v1/embeddings", model=EMBEDDER, input="the cat").status_code == 200
 
 
 def test_the_status_counts_texts_as_other_requests(stack: Stack) -> None:

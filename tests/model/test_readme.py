@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paceline_process import UpProcess
+from tests.support.served_engine import DemoGateway
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_snippets_of_the_readme_run_unchanged(
-    up: UpProcess, monkeypatch: pytest.MonkeyPatch
+    demo: DemoGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    program = "\n".join(snippets).replace("http://127.0.0.1:8000", up.url)
+    program = "\n".join(snippets).replace("http://127.0.0.1:8000", demo.url)
     printed = io.StringIO()
     names: dict[str, object] = {}
     with contextlib.redirect_stdout(printed):

@@ -12,7 +12,7 @@ import pytest
 from pydantic_core import from_json
 
 from tests.support.openai_requests import TEXT, picture_body, text_body
-from tests.support.paceline_process import UpProcess
+from tests.support.served_engine import DemoGateway
 from tests.support.worker_process import SUPPRESS_END_TOKENS, byte_token
 from workers.server.request import LANE_HEADER
 
@@ -133,14 +133,16 @@ async def test_tokens_of_half_a_character_are_listed_once(worker_url: str, *, st
     assert (len(answer.tokens), answer.drafted) == (answers.completion_tokens, answers.accepted)
 
 
-async def test_a_gateway_passes_the_sources_on_and_counts_as_without_them(up: UpProcess) -> None:
+async def test_a_gateway_passes_the_sources_on_and_counts_as_without_them(
+    demo: DemoGateway,
+) -> None:
     path, body = "/v1/chat/completions", text_body("demo", **GREEDY)
     for stream in (False, True):
-        answers = await ask(up.url, path, body, stream=stream)
+        answers = await ask(demo.url, path, body, stream=stream)
         (answer,) = answers.choices
         assert answer.joined == answer.text
         assert (len(answer.tokens), answer.drafted) == (answers.completion_tokens, answers.accepted)
-    async with httpx.AsyncClient(base_url=up.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=demo.url, timeout=120) as client:
         plain = (await client.post(path, json={**body, "token_sources": False})).json()
         streamed = await client.post(path, json={**body, "stream": True})
         refused = await client.post(path, json={**body, "token_sources": "yes"})

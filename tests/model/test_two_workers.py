@@ -6,29 +6,36 @@ import asyncio
 import contextlib
 import json
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.openai_requests import LONG_TEXT, TEXT, text_body
-from tests.support.paceline_process import LISTENS, TIMEOUT_S, running_gateway_only
-from tests.support.running_gateway import ADMIN_KEY, wait_until
-from tests.support.worker_process import RunningWorker, wait_until_ready, worker_process
-from workers.demo import CHECKPOINT
+from tests.support.paceline_process import TIMEOUT_S
+from tests.support.running_gateway import RunningGateway, wait_until
+from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.served_engine import running_gateway, served
+from tests.support.worker_process import RunningWorker, running_worker
+from workers.engine.engine import Engine
 from workers.engine.prefix_cache import MIN_TOKENS
 
-TOKEN = "join-token"
 STREAMS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    url: str
+    gateway: RunningGateway
     workers: dict[str, RunningWorker]
+    process: subprocess.Popen[str]
+    """Of the worker `a`."""
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
 
     @property
     def model(self) -> str:
@@ -54,40 +61,38 @@ class Stream:
         return "".join(one[0]["delta"].get("content") or "" for one in choices if one)
 
 
-@contextlib.contextmanager
-def running_fleet(folder: Path) -> Iterator[Fleet]:
-    """Run a gateway and two workers that have joined it."""
-    with contextlib.ExitStack() as stack:
-        gateway = stack.enter_context(running_gateway_only(folder, token=TOKEN))
-        url = gateway.wait_for(LISTENS)[1]
-        flags = ("--model", str(CHECKPOINT), "--port", "0", "--join", url)
-        environment = {"PACELINE_JOIN_TOKEN": TOKEN}
-        processes = {
-            name: stack.enter_context(worker_process(*flags, "--id", name, environment=environment))
-            for name in ("a", "b")
-        }
-        workers = {name: wait_until_ready(process) for name, process in processes.items()}
-        wait_until_joined(url, set(workers))
-        yield Fleet(url=url, workers=workers)
-
-
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Yield a fleet that only the last test changes."""
-    with running_fleet(tmp_path_factory.mktemp("fleet")) as fleet_:
-        yield fleet_
+def fleet(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Yield a gateway with a worker process, which the last test kills, and the engine of here."""
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(running_gateway(tmp_path_factory.mktemp("fleet")))
+        flags = ("--id", "a", "--join", gateway.url)
+        token = {"PACELINE_JOIN_TOKEN": JOIN_TOKEN}
+        a = stack.enter_context(running_worker(*flags, environment=token))
+        b = stack.enter_context(served(engine, "b", join=gateway.url))
+        wait_until_joined(gateway, {"a", "b"})
+        yield Fleet(gateway=gateway, workers={"a": a, "b": b}, process=a.process)
 
 
-def wait_until_joined(url: str, expected: set[str]) -> None:
+def wait_until_joined(gateway: RunningGateway, expected: set[str]) -> None:
     """Wait until exactly these workers are members of the fleet."""
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    with httpx.Client(base_url=url, headers=headers) as client:
 
-        def worker_ids() -> set[str]:
-            response = client.get("/admin/v1/workers").raise_for_status()
-            return {worker["worker_id"] for worker in response.json()["workers"]}
+    def worker_ids() -> set[str]:
+        response = gateway.admin.get("/admin/v1/workers").raise_for_status()
+        return {worker["worker_id"] for worker in response.json()["workers"]}
 
-        wait_until(lambda: worker_ids() == expected, within_s=TIMEOUT_S)
+    wait_until(lambda: worker_ids() == expected, within_s=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def cordoned(fleet: Fleet, worker_id: str) -> Iterator[None]:
+    """Let a worker take no new request in the context."""
+    cordon = f"/admin/v1/workers/{worker_id}/cordon"
+    fleet.gateway.admin.put(cordon).raise_for_status()
+    try:
+        yield
+    finally:
+        fleet.gateway.admin.delete(cordon).raise_for_status()
 
 
 @contextlib.asynccontextmanager
@@ -142,17 +147,18 @@ async def test_two_workers_share_the_load(fleet: Fleet) -> None:
 
 async def test_a_worker_without_heartbeats_is_removed_until_its_next_one(fleet: Fleet) -> None:
     """It falls asleep, and its stream goes on at the other worker."""
-    async with client_of(fleet) as client, streaming(client, fleet) as stream:
+    async with client_of(fleet) as client, contextlib.AsyncExitStack() as stack:
+        with cordoned(fleet, "b"):
+            stream = await stack.enter_async_context(streaming(client, fleet))
         await stream.begun.wait()
-        paused = fleet.workers[stream.worker].process
-        paused.send_signal(signal.SIGSTOP)
+        assert stream.worker == "a"
+        fleet.process.send_signal(signal.SIGSTOP)
         try:
-            others = set(fleet.workers) - {stream.worker}
-            await asyncio.to_thread(wait_until_joined, fleet.url, others)
+            await asyncio.to_thread(wait_until_joined, fleet.gateway, {"b"})
             await asyncio.wait_for(stream.ended.wait(), TIMEOUT_S)
         finally:
-            paused.send_signal(signal.SIGCONT)
-        await asyncio.to_thread(wait_until_joined, fleet.url, set(fleet.workers))
+            fleet.process.send_signal(signal.SIGCONT)
+        await asyncio.to_thread(wait_until_joined, fleet.gateway, {"a", "b"})
     assert stream.complete
 
 
@@ -208,7 +214,7 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
 
 def reused_tokens(fleet: Fleet, worker_id: str) -> Counter[str]:
     """Return how many tokens a worker has not read again, by kind."""
-    url, headers = fleet.workers[worker_id].url, {"authorization": f"Bearer {TOKEN}"}
+    url, headers = fleet.workers[worker_id].url, {"authorization": f"Bearer {JOIN_TOKEN}"}
     with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
         lanes = client.get("/v1/status").raise_for_status().json()["lanes"]
     kinds: Counter[str] = Counter()
@@ -222,7 +228,6 @@ def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> Non
     story = "The red fox sees the old tree and the blue boat finds the warm stone. " * 80
     messages = [{"role": "user", "content": story}]
     body = {"model": fleet.model, "temperature": 0, "max_tokens": 16}
-    admin = {"authorization": f"Bearer {ADMIN_KEY}"}
     before = {name: reused_tokens(fleet, name) for name in fleet.workers}
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
 
@@ -232,15 +237,11 @@ def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> Non
 
         first = ask()
         holder = first.headers["x-paceline-worker"]
-        cordon = f"/admin/v1/workers/{holder}/cordon"
-        client.put(cordon, headers=admin).raise_for_status()
-        try:
+        with cordoned(fleet, holder):
             answer = first.json()["choices"][0]["message"]["content"]
             messages += [{"role": "assistant", "content": answer}]
             messages += [{"role": "user", "content": "And then?"}]
             second = ask()
-        finally:
-            client.delete(cordon, headers=admin).raise_for_status()
     taker = second.headers["x-paceline-worker"]
     assert taker != holder
     cached_tokens = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -248,7 +249,7 @@ def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> Non
     reused = reused_tokens(fleet, taker) - before[taker]
     assert reused.total() == cached_tokens >= first_prompt_tokens
     assert cached_tokens - reused["moved"] < MIN_TOKENS, "of other chats: too few to start from"
-    url, headers = fleet.workers[taker].url, {"authorization": f"Bearer {TOKEN}"}
+    url, headers = fleet.workers[taker].url, {"authorization": f"Bearer {JOIN_TOKEN}"}
     with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
         cold = client.post("/v1/chat/completions", json={**body, "messages": messages}).json()
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "of another scope"
@@ -260,7 +261,7 @@ async def test_f03_the_streams_of_a_killed_worker_go_on_at_the_other_one(fleet: 
     async with client_of(fleet) as client:
         before = (await client.get("/v1/status")).json()["failovers"]
         async with many_streams(client, fleet) as streams:
-            fleet.workers["a"].process.send_signal(signal.SIGKILL)
+            fleet.process.send_signal(signal.SIGKILL)
         assert {stream.worker for stream in streams} == {"a", "b"}
         assert all(stream.complete for stream in streams)
         assert {stream.text for stream in streams} == {streams[0].text}

@@ -9,10 +9,14 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
+from gateway.cli import main
+from tests.support.gateway_fixtures import remove_settings
 from tests.support.openai_requests import LONG_TEXT, text_body
 from tests.support.paceline_process import (
     READY_AGAIN,
@@ -22,8 +26,34 @@ from tests.support.paceline_process import (
     running_up,
 )
 
+Paceline = Callable[..., str]
 
-def run_paceline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    """Run `paceline up` on the demo model, which the last test ends."""
+    with running_up(tmp_path_factory.mktemp("up")) as running:
+        yield running
+
+
+@pytest.fixture
+def paceline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Paceline:
+    """Return a function that runs a command in this process, and returns what it prints."""
+    remove_settings(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, beside: UpProcess, exit_code: int = 0) -> str:
+        monkeypatch.setenv("PACELINE_STATE_DIR", str(beside.state_dir))
+        assert main([*arguments, "--url", beside.url]) == exit_code
+        return capsys.readouterr().out
+
+    return run
+
+
+def end_of(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own until its end."""
     return subprocess.run(
         [sys.executable, "-m", "gateway", *arguments],
         cwd=folder,
@@ -45,15 +75,6 @@ def test_up_reports_that_the_demo_is_a_toy_model(up: UpProcess) -> None:
     assert any("toy model" in text and "--model" in text for text in up.lines)
 
 
-def test_c3_a_newcomer_gets_a_link_with_the_admin_key_and_creates_a_key(tmp_path: Path) -> None:
-    """And `paceline keys` works beside it without settings."""
-    with running_up(tmp_path, terminal=True) as up:
-        link = up.wait_for(r"^Admin page: (\S+)$")[1]
-        result = run_paceline(tmp_path, "keys", "create", "Ann", "--json", "--url", up.url)
-        assert json.loads(result.stdout)["secret"].startswith("pk-"), result.stderr
-    assert link == f"{up.url}/admin#admin-key={(up.state_dir / 'admin-key').read_text()}"
-
-
 def test_l9_c3_up_prints_only_the_place_of_its_secrets_into_a_pipe(up: UpProcess) -> None:
     up.wait_for(rf"^Admin page: {up.url}/admin \(admin key: {up.state_dir}/admin-key\)$")
     for name in ("join-token", "admin-key"):
@@ -68,34 +89,64 @@ def test_up_protects_the_join_token(up: UpProcess) -> None:
         assert token_file.read_text() not in arguments.read_text()
 
 
-def test_a_killed_worker_is_restarted_with_its_counts_and_ends_with_its_gateway(
-    tmp_path: Path,
+def test_up_with_an_unusable_model_exits_with_a_message(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = end_of(tmp_path, "up", "--port", "0", "--model", str(tmp_path / "empty"))
+    assert result.returncode == 1
+    assert "the worker cannot start" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_up_on_a_used_port_exits_with_one_line(up: UpProcess, tmp_path: Path) -> None:
+    port = up.url.rpartition(":")[2]
+    result = end_of(tmp_path, "up", "--port", port)
+    assert result.returncode == 2
+    assert re.fullmatch(r"paceline: Cannot listen on [^\n]*\n", result.stderr)
+    assert f"a gateway already runs at {up.url}" in result.stderr
+
+
+def test_up_beyond_this_machine_requires_a_key(
+    paceline: Paceline, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with running_up(tmp_path) as up:
-        body = text_body(up.model, "Hello!", temperature=0, draft_tokens=2)
-        assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
-        before = httpx.get(f"{up.url}/v1/status").json()
-        os.kill(up.worker_pid(), signal.SIGKILL)
-        up.wait_for(READY_AGAIN)
-        assert up.worker_pid(boot=2) != up.worker_pid(boot=1)
-        assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
-        after = httpx.get(f"{up.url}/v1/status").json()
-        (worker,) = up.workers()
-        with connection_to(worker["url"]) as connection:
-            up.process.kill()
-            assert connection.recv(1) == b"", "the worker ends with its gateway"
-    assert after["pools"]["text-mtp"]["requests"] == before["pools"]["text-mtp"]["requests"] + 1
-    assert after["mtp"]["attempted"] == 2 * before["mtp"]["attempted"]
+    assert main(["up", "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "PACELINE_API_KEY" in capsys.readouterr().err
 
 
-def test_ctrl_c_finishes_the_running_stream_and_stops_the_worker(tmp_path: Path) -> None:
-    with running_up(tmp_path) as up:
+def test_status_shows_lanes_workers_and_acceptance(up: UpProcess, paceline: Paceline) -> None:
+    shown = paceline("status", beside=up)
+    for name in ("text-mtp", "vlm", up.workers()[0]["worker_id"], "Accepted"):
+        assert name in shown
+    assert json.loads(paceline("status", "--json", beside=up))["gateway"]["ready"] is True
+
+
+def test_explain_prints_the_pool_of_a_request(
+    up: UpProcess, paceline: Paceline, tmp_path: Path
+) -> None:
+    for temperature, pool in ((0, "text-mtp"), (1, "vlm")):
+        request = tmp_path / "request.json"
+        request.write_text(json.dumps(text_body(up.model, temperature=temperature)))
+        explained = paceline("explain", str(request), "--json", beside=up)
+        assert json.loads(explained)["pool"] == pool
+
+
+def test_c3_a_newcomer_gets_a_link_creates_a_key_and_ends_all_with_ctrl_c(
+    tmp_path: Path, paceline: Paceline
+) -> None:
+    """`paceline keys` works beside it without settings, and the running stream is finished."""
+    with running_up(tmp_path, terminal=True) as up:
+        link = up.wait_for(r"^Admin page: (\S+)$")[1]
+        assert link == f"{up.url}/admin#admin-key={(up.state_dir / 'admin-key').read_text()}"
+        key = json.loads(paceline("keys", "create", "Ann", "--json", beside=up))["secret"]
+        assert key.startswith("pk-")
         (worker,) = up.workers()
         body = text_body(up.model, LONG_TEXT, temperature=0, stream=True)
         with (
             connection_to(worker["url"]) as connection,
             httpx.stream(
-                "POST", f"{up.url}/v1/chat/completions", json=body, timeout=60
+                *("POST", f"{up.url}/v1/chat/completions"),
+                headers={"authorization": f"Bearer {key}"},
+                json=body,
+                timeout=60,
             ) as response,
         ):
             events = response.iter_lines()
@@ -108,46 +159,29 @@ def test_ctrl_c_finishes_the_running_stream_and_stops_the_worker(tmp_path: Path)
             assert (notice in up.lines, up.lines[-1]) == (True, "Ended.")
 
 
-def test_up_with_an_unusable_model_exits_with_a_message(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    result = run_paceline(tmp_path, "up", "--port", "0", "--model", str(tmp_path / "empty"))
-    assert result.returncode == 1
-    assert "the worker cannot start" in result.stdout
-    assert "Traceback" not in result.stdout + result.stderr
-
-
-def test_up_on_a_used_port_exits_with_one_line(up: UpProcess, tmp_path: Path) -> None:
-    port = up.url.rpartition(":")[2]
-    result = run_paceline(tmp_path, "up", "--port", port)
-    assert result.returncode == 2
-    assert re.fullmatch(r"paceline: Cannot listen on [^\n]*\n", result.stderr)
-    assert f"a gateway already runs at {up.url}" in result.stderr
-
-
-def test_up_beyond_this_machine_requires_a_key(tmp_path: Path) -> None:
-    result = run_paceline(tmp_path, "up", "--host", "0.0.0.0", "--port", "0")
-    assert result.returncode == 2
-    assert "PACELINE_API_KEY" in result.stderr
-
-
-def test_status_shows_lanes_workers_and_acceptance(up: UpProcess, tmp_path: Path) -> None:
-    result = run_paceline(tmp_path, "status", "--url", up.url)
-    assert result.returncode == 0
-    for name in ("text-mtp", "vlm", up.workers()[0]["worker_id"], "Accepted"):
-        assert name in result.stdout
-    json_result = run_paceline(tmp_path, "status", "--url", up.url, "--json")
-    assert json.loads(json_result.stdout)["gateway"]["ready"] is True
-
-
-def test_status_without_a_gateway_prints_one_line(tmp_path: Path) -> None:
-    result = run_paceline(tmp_path, "status", "--url", "http://127.0.0.1:1")
-    assert result.returncode == 1
-    assert re.fullmatch(r"paceline: no gateway answers at [^\n]*\n", result.stderr)
-
-
-def test_explain_prints_the_pool_of_a_request(up: UpProcess, tmp_path: Path) -> None:
-    for temperature, pool in ((0, "text-mtp"), (1, "vlm")):
-        request = tmp_path / "request.json"
-        request.write_text(json.dumps(text_body(up.model, temperature=temperature)))
-        result = run_paceline(tmp_path, "explain", str(request), "--json", "--url", up.url)
-        assert json.loads(result.stdout)["pool"] == pool
+def test_a_killed_worker_is_restarted_with_its_counts_and_ends_with_its_gateway(
+    up: UpProcess,
+) -> None:
+    """The last test of this file, because it kills the gateway."""
+    body = text_body(up.model, "Hello!", temperature=0, draft_tokens=2)
+    before = httpx.get(f"{up.url}/v1/status").json()
+    assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
+    first = httpx.get(f"{up.url}/v1/status").json()
+    os.kill(up.worker_pid(), signal.SIGKILL)
+    up.wait_for(READY_AGAIN)
+    assert up.worker_pid(boot=2) != up.worker_pid(boot=1)
+    assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
+    second = httpx.get(f"{up.url}/v1/status").json()
+    (worker,) = up.workers()
+    with connection_to(worker["url"]) as connection:
+        up.process.kill()
+        assert connection.recv(1) == b"", "the worker ends with its gateway"
+    requests, attempted = (
+        [count(status) for status in (before, first, second)]
+        for count in (
+            lambda status: status["pools"]["text-mtp"]["requests"],
+            lambda status: status["mtp"]["attempted"],
+        )
+    )
+    assert (requests[1], requests[2]) == (requests[0] + 1, requests[0] + 2)
+    assert attempted[2] - attempted[1] == attempted[1] - attempted[0] > 0

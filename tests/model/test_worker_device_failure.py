@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +67,18 @@ class Boots:
         self._fault_file.unlink()
 
 
-async def test_a_failed_device_ends_every_answer_with_an_error_and_restarts_the_worker(
+async def test_f63_answers_go_on_after_a_failed_allocation_and_a_failed_device_ends_them(
     tmp_path: Path,
 ) -> None:
+    """Each answer ends with an error then, and the worker is started again."""
     fault_file = tmp_path / "fault"
     boots = Boots(fault_file)
     async with boots.supervised():
         async with httpx.AsyncClient(base_url=await boots.url(), timeout=TIMEOUT_S) as client:
+            await _check_failed_allocation(client, fault_file)
+            assert any("lane.out_of_memory" in line for line in boots.log)
             before = await _answer(client)
-            started = [asyncio.Event() for _ in REQUESTS]
-            requests = [
-                asyncio.create_task(_read(client, fields, event))
-                for fields, event in zip(REQUESTS, started, strict=True)
-            ]
-            for fields, event in zip(REQUESTS, started, strict=True):
-                if fields["stream"]:
-                    await event.wait()
-            fault_file.touch()
-            texts = await asyncio.gather(*requests)
+            texts = await _answers_with_fault(client, REQUESTS, fault_file.touch)
         async with httpx.AsyncClient(base_url=await boots.url(), timeout=TIMEOUT_S) as client:
             after = await _answer(client)
 
@@ -98,37 +92,42 @@ async def test_a_failed_device_ends_every_answer_with_an_error_and_restarts_the_
     assert [line for line in boots.messages if exit_message in line] == [
         f"The worker {exit_message}; it restarts in 0.5 s."
     ]
-    assert any("METAL" in line for line in boots.log)
+    assert any("METAL" in line and "Internal Error" in line for line in boots.log)
     assert after == before
 
 
-async def test_f63_answers_go_on_after_a_failed_allocation(tmp_path: Path) -> None:
-    fault_file, whole = tmp_path / "fault", tmp_path / "whole"
-    boots = Boots(fault_file)
+async def _check_failed_allocation(client: httpx.AsyncClient, fault_file: Path) -> None:
     long = {"max_tokens": 60, "logit_bias": SUPPRESS_END_TOKENS, "stream": True}
     requests = [long | {"temperature": 0}, long | {"temperature": 1, "seed": 3}, long | {"seed": 4}]
-    async with (
-        boots.supervised(),
-        httpx.AsyncClient(base_url=await boots.url(), timeout=TIMEOUT_S) as client,
-    ):
-        alone = [await _read(client, fields, asyncio.Event()) for fields in requests]
-        started = [asyncio.Event() for _ in requests]
-        reading = [
-            asyncio.create_task(_read(client, fields, event))
-            for fields, event in zip(requests, started, strict=True)
-        ]
-        await started[0].wait()
+    alone = [await _read(client, fields, asyncio.Event()) for fields in requests]
+
+    def fail_once() -> None:
+        whole = fault_file.with_suffix(".whole")
         whole.write_text("[METAL] Command buffer execution failed: Insufficient Memory (00000008)")
         whole.rename(fault_file)
-        texts = await asyncio.gather(*reading)
-        status = (await client.get("/v1/status")).json()["memory"]
 
-    assert not fault_file.exists(), "one evaluation has failed"
+    texts = await _answers_with_fault(client, requests, fail_once)
+    status = (await client.get("/v1/status")).json()["memory"]
     assert [_content(text) for text in texts] == [_content(text) for text in alone]
     assert all("[DONE]" in text for text in texts)
     assert status["failed_allocations"] == 1
     assert 0 < status["footprint_bytes"] < status["footprint_limit_bytes"]
-    assert any("lane.out_of_memory" in line for line in boots.log)
+
+
+async def _answers_with_fault(
+    client: httpx.AsyncClient, requests: Sequence[dict[str, Any]], fail: Callable[[], None]
+) -> list[str]:
+    """Return the received parts of answers, after a fault once all streams have begun."""
+    started = [asyncio.Event() for _ in requests]
+    reading = [
+        asyncio.create_task(_read(client, fields, event))
+        for fields, event in zip(requests, started, strict=True)
+    ]
+    for fields, event in zip(requests, started, strict=True):
+        if fields["stream"]:
+            await event.wait()
+    fail()
+    return await asyncio.gather(*reading)
 
 
 def _content(text: str) -> str:

@@ -18,7 +18,6 @@ from pydantic import SecretStr
 from tests.support.certificates import write_certificate
 from tests.support.compose_stack import gateway_addresses
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
-from tests.support.worker_process import running_worker
 from workers import heartbeat
 from workers.heartbeat import Membership, joined, source_address
 from workers.http import certificate_authorities
@@ -277,20 +276,3 @@ async def test_names_and_addresses_are_resolved() -> None:
     assert await heartbeat.resolve(httpx.URL("http://localhost")) & {"127.0.0.1", "::1"}
     with pytest.raises(OSError, match=r"not known|nodename"):
         await heartbeat.resolve(httpx.URL("http://gateway.invalid:8000"))
-
-
-async def test_a_worker_process_joins_and_leaves_a_gateway() -> None:
-    gateway = Gateway()
-    async with serve_app(gateway.app()) as url:
-        environment = {"PACELINE_JOIN_TOKEN": "secret"}
-        identity = ("--id", "studio", "--label", "big")
-        starting = running_worker("--join", url, *identity, environment=environment)
-        worker = await asyncio.to_thread(starting.__enter__)
-        await gateway.reports_reach(1)
-        async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
-            assert (await client.get("/v1/status")).status_code == 401
-        await asyncio.to_thread(starting.__exit__, None, None, None)
-    assert worker.process.returncode == 0
-    assert gateway.reports[0].url == worker.url
-    assert gateway.reports[0].labels == ("big",)
-    assert gateway.removed == ["studio"]

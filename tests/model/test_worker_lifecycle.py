@@ -12,21 +12,25 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.scripted_engine import ScriptedEngine, make_worker
 from tests.support.worker_process import (
     STOP_TIMEOUT_S,
     SUPPRESS_END_TOKENS,
+    WorkerProcess,
     run_worker,
     running_worker,
-    wait_until_ready,
     worker_process,
 )
 from workers.config_file import InvalidSettings
 from workers.demo import CHECKPOINT
 from workers.lifecycle import Shutdown
 from workers.protocol import READY_PREFIX, START_PREFIX
+from workers.server.main import read_settings
 from workers.server.server import serve
+
+LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
 
 STORY = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -35,32 +39,6 @@ STORY = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-
-
-def test_after_sigterm_streams_finish_until_a_second_signal_ends_them() -> None:
-    with running_worker() as worker, contextlib.ExitStack() as stack:
-        client = stack.enter_context(httpx.Client(base_url=worker.url, timeout=60))
-
-        def begin_story(max_tokens: int) -> Iterator[str]:
-            body = {"model": worker.model, **STORY, "max_tokens": max_tokens}
-            stream = client.stream("POST", "/v1/chat/completions", json=body)
-            events = (line for line in stack.enter_context(stream).iter_lines() if line)
-            next(events)
-            return events
-
-        endless, story = begin_story(20_000), begin_story(400)
-        worker.process.send_signal(signal.SIGTERM)
-        while client.get("/readyz").status_code != 503:
-            pass
-        rejected = client.post("/v1/chat/completions", json={"model": worker.model, **STORY})
-        assert rejected.status_code == 503
-        rest = list(story)
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
-        worker.process.send_signal(signal.SIGTERM)
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(endless)
-        assert worker.process.wait(STOP_TIMEOUT_S) == 0
 
 
 async def test_a_server_whose_engine_failed_returns_false() -> None:
@@ -80,18 +58,6 @@ async def test_a_server_whose_engine_failed_returns_false() -> None:
             on_ready=fail,
         )
     assert not healthy
-
-
-def test_a_worker_applies_its_flags_and_stops_when_its_leash_closes() -> None:
-    flags = ("--lanes", "text-mtp", "--draft-tokens", "1", "--leash")
-    arguments = ("--model", str(CHECKPOINT), "--port", "0", *flags)
-    with worker_process(*arguments, stdin=subprocess.PIPE) as process:
-        worker = wait_until_ready(process)
-        assert worker.lanes == ("text-mtp",)
-        assert "It drafts 1 token ahead." in worker.start_lines[-1]
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(STOP_TIMEOUT_S) == 0
 
 
 def test_a_used_port_is_reported_in_one_line_before_the_weights_load() -> None:
@@ -145,8 +111,18 @@ def test_a_port_that_is_opened_while_the_weights_load_ends_the_worker_with_one_l
     assert f"Cannot listen on 127.0.0.1 port {port}: " in errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize("model", ["/nowhere", "no such model"])
-def test_a_missing_model_is_reported_without_a_traceback_before_mlx_is_imported(model: str) -> None:
+def test_a_folder_without_a_model_is_reported_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = run_worker("--model", str(tmp_path), "--port", "0")
+    assert result.returncode == 3
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("named", ["no such model", "an empty folder"])
+def test_a_missing_model_is_reported_without_a_traceback_before_mlx_is_imported(
+    named: str, tmp_path: Path
+) -> None:
+    model = str(tmp_path) if "folder" in named else named
     listing = {"PYTHONPROFILEIMPORTTIME": "1"}
     result = run_worker("--model", model, "--port", "0", environment=listing)
     assert result.returncode == 3
@@ -157,14 +133,82 @@ def test_a_missing_model_is_reported_without_a_traceback_before_mlx_is_imported(
     assert imported.isdisjoint({"mlx", "mlx_vlm", "transformers"}), "they take seconds"
 
 
-def test_a_folder_without_a_model_is_reported_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    result = run_worker("--model", str(tmp_path), "--port", "0")
-    assert result.returncode == 3
-    assert "Traceback" not in result.stderr
-
-
 def test_listening_beyond_loopback_requires_a_token() -> None:
-    result = run_worker("--host", "0.0.0.0", "--port", "0")
-    assert result.returncode == 2
-    assert "join token" in result.stderr
+    with pytest.raises(InvalidSettings, match="join token"):
+        read_settings(["--host", "0.0.0.0", "--port", "0"])
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    """Run a worker with flags, which the last test ends."""
+    sparse = ("--spec-prefill", str(CHECKPOINT), "--spec-prefill-threshold", "300")
+    with running_worker("--lanes", "vlm,text-mtp", "--draft-tokens", "1", *sparse) as process:
+        yield process
+
+
+def test_a_worker_applies_its_flags(worker: WorkerProcess) -> None:
+    assert worker.lanes == ("vlm", "text-mtp")
+    assert "It drafts 1 token ahead." in worker.start_lines[-1]
+    assert "From 300 tokens on, 30% of a prompt are read" in worker.start_lines[-1]
+
+
+def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it(
+    worker: WorkerProcess,
+) -> None:
+    with httpx.Client(base_url=worker.url, timeout=60) as client:
+        body = {
+            "model": worker.model,
+            "messages": [{"role": "user", "content": LONG}],
+            "temperature": 0,
+            "max_tokens": 4,
+        }
+        sparse = client.post("/v1/chat/completions", json=body).json()["usage"]
+        full = client.post("/v1/chat/completions", json=body | {"specprefill": False})
+        report = client.get("/v1/status").json()["lanes"]["text-mtp"]["spec_prefill"]
+        metrics = client.get("/metrics").text
+
+    skipped = sparse["prompt_tokens_details"]["skipped_tokens"]
+    assert sparse["prompt_tokens"] == full.json()["usage"]["prompt_tokens"] > skipped > 200
+    assert report == {
+        "prompts": 1,
+        "scored_tokens": sparse["prompt_tokens"],
+        "selected_tokens": sparse["prompt_tokens"] - skipped,
+        "full_prefills": {"switched_off": 1},
+    }
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.labels.get("lane") == "text-mtp"
+    }
+    assert values["paceline_worker_spec_prefill_prompts_total"] == 1
+    assert values["paceline_worker_spec_prefill_full_prefills_total"] == 1
+
+
+def test_after_sigterm_streams_finish_until_a_second_signal_ends_them(
+    worker: WorkerProcess,
+) -> None:
+    """The last test of this file, because it ends the worker."""
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=worker.url, timeout=60))
+
+        def begin_story(max_tokens: int) -> Iterator[str]:
+            body = {"model": worker.model, **STORY, "max_tokens": max_tokens}
+            stream = client.stream("POST", "/v1/chat/completions", json=body)
+            events = (line for line in stack.enter_context(stream).iter_lines() if line)
+            next(events)
+            return events
+
+        endless, story = begin_story(20_000), begin_story(400)
+        worker.process.send_signal(signal.SIGTERM)
+        while client.get("/readyz").status_code != 503:
+            pass
+        rejected = client.post("/v1/chat/completions", json={"model": worker.model, **STORY})
+        assert rejected.status_code == 503
+        rest = list(story)
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
+        worker.process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(endless)
+        assert worker.process.wait(STOP_TIMEOUT_S) == 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -27,13 +29,13 @@ WAIT_S = 120
 async def test_a_worker_tells_its_gateway_and_its_parent_how_far_its_start_is(
     tmp_path: Path,
 ) -> None:
-    """From the bytes of the download on, under one boot, until it is ready."""
+    """From the bytes of the download on, under one boot, until it is ready and leaves."""
     gateway, release = Gateway(interval_s=0.02), asyncio.Event()
     hub = model_hub(CHECKPOINT, release)
     async with serve_app(gateway.app()) as url, serve_app(hub) as hub_url:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "workers", "--model", "owner/model", "--port", "0"),
-            *("--join", url, "--leash"),
+            *("--join", url, "--leash", "--id", "studio", "--label", "big"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment_without_paceline()
@@ -50,8 +52,11 @@ async def test_a_worker_tells_its_gateway_and_its_parent_how_far_its_start_is(
                     if told[-1].done:  # of the small files, before the weights
                         release.set()
             await gateway.reports_reach(len(gateway.reports) + 2)
+            async with httpx.AsyncClient(base_url=gateway.reports[-1].url, timeout=60) as client:
+                assert (await client.get("/v1/status")).status_code == 401
             process.stdin.close()
             assert await process.wait() == 0
+    assert gateway.removed == ["studio"]
     stages = [stage for stage, _ in itertools.groupby(progress.stage for progress in told)]
     assert stages[:2] == [StartStage.DOWNLOAD, StartStage.WEIGHTS]
     assert stages == [stage for stage in StartStage if stage in stages]
@@ -59,8 +64,8 @@ async def test_a_worker_tells_its_gateway_and_its_parent_how_far_its_start_is(
     assert max(report.start.done for report in starting if report.start) > 0
     assert not any(report.ready or report.lanes for report in starting)
     assert gateway.reports[-1].lanes
-    (boot,) = {(report.boot_id, report.model) for report in gateway.reports}
-    assert boot[1] == "owner/model"
+    (boot,) = {(one.boot_id, one.url, one.model, one.labels) for one in gateway.reports}
+    assert boot[1:] == (json.loads(line[len(READY_PREFIX) :])["url"], "owner/model", ("big",))
     assert "modeling.py" not in {path.name for path in _files(tmp_path)}, "it downloads no code"
 
 

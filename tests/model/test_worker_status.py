@@ -6,10 +6,14 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.served_engine import ServedWorker
 from tests.support.worker_process import RunningWorker
-from workers.protocol import Speculation, WorkerReport
+from workers.protocol import READY_PREFIX, Speculation, WorkerReport
+from workers.server.model_source import resolve_model
+from workers.server.start import announce
 
 QUESTION = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 12}
 
@@ -145,20 +149,29 @@ async def test_models_lists_the_served_model(real_worker: RunningWorker) -> None
     assert unknown.status_code == 404
 
 
-async def test_the_output_names_the_toy_model_in_one_line(real_worker: RunningWorker) -> None:
-    (line,) = (line for line in real_worker.start_lines if "toy model" in line)
+@pytest.fixture
+def start_lines(real_worker: ServedWorker, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what a worker prints once it is ready, before the line for programs."""
+    announce(real_worker.worker, resolve_model(""), gateway_url="")
+    *lines, ready = capsys.readouterr().out.splitlines()
+    assert ready.startswith(READY_PREFIX)
+    return lines
+
+
+def test_the_output_names_the_toy_model_in_one_line(start_lines: list[str]) -> None:
+    (line,) = (line for line in start_lines if "toy model" in line)
     assert "--model" in line
 
 
-async def test_a_worker_that_joins_nobody_says_so(real_worker: RunningWorker) -> None:
-    (line,) = (line for line in real_worker.start_lines if "Not joined to any gateway" in line)
+def test_a_worker_that_joins_nobody_says_so(start_lines: list[str]) -> None:
+    (line,) = (line for line in start_lines if "Not joined to any gateway" in line)
     assert "--join http://GATEWAY:8000 --token TOKEN" in line
 
 
-async def test_the_last_line_before_ready_contains_model_lanes_memory_and_draft_tokens(
-    real_worker: RunningWorker,
+def test_the_last_line_before_ready_contains_model_lanes_memory_and_draft_tokens(
+    real_worker: RunningWorker, start_lines: list[str]
 ) -> None:
-    line = real_worker.start_lines[-1]
+    line = start_lines[-1]
     assert real_worker.model in line
     assert "text-mtp and vlm share one copy of the weights" in line
     assert "MB in use" in line

@@ -24,14 +24,20 @@ def byte_token(byte: int) -> int:
     return int(vocabulary[chr(byte)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunningWorker:
-    """A ready worker; `start_lines` is its output before the ready line."""
+    """A ready worker, in a process of its own or in that of the tests."""
 
     url: str
     worker_id: str
     model: str
     lanes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerProcess(RunningWorker):
+    """A ready worker process; `start_lines` is its output before the ready line."""
+
     start_lines: tuple[str, ...]
     process: subprocess.Popen[str]
 
@@ -39,7 +45,7 @@ class RunningWorker:
 @contextmanager
 def running_worker(
     *flags: str, environment: Mapping[str, str] | None = None
-) -> Iterator[RunningWorker]:
+) -> Iterator[WorkerProcess]:
     """Run `python -m workers` with the demo checkpoint on a free port."""
     with worker_process(
         "--model", str(CHECKPOINT), "--port", "0", *flags, environment=environment
@@ -75,14 +81,14 @@ def worker_process(
             process.kill()  # `Popen.__exit__` would wait without a limit
 
 
-def wait_until_ready(process: subprocess.Popen[str]) -> RunningWorker:
+def wait_until_ready(process: subprocess.Popen[str]) -> WorkerProcess:
     """Read the output of a worker up to its ready line; fail if it ends before."""
     assert process.stdout is not None
     start_lines: list[str] = []
     for line in process.stdout:
         if line.startswith(READY_PREFIX):
             ready = json.loads(line.removeprefix(READY_PREFIX))
-            return RunningWorker(
+            return WorkerProcess(
                 url=ready["url"],
                 worker_id=ready["worker_id"],
                 model=ready["model"],

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers.utils import HF_MODULES_CACHE
 
 from policies.request.profile import Endpoint
 from workers.engine.types import ModelUnusable
@@ -110,6 +109,8 @@ def forbid_code() -> None:
     transformers copies such a file to its own folder before it runs it. `trust_remote_code=False`
     is not enough: some families of mlx-vlm replace it by True.
     """
+    from transformers.utils import HF_MODULES_CACHE  # noqa: PLC0415  # takes a second to import
+
     folder = f"{Path(HF_MODULES_CACHE).absolute()}{os.sep}"
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

@@ -96,7 +96,9 @@ def _run(settings: WorkerSettings) -> int:
             first_stage=StartStage.WEIGHTS if source.folder else StartStage.DOWNLOAD,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            load = functools.partial(_load, settings, source, adapter, cache, starting.advance)
+            load = functools.partial(
+                load_engine, settings, source, adapter, cache, starting.advance
+            )
             if settings.group:
                 hosts = Hosts.read(settings.group, settings.backend)
                 loop = runner.get_loop()
@@ -137,7 +139,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _load(
+def load_engine(
     settings: WorkerSettings,
     source: ModelSource,
     adapter: ModelSource | None,
@@ -148,9 +150,11 @@ def _load(
     download = functools.partial(progress, StartStage.DOWNLOAD)
     cache_dir, cache_secret = cache
     folder = source.fetch(download)
-    # Imported late: MLX takes seconds to import, and wrong settings are reported before.
-    from workers.engine.model_folder import find_task  # noqa: PLC0415
+    # MLX takes seconds to import, and wrong settings and folders are reported before.
+    from workers.engine.model_folder import check_folder, find_task, refusing  # noqa: PLC0415
 
+    with refusing(folder):
+        check_folder(folder)
     task = find_task(folder, source.served_name) if settings.task is None else settings.task
     if task in (Endpoint.EMBEDDINGS, Endpoint.RERANK):
         from workers.engine.pooling import PoolingEngine, PoolingSettings  # noqa: PLC0415
@@ -258,9 +262,9 @@ async def _start_and_serve(
                 pictures=PictureMemory.within(engine.memory_limit_bytes()),
                 changed=changed,
             )
-            announce = functools.partial(_announce, worker, source, settings.join)
+            on_ready = functools.partial(announce, worker, source, settings.join)
             alive = await serve(
-                worker, listener, token=settings.token, shutdown=shutdown, on_ready=announce
+                worker, listener, token=settings.token, shutdown=shutdown, on_ready=on_ready
             )
     return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
 
@@ -327,7 +331,7 @@ class _StartLines:
             _print(START_PREFIX + progress.model_dump_json())
 
 
-def _announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None:
+def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None:
     """Print the start lines for people, then to a pipe or a log the ready line for programs."""
     card = worker.engine.card
     if source.toy:

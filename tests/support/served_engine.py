@@ -1,0 +1,123 @@
+"""Engines of the test process, served and joined as `paceline worker` does it after its start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvloop
+from pydantic import SecretStr
+
+from tests.support.gateway_fixtures import remove_settings
+from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.worker_process import RunningWorker
+from workers.heartbeat import Membership, joined
+from workers.lifecycle import Shutdown
+from workers.server.pictures import PictureMemory
+from workers.server.ports import RunningEngine
+from workers.server.runtime import Worker
+from workers.server.server import serve
+
+_END_S = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedWorker(RunningWorker):
+    """A worker in a thread of the test process; its end does not stop the engine."""
+
+    worker: Worker[RunningEngine]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoGateway:
+    """A gateway in a thread of the test process, with a worker that has joined it."""
+
+    gateway: RunningGateway
+    model: str
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+
+@contextlib.contextmanager
+def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator[ServedWorker]:
+    """Serve an engine at a free port; with the address of a gateway, join that."""
+    token = SecretStr(JOIN_TOKEN) if join else None
+    ready: Future[tuple[asyncio.AbstractEventLoop, Shutdown]] = Future()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        worker = Worker(
+            worker_id=worker_id,
+            boot_id=f"boot-{worker_id}",
+            url=f"http://127.0.0.1:{listener.getsockname()[1]}",
+            engine=engine,
+            clock=time.time,
+            started_s=time.time(),
+            pictures=PictureMemory.within(engine.memory_limit_bytes()),
+        )
+        membership = Membership(
+            gateway_url=join,
+            token=token,
+            worker_id=worker_id,
+            report=worker.report,
+            changed=worker.changed,
+        )
+
+        async def main() -> None:
+            shutdown, loop = Shutdown(), asyncio.get_running_loop()
+            async with joined(membership) if join else contextlib.nullcontext():
+                await serve(
+                    worker,
+                    listener,
+                    token=token,
+                    shutdown=shutdown,
+                    on_ready=lambda: ready.set_result((loop, shutdown)),
+                )
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(main())
+
+        thread = threading.Thread(target=run, name=f"worker {worker_id}", daemon=True)
+        thread.start()
+        loop, shutdown = ready.result(_END_S)
+        try:
+            yield ServedWorker(
+                url=worker.url,
+                worker_id=worker_id,
+                model=engine.card.model,
+                lanes=tuple(engine.card.lanes),
+                worker=worker,
+            )
+        finally:
+            for _ in range(2):  # the second request ends answers that still run
+                loop.call_soon_threadsafe(shutdown.request)
+            thread.join(_END_S)
+            assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def running_gateway(folder: Path) -> Iterator[RunningGateway]:
+    """Run a gateway for the tests of a file, before the environment of each of them is clean."""
+    with pytest.MonkeyPatch.context() as clean:
+        remove_settings(clean)
+        with RunningGateway(make_settings(folder)) as gateway:
+            yield gateway
+
+
+@contextlib.contextmanager
+def gateway_with(folder: Path, engine: RunningEngine) -> Iterator[DemoGateway]:
+    """Run a gateway that a worker with an engine has joined."""
+    with running_gateway(folder) as gateway, served(engine, "demo", join=gateway.url):
+        wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+        yield DemoGateway(gateway=gateway, model=engine.card.model)
