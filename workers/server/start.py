@@ -149,8 +149,10 @@ def _load(
     cache_dir, cache_secret = cache
     folder = source.fetch(download)
     # Imported late: MLX takes seconds to import, and wrong settings are reported before.
+    from workers.engine.device import compile_only_quickly  # noqa: PLC0415
     from workers.engine.model_folder import find_task  # noqa: PLC0415
 
+    compile_only_quickly()
     task = find_task(folder, source.served_name) if settings.task is None else settings.task
     if task in (Endpoint.EMBEDDINGS, Endpoint.RERANK):
         from workers.engine.pooling import PoolingEngine, PoolingSettings  # noqa: PLC0415
