@@ -5,11 +5,15 @@ Tests only send requests to them; a test that breaks a process starts one.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
@@ -37,6 +41,17 @@ from workers.engine.types import (
 
 if TYPE_CHECKING:
     from workers.engine.engine import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fused_kernels() -> None:
+    """Let MLX trace, keep and simplify what is compiled, but fuse nothing on Linux.
+
+    Each fused kernel takes a C++ compiler a second there, and these tests have two hundred.
+    """
+    if sys.platform == "linux":
+        mlx = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
+        mlx._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(2)  # CompileMode::no_fuse
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from workers import http
 from workers.http import PIPELINE_LIMIT, TRAILERS_LIMIT, TRAILERS_LIMIT_BYTES, BoundedProtocol
 
 CHUNKED = b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-CHECK_S = 0.05
+OFTEN = Timing(check_s=0.05)
 GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
@@ -61,7 +61,7 @@ class Connection:
 async def port(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[int]:
     """The port of a gateway, then that of a worker."""
     if request.param == "gateway":
-        gateway = RunningGateway(make_settings(tmp_path), Timing(check_s=CHECK_S))
+        gateway = RunningGateway(make_settings(tmp_path), OFTEN)
         await asyncio.to_thread(gateway.__enter__)
         try:
             yield int(gateway.url.rpartition(":")[2])

@@ -17,7 +17,7 @@ from tests.support.running_gateway import RunningGateway, make_settings, wait_un
 from tests.support.scripted_worker import DONE, ScriptedWorker, chunk, stream_events
 from workers.http import HeadTooLarge
 
-CHECK_S = 0.05
+OFTEN = Timing(check_s=0.05)
 
 
 def test_f43_endless_headers_return_431(gateway_with_worker: RunningGateway) -> None:
@@ -36,7 +36,7 @@ def test_f43_too_many_headers_return_431(gateway_with_worker: RunningGateway) ->
 def test_f10_slow_headers_return_408_while_other_clients_are_served(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, head_timeout_s=0.2)
     with (
-        RunningGateway(settings, Timing(check_s=CHECK_S)) as gateway,
+        RunningGateway(settings, OFTEN) as gateway,
         contextlib.ExitStack() as stack,
     ):
         slow = [stack.enter_context(open_socket(gateway)) for _ in range(200)]
@@ -48,7 +48,7 @@ def test_f10_slow_headers_return_408_while_other_clients_are_served(tmp_path: Pa
 
 def test_the_headers_timeout_applies_to_the_second_request_of_a_connection(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, head_timeout_s=0.2)
-    with RunningGateway(settings, Timing(check_s=CHECK_S)) as gateway, open_socket(gateway) as raw:
+    with RunningGateway(settings, OFTEN) as gateway, open_socket(gateway) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert raw.recv(4096).endswith(b"alive\n")
         raw.sendall(b"GET /livez HTTP/1.1\r\n")
@@ -58,7 +58,7 @@ def test_the_headers_timeout_applies_to_the_second_request_of_a_connection(tmp_p
 def test_an_idle_connection_is_closed_without_a_response(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, head_timeout_s=0.2)
     with (
-        RunningGateway(settings, Timing(check_s=CHECK_S)) as gateway,
+        RunningGateway(settings, OFTEN) as gateway,
         open_socket(gateway) as raw,
         contextlib.suppress(ConnectionResetError),
     ):
@@ -170,9 +170,7 @@ def test_a_reader_that_pauses_longer_than_the_idle_timeout_gets_every_word(
 ) -> None:
     word = "x" * word_bytes
     worker.script.events = (*[chunk({"content": word})] * words, *stream_events(("end",)))
-    with RunningGateway(
-        make_settings(tmp_path, idle_timeout_s=0.5), Timing(check_s=CHECK_S)
-    ) as gateway:
+    with RunningGateway(make_settings(tmp_path, idle_timeout_s=0.5), OFTEN) as gateway:
         gateway.send_heartbeat(worker)
         with open_socket(gateway) as raw:
             raw.sendall(chat_request(stream=True))
@@ -190,9 +188,7 @@ def test_the_headers_timeout_of_a_pipelined_request_starts_after_the_response(
     tmp_path: Path, worker: ScriptedWorker, following: bytes
 ) -> None:
     worker.script.pause_s = 0.2  # per event; all six last longer than the timeout and its check
-    with RunningGateway(
-        make_settings(tmp_path, head_timeout_s=0.6), Timing(check_s=CHECK_S)
-    ) as gateway:
+    with RunningGateway(make_settings(tmp_path, head_timeout_s=0.6), OFTEN) as gateway:
         gateway.send_heartbeat(worker)
         with open_socket(gateway) as raw:
             raw.sendall(chat_request(stream=True))
@@ -221,7 +217,7 @@ def test_f09_a_stalled_reader_is_disconnected_and_the_worker_freed(
 ) -> None:
     settings = make_settings(tmp_path, write_timeout_s=0.5)
     worker.script.events = (chunk({"content": "x" * 8000}),) * 10_000
-    with RunningGateway(settings, Timing(check_s=CHECK_S)) as gateway:
+    with RunningGateway(settings, OFTEN) as gateway:
         gateway.send_heartbeat(worker)
         with open_socket(gateway) as raw:
             raw.sendall(chat_request(stream=True))
@@ -249,9 +245,7 @@ def test_f09_a_slow_reader_is_not_disconnected(tmp_path: Path, worker: ScriptedW
 
 def test_a_request_over_its_timeout_returns_504(tmp_path: Path, worker: ScriptedWorker) -> None:
     worker.script.hang = True
-    with RunningGateway(
-        make_settings(tmp_path, request_timeout_s=0.2), Timing(check_s=CHECK_S)
-    ) as gateway:
+    with RunningGateway(make_settings(tmp_path, request_timeout_s=0.2), OFTEN) as gateway:
         gateway.send_heartbeat(worker)
         response = gateway.chat()
         assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
@@ -262,9 +256,7 @@ def test_a_stream_over_its_timeout_ends_in_an_error_event(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    with RunningGateway(
-        make_settings(tmp_path, request_timeout_s=0.5), Timing(check_s=CHECK_S)
-    ) as gateway:
+    with RunningGateway(make_settings(tmp_path, request_timeout_s=0.5), OFTEN) as gateway:
         gateway.send_heartbeat(worker)
         with gateway.stream() as response:
             received = response.read()
