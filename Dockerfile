@@ -9,29 +9,33 @@ RUN groupadd --system --gid 10001 paceline \
     && install --directory --owner=paceline --group=paceline --mode=0700 /state
 WORKDIR /tmp
 
-FROM base AS built-gateway
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# The uv of the lock installs the others. It lies beside /opt/paceline, so no image gets it.
+FROM base AS installer
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1 VIRTUAL_ENV=/opt/paceline
+COPY locks/setup.txt /src/locks/
+RUN pip install --require-hashes --requirement /src/locks/setup.txt --no-deps \
+    && python -m venv --without-pip /opt/paceline
+
+FROM installer AS built-gateway
 COPY locks/gateway.txt /src/locks/
-RUN python -m venv /opt/paceline \
-    && pip install --require-hashes --requirement /src/locks/gateway.txt --no-deps
+RUN uv pip install --require-hashes --requirement /src/locks/gateway.txt --no-deps
 COPY pyproject.toml README.md LICENSE /src/
 COPY gateway /src/gateway
 COPY policies /src/policies
 COPY workers /src/workers
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /src \
-    && pip install --no-deps /wheel/*.whl
+    && uv pip install --no-deps /wheel/*.whl
 
-FROM base AS built-worker
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+FROM installer AS built-worker
 # For linux/arm64, which is what Docker runs on a Mac, miniaudio has no wheel: it is compiled.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 COPY locks/worker.txt /src/locks/
-RUN python -m venv /opt/paceline \
-    && pip install --require-hashes --requirement /src/locks/worker.txt --no-deps
+RUN uv pip install --require-hashes --requirement /src/locks/worker.txt --no-deps
 COPY --from=built-gateway /wheel /wheel
-RUN pip install --no-deps /wheel/*.whl
+RUN uv pip install --no-deps /wheel/*.whl
 
 FROM base AS worker
 # MLX compiles its CPU kernels with the one, and multiplies many times faster with the other.

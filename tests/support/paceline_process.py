@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.support.paceline_forks import PacelineFork
 from tests.support.running_gateway import ADMIN_KEY
 from tests.support.worker_process import environment_without_paceline
 
@@ -101,12 +101,11 @@ def start_paceline(
     output = subprocess.PIPE
     if terminal:
         screen, output = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gateway", *arguments],
+    process = PacelineFork(
+        arguments,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        text=True,
         cwd=folder,
         env={**process_environment(folder), "TERM": "dumb", **environment},
     )

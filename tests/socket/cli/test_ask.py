@@ -6,19 +6,16 @@ import base64
 import io
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gateway.cli import main
 from tests.support.images import png_header
+from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.paceline_process import PacelineProcess, process_environment, start_paceline
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, event
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_the_answer_is_printed_as_it_arrives_and_ctrl_c_frees_the_worker(
@@ -69,15 +66,11 @@ def test_reasoning_is_shown_on_a_terminal_alone(
 def test_a_pipe_asks_and_gets_the_answer_alone(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "gateway", "ask", "--url", gateway_with_worker.url],
-        env=process_environment(tmp_path),
-        input="Say a word.\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (process.stdout, process.stderr) == ("one two three\n", "")
+    with PacelineFork(
+        ["ask", "--url", gateway_with_worker.url], **PIPES, env=process_environment(tmp_path)
+    ) as process:
+        assert process.communicate("Say a word.\n") == ("one two three\n", "")
+    assert process.returncode == 0
     assert worker.requests[0].body["messages"][-1]["content"] == "Say a word.\n"
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from gateway.cli import main
+from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import DONE, USAGE, Script, ScriptedWorker, chunk, event
-
-ROOT = Path(__file__).parents[3]
 
 STEPS = {
     "num_spec_tokens": 2,
@@ -174,13 +171,7 @@ def test_an_interrupted_sweep_prints_and_writes_its_completed_runs(
     )
     record = tmp_path / "run.json"
     command = ("bench", "--url", gateway_with_worker.url, "--concurrency", "1,2", "--requests", "2")
-    with subprocess.Popen(
-        [sys.executable, "-m", "gateway", *command, "--json", str(record)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:
+    with PacelineFork([*command, "--json", str(record)], **PIPES, env=os.environ) as process:
         try:
             enough = requests_of_one_level + 1
             wait_until(lambda: len(worker.requests) >= enough, within_s=60)

@@ -8,8 +8,6 @@ import os
 import pty
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +19,10 @@ from gateway.cli import main
 from tests.support.fault_proxy import FaultProxy, running_proxy
 from tests.support.gateway_fixtures import JoinWithHeartbeats
 from tests.support.http_server import Request, ServerConnection
+from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 
-ROOT = Path(__file__).parents[3]
 ENTER_SCREEN, LEAVE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 TIMEOUT_S = 60.0
 
@@ -34,12 +32,10 @@ class Watch:
 
     def __init__(self, url: str, *arguments: str, terminal: bool) -> None:
         self._read_fd, write_fd = pty.openpty() if terminal else os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", "status", "--watch", "0.1", "--url", url, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=write_fd,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"},
+        self.process = PacelineFork(
+            ["status", "--watch", "0.1", "--url", url, *arguments],
+            **{**PIPES, "stdout": write_fd},
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
         )
         os.close(write_fd)
         self.output = ""
@@ -56,7 +52,7 @@ class Watch:
         self.process.send_signal(signal.SIGINT)
         _, errors = self.process.communicate(timeout=TIMEOUT_S)
         self._reader.join(TIMEOUT_S)
-        return self.process.returncode, errors.decode()
+        return self.process.returncode, errors
 
     def close(self) -> None:
         self.process.kill()
@@ -139,27 +135,13 @@ def test_the_table_reports_a_degraded_store(
 def test_a_closed_pipe_ends_a_watch_without_an_error(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    with subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "gateway",
-            "status",
-            "--json",
-            "--watch",
-            "0.1",
-            "--url",
-            gateway_with_worker.url,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as watch:
+    arguments = ("status", "--json", "--watch", "0.1", "--url", gateway_with_worker.url)
+    with PacelineFork(arguments, **PIPES, env=os.environ) as watch:
         assert watch.stdout is not None
         assert watch.stderr is not None
-        assert watch.stdout.readline().startswith(b"{")
+        assert watch.stdout.readline().startswith("{")
         watch.stdout.close()
-        assert watch.stderr.read() == b""
+        assert watch.stderr.read() == ""
         assert watch.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
 
 

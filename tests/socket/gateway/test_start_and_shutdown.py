@@ -227,7 +227,7 @@ def test_f35_after_sigterm_readyz_returns_503_and_requests_succeed_during_lame_d
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    with running_gateway_process(tmp_path, worker, LAME_DUCK_S="3") as (gateway, client):
+    with running_gateway_process(tmp_path, worker, LAME_DUCK_S="600") as (gateway, client):
         assert ready(client)
         with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
             chunks = response.iter_raw()
@@ -238,6 +238,7 @@ def test_f35_after_sigterm_readyz_returns_503_and_requests_succeed_during_lame_d
             worker.resume.set()
             received += b"".join(chunks)
         assert received.endswith(DONE)
+        gateway.process.send_signal(signal.SIGTERM)
         assert gateway.wait_for_end() == 0
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tools import gate
 from tools.gate import Outcome, needs_a_mend
 
-ROOT = Path(__file__).parents[3]
 FLAKE = """
 from pathlib import Path
 
@@ -31,28 +31,33 @@ def test_second():
 DEFECT = "def test_defect():\n    assert False\n"
 
 
-def run_gate(folder: Path, **files: str) -> tuple[int, str]:
-    """Run the gate over a project of these tests; return its exit code and its last lines."""
+@pytest.fixture
+def run_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs the gate over a project: its exit code and its output."""
     makefile = f"test:\n\t@{sys.executable} -m pytest -p no:cacheprovider $(ARGS)\n"
-    (folder / "Makefile").write_text(makefile)
-    tests = folder / "tests/socket"
+    (tmp_path / "Makefile").write_text(makefile)
+    tests = tmp_path / "tests/socket"
     tests.mkdir(parents=True)
-    for name, text in files.items():
-        (tests / f"test_{name}.py").write_text(text)
-    ran = subprocess.run(
-        [sys.executable, "-m", "tools.gate"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "--randomly-dont-reorganize"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return ran.returncode, ran.stdout + ran.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p randomly --randomly-dont-reorganize")
+    monkeypatch.setattr(gate, "_LOOP", 1000)
+
+    def run(**files: str) -> tuple[int, str]:
+        for name, text in files.items():
+            (tests / f"test_{name}.py").write_text(text)
+        return gate.main(), capfd.readouterr().out
+
+    return run
 
 
-def test_tests_that_pass_alone_are_named_and_the_gate_is_green(tmp_path: Path) -> None:
+def test_tests_that_pass_alone_are_named_and_the_gate_is_green(
+    run_gate: Callable[..., tuple[int, str]],
+) -> None:
     """One is a flake, the other a defect of order."""
-    code, output = run_gate(tmp_path, flake=FLAKE, order=ORDER)
+    code, output = run_gate(flake=FLAKE, order=ORDER)
     assert code == 0, output
     assert output.splitlines()[-2:] == [
         "  tests/socket/test_flake.py::test_flake",
@@ -62,18 +67,23 @@ def test_tests_that_pass_alone_are_named_and_the_gate_is_green(tmp_path: Path) -
     assert "A fixed loop of work took" in output
 
 
-def test_a_test_that_fails_twice_makes_the_gate_red(tmp_path: Path) -> None:
-    code, output = run_gate(tmp_path, flake=FLAKE, defect=DEFECT)
+@pytest.mark.parametrize(
+    ("files", "last_line"),
+    [
+        (
+            {"flake": FLAKE, "defect": DEFECT},
+            r"Red: tests/socket/test_defect\.py::test_defect failed twice\.",
+        ),
+        ({"broken": "import no_such_module\n"}, "Red: .*"),
+    ],
+    ids=["a test that fails twice", "a file that cannot be collected"],
+)
+def test_a_defect_makes_the_gate_red(
+    run_gate: Callable[..., tuple[int, str]], files: dict[str, str], last_line: str
+) -> None:
+    code, output = run_gate(**files)
     assert code == 1
-    assert output.splitlines()[-1] == (
-        "Red: tests/socket/test_defect.py::test_defect failed twice."
-    )
-
-
-def test_a_file_that_cannot_be_collected_makes_the_gate_red(tmp_path: Path) -> None:
-    code, output = run_gate(tmp_path, broken="import no_such_module\n")
-    assert code == 1
-    assert output.splitlines()[-1].startswith("Red: ")
+    assert re.fullmatch(last_line, output.splitlines()[-1])
 
 
 def failure(file: str) -> Outcome:

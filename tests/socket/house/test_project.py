@@ -32,12 +32,12 @@ def test_make_help_lists_every_target() -> None:
         ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert re.findall(r"^  make (\w+)", output, re.MULTILINE) == [
-        *("help", "up", "test", "check", "bench", "pictures", "mutants", "lock")
+        *("help", "up", "test", "proofs", "check", "bench", "pictures", "mutants", "lock")
     ]
 
 
 def test_there_is_a_lock_for_each_kind_of_machine() -> None:
-    assert [lock.stem for lock in LOCKS] == ["dev", "gateway", "worker"]
+    assert [lock.stem for lock in LOCKS] == ["dev", "gateway", "setup", "worker"]
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
@@ -63,16 +63,17 @@ def test_every_install_is_by_hash_or_of_this_project() -> None:
         if path.is_file()
         for line in path.read_text().replace("\\\n", " ").splitlines()
         for command in re.findall(
-            r"\b(?:(?:pip3?|uv|uv pip|pipx) (?:install|wheel|sync|add)\b|pip_install --)[^`&|]*",
+            r"(?:\b(?:pip3?|uv|uv pip|pipx) (?:install|wheel|sync|add)\b"
+            r'|(?:\b\w+_install|"\$\w+") --(?:require-hashes|no-deps))[^`&|]*',
             line,
         )
-        if '"$@"' not in command  # the shell function `pip_install`
+        if '"$@"' not in command  # the shell functions `pip_install` and `uv_install`
     ]
     locked = [command for command in commands if "--require-hashes" in command]
     assert all("--no-deps" in one for one in locked), "pip must not resolve a lock anew"
     own = [one for one in commands if "--no-deps" in one and one not in locked]
     others = [command for command in commands if command not in (*locked, *own)]
-    assert len(locked) == 4
+    assert len(locked) == 6
     assert all("--no-build-isolation" in one or "/wheel/*.whl" in one for one in own)
     assert others == ["pip install openai"], "a client's own program"
 
