@@ -69,7 +69,7 @@ async def port(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
             await asyncio.to_thread(gateway.__exit__)
     else:
         worker = make_worker(ScriptedEngine([]))
-        async with serve_worker(worker, "token", check_s=CHECK_S) as url:
+        async with serve_worker(worker, "token", check_s=OFTEN.check_s) as url:
             yield int(url.rpartition(":")[2])
 
 
