@@ -179,7 +179,8 @@ async def test_ranks_with_other_kinds_of_layers_reuse_the_same_beginnings(tmp_pa
         ),
         asyncio.get_running_loop(),
     )
-    assert (ranks := engine._ranks)
+    ranks = engine._ranks
+    assert ranks is not None
     questions = ("Count from 1 to 20.", "Count from 1 to 30.", "Count to 20.")
     try:
         async with (
