@@ -27,7 +27,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     """Return the report of a short run, read from its file, and the text on the terminal."""
     file = tmp_path_factory.mktemp("doctor") / "report.json"
-    process = doctor("--seconds", "4", "--json", str(file))
+    process = doctor("--seconds", "1", "--json", str(file))
     assert process.returncode == 0, process.stderr
     assert str(file) in process.stdout
     return Report.model_validate_json(file.read_text()), process.stdout

@@ -31,7 +31,7 @@ from workers.demo import CHECKPOINT
 from workers.engine.types import ModelUnusable
 from workers.group.checks import choose_split
 from workers.group.engine import GroupEngine, GroupSettings
-from workers.group.hosts import Backend, Host, Hosts, Split
+from workers.group.hosts import Backend, Hosts, Split
 from workers.protocol import NO_PREFIX, SCOPE_HEADER
 
 CHAT = "/v1/chat/completions"
@@ -76,11 +76,16 @@ class Group:
             yield events
 
 
+def write_hosts(folder: Path) -> Path:
+    file = folder / "hosts.json"
+    file.write_text(json.dumps([{"ssh": "", "ips": ["127.0.0.1"]}] * 2))
+    return file
+
+
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     folder = tmp_path_factory.mktemp("group")
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([{"ssh": "", "ips": ["127.0.0.1"]}] * 2))
+    hosts = write_hosts(folder)
     with contextlib.ExitStack() as stack:
         gateway = stack.enter_context(running_gateway(folder))
         flags = ("--group", str(hosts), "--join", gateway.url, "--id", "group")
@@ -167,7 +172,7 @@ async def test_ranks_with_other_kinds_of_layers_reuse_the_same_beginnings(tmp_pa
     engine = await asyncio.to_thread(
         GroupEngine.start,
         GroupSettings(
-            hosts=Hosts(hosts=(Host(ips=("127.0.0.1",)),) * 2),
+            hosts=Hosts.read(write_hosts(tmp_path), Backend.RING),
             backend=Backend.RING,
             split=Split.PIPELINE,
             model=str(tmp_path / "demo"),
@@ -180,7 +185,7 @@ async def test_ranks_with_other_kinds_of_layers_reuse_the_same_beginnings(tmp_pa
         asyncio.get_running_loop(),
     )
     ranks = engine._ranks
-    assert ranks
+    assert ranks is not None
     questions = ("Count from 1 to 20.", "Count from 1 to 30.", "Count to 20.")
     try:
         async with (
