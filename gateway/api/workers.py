@@ -201,7 +201,7 @@ def drains(move_streams: Callable[[str], int]) -> APIRouter:
         """Cordon a worker and wait for its requests to end."""
         await gateway.cordons.add(worker_id, author)
         moved = move_streams(worker_id) if move else 0
-        drained = await gateway.cordons.drain(worker_id, author, timeout_s)
+        drained = await gateway.cordons.drained(worker_id, timeout_s)
         worker = _worker(gateway, worker_id, _member(gateway, worker_id))
         return {"drained": drained, "moved": moved, **worker}
 

@@ -22,7 +22,7 @@ from tests.support.log_capture import LogCapture, capture_logs
 from tests.support.policies import PolicyAdmin
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
-from tests.support.scripted_worker import Script, ScriptedWorker, lane_report, speculation
+from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
 
 MakeClusterGateway = Callable[..., RunningGateway]
 QUICK = Timing(
@@ -147,14 +147,7 @@ def shared_gateway(
 
     A worker that fails would be ejected, for all later tests of the file.
     """
-    module_worker.script = Script()
-    module_worker.requests.clear()
-    for event in (
-        module_worker.resume,
-        module_worker.request_received,
-        module_worker.client_disconnected,
-    ):
-        event.clear()
+    module_worker.reset()
     yield module_gateway
     module_gateway.client.headers.pop("authorization", None)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from gateway.assembly import TIMING
 from gateway.cli import main
 from gateway.errors import StartupError
 from gateway.server import Listening, serve
+from tests.support.fake_clock import MovedClock
 from tests.support.log_capture import LogCapture
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import (
@@ -330,33 +334,32 @@ def test_revoking_a_key_ends_a_response_that_has_not_begun(
         assert status_and_code(waiting.result(30)) == (401, "key_revoked")
 
 
+@pytest.mark.parametrize("readable", [True, False])
 def test_an_expired_key_is_rejected_and_its_stream_ends(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    tmp_path: Path, worker: ScriptedWorker, readable: bool
 ) -> None:
-    expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
-    created = gateway_with_worker.create_key(expires_at=expires_at.isoformat())
-    gateway_with_worker.use_key(created["secret"])
-    worker.script = Script(hang_after=3)
-    with gateway_with_worker.stream() as response:
-        received = b"".join(response.iter_raw())
-    assert b'"code":"key_revoked"' in received
-    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
-    assert (
-        gateway_with_worker.admin.get(f"/admin/v1/keys/{created['id']}").json()["state"]
-        == "expired"
-    )
-
-
-def test_a_key_expires_while_the_state_file_is_unreadable(
-    gateway_with_worker: RunningGateway, tmp_path: Path
-) -> None:
-    expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
-    gateway_with_worker.use_key(
-        gateway_with_worker.create_key(expires_at=expires_at.isoformat())["secret"]
-    )
-    assert gateway_with_worker.chat().status_code == 200
-    (tmp_path / "state.json").write_text("{")
-    wait_until(lambda: gateway_with_worker.chat().status_code == 401)
+    """It expires also while the state file cannot be read."""
+    wall = MovedClock(time.time)
+    timing = replace(TIMING, wall=wall, refresh_s=0.05)
+    with RunningGateway(make_settings(tmp_path), timing) as gateway:
+        gateway.join(worker)
+        expires_at = datetime.now(UTC) + timedelta(hours=1)
+        created = gateway.create_key(expires_at=expires_at.isoformat())
+        gateway.use_key(created["secret"])
+        assert gateway.chat().status_code == 200
+        worker.script = Script(hang_after=3)
+        with gateway.stream() as response:
+            chunks = response.iter_raw()
+            received = next(chunks)
+            if not readable:
+                (tmp_path / "state.json").write_text("{")
+            wall.advance(3600)
+            received += b"".join(chunks)
+        assert b'"code":"key_revoked"' in received
+        assert status_and_code(gateway.chat()) == (401, "invalid_api_key")
+        if readable:
+            shown = gateway.admin.get(f"/admin/v1/keys/{created['id']}").json()
+            assert shown["state"] == "expired"
 
 
 def test_f50_a_key_revoked_at_one_gateway_is_rejected_by_another(

@@ -101,8 +101,7 @@ def collector(module_collector: Collector, module_worker: ScriptedWorker) -> Col
     """Return the collector, with nothing of earlier tests: each has waited for all of its spans."""
     module_collector.spans.clear()
     module_collector.raw = b""
-    module_worker.requests.clear()
-    module_worker.script = Script()
+    module_worker.reset()
     return module_collector
 
 
