@@ -201,7 +201,7 @@ async def drain(
     await gateway.cordons.add(worker_id, author)
     forwarder: Forwarder = request.app.state.proxy.forwarder
     moved = forwarder.move_streams(worker_id) if move else 0
-    drained = await gateway.cordons.drain(worker_id, author, timeout_s)
+    drained = await gateway.cordons.drained(worker_id, timeout_s)
     worker = _worker(gateway, worker_id, _member(gateway, worker_id))
     return {"drained": drained, "moved": moved, **worker}
 

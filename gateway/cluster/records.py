@@ -85,8 +85,8 @@ class _Copy(NamedTuple):
     records: Mapping[str, _Record]
     revision: str = ""
     """Empty: the next read is complete."""
-    connections: int = -1
-    """The count of connections when the copy was complete."""
+    reconnections: int = -1
+    """Those of the client when the copy was complete."""
     current: bool = False
     """Read from Redis by this process, not from the file."""
     created: str = ""
@@ -145,22 +145,22 @@ class RedisRecords:
     async def _read_changes(self, kind: str) -> None:
         """Update the copy, and restore the records that Redis has lost."""
         part, copy = f"records of {kind}", self._copies[kind]
-        connections = self._redis.connections
+        reconnections = self._redis.reconnections
         revision, stored = await self._redis.call(part, lambda: self._ask(kind, copy.revision))
         if stored is None:
-            self._copies[kind] = copy._replace(connections=connections, current=True)
+            self._copies[kind] = copy._replace(reconnections=reconnections, current=True)
             return
         # A record that is missing behind a new connection, in an older hash or in one that was
         # created again, was lost; otherwise it was removed.
         lost: dict[str, _Record] = {}
         older = _number(revision) < _number(copy.revision)
         created = revision.partition(" ")[2]
-        if connections != copy.connections or older or copy.created not in ("", created):
+        if reconnections != copy.reconnections or older or copy.created not in ("", created):
             lost = {name: one for name, one in copy.records.items() if name not in stored}
         records = {**lost, **stored}
         # Valid from here on, even if the restore fails.
         self._copies[kind] = _Copy(
-            records, "", copy.connections, created=copy.created, current=True
+            records, "", copy.reconnections, created=copy.created, current=True
         )
         if lost:
             pairs: list[str] = []
@@ -171,7 +171,7 @@ class RedisRecords:
             log.warning("redis.records_restored kind=%s records=%d", kind, len(lost))
         # After a restore, read all again: another gateway may have written since.
         revision = "" if lost else revision
-        self._copies[kind] = _Copy(records, revision, connections, created=created, current=True)
+        self._copies[kind] = _Copy(records, revision, reconnections, created=created, current=True)
         if records != copy.records:
             self._file_is_outdated = True
             if self._writing is None or self._writing.done():

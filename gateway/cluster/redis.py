@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -105,9 +106,10 @@ class RedisClient:
         self.redis: Redis = Redis(connection_pool=pool)
         self.gateway_id = secrets.token_hex(8)
         """Identifies this process to other gateways."""
-        self.connections = 0
-        """The count of connections made. A new one may lead to another Redis, or to one that has
-        lost its data."""
+        self.reconnections = 0
+        """The count of connections made in place of lost ones. They may lead to another Redis, or
+        to one that has lost its data."""
+        self._made: WeakSet[AbstractConnection] = WeakSet()
         options = {"host": getattr(pool, "service_name", ""), **pool.connection_kwargs}
         address = [str(options.get(name, "")) for name in ("host", "port", "path", "db")]
         self.address_digest = hashlib.sha256("|".join(address).encode()).hexdigest()[:12]
@@ -197,7 +199,9 @@ class RedisClient:
             # After half a handshake, the next call would read the replies to it.
             await connection.disconnect(nowait=True)
             raise
-        self.connections += 1
+        if connection in self._made or not all(made.is_connected for made in self._made):
+            self.reconnections += 1
+        self._made.add(connection)
 
     async def _leave_replica(self, error: BaseException) -> None:
         """Reconnect with the next call: by now the address may lead to the new primary."""

@@ -129,13 +129,13 @@ class SharedHash(Generic[Value]):
         self._last_read_ms = ""
         self._hash = ""
         """When the hash was created, and how many fields were folded since."""
-        self._connections = -1
+        self._reconnections = -1
 
     async def exchange(self, arguments: Sequence[str]) -> Exchanged[Value]:
         """Write, and read what was written since the last exchange."""
-        connections = self._redis.connections
+        reconnections = self._redis.reconnections
         # Behind a new connection may be another Redis, or one that has lost data.
-        last_read_ms = self._last_read_ms if connections == self._connections else ""
+        last_read_ms = self._last_read_ms if reconnections == self._reconnections else ""
         now_ms, hash_, whole, updated, result = await self._redis.call(
             self._part, lambda: self._ask(last_read_ms, arguments)
         )
@@ -155,7 +155,7 @@ class SharedHash(Generic[Value]):
             self.values = {name: one for name, one in values.items() if name not in folded}
         else:
             self.values.update(updated)
-        self._last_read_ms, self._hash, self._connections = str(now_ms), hash_, connections
+        self._last_read_ms, self._hash, self._reconnections = str(now_ms), hash_, reconnections
         return Exchanged(now_ms, updated, folded, result)
 
     async def fold(

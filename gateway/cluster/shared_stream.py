@@ -52,18 +52,18 @@ class SharedStream:
         self._max_entries = max_entries
         self._exchange = redis.script(_EXCHANGE)
         self._last_read = ""
-        self._connections = -1
+        self._reconnections = -1
         self.behind = False
         """Whether the last exchange left entries to read."""
 
     async def exchange(self, texts: Sequence[str]) -> list[StreamEntry]:
         """Add entries; return the next ones of other gateways, the oldest first."""
-        connections = self._redis.connections
+        reconnections = self._redis.reconnections
         # Behind a new connection may be another Redis.
-        known = self._last_read if self._connections == connections else ""
+        known = self._last_read if self._reconnections == reconnections else ""
         last_read, entries = await self._redis.call(self._part, lambda: self._ask(known, texts))
         # Entries from the start on are those of a connection that this call has made, too.
-        self._connections = connections if known else self._redis.connections
+        self._reconnections = reconnections if known else self._redis.reconnections
         self._last_read = last_read
         return entries
 

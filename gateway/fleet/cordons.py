@@ -80,13 +80,12 @@ class Cordons:
         if cordoned:
             log.info("worker.uncordoned worker=%s author=%r", worker_id, author)
 
-    async def drain(self, worker_id: str, author: str, timeout_s: float) -> bool:
-        """Cordon a worker and wait until it has no requests; return False after the timeout.
+    async def drained(self, worker_id: str, timeout_s: float) -> bool:
+        """Wait until a cordoned worker has no requests; return False after the timeout.
 
-        Raise `WorkerUnknown`. The wait ends when the cordon is removed at any gateway. The worker
-        itself reports the requests of other gateways, once all of them have read the cordon.
+        The wait ends when the cordon is removed at any gateway. The worker itself reports the
+        requests of other gateways, once all of them have read the cordon.
         """
-        await self.add(worker_id, author)
         first_check = round(self._propagation_s / _DRAIN_CHECK_S) if self._shared else 0
         for check in range(int(timeout_s / _DRAIN_CHECK_S) + 1):
             if worker_id not in self.by_worker:

@@ -20,6 +20,7 @@ from tests.support.gateway_fixtures import (  # noqa: F401
     redis,
     second_worker,
     session_redis,
+    shared_gateway,
     start_gateway,
     worker,
 )

@@ -142,6 +142,19 @@ def module_gateway(
 
 
 @pytest.fixture
+def shared_gateway(
+    module_gateway: RunningGateway, module_worker: ScriptedWorker
+) -> Iterator[RunningGateway]:
+    """Return `module_gateway` with its worker as it was, for a test that has a key of its own.
+
+    A worker that fails would be ejected, for all later tests of the file.
+    """
+    module_worker.reset()
+    yield module_gateway
+    module_gateway.client.headers.pop("authorization", None)
+
+
+@pytest.fixture
 def admin(gateway: RunningGateway) -> Iterator[PolicyAdmin]:
     """Yield an admin of the gateway."""
     with PolicyAdmin(gateway.url, gateway.admin_key) as policy_admin:
@@ -151,6 +164,12 @@ def admin(gateway: RunningGateway) -> Iterator[PolicyAdmin]:
 @pytest.fixture
 def gateway_with_traffic(gateway: RunningGateway, worker: ScriptedWorker) -> RunningGateway:
     """Return a gateway with traffic in every metric: a wait, a retry, a limit, drafts."""
+    cause_traffic(gateway, worker)
+    return gateway
+
+
+def cause_traffic(gateway: RunningGateway, worker: ScriptedWorker) -> None:
+    """Cause what every metric counts."""
     lane = lane_report("text-mtp", slots=1, speculation=speculation(steps=4, one=1, two=1))
     worker.status_report = worker.report(lanes=[lane.model_dump()])
     gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
@@ -161,7 +180,6 @@ def gateway_with_traffic(gateway: RunningGateway, worker: ScriptedWorker) -> Run
         worker.resume.set()
         assert [response.result().status_code for response in responses] == [200, 200]
     gateway.chat(temperature=9)
-    return gateway
 
 
 @pytest.fixture

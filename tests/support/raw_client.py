@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,11 +63,23 @@ def raw_client(gateway: RunningGateway) -> Iterator[RawClient]:
         client.close()
 
 
-def request_bytes(body: bytes, *, path: str = "/v1/chat/completions", close: bool = False) -> bytes:
+def request_bytes(
+    body: bytes, *, path: str = "/v1/chat/completions", close: bool = False, secret: str = ""
+) -> bytes:
     """Return a complete request; `close` requests the end of the connection after its answer."""
-    close_header = "connection: close\r\n" if close else ""
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
-    return f"{head}{close_header}\r\n".encode() + body
+    head += "connection: close\r\n" * close
+    head += f"authorization: Bearer {secret}\r\n" * bool(secret)
+    return f"{head}\r\n".encode() + body
+
+
+def leave_once(
+    gateway: RunningGateway, condition: Callable[[], bool], secret: str, **fields: Any
+) -> None:
+    """Request a chat answer with a key, and disconnect once the condition is true."""
+    with raw_client(gateway) as client:
+        client.send(request_bytes(json.dumps(chat_body(**fields)).encode(), secret=secret))
+        wait_until(condition)
 
 
 def stream_error_code(received: bytes) -> str:

@@ -135,6 +135,13 @@ class ScriptedWorker:
         self._answers = itertools.count()
         self._known: set[tuple[str, ...]] = set()
 
+    def reset(self) -> None:
+        """Forget all requests and scripts, for the next test that shares this worker."""
+        self.script, self.status_report = Script(), None
+        self.requests.clear()
+        for event in (self.request_received, self.client_disconnected, self.resume):
+            event.clear()
+
     def report(self, **changes: Any) -> WorkerReport:
         report = WorkerReport(
             worker_id=self.worker_id,

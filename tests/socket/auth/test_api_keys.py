@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from gateway.assembly import TIMING
 from gateway.cli import main
 from gateway.errors import StartupError
 from gateway.server import Listening, serve
+from tests.support.fake_clock import MovedClock
 from tests.support.log_capture import LogCapture
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import (
@@ -51,9 +55,9 @@ def test_a_secret_is_returned_once_and_stored_nowhere(
 
 
 def test_a_response_with_a_secret_forbids_caching(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
-    response = gateway_with_worker.admin.post("/admin/v1/keys", json={"name": "Ann"})
+    response = shared_gateway.admin.post("/admin/v1/keys", json={"name": "Ann"})
     assert response.headers["cache-control"] == "no-store"
 
 
@@ -119,56 +123,55 @@ def test_a_deleted_state_file_authorizes_no_request(
     ],
 )
 def test_invalid_terms_are_named_and_create_no_key(
-    gateway: RunningGateway, terms: dict[str, Any], param: str, expected: str
+    module_gateway: RunningGateway, terms: dict[str, Any], param: str, expected: str
 ) -> None:
     """CVE-2026-47102: an admin sets listed fields only; the gateway rejects all other fields."""
-    response = gateway.admin.post("/admin/v1/keys", json=terms)
+    before = module_gateway.admin.get("/admin/v1/keys").json()
+    response = module_gateway.admin.post("/admin/v1/keys", json=terms)
     assert status_and_code(response) == (400, "invalid_value")
     assert response.json()["error"]["param"] == param
     assert expected in response.json()["error"]["message"]
-    assert gateway.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
+    assert module_gateway.admin.get("/admin/v1/keys").json() == before
 
 
-def test_an_error_names_every_invalid_field(gateway: RunningGateway) -> None:
-    response = gateway.admin.post("/admin/v1/keys", json={"team": "-", "tokens_a_day": -1})
+def test_an_error_names_every_invalid_field(module_gateway: RunningGateway) -> None:
+    response = module_gateway.admin.post("/admin/v1/keys", json={"team": "-", "tokens_a_day": -1})
     for field in ("name", "team", "tokens_a_day"):
         assert f"{field}: " in response.json()["error"]["message"]
 
 
 def test_a_patch_changes_terms_at_run_time_and_null_removes_a_limit(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
-    created = gateway_with_worker.create_key(requests_a_minute=1)
-    gateway_with_worker.use_key(created["secret"])
-    assert gateway_with_worker.chat().status_code == 200
-    assert status_and_code(gateway_with_worker.chat()) == (429, "requests_a_minute_exceeded")
+    created = shared_gateway.create_key(requests_a_minute=1)
+    shared_gateway.use_key(created["secret"])
+    assert shared_gateway.chat().status_code == 200
+    assert status_and_code(shared_gateway.chat()) == (429, "requests_a_minute_exceeded")
     path = f"/admin/v1/keys/{created['id']}"
-    changed = gateway_with_worker.admin.patch(
+    changed = shared_gateway.admin.patch(
         path, json={"requests_a_minute": None, "team": "lab"}
     ).json()
     assert (changed["requests_a_minute"], changed["team"]) == (None, "lab")
-    response = gateway_with_worker.chat()
+    response = shared_gateway.chat()
     assert response.status_code == 200
     assert not [name for name in response.headers if name.startswith("x-ratelimit")]
 
 
-def test_a_changed_limit_still_counts_earlier_requests(gateway_with_worker: RunningGateway) -> None:
-    created = gateway_with_worker.create_key(requests_a_minute=5)
-    gateway_with_worker.use_key(created["secret"])
+def test_a_changed_limit_still_counts_earlier_requests(shared_gateway: RunningGateway) -> None:
+    created = shared_gateway.create_key(requests_a_minute=5)
+    shared_gateway.use_key(created["secret"])
     for _ in range(3):
-        assert gateway_with_worker.chat().status_code == 200
-    gateway_with_worker.admin.patch(
-        f"/admin/v1/keys/{created['id']}", json={"requests_a_minute": 2}
-    )
-    assert gateway_with_worker.chat().headers["x-ratelimit-remaining-requests"] == "1"
+        assert shared_gateway.chat().status_code == 200
+    shared_gateway.admin.patch(f"/admin/v1/keys/{created['id']}", json={"requests_a_minute": 2})
+    assert shared_gateway.chat().headers["x-ratelimit-remaining-requests"] == "1"
 
 
-def test_an_unknown_key_returns_404(gateway: RunningGateway) -> None:
+def test_an_unknown_key_returns_404(module_gateway: RunningGateway) -> None:
     path = "/admin/v1/keys/key-000000000000"
     for response in (
-        gateway.admin.get(path),
-        gateway.admin.delete(path),
-        gateway.admin.patch(path, json={}),
+        module_gateway.admin.get(path),
+        module_gateway.admin.delete(path),
+        module_gateway.admin.patch(path, json={}),
     ):
         assert status_and_code(response) == (404, "key_not_found")
 
@@ -274,40 +277,40 @@ def test_a_key_whose_record_is_damaged_at_run_time_is_rejected(
         wait_until(lambda: gateway.chat().status_code == 401)
 
 
-def test_a_revoked_key_is_rejected_immediately(gateway_with_worker: RunningGateway) -> None:
-    created, other = gateway_with_worker.create_key(), gateway_with_worker.create_key()
-    gateway_with_worker.use_key(created["secret"])
-    assert gateway_with_worker.chat().status_code == 200
-    revoked = gateway_with_worker.admin.delete(f"/admin/v1/keys/{created['id']}").json()
+def test_a_revoked_key_is_rejected_immediately(shared_gateway: RunningGateway) -> None:
+    created, other = shared_gateway.create_key(), shared_gateway.create_key()
+    shared_gateway.use_key(created["secret"])
+    assert shared_gateway.chat().status_code == 200
+    revoked = shared_gateway.admin.delete(f"/admin/v1/keys/{created['id']}").json()
     assert revoked["state"] == "revoked"
-    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
-    gateway_with_worker.use_key(other["secret"])
-    assert gateway_with_worker.chat().status_code == 200
-    repeated = gateway_with_worker.admin.delete(f"/admin/v1/keys/{created['id']}").json()
+    assert status_and_code(shared_gateway.chat()) == (401, "invalid_api_key")
+    shared_gateway.use_key(other["secret"])
+    assert shared_gateway.chat().status_code == 200
+    repeated = shared_gateway.admin.delete(f"/admin/v1/keys/{created['id']}").json()
     assert repeated == revoked, "a second revocation changes no timestamp"
 
 
 def test_f51_revoking_a_key_ends_its_running_streams(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    created, other = gateway_with_worker.create_key(), gateway_with_worker.create_key()
-    worker.script = Script(hang_after=3)
+    created, other = shared_gateway.create_key(), shared_gateway.create_key()
+    module_worker.script = Script(hang_after=3)
     body = chat_body(stream=True)
     path = "/v1/chat/completions"
     with (
-        gateway_with_worker.client.stream(
+        shared_gateway.client.stream(
             "POST", path, json=body, headers=bearer_headers(created)
         ) as revoked_stream,
-        gateway_with_worker.client.stream(
+        shared_gateway.client.stream(
             "POST", path, json=body, headers=bearer_headers(other)
         ) as other_stream,
     ):
         revoked_chunks, other_chunks = revoked_stream.iter_raw(), other_stream.iter_raw()
         next(revoked_chunks)
         received = next(other_chunks)
-        gateway_with_worker.admin.delete(f"/admin/v1/keys/{created['id']}")
+        shared_gateway.admin.delete(f"/admin/v1/keys/{created['id']}")
         rest = b"".join(revoked_chunks)
-        worker.resume.set()
+        module_worker.resume.set()
         received += b"".join(other_chunks)
     assert b'"code":"key_revoked"' in rest
     assert b"[DONE]" not in rest
@@ -315,49 +318,48 @@ def test_f51_revoking_a_key_ends_its_running_streams(
 
 
 def test_revoking_a_key_ends_a_response_that_has_not_begun(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    created = gateway_with_worker.create_key()
-    worker.script = Script(hang=True)
+    created = shared_gateway.create_key()
+    module_worker.script = Script(hang=True)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
-            gateway_with_worker.client.post,
+            shared_gateway.client.post,
             "/v1/chat/completions",
             json=chat_body(),
             headers=bearer_headers(created),
         )
-        assert worker.request_received.wait(10)
-        gateway_with_worker.admin.delete(f"/admin/v1/keys/{created['id']}")
+        assert module_worker.request_received.wait(10)
+        shared_gateway.admin.delete(f"/admin/v1/keys/{created['id']}")
         assert status_and_code(waiting.result(30)) == (401, "key_revoked")
 
 
+@pytest.mark.parametrize("readable", [True, False])
 def test_an_expired_key_is_rejected_and_its_stream_ends(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    tmp_path: Path, worker: ScriptedWorker, readable: bool
 ) -> None:
-    expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
-    created = gateway_with_worker.create_key(expires_at=expires_at.isoformat())
-    gateway_with_worker.use_key(created["secret"])
-    worker.script = Script(hang_after=3)
-    with gateway_with_worker.stream() as response:
-        received = b"".join(response.iter_raw())
-    assert b'"code":"key_revoked"' in received
-    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
-    assert (
-        gateway_with_worker.admin.get(f"/admin/v1/keys/{created['id']}").json()["state"]
-        == "expired"
-    )
-
-
-def test_a_key_expires_while_the_state_file_is_unreadable(
-    gateway_with_worker: RunningGateway, tmp_path: Path
-) -> None:
-    expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
-    gateway_with_worker.use_key(
-        gateway_with_worker.create_key(expires_at=expires_at.isoformat())["secret"]
-    )
-    assert gateway_with_worker.chat().status_code == 200
-    (tmp_path / "state.json").write_text("{")
-    wait_until(lambda: gateway_with_worker.chat().status_code == 401)
+    """It expires also while the state file cannot be read."""
+    wall = MovedClock(time.time)
+    timing = replace(TIMING, wall=wall, refresh_s=0.05)
+    with RunningGateway(make_settings(tmp_path), timing) as gateway:
+        gateway.join(worker)
+        expires_at = datetime.now(UTC) + timedelta(hours=1)
+        created = gateway.create_key(expires_at=expires_at.isoformat())
+        gateway.use_key(created["secret"])
+        assert gateway.chat().status_code == 200
+        worker.script = Script(hang_after=3)
+        with gateway.stream() as response:
+            chunks = response.iter_raw()
+            received = next(chunks)
+            if not readable:
+                (tmp_path / "state.json").write_text("{")
+            wall.advance(3600)
+            received += b"".join(chunks)
+        assert b'"code":"key_revoked"' in received
+        assert status_and_code(gateway.chat()) == (401, "invalid_api_key")
+        if readable:
+            shown = gateway.admin.get(f"/admin/v1/keys/{created['id']}").json()
+            assert shown["state"] == "expired"
 
 
 def test_f50_a_key_revoked_at_one_gateway_is_rejected_by_another(

@@ -72,12 +72,12 @@ def test_the_repr_of_a_key_contains_no_digest() -> None:
 
 
 def test_unknown_malformed_and_revoked_keys_get_identical_responses(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
     """S13 (CVE-2025-59425, CVE-2026-23996): the gateway returns the same body and headers for
     every invalid key, along the same code path."""
-    revoked = gateway_with_worker.create_key()
-    gateway_with_worker.admin.delete(f"/admin/v1/keys/{revoked['id']}")
+    revoked = shared_gateway.create_key()
+    shared_gateway.admin.delete(f"/admin/v1/keys/{revoked['id']}")
     offered = (
         None,
         "Bearer x",
@@ -89,7 +89,7 @@ def test_unknown_malformed_and_revoked_keys_get_identical_responses(
     responses = set()
     for authorization in offered:
         headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
-        response = gateway_with_worker.client.post(
+        response = shared_gateway.client.post(
             "/v1/chat/completions", json=chat_body(), headers=headers
         )
         responses.add((response.status_code, response.text, response.headers["www-authenticate"]))
@@ -145,29 +145,29 @@ def test_a_model_outside_a_keys_scope_looks_like_an_unknown_model(
     assert status_and_code(gateway.client.get("/v1/status")) == (403, "permission_denied")
 
 
-def test_routing_skips_pools_outside_a_keys_scope(gateway_with_worker: RunningGateway) -> None:
-    gateway_with_worker.use_key(gateway_with_worker.create_key(pools=["vlm"])["secret"])
-    greedy = gateway_with_worker.chat(temperature=0)
+def test_routing_skips_pools_outside_a_keys_scope(shared_gateway: RunningGateway) -> None:
+    shared_gateway.use_key(shared_gateway.create_key(pools=["vlm"])["secret"])
+    greedy = shared_gateway.chat(temperature=0)
     assert greedy.headers["x-paceline-pool"] == "vlm"
-    explained = gateway_with_worker.client.post(
+    explained = shared_gateway.client.post(
         "/v1/route/explain", json=chat_body(temperature=0)
     ).json()
     assert {candidate["pool"] for candidate in explained["candidates"]} == {"vlm"}
 
 
 def test_a_key_without_any_pool_of_the_route_gets_403(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    gateway_with_worker.use_key(
-        gateway_with_worker.create_key(pools=["text-mtp"], requests_a_minute=5)["secret"]
+    shared_gateway.use_key(
+        shared_gateway.create_key(pools=["text-mtp"], requests_a_minute=5)["secret"]
     )
-    assert gateway_with_worker.chat(temperature=0).status_code == 200
-    sampled = gateway_with_worker.chat(temperature=1)
+    assert shared_gateway.chat(temperature=0).status_code == 200
+    sampled = shared_gateway.chat(temperature=1)
     assert status_and_code(sampled) == (403, "pool_not_allowed")
     assert sampled.headers["x-ratelimit-remaining-requests"] == "4"
-    explained = gateway_with_worker.client.post("/v1/route/explain", json=chat_body(temperature=1))
+    explained = shared_gateway.client.post("/v1/route/explain", json=chat_body(temperature=1))
     assert status_and_code(explained) == (403, "pool_not_allowed")
-    assert len(worker.requests) == 1
+    assert len(module_worker.requests) == 1
 
 
 def test_a_queued_request_never_spills_to_a_pool_outside_the_keys_scope(
@@ -202,13 +202,11 @@ def test_a_queued_request_never_spills_to_a_pool_outside_the_keys_scope(
     ],
 )
 def test_a_priority_above_the_maximum_of_the_key_returns_400(
-    gateway_with_worker: RunningGateway, highest: Priority, requested: Priority, status: int
+    shared_gateway: RunningGateway, highest: Priority, requested: Priority, status: int
 ) -> None:
-    gateway_with_worker.use_key(gateway_with_worker.create_key(priority=highest)["secret"])
+    shared_gateway.use_key(shared_gateway.create_key(priority=highest)["secret"])
     headers = {"x-paceline-priority": requested}
-    response = gateway_with_worker.client.post(
-        "/v1/chat/completions", json=chat_body(), headers=headers
-    )
+    response = shared_gateway.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
     assert response.status_code == status
     if status == 400:
         assert response.json()["error"]["param"] == "x-paceline-priority"

@@ -18,6 +18,8 @@ import pytest
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
 from gateway.errors import HostRefused
+from tests.support.gateway_fixtures import remove_settings
+from tests.support.heartbeats import send_heartbeats
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
@@ -64,12 +66,12 @@ def test_missing_and_duplicate_host_headers_are_rejected() -> None:
 
 
 def test_an_unknown_host_returns_421_on_every_route(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     headers = {"host": "evil.example"}
-    responses = [module_gateway.client.get(route, headers=headers) for route in ROUTES]
+    responses = [shared_gateway.client.get(route, headers=headers) for route in ROUTES]
     responses.append(
-        module_gateway.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+        shared_gateway.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
     )
     assert {(response.status_code, response.json()["error"]["code"]) for response in responses} == {
         (421, "host_not_allowed")
@@ -88,7 +90,7 @@ def test_allowed_hosts_are_separated_by_commas(
 
 
 def test_no_client_header_reaches_a_worker(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     sent = {
         "authorization": "Bearer canary-key",
@@ -107,11 +109,11 @@ def test_no_client_header_reaches_a_worker(
         "user-agent": "canary-agent",
         "x-request-id": "canary id\twith spaces",
     }
-    response = gateway_with_worker.client.post(
+    response = shared_gateway.client.post(
         "/v1/chat/completions", json=chat_body(temperature=0), headers=sent
     )
     assert response.status_code == 200
-    (received,) = worker.requests
+    (received,) = module_worker.requests
     assert "canary" not in repr(received)
     assert received.headers["authorization"] == f"Bearer {JOIN_TOKEN}"
     assert received.headers["x-paceline-lane"] == "text-mtp"
@@ -182,10 +184,10 @@ def post_simple(
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_without_keys_a_cross_origin_request_returns_403(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, origin: str
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, origin: str
 ) -> None:
     for content_type in FORM_CONTENT_TYPES:
-        status, code, headers = post_simple(module_gateway, path, content_type, origin=origin)
+        status, code, headers = post_simple(shared_gateway, path, content_type, origin=origin)
         assert (status, code) == (403, "permission_denied")
         assert not [name for name in headers if name.startswith("access-control")]
     assert not module_worker.requests
@@ -194,29 +196,28 @@ def test_without_keys_a_cross_origin_request_returns_403(
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 @pytest.mark.parametrize("path", BODIES)
 def test_a_cross_site_request_without_an_origin_returns_403(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, site: str
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, site: str
 ) -> None:
     assert (
-        post_simple(module_gateway, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
+        post_simple(shared_gateway, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
     )
     assert not module_worker.requests
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_programs_and_pages_of_the_gateway_are_served(
-    gateway_with_worker: RunningGateway, path: str
+    shared_gateway: RunningGateway, path: str
 ) -> None:
-    assert post_simple(gateway_with_worker, path)[0] == 200
-    assert post_simple(gateway_with_worker, path, sec_fetch_mode="cors")[0] == 200, (
+    assert post_simple(shared_gateway, path)[0] == 200
+    assert post_simple(shared_gateway, path, sec_fetch_mode="cors")[0] == 200, (
         "Node's fetch sends this header"
     )
     for site in ("same-origin", "none"):
         assert (
-            post_simple(gateway_with_worker, path, sec_fetch_site=site, sec_fetch_mode="cors")[0]
-            == 200
+            post_simple(shared_gateway, path, sec_fetch_site=site, sec_fetch_mode="cors")[0] == 200
         )
     same_origin = post_simple(
-        gateway_with_worker, path, origin=gateway_with_worker.url, sec_fetch_site="same-origin"
+        shared_gateway, path, origin=shared_gateway.url, sec_fetch_site="same-origin"
     )
     assert same_origin[0] == 200
 
@@ -263,12 +264,16 @@ def test_a_request_with_a_key_may_have_any_origin(gateway_with_worker: RunningGa
     assert post_simple(gateway_with_worker, "/v1/chat/completions", **headers)[0] == 200
 
 
-@pytest.fixture(params=[None, 0], ids=["one port", "a port for admins"])
+@pytest.fixture(scope="module", params=[None, 0], ids=["one port", "a port for admins"])
 def unkeyed_gateway(
-    request: pytest.FixtureRequest, tmp_path: Path, worker: ScriptedWorker
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    module_worker: ScriptedWorker,
 ) -> Iterator[RunningGateway]:
-    with RunningGateway(make_settings(tmp_path, admin_port=request.param)) as gateway:
-        gateway.join(worker)
+    with pytest.MonkeyPatch.context() as patched:
+        remove_settings(patched)
+        settings = make_settings(tmp_path_factory.mktemp("unkeyed"), admin_port=request.param)
+    with RunningGateway(settings) as gateway, send_heartbeats(gateway, module_worker):
         yield gateway
 
 
@@ -321,13 +326,16 @@ APP = "https://app.example"
 DESKTOP_APP = "app://obsidian.md"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gateway_with_origin(
-    tmp_path: Path, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
 ) -> Iterator[RunningGateway]:
-    monkeypatch.setenv("PACELINE_ALLOWED_ORIGINS", f"{APP}, http://localhost:3000, {DESKTOP_APP}")
-    with RunningGateway(make_settings(tmp_path)) as gateway:
-        assert gateway.send_heartbeat(worker).is_success
+    with pytest.MonkeyPatch.context() as patched:
+        remove_settings(patched)
+        origins = f"{APP}, http://localhost:3000, {DESKTOP_APP}"
+        patched.setenv("PACELINE_ALLOWED_ORIGINS", origins)
+        settings = make_settings(tmp_path_factory.mktemp("with-origin"))
+    with RunningGateway(settings) as gateway, send_heartbeats(gateway, module_worker):
         yield gateway
 
 

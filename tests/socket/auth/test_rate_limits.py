@@ -9,6 +9,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from tests.support.raw_client import leave_once
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
@@ -36,19 +37,19 @@ USED_TOKENS = sum(cast("int", USAGE[name]) for name in ("prompt_tokens", "comple
 
 
 def test_a_429_has_openais_error_format_and_retry_after(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
-    gateway_with_worker.use_key(
-        gateway_with_worker.create_key(requests_a_minute=2, tokens_a_minute=5000)["secret"]
+    shared_gateway.use_key(
+        shared_gateway.create_key(requests_a_minute=2, tokens_a_minute=5000)["secret"]
     )
-    first = gateway_with_worker.chat(max_tokens=100)
+    first = shared_gateway.chat(max_tokens=100)
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
     assert first.headers["x-ratelimit-reset-requests"] == "30s"
     assert first.headers["x-ratelimit-limit-tokens"] == "5000"
     assert 4878 <= int(first.headers["x-ratelimit-remaining-tokens"]) <= 4880
-    assert gateway_with_worker.chat(max_tokens=100).status_code == 200
-    rejected = gateway_with_worker.chat(max_tokens=100)
+    assert shared_gateway.chat(max_tokens=100).status_code == 200
+    rejected = shared_gateway.chat(max_tokens=100)
     assert rejected.status_code == 429
     error = rejected.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "requests_a_minute_exceeded")
@@ -72,12 +73,10 @@ def test_streams_and_errors_carry_rate_limit_headers(
 
 
 def test_a_key_without_limits_gets_no_rate_limit_headers(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
-    gateway_with_worker.use_key(gateway_with_worker.create_key()["secret"])
-    assert not [
-        name for name in gateway_with_worker.chat().headers if name.startswith("x-ratelimit")
-    ]
+    shared_gateway.use_key(shared_gateway.create_key()["secret"])
+    assert not [name for name in shared_gateway.chat().headers if name.startswith("x-ratelimit")]
 
 
 def remaining_tokens(response: httpx.Response) -> int:
@@ -85,14 +84,14 @@ def remaining_tokens(response: httpx.Response) -> int:
 
 
 def test_f52_tokens_are_reserved_before_and_settled_with_the_workers_usage(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
     # A day, because a minute refills while the test runs.
-    gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
+    shared_gateway.use_key(shared_gateway.create_key(tokens_a_day=2000)["secret"])
     reserved = PROMPT_TOKENS + 500
     first, second = (
-        gateway_with_worker.chat(max_tokens=500),
-        gateway_with_worker.chat(max_tokens=500),
+        shared_gateway.chat(max_tokens=500),
+        shared_gateway.chat(max_tokens=500),
     )
     assert remaining_tokens(first) == 2000 - reserved
     assert remaining_tokens(second) == 2000 - USED_TOKENS - reserved
@@ -108,12 +107,12 @@ def test_f52_tokens_are_reserved_before_and_settled_with_the_workers_usage(
     ],
 )
 def test_a_rejected_request_consumes_no_limit(
-    gateway_with_worker: RunningGateway, fields: dict[str, Any]
+    shared_gateway: RunningGateway, fields: dict[str, Any]
 ) -> None:
-    gateway_with_worker.use_key(
-        gateway_with_worker.create_key(tokens_a_day=2000, requests_a_minute=50)["secret"]
+    shared_gateway.use_key(
+        shared_gateway.create_key(tokens_a_day=2000, requests_a_minute=50)["secret"]
     )
-    response = gateway_with_worker.chat(**fields)
+    response = shared_gateway.chat(**fields)
     assert response.status_code in {400, 404}
     assert remaining_tokens(response) == 2000
     assert response.headers["x-ratelimit-remaining-requests"] == "50"
@@ -140,54 +139,59 @@ def test_a_request_that_a_worker_failed_consumes_no_tokens(
 
 
 def test_a_client_that_disconnects_early_is_charged_the_reservation(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
-    worker.script = Script(hang_after=2)
-    with gateway_with_worker.stream(max_tokens=100) as response:
+    shared_gateway.use_key(shared_gateway.create_key(tokens_a_day=2000)["secret"])
+    module_worker.script = Script(hang_after=2)
+    with shared_gateway.stream(max_tokens=100) as response:
         next(response.iter_raw())
-    assert worker.client_disconnected.wait(10)
-    worker.script = Script()
+    assert module_worker.client_disconnected.wait(10)
+    module_worker.script = Script()
     reserved = PROMPT_TOKENS + 100
-    wait_until(lambda: gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0)
-    assert remaining_tokens(gateway_with_worker.chat(max_tokens=100)) == 2000 - 2 * reserved
+    wait_until(lambda: shared_gateway.status()["gateway"]["requests_in_flight"] == 0)
+    assert remaining_tokens(shared_gateway.chat(max_tokens=100)) == 2000 - 2 * reserved
 
 
 def test_c6_a_stream_that_is_left_costs_the_usage_that_the_worker_reported_so_far(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     """LiteLLM #38176, #23714, #11083: budgets that some paths do not enforce."""
-    gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
+    shared_gateway.use_key(shared_gateway.create_key(tokens_a_day=2000)["secret"])
     frame = {"choices": [{"index": 0, "delta": {"content": "x"}}]}
     usage = {"prompt_tokens": 950, "completion_tokens": 3}
     events = (event(frame | {"usage": usage}), event(frame), event(frame))
-    worker.script = Script(events=events, hang_after=3)
-    with gateway_with_worker.stream(max_tokens=8) as response:
+    module_worker.script = Script(events=events, hang_after=3)
+    with shared_gateway.stream(max_tokens=8) as response:
         received = b""
         for piece in response.iter_raw():
             received += piece
             if received.count(b"content") == 3:
                 break
-    assert worker.client_disconnected.wait(10)
+    assert module_worker.client_disconnected.wait(10)
     assert b"usage" not in received
-    worker.script = Script()
+    module_worker.script = Script()
     reserved = PROMPT_TOKENS + 100
-    wait_until(lambda: gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0)
+    wait_until(lambda: shared_gateway.status()["gateway"]["requests_in_flight"] == 0)
     charged = 950 + 3 + RUNNING_USAGE_TOKENS
-    remaining = remaining_tokens(gateway_with_worker.chat(max_tokens=100))
+    remaining = remaining_tokens(shared_gateway.chat(max_tokens=100))
     assert remaining == 2000 - charged - reserved
 
 
 def test_c16_an_explanation_counts_as_a_request_without_tokens(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
-    key = gateway_with_worker.create_key(requests_a_minute=2, tokens_a_day=2000)
-    gateway_with_worker.use_key(key["secret"])
-    client = gateway_with_worker.client
+    key = shared_gateway.create_key(requests_a_minute=2, tokens_a_day=2000)
+    shared_gateway.use_key(key["secret"])
+    client = shared_gateway.client
     responses = [client.post("/v1/route/explain", json=chat_body()) for _ in range(3)]
     assert [response.status_code for response in responses] == [200, 200, 429]
     assert responses[-1].json()["error"]["code"] == "requests_a_minute_exceeded"
-    assert remaining_tokens(gateway_with_worker.chat()) == 2000
+    assert remaining_tokens(shared_gateway.chat()) == 2000
+
+
+def waits(gateway: RunningGateway) -> bool:
+    """Return whether a request waits for a row."""
+    return bool(gateway.status()["pools"]["vlm"]["waiting"])
 
 
 def test_a_client_that_disconnects_while_queued_is_charged_nothing(
@@ -204,8 +208,7 @@ def test_a_client_that_disconnects_while_queued_is_charged_nothing(
         gateway.send_heartbeat(worker)
         gateway.use_key(second["secret"])
         # The first worker returns 503; the request then queues for a second, busy worker.
-        with pytest.raises(httpx.ReadTimeout):
-            gateway.client.post("/v1/chat/completions", json=chat_body(), timeout=1.0)
+        leave_once(gateway, lambda: waits(gateway), second["secret"])
         assert len(worker.requests) == 1
         wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 1)
         assert remaining_tokens(gateway.chat(temperature=9)) == 2000
@@ -228,9 +231,7 @@ def test_a_client_that_leaves_after_a_worker_has_begun_is_charged_whatever_the_n
         gateway.send_heartbeat(second_worker, lanes=(lane_report("vlm", waiting=40),))
         gateway.use_key(second["secret"])
         # The first worker fails, the second one returns 503; the request queues for the third.
-        body = chat_body(max_tokens=100)
-        with pytest.raises(httpx.ReadTimeout):
-            gateway.client.post("/v1/chat/completions", json=body, timeout=1.0)
+        leave_once(gateway, lambda: waits(gateway), second["secret"], max_tokens=100)
         assert (len(worker.requests), len(second_worker.requests)) == (1, 1)
         wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 1)
         assert remaining_tokens(gateway.chat(temperature=9)) == 2000 - PROMPT_TOKENS - 100
@@ -239,27 +240,27 @@ def test_a_client_that_leaves_after_a_worker_has_begun_is_charged_whatever_the_n
 
 
 def test_a_request_counts_as_concurrent_until_its_last_byte(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    gateway_with_worker.use_key(gateway_with_worker.create_key(concurrent_requests=2)["secret"])
-    worker.script = Script(hang_after=2)
-    with gateway_with_worker.stream() as first, gateway_with_worker.stream() as second:
+    shared_gateway.use_key(shared_gateway.create_key(concurrent_requests=2)["secret"])
+    module_worker.script = Script(hang_after=2)
+    with shared_gateway.stream() as first, shared_gateway.stream() as second:
         # The variable prevents that a collected iterator closes its stream.
         streams = first.iter_raw(), second.iter_raw()
         assert all(next(stream) for stream in streams)
-        rejected = gateway_with_worker.chat()
+        rejected = shared_gateway.chat()
         assert status_and_code(rejected) == (429, "concurrent_requests_exceeded")
         assert rejected.headers["retry-after"] == "1"
-    wait_until(lambda: worker.in_flight == 0)
-    worker.script = Script()
-    wait_until(lambda: gateway_with_worker.chat().status_code == 200)
+    wait_until(lambda: module_worker.in_flight == 0)
+    module_worker.script = Script()
+    wait_until(lambda: shared_gateway.chat().status_code == 200)
 
 
 def test_concurrent_requests_do_not_exceed_the_limit(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    key = gateway_with_worker.create_key(requests_a_minute=7)
-    url = f"{gateway_with_worker.url}/v1/chat/completions"
+    key = shared_gateway.create_key(requests_a_minute=7)
+    url = f"{shared_gateway.url}/v1/chat/completions"
     with ThreadPoolExecutor(16) as pool:
         responses = list(
             pool.map(
@@ -271,7 +272,7 @@ def test_concurrent_requests_do_not_exceed_the_limit(
                 range(32),
             )
         )
-    assert responses.count(200) == len(worker.requests)
+    assert responses.count(200) == len(module_worker.requests)
     assert 7 <= responses.count(200) <= 8, "the limit refills once in eight seconds"
     assert set(responses) == {200, 429}
 

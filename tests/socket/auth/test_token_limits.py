@@ -5,7 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
+from tests.support.raw_client import leave_once
+from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 from workers.protocol import TOKENS_HEADER, TOKENS_LIMIT_HEADER
 
@@ -85,15 +86,12 @@ def test_c6_a_prompt_above_what_remains_gets_429_and_ejects_no_worker(
 def test_c6_an_answer_without_a_stream_that_is_left_costs_all_that_the_worker_may_use(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    use_key(gateway_with_worker, 4000)
-    hanging = Script(hang=True)
-    worker.script = Script(rotation=(refusal(900), hanging))
-    with pytest.raises(httpx.ReadTimeout):
-        gateway_with_worker.client.post(
-            "/v1/chat/completions", json=chat_body(max_tokens=100), timeout=1.0
-        )
+    secret = gateway_with_worker.create_key(tokens_a_day=4000)["secret"]
+    gateway_with_worker.use_key(secret)
+    worker.script = Script(rotation=(refusal(900), Script(hang=True)))
+    leave_once(gateway_with_worker, lambda: len(worker.requests) == 2, secret, max_tokens=100)
     assert worker.client_disconnected.wait(10)
     wait_until(lambda: gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0)
     worker.script = Script()
-    left = 4000 - (900 if len(worker.requests) == 2 else PROMPT_TOKENS + 100)
-    assert remaining_tokens(gateway_with_worker.chat(max_tokens=100)) == left - PROMPT_TOKENS - 100
+    remaining = remaining_tokens(gateway_with_worker.chat(max_tokens=100))
+    assert remaining == 4000 - 900 - PROMPT_TOKENS - 100

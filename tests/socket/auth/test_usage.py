@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
+from gateway.assembly import TIMING
 from gateway.auth.rate_limits import DAY_S
 from gateway.auth.usage import (
     RETENTION_DAYS,
@@ -87,6 +90,7 @@ def totals(texts: dict[str, str]) -> dict[tuple[int, str], tuple[int, int]]:
     }
 
 
+@settings(max_examples=40)
 @given(ENTRIES)
 def test_usage_of_all_processes_adds_up(entries: list[tuple[str, Caller, int, int]]) -> None:
     sums: dict[tuple[int, str], tuple[int, int]] = {}
@@ -98,6 +102,7 @@ def test_usage_of_all_processes_adds_up(entries: list[tuple[str, Caller, int, in
     assert totals(stored_records(entries)) == sums
 
 
+@settings(max_examples=40)
 @given(ENTRIES, st.data())
 def test_an_interrupted_compaction_counts_no_request_twice(
     entries: list[tuple[str, Caller, int, int]], data: st.DataObject
@@ -284,19 +289,28 @@ def test_usage_contains_only_the_requested_days(gateway_with_worker: RunningGate
 
 
 def test_usage_accumulates_over_restarts(tmp_path: Path, worker: ScriptedWorker) -> None:
-    settings = make_settings(tmp_path, api_key=SecretStr("static-key"))
+    with_key = make_settings(tmp_path, api_key=SecretStr("static-key"))
     for times in (1, 2, 3):
-        with RunningGateway(settings) as gateway:
+        with RunningGateway(with_key) as gateway:
             gateway.send_heartbeat(worker)
             gateway.use_key("static-key")
             assert gateway.chat().status_code == 200
             assert row_of(usage_of(gateway), "static")["requests"] == times
 
 
-def test_usage_is_saved_at_run_time(gateway_with_worker: RunningGateway, tmp_path: Path) -> None:
-    key = gateway_with_worker.create_key()
-    gateway_with_worker.use_key(key["secret"])
-    gateway_with_worker.chat()
+@pytest.fixture
+def saving_gateway(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
+    """Return a gateway that saves usage often."""
+    timing = replace(TIMING, usage_flush_s=0.05)
+    with RunningGateway(make_settings(tmp_path), timing) as gateway:
+        gateway.join(worker)
+        yield gateway
+
+
+def test_usage_is_saved_at_run_time(saving_gateway: RunningGateway, tmp_path: Path) -> None:
+    key = saving_gateway.create_key()
+    saving_gateway.use_key(key["secret"])
+    saving_gateway.chat()
     wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
     stored = json.loads((tmp_path / "state.json").read_text())["usage"]
     ((_, record),) = stored.items()
@@ -304,23 +318,21 @@ def test_usage_is_saved_at_run_time(gateway_with_worker: RunningGateway, tmp_pat
 
 
 def test_f54_requests_succeed_while_the_disk_fails_and_usage_is_saved_later(
-    gateway_with_worker: RunningGateway, tmp_path: Path
+    saving_gateway: RunningGateway, tmp_path: Path
 ) -> None:
-    key = gateway_with_worker.create_key()
-    gateway_with_worker.use_key(key["secret"])
+    key = saving_gateway.create_key()
+    saving_gateway.use_key(key["secret"])
     lock = tmp_path / ".state.json.lock"
     lock.unlink()
     lock.mkdir()
-    assert status_and_code(
-        gateway_with_worker.admin.post("/admin/v1/keys", json={"name": "no"})
-    ) == (
+    assert status_and_code(saving_gateway.admin.post("/admin/v1/keys", json={"name": "no"})) == (
         503,
         "state_unavailable",
     )
-    assert gateway_with_worker.chat().status_code == 200
-    assert row_of(usage_of(gateway_with_worker), key["id"])["requests"] == 1
+    assert saving_gateway.chat().status_code == 200
+    assert row_of(usage_of(saving_gateway), key["id"])["requests"] == 1
     lock.rmdir()
-    assert gateway_with_worker.chat().status_code == 200
+    assert saving_gateway.chat().status_code == 200
     wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
 
 

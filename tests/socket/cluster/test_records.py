@@ -52,6 +52,17 @@ async def test_a_change_of_another_gateway_is_in_the_next_read(
     assert await first.all("keys") == {"a": '{"n":3}'}
 
 
+async def test_a_removed_record_stays_removed_while_a_gateway_opens_more_connections(
+    redis: RedisServer, open_records: OpenRecords
+) -> None:
+    (first, client), (second, _) = open_records(redis), open_records(redis)
+    await second.add("cordons", "a", "{}")
+    assert set(await first.all("cordons")) == {"a"}
+    await asyncio.gather(*(check_redis(client) for _ in range(3)))
+    await second.remove("cordons", "a")
+    assert await first.all("cordons") == await second.all("cordons") == {}
+
+
 async def test_one_of_many_concurrent_adds_of_a_name_succeeds(
     redis: RedisServer, open_records: OpenRecords
 ) -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
 
 from gateway.assembly import TIMING
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from tests.support.fake_clock import MovedClock
-from tests.support.gateway_fixtures import QUICK, MakeClusterGateway
+from tests.support.gateway_fixtures import QUICK, MakeClusterGateway, remove_settings
+from tests.support.heartbeats import send_heartbeats
 from tests.support.policies import single_pool_policy, to_yaml
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import (
     RunningGateway,
+    make_settings,
     running_server,
     status_and_code,
     wait_until,
@@ -149,12 +156,55 @@ def state_of(gateway: RunningGateway, worker_id: str = "fake-a") -> str:
     return states[worker_id]
 
 
-def test_the_last_cordon_or_uncordon_applies_at_both_gateways(
-    make_cluster_gateway: MakeClusterGateway, join_with_heartbeats: Callable[[RunningGateway], None]
-) -> None:
-    first, second = make_cluster_gateway(), make_cluster_gateway()
-    join_with_heartbeats(first)
-    wait_until(lambda: second.client.get("/readyz").is_success)
+Pair = tuple[RunningGateway, RunningGateway]
+
+
+@pytest.fixture(scope="module")
+def running_pair(
+    tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
+) -> Iterator[Pair]:
+    """Run two gateways over a Redis of their own; a worker joins the first one."""
+    folder = tmp_path_factory.mktemp("pair")
+    server = RedisServer(folder)
+    server.start()
+    with ExitStack() as stack:
+        stack.callback(server.kill)
+        remove_settings(stack.enter_context(pytest.MonkeyPatch.context()))
+        first, second = (
+            stack.enter_context(
+                RunningGateway(make_settings(folder / name, redis_url=SecretStr(server.url)), QUICK)
+            )
+            for name in "ab"
+        )
+        stack.enter_context(send_heartbeats(first, module_worker))
+        use_keys((first, second))
+        yield first, second
+
+
+@pytest.fixture
+def pair(running_pair: Pair, module_worker: ScriptedWorker) -> Pair:
+    """Return two gateways with clients that use an unlimited key, and a worker at both."""
+    module_worker.reset()
+    use_keys(running_pair)
+    running_pair[0].admin.delete(CORDON)
+    for gateway in running_pair:
+        wait_until(lambda gateway=gateway: state_of(gateway) == "ready")  # type: ignore[misc]
+    return running_pair
+
+
+def use_keys(pair: Pair, **limits: int) -> dict[str, Any]:
+    """Create a key that the clients of both gateways use from now on."""
+    key = pair[0].create_key(**limits)
+    for gateway in pair:
+        gateway.use_key("none")  # until it has read the first key, a gateway is open
+        wait_until(lambda gateway=gateway: gateway.chat(model="").status_code == 401)  # type: ignore[misc]
+        gateway.use_key(key["secret"])
+        wait_until(lambda gateway=gateway: gateway.client.get("/v1/models").is_success)  # type: ignore[misc]
+    return key
+
+
+def test_the_last_cordon_or_uncordon_applies_at_both_gateways(pair: Pair) -> None:
+    first, second = pair
     assert first.admin.put(CORDON).is_success
     # The second gateway removes the cordon before its periodic refresh has loaded it.
     assert second.admin.delete(CORDON).status_code == 204
@@ -167,11 +217,9 @@ def test_the_last_cordon_or_uncordon_applies_at_both_gateways(
 
 
 def test_a_worker_is_drained_once_no_gateway_has_a_request_on_it(
-    make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
+    pair: Pair, module_worker: ScriptedWorker
 ) -> None:
-    first, second = make_cluster_gateway(), make_cluster_gateway()
-    first.send_heartbeat(worker)
-    wait_until(lambda: second.client.get("/readyz").is_success)
+    (first, second), worker = pair, module_worker
     worker.script = Script(hang_after=1)
     busy = [lane_report("vlm", running=1).model_dump()]
     with first.stream() as response, ThreadPoolExecutor(1) as executor:
@@ -198,13 +246,9 @@ def test_a_drain_waits_until_other_gateways_have_read_the_cordon(
 
 
 def test_a_drain_ends_when_another_gateway_uncordons_the_worker(
-    make_cluster_gateway: MakeClusterGateway,
-    worker: ScriptedWorker,
-    join_with_heartbeats: Callable[[RunningGateway], None],
+    pair: Pair, module_worker: ScriptedWorker
 ) -> None:
-    first, second = make_cluster_gateway(), make_cluster_gateway()
-    join_with_heartbeats(first)
-    wait_until(lambda: second.client.get("/readyz").is_success)
+    (first, second), worker = pair, module_worker
     worker.script = Script(hang_after=1)
     with first.stream() as response, ThreadPoolExecutor(1) as executor:
         chunks = response.iter_raw()
@@ -217,15 +261,10 @@ def test_a_drain_ends_when_another_gateway_uncordons_the_worker(
         assert b"".join(chunks).endswith(DONE)
 
 
-def test_a_key_revoked_at_one_gateway_is_rejected_by_the_other(
-    make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
-) -> None:
-    first, second = make_cluster_gateway(), make_cluster_gateway()
-    first.send_heartbeat(worker)
-    key = first.create_key()
-    wait_until(lambda: second.chat().status_code == 401)
-    second.use_key(key["secret"])
-    wait_until(lambda: second.chat().status_code == 200)
+def test_a_key_revoked_at_one_gateway_is_rejected_by_the_other(pair: Pair) -> None:
+    first, second = pair
+    key = use_keys(pair)
+    assert second.chat().status_code == 200
     assert first.admin.delete(f"/admin/v1/keys/{key['id']}").is_success
     wait_until(lambda: second.chat().status_code == 401)
     assert TIMING.refresh_s < 2, "the documented time"
@@ -258,25 +297,9 @@ def test_a_policy_edit_at_one_gateway_applies_at_the_other_with_the_text_of_its_
     assert shown.text == text
 
 
-def two_gateways_with_key(
-    make_gateway: MakeClusterGateway, worker: ScriptedWorker, **limits: int
-) -> tuple[RunningGateway, RunningGateway]:
-    """Return two gateways that share a worker, with clients that use one limited key."""
-    first, second = make_gateway(), make_gateway()
-    first.send_heartbeat(worker)
-    secret = first.create_key(**limits)["secret"]
-    wait_until(lambda: second.chat().status_code == 401)
-    first.use_key(secret)
-    second.use_key(secret)
-    return first, second
-
-
-def test_a_limit_per_minute_applies_over_all_gateways(
-    make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
-) -> None:
-    first, second = two_gateways_with_key(
-        make_cluster_gateway, worker, requests_a_minute=6, concurrent_requests=5
-    )
+def test_a_limit_per_minute_applies_over_all_gateways(pair: Pair) -> None:
+    first, second = pair
+    use_keys(pair, requests_a_minute=6, concurrent_requests=5)
     assert [first.chat().status_code for _ in range(4)] == [200] * 4
 
     def limit_synced() -> bool:
@@ -289,10 +312,9 @@ def test_a_limit_per_minute_applies_over_all_gateways(
     assert status_and_code(responses[-1]) == (429, "requests_a_minute_exceeded")
 
 
-def test_a_daily_limit_applies_over_all_gateways(
-    make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
-) -> None:
-    first, second = two_gateways_with_key(make_cluster_gateway, worker, tokens_a_day=120)
+def test_a_daily_limit_applies_over_all_gateways(pair: Pair) -> None:
+    first, second = pair
+    use_keys(pair, tokens_a_day=120)
     assert [first.chat(max_tokens=5).status_code for _ in range(8)] == [200] * 8
 
     def limit_synced() -> bool:
@@ -305,9 +327,10 @@ def test_a_daily_limit_applies_over_all_gateways(
 
 
 def test_a_concurrency_limit_applies_over_all_gateways(
-    make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
+    pair: Pair, module_worker: ScriptedWorker
 ) -> None:
-    first, second = two_gateways_with_key(make_cluster_gateway, worker, concurrent_requests=1)
+    (first, second), worker = pair, module_worker
+    use_keys(pair, concurrent_requests=1)
     worker.script = Script(hang_after=1)
     with first.stream() as response:
         chunks = response.iter_raw()

@@ -27,6 +27,12 @@ from tests.support.scripted_worker import Script, ScriptedWorker
 EVENTS = "/v1/status/events"
 
 
+@pytest.fixture(autouse=True)
+def short_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send events five times a second, not once."""
+    monkeypatch.setattr("gateway.status.events._PERIOD_S", 0.2)
+
+
 @contextlib.contextmanager
 def open_events(gateway: RunningGateway, **headers: str) -> Iterator[Iterator[str]]:
     """Open the event stream with a client of its own; yield its lines that are not empty."""

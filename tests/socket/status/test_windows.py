@@ -49,26 +49,25 @@ def test_the_schema_has_no_null_and_requires_every_field() -> None:
     ["", "5", "5x", "0s", "9s", "16m", "901s", "-5m", "5m ", "1e2s", "5m5s", "\u0665m", "9" * 40],
 )
 def test_an_invalid_window_returns_400_and_is_named(
-    gateway_with_worker: RunningGateway, window: str
+    module_gateway: RunningGateway, window: str
 ) -> None:
-    response = gateway_with_worker.client.get("/v1/status", params={"window": window})
+    response = module_gateway.client.get("/v1/status", params={"window": window})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "window")
 
 
-def test_unknown_and_duplicate_parameters_return_400(gateway_with_worker: RunningGateway) -> None:
+def test_unknown_and_duplicate_parameters_return_400(module_gateway: RunningGateway) -> None:
     for query in ("windw=5m", "window=5m&window=5m"):
-        assert gateway_with_worker.client.get(f"/v1/status?{query}").status_code == 400
+        assert module_gateway.client.get(f"/v1/status?{query}").status_code == 400
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("10s", 10), ("90s", 90), ("15m", 900)])
 def test_a_window_has_its_length_and_its_coverage(
-    gateway_with_worker: RunningGateway, window: str, seconds: float
+    module_gateway: RunningGateway, window: str, seconds: float
 ) -> None:
-    covered = gateway_with_worker.client.get("/v1/status", params={"window": window}).json()[
-        "window"
-    ]
+    status = module_gateway.client.get("/v1/status", params={"window": window}).json()
+    covered = status["window"]
     assert (covered["length_s"], covered["max_length_s"]) == (seconds, MAX_WINDOW_S)
-    assert covered["coverage_s"] <= 10, "the gateway has just started"
+    assert covered["coverage_s"] <= max(10, status["gateway"]["uptime_s"])
 
 
 def test_every_level_has_the_figures_of_its_requests(

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.cluster.counters import SharedCounters
@@ -124,6 +124,7 @@ async def test_c5_a_worker_that_invents_models_has_a_bounded_number_of_sums() ->
     assert reports[-1].boot_id == f"boot-{boots - 1}"
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["demo", "other"])), max_size=60))
 async def test_sums_over_many_boots_are_exact_and_memory_is_bounded(
     boots: list[tuple[int, str]],

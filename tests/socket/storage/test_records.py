@@ -82,17 +82,24 @@ def test_concurrent_writers_of_several_processes_lose_no_record(tmp_path: Path) 
         "import asyncio, sys; from pathlib import Path\n"
         "from gateway.storage.records import FileRecords\n"
         "async def add():\n"
-        "    for i in range(20):\n"
-        "        await FileRecords(Path(sys.argv[1])).add('keys', f'{sys.argv[2]}-{i}', '1')\n"
+        "    for i in range(60):\n"
+        "        await FileRecords(Path(sys.argv[1])).add('keys', f'other-{i}', '1')\n"
+        "        print(i, flush=True)\n"
         "asyncio.run(add())"
     )
-    writers = [
-        subprocess.Popen([sys.executable, "-c", program, str(path), name], env=os.environ)
-        for name in ("one", "two", "three")
-    ]
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
 
-    assert len(asyncio.run(FileRecords(path).all("keys"))) == 60
+    async def add() -> None:
+        for number in range(60):
+            await FileRecords(path).add("keys", str(number), "1")
+
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()  # from here on, both write
+        asyncio.run(add())
+        assert other.wait() == 0
+
+    assert len(asyncio.run(FileRecords(path).all("keys"))) == 120
 
 
 async def test_a_change_of_a_damaged_file_is_rejected_and_does_not_overwrite_it(

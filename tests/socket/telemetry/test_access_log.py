@@ -175,19 +175,10 @@ async def test_a_log_that_cannot_be_opened_fails_the_start_before_state_is_writt
     assert not (tmp_path / "state.json").exists()
 
 
-def test_a_dash_means_standard_output() -> None:
-    program = """
-import asyncio
-from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.request_record import RequestRecord
-from gateway.types import Outcome
-async def main():
+async def test_a_dash_means_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     async with AccessLog("-") as log:
         log.write(RequestRecord("req-1", Outcome.REFUSED, 400, 0.1), 0.0)
-asyncio.run(main())
-"""
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert json.loads(process.stdout)["request"] == "req-1"
+    assert json.loads(capfd.readouterr().out)["request"] == "req-1"
 
 
 async def test_with_a_full_queue_each_line_is_written_or_counted_as_lost(

@@ -140,58 +140,54 @@ DRAFTS = 'vllm:spec_decode_num_{}_total{{model_name="demo",worker="a"}}'
 REQUESTS = 'paceline_requests_total{{pool="text-mtp",reason="{}",status="200"}}'
 
 
+CONDITIONS = {
+    "PacelineAcceptanceFell": (
+        {
+            DRAFTS.format("drafts"): "0+1200x1470",
+            DRAFTS.format("draft_tokens"): "0+2400x1470",
+            DRAFTS.format("accepted_tokens"): "0+1920x1440 2765760+960x30",
+        },
+        'worker="a"',
+    ),
+    "PacelineLaneNotPaying": (
+        {
+            REQUESTS.format("mtp_not_paying"): "0x1440 60+60x30",
+            REQUESTS.format("eligible"): "0+30x1470",
+        },
+        "",
+    ),
+    "PacelineWorkerEjected": (
+        {'paceline_worker_ejections{worker="a",instance="g"}': "0x1440 1x30"},
+        'worker="a"',
+    ),
+    "PacelineRedisDegraded": (
+        {'paceline_store_degraded{instance="g"}': "0x1440 1x30"},
+        'instance="g"',
+    ),
+}
+"""By alert: series of a healthy day and half an hour of its condition, and its labels."""
+
+
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-@pytest.mark.parametrize(
-    ("alert", "series", "labels"),
-    [
-        (
-            "PacelineAcceptanceFell",
-            {
-                DRAFTS.format("drafts"): "0+1200x1470",
-                DRAFTS.format("draft_tokens"): "0+2400x1470",
-                DRAFTS.format("accepted_tokens"): "0+1920x1440 2765760+960x30",
-            },
-            'worker="a"',
-        ),
-        (
-            "PacelineLaneNotPaying",
-            {
-                REQUESTS.format("mtp_not_paying"): "0x1440 60+60x30",
-                REQUESTS.format("eligible"): "0+30x1470",
-            },
-            "",
-        ),
-        (
-            "PacelineWorkerEjected",
-            {'paceline_worker_ejections{worker="a",instance="g"}': "0x1440 1x30"},
-            'worker="a"',
-        ),
-        (
-            "PacelineRedisDegraded",
-            {'paceline_store_degraded{instance="g"}': "0x1440 1x30"},
-            'instance="g"',
-        ),
-    ],
-)
-def test_each_alert_fires_after_its_condition_and_not_before(
-    tmp_path: Path, alert: str, series: Mapping[str, str], labels: str
-) -> None:
+def test_each_alert_fires_after_its_condition_and_not_before(tmp_path: Path) -> None:
     """A healthy day fires no alert; half an hour of the alert's condition fires it."""
-    firing = f'ALERTS{{alertname="{alert}",alertstate="firing",severity="warning",{labels}}}'
+    series: dict[str, str] = {}
+    checks = []
+    for alert, (values_by_series, labels) in CONDITIONS.items():
+        series |= values_by_series
+        firing = f'ALERTS{{alertname="{alert}",alertstate="firing",severity="warning",{labels}}}'
+        checks += [
+            {
+                "expr": f'ALERTS{{alertname="{alert}"}}',
+                "eval_time": f"{at}m",
+                "exp_samples": expected,
+            }
+            for at, expected in ((HEALTHY_MIN, []), (TOTAL_MIN, [{"labels": firing, "value": 1}]))
+        ]
     scenario = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [
-            {
-                "expr": f'ALERTS{{alertname="{alert}"}}',
-                "eval_time": f"{at_min}m",
-                "exp_samples": expected,
-            }
-            for at_min, expected in (
-                (HEALTHY_MIN, []),
-                (TOTAL_MIN, [{"labels": firing, "value": 1}]),
-            )
-        ],
+        "promql_expr_test": checks,
     }
     file = tmp_path / "test.yml"
     rules = [str(FOLDER / "alerts.yml")]

@@ -15,7 +15,13 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from policies.request.profile import Bypass
-from tests.support.running_gateway import RunningGateway, chat_body
+from tests.support.gateway_fixtures import cause_traffic, remove_settings
+from tests.support.running_gateway import (
+    RunningGateway,
+    chat_body,
+    make_settings,
+    running_server,
+)
 from tests.support.scripted_worker import Script, ScriptedWorker, lane_report, speculation
 
 # From promlint, which `promtool check metrics` runs.
@@ -29,6 +35,21 @@ VLLM = "vllm:"  # vLLM defines these names
 
 def families(text: str) -> list[Metric]:
     return list(text_string_to_metric_families(text))
+
+
+@pytest.fixture(scope="module")
+def exposition(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the metrics of a gateway after traffic of every kind."""
+    worker = ScriptedWorker()
+    with pytest.MonkeyPatch.context() as patched:
+        remove_settings(patched)
+        settings = make_settings(tmp_path_factory.mktemp("traffic"))
+    with (
+        running_server(worker, sockets=[worker.socket]),
+        RunningGateway(settings) as gateway,
+    ):
+        cause_traffic(gateway, worker)
+        return gateway.client.get("/metrics").text
 
 
 def problems(family: Metric) -> list[str]:
@@ -67,8 +88,8 @@ def problems(family: Metric) -> list[str]:
     return [problem for problem, failed in checks if failed]
 
 
-def test_the_exposition_has_no_lint_problems(gateway_with_traffic: RunningGateway) -> None:
-    exposed = families(gateway_with_traffic.client.get("/metrics").text)
+def test_the_exposition_has_no_lint_problems(exposition: str) -> None:
+    exposed = families(exposition)
     problems_by_name = {family.name: problems(family) for family in exposed}
     assert {name: found for name, found in problems_by_name.items() if found} == {}
     assert len(exposed) == len(problems_by_name), "each family occurs once"
@@ -82,8 +103,8 @@ def test_the_lint_finds_known_problems() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_promtool_reports_no_problem(gateway_with_traffic: RunningGateway) -> None:
-    text = gateway_with_traffic.client.get("/metrics").text
+def test_promtool_reports_no_problem(exposition: str) -> None:
+    text = exposition
     own_metrics = "\n".join(line for line in text.splitlines() if VLLM not in line) + "\n"
     result = subprocess.run(
         ["promtool", "check", "metrics"],
@@ -96,11 +117,9 @@ def test_promtool_reports_no_problem(gateway_with_traffic: RunningGateway) -> No
 
 
 def test_all_required_metrics_are_exposed_with_their_labels(
-    gateway_with_traffic: RunningGateway,
+    exposition: str,
 ) -> None:
-    exposed = {
-        family.name: family for family in families(gateway_with_traffic.client.get("/metrics").text)
-    }
+    exposed = {family.name: family for family in families(exposition)}
     for name, kind, labels in (
         ("paceline_requests", "counter", {"pool", "reason", "status"}),
         ("paceline_bypasses", "counter", set()),
@@ -143,11 +162,9 @@ def test_all_required_metrics_are_exposed_with_their_labels(
     ],
 )
 def test_buckets_cover_the_expected_range_and_are_cumulative(
-    gateway_with_traffic: RunningGateway, name: str, lowest_s: float, highest_s: float
+    exposition: str, name: str, lowest_s: float, highest_s: float
 ) -> None:
-    exposed = {
-        family.name: family for family in families(gateway_with_traffic.client.get("/metrics").text)
-    }
+    exposed = {family.name: family for family in families(exposition)}
     family = exposed[f"paceline_{name}_seconds"]
     buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
     bounds_s = [float(sample.labels["le"]) for sample in buckets]

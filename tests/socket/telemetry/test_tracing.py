@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.gateway_fixtures import remove_settings
+from tests.support.heartbeats import send_heartbeats
 from tests.support.http_server import Request, ServerConnection
 from tests.support.running_gateway import (
     RunningGateway,
@@ -72,39 +73,53 @@ def attributes(span: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+@pytest.fixture(scope="module")
+def module_collector() -> Iterator[Collector]:
     started = Collector()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", started.url)
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     with running_server(started, sockets=[started.socket]):
         yield started
 
 
-@contextlib.contextmanager
-def traced(folder: Path, *workers: ScriptedWorker) -> Iterator[RunningGateway]:
-    with RunningGateway(make_settings(folder, traces="otlp")) as gateway:
-        for worker in workers:
-            gateway.send_heartbeat(worker)
-        yield gateway
+@pytest.fixture(scope="module")
+def traced_gateway(
+    tmp_path_factory: pytest.TempPathFactory,
+    module_collector: Collector,
+    module_worker: ScriptedWorker,
+) -> Iterator[RunningGateway]:
+    """Run a gateway that exports to `module_collector`, with `module_worker`."""
+    with pytest.MonkeyPatch.context() as patched:
+        remove_settings(patched)
+        patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", module_collector.url)
+        patched.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+        settings = make_settings(tmp_path_factory.mktemp("traced"), traces="otlp")
+        with RunningGateway(settings) as gateway, send_heartbeats(gateway, module_worker):
+            yield gateway
+
+
+@pytest.fixture
+def collector(module_collector: Collector, module_worker: ScriptedWorker) -> Collector:
+    """Return the collector, with nothing of earlier tests: each has waited for all of its spans."""
+    module_collector.spans.clear()
+    module_collector.raw = b""
+    module_worker.reset()
+    return module_collector
 
 
 def test_a_clients_trace_continues_in_gateway_and_worker(
-    tmp_path: Path, collector: Collector, worker: ScriptedWorker
+    traced_gateway: RunningGateway, collector: Collector, module_worker: ScriptedWorker
 ) -> None:
-    with traced(tmp_path, worker) as gateway:
-        response = gateway.client.post(
-            "/v1/chat/completions",
-            json=chat_body(temperature=0, max_tokens=9),
-            headers={"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_TEXT},
-        )
-        assert response.status_code == 200
-        wait_until(lambda: len(collector.spans) == 2)
+    response = traced_gateway.client.post(
+        "/v1/chat/completions",
+        json=chat_body(temperature=0, max_tokens=9),
+        headers={"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_TEXT},
+    )
+    assert response.status_code == 200
+    wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert server.trace_id.hex() == client.trace_id.hex() == TRACE_ID
     assert server.parent_span_id.hex() == SPAN_ID
     assert client.parent_span_id == server.span_id
-    headers = worker.requests[0].headers
+    headers = module_worker.requests[0].headers
     assert headers["traceparent"] == f"00-{TRACE_ID}-{client.span_id.hex()}-01"
     assert headers["tracestate"] == "vendor=1"
     assert "baggage" not in headers
@@ -112,12 +127,11 @@ def test_a_clients_trace_continues_in_gateway_and_worker(
 
 
 def test_spans_have_the_names_and_attributes_of_the_conventions(
-    tmp_path: Path, collector: Collector, worker: ScriptedWorker
+    traced_gateway: RunningGateway, collector: Collector, module_worker: ScriptedWorker
 ) -> None:
-    with traced(tmp_path, worker) as gateway:
-        with gateway.stream(temperature=0, max_tokens=9) as response:
-            response.read()
-        wait_until(lambda: len(collector.spans) == 2)
+    with traced_gateway.stream(temperature=0, max_tokens=9) as response:
+        response.read()
+    wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert (server.name, client.name) == ("POST /v1/chat/completions", "chat demo")
     span_attributes = attributes(client)
@@ -163,24 +177,23 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
     ],
 )
 def test_requests_of_every_wire_are_traced_as_the_chats_that_they_become(
-    tmp_path: Path,
+    traced_gateway: RunningGateway,
     collector: Collector,
-    worker: ScriptedWorker,
+    module_worker: ScriptedWorker,
     asked: tuple[str, dict[str, Any]],
     stream: bool,
 ) -> None:
     path, fields = asked
     body = {"model": "demo", "temperature": 0, "stream": stream, **fields}
-    with traced(tmp_path, worker) as gateway:
-        response = gateway.client.post(path, json=body, headers={"traceparent": PARENT})
-        assert response.status_code == 200
-        wait_until(lambda: len(collector.spans) == 2)
+    response = traced_gateway.client.post(path, json=body, headers={"traceparent": PARENT})
+    assert response.status_code == 200
+    wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert (server.name, client.name) == (f"POST {path}", "chat demo")
     assert server.trace_id.hex() == client.trace_id.hex() == TRACE_ID
     assert (server.parent_span_id.hex(), client.parent_span_id) == (SPAN_ID, server.span_id)
     traceparent = f"00-{TRACE_ID}-{client.span_id.hex()}-01"
-    assert worker.requests[0].headers["traceparent"] == traceparent
+    assert module_worker.requests[0].headers["traceparent"] == traceparent
     of_server, of_client = attributes(server), attributes(client)
     assert of_server["paceline.request"] == response.headers["x-request-id"]
     assert of_server["http.response.status_code"] == 200
@@ -196,12 +209,16 @@ def test_requests_of_every_wire_are_traced_as_the_chats_that_they_become(
 
 
 def test_each_attempt_has_a_span_and_errors_have_a_type(
-    tmp_path: Path, collector: Collector, worker: ScriptedWorker, second_worker: ScriptedWorker
+    traced_gateway: RunningGateway,
+    collector: Collector,
+    module_worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
 ) -> None:
-    worker.script = second_worker.script = Script(status=503)
-    with traced(tmp_path, worker, second_worker) as gateway:
-        assert gateway.chat().status_code == 503
-        wait_until(lambda: len(collector.spans) == 3)
+    module_worker.script = second_worker.script = Script(status=503)
+    traced_gateway.send_heartbeat(second_worker)
+    assert traced_gateway.chat().status_code == 503
+    wait_until(lambda: len(collector.spans) == 3)
+    assert traced_gateway.remove_worker(second_worker).is_success
     (server,) = collector.of(SERVER)
     assert attributes(server)["error.type"] == "workers_busy"
     assert attributes(server)["paceline.attempts"] == 2
@@ -211,18 +228,17 @@ def test_each_attempt_has_a_span_and_errors_have_a_type(
 
 
 def test_no_span_contains_text_of_a_request(
-    tmp_path: Path, collector: Collector, worker: ScriptedWorker
+    traced_gateway: RunningGateway, collector: Collector, module_worker: ScriptedWorker
 ) -> None:
     messages = [{"role": "user", "content": SECRET_TEXT}]
-    with traced(tmp_path, worker) as gateway:
-        gateway.chat(messages=messages, user=SECRET_TEXT, stop=[SECRET_TEXT])
-        gateway.chat(messages=messages, model=SECRET_TEXT)
-        gateway.client.post(
-            "/v1/chat/completions",
-            content=SECRET_TEXT,
-            headers={"traceparent": SECRET_TEXT, "user-agent": SECRET_TEXT},
-        )
-        wait_until(lambda: len(collector.of(SERVER)) == 3)
+    traced_gateway.chat(messages=messages, user=SECRET_TEXT, stop=[SECRET_TEXT])
+    traced_gateway.chat(messages=messages, model=SECRET_TEXT)
+    traced_gateway.client.post(
+        "/v1/chat/completions",
+        content=SECRET_TEXT,
+        headers={"traceparent": SECRET_TEXT, "user-agent": SECRET_TEXT},
+    )
+    wait_until(lambda: len(collector.of(SERVER)) == 3)
     assert SECRET_TEXT.encode() not in collector.raw
 
 
@@ -234,14 +250,15 @@ def test_an_unresponsive_collector_fails_no_request_and_no_shutdown(
             "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{unresponsive.getsockname()[1]}"
         )
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-        with traced(tmp_path, worker) as gateway:
+        with RunningGateway(make_settings(tmp_path, traces="otlp")) as gateway:
+            gateway.join(worker)
             assert gateway.chat().status_code == 200
             gateway.request_shutdown()
             gateway.wait_closed()
 
 
-def test_without_traces_no_tracing_module_is_imported_and_no_context_is_sent(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
+def test_without_traces_no_context_is_sent(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     httpx.post(
         f"{gateway_with_worker.url}/v1/chat/completions",
@@ -250,32 +267,25 @@ def test_without_traces_no_tracing_module_is_imported_and_no_context_is_sent(
         timeout=60,
     ).raise_for_status()
     assert "traceparent" not in worker.requests[0].headers
+
+
+def test_no_tracing_module_is_imported_without_traces_and_a_missing_extra_is_named(
+    tmp_path: Path,
+) -> None:
     program = """
 import asyncio, sys
 from gateway.app import create_app
 from gateway.config.settings import Settings
-async def main():
-    await create_app(Settings(state_dir=sys.argv[1]))
-asyncio.run(main())
+from gateway.errors import StartupError
+asyncio.run(create_app(Settings(state_dir=sys.argv[1])))
 loaded = ("gateway.telemetry.tracing", "opentelemetry.sdk.trace.export", "opentelemetry.exporter")
 assert not [name for name in sys.modules if name.startswith(loaded)]
-"""
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)
-
-
-def test_without_the_extra_the_start_fails_with_the_install_command(tmp_path: Path) -> None:
-    program = """
-import asyncio, sys
 sys.modules["opentelemetry.exporter"] = None
-from gateway.app import create_app
-from gateway.errors import StartupError
-from gateway.config.settings import Settings
 try:
     asyncio.run(create_app(Settings(traces="otlp", state_dir=sys.argv[1])))
 except StartupError as error:
     sys.stdout.write(str(error))
 """
-    process = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "pip install --require-hashes --requirement locks/dev.txt" in process.stdout
