@@ -83,7 +83,10 @@ class Gateway:
     policy_file: PolicyFileWatcher
 
     def __init__(
-        self, settings: Settings, redis: RedisClient | None, clock: Callable[[], float]
+        self,
+        settings: Settings,
+        redis: RedisClient | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.rng = rng = Random()  # noqa: S311  # breaks ties between equal workers

@@ -81,9 +81,10 @@ def test_f20_f24_an_ejected_worker_recovers_by_responses_and_not_by_heartbeats(
             ]
             return states == ["probation", "probation"]
 
-        gateway_with_worker.clock.advance(9)
-        assert ejected(gateway_with_worker, "fake-a"), "ten seconds, and a fifth more at most"
-        gateway_with_worker.clock.advance(4)
+        for _ in range(2):  # a worker without a heartbeat for seven seconds would be gone
+            gateway_with_worker.clock.advance(6)
+            for member in workers:
+                gateway_with_worker.join(member)
         wait_until(both_on_probation)
         current = gateway_with_worker.admin.get("/admin/v1/policy")
         gateway_with_worker.admin.patch(
