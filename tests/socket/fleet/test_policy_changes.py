@@ -55,7 +55,7 @@ def test_f48_a_queued_request_keeps_its_pool_and_later_requests_get_the_new_one(
     worker.scripts_by_message["hold"] = Script(hang=True)
     with ThreadPoolExecutor(8) as executor:
         running = executor.submit(gateway.chat, **user("hold"))
-        assert worker.request_received.wait(10)
+        assert worker.request_received.wait(60)
         early = [executor.submit(gateway.chat) for _ in range(3)]
         wait_until(lambda: queued(gateway) == 3)
         assert admin.put(single_pool_policy("after")).status_code == 200
@@ -97,7 +97,7 @@ def test_f48_a_retry_uses_the_policy_of_the_first_attempt(
     worker.script = Script(hang=True, status=503)
     with ThreadPoolExecutor(1) as executor:
         request = executor.submit(gateway.chat)
-        assert worker.request_received.wait(10)
+        assert worker.request_received.wait(60)
         gateway.send_heartbeat(second_worker)
         admin.put(single_pool_policy("after"))
         worker.resume.set()  # the worker returns 503

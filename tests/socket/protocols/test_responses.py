@@ -261,10 +261,10 @@ def test_a_background_response_is_cancelled_at_its_worker(
     client = gateway_with_worker.client
     worker.script.hang_after = 2
     name = client.post(PATH, json={**BODY, "background": True}).json()["id"]
-    assert worker.request_received.wait(10)
+    assert worker.request_received.wait(60)
     cancelled = read_response(client.post(f"{PATH}/{name}/cancel").json())
     assert cancelled.status == "cancelled"
-    assert worker.client_disconnected.wait(10)
+    assert worker.client_disconnected.wait(60)
     assert client.get(f"{PATH}/{name}").json()["status"] == "cancelled"
     whole = client.post(PATH, json=BODY).json()["id"]
     refused = client.post(f"{PATH}/{whole}/cancel")

@@ -61,7 +61,7 @@ def test_f08_a_disconnect_before_the_first_byte_frees_the_worker(
     worker.script.hang = True
     with raw_client(gateway_with_worker) as client:
         client.send_chat(stream=stream)
-        assert worker.request_received.wait(10)
+        assert worker.request_received.wait(60)
         disconnect(client)
         wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway_with_worker, client_left=1)
@@ -76,7 +76,7 @@ def test_f08_a_disconnect_after_the_response_headers_frees_the_worker(
     worker.script = Script(events=(b'{"choices": [',), hang_after=1)
     with raw_client(gateway_with_worker) as client:
         client.send_chat(stream=True)
-        assert worker.request_received.wait(10)
+        assert worker.request_received.wait(60)
         disconnect(client)
         wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway_with_worker, client_left=1)
@@ -138,7 +138,7 @@ def test_f12_a_half_close_after_the_request_counts_as_a_disconnect(
     worker.script.hang = True
     with raw_client(gateway_with_worker) as client:
         client.send_chat()
-        assert worker.request_received.wait(10)
+        assert worker.request_received.wait(60)
         client.half_close()
         wait_until(lambda: worker.in_flight == 0)
         assert client.read_to_end() == b""
@@ -153,5 +153,5 @@ def test_c19_a_disconnect_during_the_body_of_another_route_is_no_error(
         client.send(request_bytes(b"{" + b" " * 1000, path=path)[:-500])
         time.sleep(0.2)  # the gateway reads the body
         client.reset()
-    assert gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0
+    wait_until(lambda: in_flight(gateway_with_worker) == 0)
     assert not [text for text in log_capture.texts if "Traceback" in text]

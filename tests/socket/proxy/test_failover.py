@@ -158,7 +158,7 @@ def test_f05_a_stream_that_stalls_goes_on(
 ) -> None:
     first, second = workers
     first.script = telling(hang_after=2)
-    gateway = make_gateway(idle_timeout_s=0.2)
+    gateway = make_gateway(idle_timeout_s=0.5)
     join(gateway, first, second)
     with gateway.stream(**USAGE) as response:
         assert events_of(response.read()) == WHOLE
@@ -171,7 +171,7 @@ def test_f05_three_missed_comments_of_a_worker_are_a_stall(
 ) -> None:
     """Whatever longer pauses the settings allow other engines, also before the first event."""
     assert forward._STALLED_S == 31
-    monkeypatch.setattr(forward, "_STALLED_S", 0.2)
+    monkeypatch.setattr(forward, "_STALLED_S", 0.5)
     first, second = workers
     join(gateway, first, second)
     for events in (0, 2):
@@ -363,7 +363,7 @@ def test_f49_deaths_of_workers_that_somebody_stops_do_not_count(
                 path = f"/admin/v1/workers/leaving-{at}/drain?timeout_s=0&move=true"
                 gateway.admin.post(path).raise_for_status()
             proxy.reset_all()
-            assert following.request_received.wait(30)
+            assert following.request_received.wait(60)
             assert gateway.status()["quarantined_bodies"] == 0
         third_worker.resume.set()
         received += b"".join(pieces)
