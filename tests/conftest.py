@@ -33,7 +33,9 @@ def pytest_terminal_summary(
 ) -> None:
     """Print at the end of a failing run how to run it in the same order."""
     if exitstatus:
-        terminalreporter.write_line(f"Seed: --randomly-seed={config.getoption('randomly_seed')}")
+        terminalreporter.write_line(
+            f"Seed: --randomly-seed={config.getoption('randomly_seed', None)}"
+        )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pkgutil
+import resource
 import runpy
 import select
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -28,11 +30,22 @@ _REPORT = 12
 
 
 class PacelineFork(subprocess.Popen[str]):
-    """`paceline ARGUMENTS` as a process; it is used as one of `subprocess`."""
+    """`paceline ARGUMENTS` as a process; it is used as one of `subprocess`.
+
+    `-c PROGRAM ARGUMENTS` runs a program instead. `imported` names the module whose imports it
+    finds done; `gateway` stands for all of its modules.
+    """
 
     def __init__(
-        self, arguments: Sequence[str], *, env: Mapping[str, str], cwd: Path = ROOT, **streams: Any
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path = ROOT,
+        imported: str = "gateway",
+        **streams: Any,
     ) -> None:
+        self._imported = imported
         super().__init__([*arguments], env=env, cwd=cwd, text=True, **streams)
 
     def _execute_child(self, args: list[str], *options: Any) -> None:
@@ -42,9 +55,14 @@ class PacelineFork(subprocess.Popen[str]):
             number if fd == -1 else fd for number, fd in enumerate(pipes[i] for i in (0, 3, 5))
         ]
         self._report, report = socket.socketpair()
-        request = {"arguments": args, "environment": dict(env), "folder": str(cwd)}
+        request = {
+            "arguments": args,
+            "environment": dict(env),
+            "folder": str(cwd),
+            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        }
         message = json.dumps(request).encode() + b"\n"
-        control = _control()
+        control = _control(self._imported)
         with report:
             sent = socket.send_fds(control, [message], [*streams, report.fileno()])
             control.sendall(message[sent:])
@@ -71,11 +89,11 @@ class PacelineFork(subprocess.Popen[str]):
 
 
 @functools.cache
-def _control() -> socket.socket:
-    """Start the process that forks; return the socket by which it is asked to."""
+def _control(imported: str) -> socket.socket:
+    """Start a process that forks; return the socket by which it is asked to."""
     control, theirs = socket.socketpair()
     number = theirs.fileno()
-    command = [sys.executable, "-m", "tests.support.paceline_forks", str(number)]
+    command = [sys.executable, "-m", "tests.support.paceline_forks", str(number), imported]
     process = subprocess.Popen(command, cwd=ROOT, pass_fds=[number], stdin=subprocess.DEVNULL)
     theirs.close()
 
@@ -127,6 +145,7 @@ def _run(request: dict[str, Any], streams: list[int]) -> None:
         os.dup2(descriptor, number)
     os.closerange(3, 64)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
@@ -134,15 +153,22 @@ def _run(request: dict[str, Any], streams: list[int]) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.argv[1:] = request["arguments"]
+    if sys.argv[1:2] == ["-c"]:
+        program = sys.argv[2]
+        del sys.argv[1:3]
+        exec(program, {"__name__": "__main__"})
+        return
     runpy.run_module("gateway", run_name="__main__", alter_sys=True)
 
 
-def _import_all(package: str) -> None:
-    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+def _import_all(package: ModuleType) -> None:
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
 
 if __name__ == "__main__":
-    _import_all("gateway")
+    imported = importlib.import_module(sys.argv[2])
+    if imported.__name__ == "gateway":
+        _import_all(imported)
     _serve(socket.socket(fileno=int(sys.argv[1])))

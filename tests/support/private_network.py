@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.running_gateway import wait_until
 
+_MACHINES: set[int] = set()
 _ISOLATED = ("unshare", "--net", "--mount")
 # The process has its program, an empty /tmp, and starts when the cable is plugged in.
 _START = """
@@ -47,14 +48,16 @@ def require_namespaces() -> None:
 class SecondMachine:
     """A machine with one process, and a cable to it.
 
-    The addresses are those of this process only, so that tests run side by side.
+    The addresses are those of this process only, so that tests run side by side; it may have two.
     """
 
     def __init__(self, pid: int) -> None:
         own = os.getpid()
         self._pid = pid
-        self._cable = f"paceline{own}"
-        self._network = f"10.{64 + own % 64}.{own // 64 % 256}"
+        self._number = next(number for number in range(2) if number not in _MACHINES)
+        _MACHINES.add(self._number)
+        self._cable = f"machine{self._number}{own}"
+        self._network = f"10.{64 + 64 * self._number + own % 64}.{own // 64 % 256}"
         self.address = f"{self._network}.100"
         """That of the second machine."""
 
@@ -75,6 +78,7 @@ class SecondMachine:
     def unplug(self) -> None:
         """Remove the cable now: the system takes its time to do so after the process has ended."""
         subprocess.run(["ip", "link", "del", self._cable], capture_output=True, check=False)
+        _MACHINES.discard(self._number)
 
     def datagram_socket(self, address: tuple[str, int]) -> socket.socket:
         """Return a socket that is bound on the second machine and used by this process."""

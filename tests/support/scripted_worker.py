@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from tests.support.http_server import Headers, Request, ServerConnection
@@ -134,6 +134,16 @@ class ScriptedWorker:
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self._answers = itertools.count()
         self._known: set[tuple[str, ...]] = set()
+        self._initial = {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def reset(self) -> None:
+        """Forget all requests and scripts, for the next of the tests that share this worker."""
+        self._answers = itertools.count()
+        for one in fields(self):
+            if one.name != "in_flight":
+                made_anew = one.default_factory is not MISSING
+                value = one.default_factory() if made_anew else self._initial[one.name]
+                setattr(self, one.name, value)
 
     def reset(self) -> None:
         """Forget all requests and scripts, for the next test that shares this worker."""

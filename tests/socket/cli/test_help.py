@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from importlib.metadata import version
-from pathlib import Path
 
 import click
 import pytest
@@ -15,10 +13,10 @@ import pytest
 from gateway.cli import main
 from gateway.cli.commands import paceline
 from policies.request.profile import Priority
+from tests.support.paceline_forks import PIPES, PacelineFork
 from workers.command_line import worker_command
 from workers.server.settings import WorkerSettings
 
-ROOT = Path(__file__).parents[3]
 # Each of them takes a tenth of a second of CPU time or more to import.
 HEAVY = {"fastapi", "httpx", "pydantic", "rich", "uvicorn", "yaml"}
 Path_ = tuple[str, ...]
@@ -41,7 +39,7 @@ def run(
     module: str = "gateway.cli",
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `paceline` in a process that fails if it imports a heavy package."""
+    """Run `paceline` in a process that fails if it has imported a heavy package."""
     program = f"""
 import contextlib, sys
 from {module} import main
@@ -50,14 +48,10 @@ try:
 finally:
     assert not {heavy!r} & {{name.partition(".")[0] for name in sys.modules}}, "slow"
 """
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), **environment},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    command = ["-c", program, *arguments]
+    with PacelineFork(command, **PIPES, env=environment, imported="gateway.cli") as process:
+        printed, errors = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, printed, errors)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])

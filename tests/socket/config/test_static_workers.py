@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,12 +26,11 @@ from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry
 from gateway.storage.counters import MemoryCounters
 from policies.document import default_policy
+from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.policies import gateway_with_policy
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, Script, ScriptedWorker
 from tests.support.static_workers import ENTRY, static_worker
-
-ROOT = Path(__file__).parents[3]
 
 
 def gateway_with(folder: Path, *workers: StaticWorker) -> RunningGateway:
@@ -42,11 +39,10 @@ def gateway_with(folder: Path, *workers: StaticWorker) -> RunningGateway:
 
 def status_output(gateway: RunningGateway) -> str:
     """Return the output of `paceline status`."""
-    command = [sys.executable, "-m", "gateway", "status", "--url", gateway.url]
-    process = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True
-    )
-    return process.stdout.decode()
+    with PacelineFork(["status", "--url", gateway.url], **PIPES, env=os.environ) as process:
+        printed, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    return printed
 
 
 def ready(gateway: RunningGateway) -> bool:

@@ -15,8 +15,6 @@ import json
 import pkgutil
 import re
 import socket
-import subprocess
-import sys
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ import policies
 from tests.support.canary_listener import CanaryListener, error_fields
 from tests.support.http_server import Request, ServerConnection
 from tests.support.images import data_url, png_header
+from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.policies import PolicyAdmin, single_pool_policy
 from tests.support.running_gateway import (
     RunningGateway,
@@ -334,10 +333,9 @@ def test_s09_s47_templates_in_text_and_arguments_are_relayed_verbatim(
 
 def test_s09_s16_s21_s49_the_gateway_imports_no_template_engine_and_evaluates_no_input() -> None:
     """CVE-2026-42203, CVE-2024-8984, CVE-2024-47874, CVE-2024-4264, CVE-2025-32444."""
-    script = "import gateway.cli, gateway.server, sys; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
+    script = "import sys; print(*sys.modules)"
+    with PacelineFork(["-c", script], **PIPES, env={}) as process:
+        loaded = process.communicate()[0].split()
     assert "gateway.app" in loaded
     assert "jinja2" not in loaded
     installed = (ROOT / "locks/gateway.txt").read_text()
