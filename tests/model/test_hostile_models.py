@@ -1,4 +1,4 @@
-"""Model folders from strangers: none of their code runs, and hostile values are refused."""
+"""Model folders from strangers: no code of theirs runs, and a worker refuses or serves damage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.support.hostile_checkpoints import HostileCheckpoint, hostile_checkpoints
 from tests.support.model_loader import REFUSED, SERVED, ModelLoader, model_loader
 from tests.support.worker_process import run_worker
 from workers.demo import CHECKPOINT
@@ -49,23 +51,30 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelLoader]:
         yield running
 
 
-def plant(folder: Path, file: str, fields: dict[str, Any]) -> Path:
+def plant(folder: Path, *places: tuple[str, dict[str, Any]]) -> Path:
     """Copy the demo checkpoint with a Python file; return the file that it would write."""
     shutil.copytree(CHECKPOINT, folder)
     marker = folder / "it-ran"
     (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
-    path = folder / file
-    document = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(document | fields))
+    for file, fields in places:
+        path = folder / file
+        document = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(document | fields))
     return marker
 
 
-@pytest.mark.parametrize(("file", "fields", "expected"), PLACES)
+@pytest.mark.parametrize(
+    ("expected", "places"),
+    [
+        (SERVED, [place[:2] for place in PLACES if place[2] == SERVED]),
+        *((REFUSED, [place[:2]]) for place in PLACES if place[2] == REFUSED),
+    ],
+)
 def test_c4_no_python_file_of_a_model_folder_runs(
-    loader: ModelLoader, tmp_path: Path, file: str, fields: dict[str, Any], expected: int
+    loader: ModelLoader, tmp_path: Path, expected: int, places: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """CVE-2026-5843 (GHSA-9m9w-53g9-47c4), CVE-2026-22807 (GHSA-2pc9-4j83-qjmr)."""
-    marker = plant(tmp_path / "model", file, fields)
+    marker = plant(tmp_path / "model", *places)
     code, output = loader.load(tmp_path / "model")
     assert not marker.exists()
     assert code == expected, output
@@ -77,7 +86,7 @@ def test_c4_no_python_file_of_a_model_folder_runs(
 def test_c4_no_python_file_of_a_draft_model_runs(
     checkpoint: Checkpoint, tmp_path: Path, file: str, fields: dict[str, Any], expected: int
 ) -> None:
-    marker = plant(tmp_path / "draft", file, fields)
+    marker = plant(tmp_path / "draft", (file, fields))
     sparse = load_sparse_prefill(SpecPrefillSettings(draft=tmp_path / "draft"), checkpoint)
     assert not marker.exists()
     assert (sparse.draft is None) == (expected == REFUSED)
@@ -87,7 +96,7 @@ def test_c4_no_python_file_of_a_draft_model_runs(
 def test_c4_no_python_file_of_a_head_runs(
     tmp_path: Path, file: str, fields: dict[str, Any], _: int
 ) -> None:
-    marker = plant(tmp_path / "head", file, fields)
+    marker = plant(tmp_path / "head", (file, fields))
     with contextlib.suppress(HeadUnusable):
         load_checkpoint(CHECKPOINT, mtp=tmp_path / "head")
     assert not marker.exists()
@@ -96,7 +105,7 @@ def test_c4_no_python_file_of_a_head_runs(
 def test_c4_code_does_not_run_where_a_library_trusts_it(tmp_path: Path) -> None:
     """CVE-2026-27893 (GHSA-7972-pg2x-xr59): some families of mlx-vlm set `trust_remote_code=True`
     whatever the caller passes."""
-    marker = plant(tmp_path / "model", "tokenizer_config.json", {"auto_map": TOKENIZER})
+    marker = plant(tmp_path / "model", ("tokenizer_config.json", {"auto_map": TOKENIZER}))
     load = "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)"
     script = (
         "import sys; from transformers import AutoTokenizer; "
@@ -114,7 +123,7 @@ def test_c4_code_does_not_run_where_a_library_trusts_it(tmp_path: Path) -> None:
 
 
 def test_c4_a_refused_model_ends_the_worker_with_code_3_and_one_sentence(tmp_path: Path) -> None:
-    marker = plant(tmp_path / "model", "config.json", {"model_file": "evil.py"})
+    marker = plant(tmp_path / "model", ("config.json", {"model_file": "evil.py"}))
     result = run_worker("--model", str(tmp_path / "model"), "--port", "0")
     assert result.returncode == 3
     assert not marker.exists()
@@ -150,6 +159,34 @@ def test_c4_a_model_that_fails_after_its_weights_have_loaded_does_not_abort(tmp_
 def test_c4_a_hostile_value_is_refused(
     loader: ModelLoader, tmp_path: Path, file: str, fields: dict[str, Any], reason: str
 ) -> None:
-    plant(tmp_path / "model", file, fields)
+    plant(tmp_path / "model", (file, fields))
     code, output = loader.load(tmp_path / "model")
     assert (code, reason in output) == (REFUSED, True), output
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.proof)])
+def test_c4_the_worker_refuses_or_serves_any_damaged_checkpoint(
+    loader: ModelLoader, tmp_path: Path, count: int
+) -> None:
+    """No child is killed: not by a signal of its own, and not by the limits of time and memory.
+
+    CVE-2026-7482; MLX GHSA-m354-cccg-cx5m, GHSA-gc76-m4ff-mfmx, GHSA-m6v2-px5w-fw97,
+    GHSA-2m2v-7fpr-2g4c: loaders that trust the contents of a file.
+    """
+
+    @settings(
+        max_examples=count,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(hostile_checkpoints())
+    def check(checkpoint: HostileCheckpoint) -> None:
+        folder = tmp_path / "damaged"
+        checkpoint.write(folder)
+        code, output = loader.load(folder)
+        shutil.rmtree(folder)
+        assert code in (SERVED, REFUSED), output
+        assert "Traceback" not in output or code == SERVED
+
+    check()
