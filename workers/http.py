@@ -339,15 +339,16 @@ class Server(uvicorn.Server):
         self._listening.set()
 
     async def main_loop(self) -> None:
-        """Check the time limits of all connections once a second, until the end.
-
-        uvicorn would wake up ten times a second to look for it.
-        """
+        """Tick once a second until the end; uvicorn would look for it ten times a second."""
         while not await self.on_tick(0):
-            now_s = asyncio.get_running_loop().time()
-            for connection in tuple(self.server_state.connections):
-                connection.check(now_s)  # type: ignore[union-attr]  # all are of this module
             await first_of(self._ending.wait(), timeout_s=_CHECK_INTERVAL_S)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Check the time limits of all connections."""
+        now_s = asyncio.get_running_loop().time()
+        for connection in tuple(self.server_state.connections):
+            connection.check(now_s)  # type: ignore[union-attr]  # all are of this module
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listeners, and each connection after its response; uvicorn sleeps longer."""
