@@ -32,7 +32,7 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
     """Print at the end of a failing run how to run it in the same order."""
-    if exitstatus:
+    if exitstatus and hasattr(config.option, "randomly_seed"):
         terminalreporter.write_line(
             f"Seed: --randomly-seed={config.getoption('randomly_seed', None)}"
         )

@@ -9,6 +9,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from tests.support.heartbeats import repeated
 from tests.support.raw_client import leave_once
 from tests.support.running_gateway import (
     RunningGateway,
@@ -199,8 +200,11 @@ def test_a_client_that_disconnects_while_queued_is_charged_nothing(
 ) -> None:
     first, second = gateway.create_key(), gateway.create_key(tokens_a_day=2000)
     second_worker.script = Script(hang=True)
-    gateway.send_heartbeat(second_worker, lanes=(lane_report("vlm", slots=1),))
-    with ThreadPoolExecutor(1) as executor:
+    lanes = (lane_report("vlm", slots=1),)
+    with (
+        repeated(lambda: gateway.send_heartbeat(second_worker, lanes=lanes)),
+        ThreadPoolExecutor(1) as executor,
+    ):
         gateway.use_key(first["secret"])
         running = executor.submit(gateway.chat)
         wait_until(lambda: second_worker.in_flight == 1)
@@ -221,8 +225,12 @@ def test_a_client_that_leaves_after_a_worker_has_begun_is_charged_whatever_the_n
 ) -> None:
     first, second = gateway.create_key(), gateway.create_key(tokens_a_day=2000)
     full = ScriptedWorker(worker_id="fake-c", script=Script(hang=True))
-    with running_server(full, sockets=[full.socket]), ThreadPoolExecutor(1) as executor:
-        gateway.send_heartbeat(full, lanes=(lane_report("vlm", slots=1),))
+    lanes = (lane_report("vlm", slots=1),)
+    with (
+        running_server(full, sockets=[full.socket]),
+        repeated(lambda: gateway.send_heartbeat(full, lanes=lanes)),
+        ThreadPoolExecutor(1) as executor,
+    ):
         gateway.use_key(first["secret"])
         running = executor.submit(gateway.chat)
         wait_until(lambda: full.in_flight == 1)
