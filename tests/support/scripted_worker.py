@@ -141,16 +141,9 @@ class ScriptedWorker:
         self._answers = itertools.count()
         for one in fields(self):
             if one.name != "in_flight":
-                made_anew = one.default_factory is not MISSING
-                value = one.default_factory() if made_anew else self._initial[one.name]
+                make = one.default_factory
+                value = self._initial[one.name] if make is MISSING else make()
                 setattr(self, one.name, value)
-
-    def reset(self) -> None:
-        """Forget all requests and scripts, for the next test that shares this worker."""
-        self.script, self.status_report = Script(), None
-        self.requests.clear()
-        for event in (self.request_received, self.client_disconnected, self.resume):
-            event.clear()
 
     def report(self, **changes: Any) -> WorkerReport:
         report = WorkerReport(
