@@ -2,25 +2,28 @@
 
 import os
 
+import pytest
+
 from tests.support.lane_schedules import ScheduleRunner
 
 SEED = 3
-COUNT = int(os.environ.get("PACELINE_TEST_SCHEDULES", "15"))
+COUNT = int(os.environ.get("PACELINE_TEST_SCHEDULES", "4"))
 """Schedules of one test run; `bench.engine.schedules` runs thousands."""
 
 
+@pytest.mark.parametrize("count", [COUNT, pytest.param(15, marks=pytest.mark.proof)])
 def test_any_schedule_gives_every_row_the_reference_answer_and_counts(
-    checkpoint, prompt_renderer
+    checkpoint, prompt_renderer, count: int
 ) -> None:
     schedules = ScheduleRunner(checkpoint, prompt_renderer, SEED)
-    for number in range(COUNT):
+    for number in range(count):
         try:
             schedules.run(number)
         except AssertionError as error:
             raise AssertionError(f"schedule {number} of seed {SEED}: {error}") from error
     stats = schedules.stats
 
-    assert stats.schedules == COUNT
+    assert stats.schedules == count
     covered = (stats.with_rules, stats.cancelled, stats.ended_by_string, stats.ended_in_draft)
     assert min(covered) > 0, "every kind of event occurs in some schedule"
     assert min(stats.from_prefix_cache, stats.without_head) > 0
