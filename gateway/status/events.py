@@ -21,7 +21,7 @@ from gateway.http.downstream import (
 log = logging.getLogger(__name__)
 
 VIEWERS_LIMIT = 64
-_PERIOD_S = 1.0
+PERIOD_S = 1.0
 _TIMER_TOLERANCE_S = 0.005  # no timer fires earlier than this before its time
 _HEADERS = (
     (b"content-type", b"text/event-stream"),
@@ -88,7 +88,7 @@ class StatusFeed:
     async def _current_event(self) -> bytes:
         """Return the event of this second; the first caller renders it for all."""
         async with self._rendering:
-            second = int(_now_s() / _PERIOD_S)
+            second = int(_now_s() / PERIOD_S)
             if self._second != second:
                 status = (await self._render()).model_dump_json()
                 self._second, self._event = second, f"data: {status}\n\n".encode()
@@ -96,7 +96,7 @@ class StatusFeed:
 
     async def _next_second(self) -> None:
         """Wait for the next second, or until the feed is closed."""
-        left_s = _PERIOD_S - _now_s() % _PERIOD_S + _TIMER_TOLERANCE_S
+        left_s = PERIOD_S - _now_s() % PERIOD_S + _TIMER_TOLERANCE_S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left_s):  # `wait_for` may swallow the viewer's disconnect
                 await self._closing.wait()

@@ -14,6 +14,8 @@ from tests.support.browser_tab import BrowserTab
 from tests.support.gateway_fixtures import (  # noqa: F401
     clean_environment,
     gateway,
+    module_gateway,
+    module_worker,
     redis,
     second_worker,
     session_redis,
@@ -24,7 +26,7 @@ from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import ScriptedWorker
 
 # A slow page on a busy machine is no failure.
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=60_000)
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 

@@ -18,6 +18,11 @@ from playwright.async_api import (
 from tests.support.running_gateway import RunningGateway
 
 # The console reports each error response; the tests check the message on the page instead.
+# An open page asks the gateway again every few seconds; in a test five times as often.
+_OFTEN = """{
+  const every = window.setInterval;
+  window.setInterval = (call, pause, ...more) => every(call, pause / 5, ...more);
+}"""
 _REFUSED = "Failed to load resource: the server responded with a status of "
 
 
@@ -42,7 +47,8 @@ class BrowserTab:
         browser_context = await browser.new_context(
             viewport={"width": 1280, "height": 800}, reduced_motion="reduce", **context
         )
-        browser_context.set_default_timeout(20_000)
+        browser_context.set_default_timeout(60_000)
+        await browser_context.add_init_script(_OFTEN)
         return cls(browser_context, await browser_context.new_page())
 
     async def open_admin(self, gateway: RunningGateway, section: str = "") -> None:
