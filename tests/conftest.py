@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Run one process more than there are cores: a gateway that stops waits for 0.15 s."""
+    """Run one process more than there are cores: tests wait for other processes."""
     return (os.cpu_count() or 1) + 1
 
 
@@ -73,4 +74,16 @@ def no_ca_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("SSL_CERT_FILE", raising=False)
         patched.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no_authorities")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_kernel_compiler() -> Iterator[None]:
+    """Let MLX compile nothing in the processes that tests start on Linux.
+
+    Each kernel takes a C++ compiler half a second there, and a worker has fifty.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        if sys.platform == "linux":
+            patched.setenv("MLX_DISABLE_COMPILE", "1")
         yield

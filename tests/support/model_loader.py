@@ -24,7 +24,6 @@ import mlx_vlm.models.qwen3_5.qwen3_5  # noqa: F401 - children find it imported
 import transformers.models.auto.processing_auto  # noqa: F401 - children find them imported
 
 from policies.request.profile import Sampling
-from workers.engine.device import compile_only_quickly
 from workers.engine.engine import Engine
 from workers.engine.types import EngineError, EngineSettings, Generation, ModelUnusable, Prompt
 from workers.terminal import printable
@@ -71,7 +70,6 @@ def model_loader(environment: Mapping[str, str] = os.environ) -> Iterator[ModelL
 
 def _serve() -> None:
     """Fork a child for each line of standard input."""
-    compile_only_quickly()
     gc.freeze()  # the collector of a child would copy the memory of all modules to look at them
     for line in sys.stdin:
         folder = Path(line.rstrip("\n"))

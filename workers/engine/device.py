@@ -35,15 +35,6 @@ def compiles_quickly() -> bool:
     return mx.default_device() != mx.Device(mx.cpu)
 
 
-def compile_only_quickly() -> None:
-    """Let MLX compile nothing on a CPU; affects the process.
-
-    The first start of the demo would run a C++ compiler sixty times, and its steps take as long.
-    """
-    if not compiles_quickly():
-        mx.disable_compile()
-
-
 def memory_limit_bytes() -> int:
     """Return the memory that a process may use: on a Mac the working set of the GPU."""
     return int(mx.device_info().get("max_recommended_working_set_size") or mx.get_memory_limit())

@@ -117,7 +117,7 @@ def warm_up(
 ) -> None:
     """Run every kind of step once, with one row and with several, to compile its kernels.
 
-    MLX compiles a kernel at its first use.
+    MLX compiles a kernel at its first use; on Linux that takes a C++ compiler and seconds.
     Raises `ModelUnusable` if no question was answered.
     """
     ends: list[object] = []

@@ -155,9 +155,6 @@ def load_engine(
 
     with refusing(folder):
         check_folder(folder)
-    from workers.engine.device import compile_only_quickly  # noqa: PLC0415
-
-    compile_only_quickly()
     task = find_task(folder, source.served_name) if settings.task is None else settings.task
     if task in (Endpoint.EMBEDDINGS, Endpoint.RERANK):
         from workers.engine.pooling import PoolingEngine, PoolingSettings  # noqa: PLC0415
