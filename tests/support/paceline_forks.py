@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+PIPES: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
 _MAX_REQUEST = 2**20
 _REPORT = 12
 
@@ -68,7 +68,7 @@ class PacelineFork(subprocess.Popen[str]):
             control.sendall(message[sent:])
         self.pid = self._read_report()
         self._child_created = True
-        self._close_pipe_fds(*pipes)
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  # private
 
     def _internal_poll(self, *_: object, **__: object) -> int | None:
         return self._exit_code(0)

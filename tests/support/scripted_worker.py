@@ -141,9 +141,8 @@ class ScriptedWorker:
         self._answers = itertools.count()
         for one in fields(self):
             if one.name != "in_flight":
-                made_anew = one.default_factory is not MISSING
-                value = one.default_factory() if made_anew else self._initial[one.name]
-                setattr(self, one.name, value)
+                make = one.default_factory
+                setattr(self, one.name, self._initial[one.name] if make is MISSING else make())
 
     def report(self, **changes: Any) -> WorkerReport:
         report = WorkerReport(
