@@ -68,7 +68,7 @@ class PacelineFork(subprocess.Popen[str]):
             control.sendall(message[sent:])
         self.pid = self._read_report()
         self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  # private
 
     def _internal_poll(self, *_: object, **__: object) -> int | None:
         return self._exit_code(0)

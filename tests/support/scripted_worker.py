@@ -142,8 +142,7 @@ class ScriptedWorker:
         for one in fields(self):
             if one.name != "in_flight":
                 make = one.default_factory
-                value = self._initial[one.name] if make is MISSING else make()
-                setattr(self, one.name, value)
+                setattr(self, one.name, self._initial[one.name] if make is MISSING else make())
 
     def report(self, **changes: Any) -> WorkerReport:
         report = WorkerReport(
