@@ -193,7 +193,7 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
         not_reused = client.get("/v1/status").raise_for_status().json()["prefix"]["not_reused"]
         for number in range(3):
-            question = f"Chat {number}. {TEXT} " + 8 * "Ships come in with the tide. "
+            question = f"Chat {number}. {TEXT} " + 60 * "Ships come in with the tide. "
             messages = [{"role": "user", "content": question}]
             workers, earlier_tokens = set(), 0
             for turn in range(4):

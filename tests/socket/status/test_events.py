@@ -30,7 +30,7 @@ EVENTS = "/v1/status/events"
 @pytest.fixture(autouse=True)
 def short_period(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send events five times a second, not once."""
-    monkeypatch.setattr("gateway.status.events._PERIOD_S", 0.2)
+    monkeypatch.setattr("gateway.status.events.PERIOD_S", 0.2)
 
 
 @contextlib.contextmanager
