@@ -201,6 +201,7 @@ def test_a_client_that_disconnects_while_queued_is_charged_nothing(
     first, second = gateway.create_key(), gateway.create_key(tokens_a_day=2000)
     second_worker.script = Script(hang=True)
     lanes = (lane_report("vlm", slots=1),)
+    second_worker.status_report = second_worker.report(lanes=lanes)
     with (
         repeated(lambda: gateway.send_heartbeat(second_worker, lanes=lanes)),
         ThreadPoolExecutor(1) as executor,
@@ -226,6 +227,7 @@ def test_a_client_that_leaves_after_a_worker_has_begun_is_charged_whatever_the_n
     first, second = gateway.create_key(), gateway.create_key(tokens_a_day=2000)
     full = ScriptedWorker(worker_id="fake-c", script=Script(hang=True))
     lanes = (lane_report("vlm", slots=1),)
+    full.status_report = full.report(lanes=lanes)  # a look at the status asks the worker again
     with (
         running_server(full, sockets=[full.socket]),
         repeated(lambda: gateway.send_heartbeat(full, lanes=lanes)),
