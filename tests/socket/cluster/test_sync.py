@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import SecretStr
 
@@ -17,7 +18,7 @@ from gateway.assembly import TIMING
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from tests.support.fake_clock import MovedClock
 from tests.support.gateway_fixtures import QUICK, MakeClusterGateway, remove_settings
-from tests.support.heartbeats import send_heartbeats
+from tests.support.heartbeats import repeated
 from tests.support.policies import single_pool_policy, to_yaml
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import (
@@ -176,7 +177,13 @@ def running_pair(
             )
             for name in "ab"
         )
-        stack.enter_context(send_heartbeats(first, module_worker))
+
+        def send_heartbeat() -> httpx.Response:
+            """Report the lanes that the worker reports when it is asked."""
+            asked = module_worker.status_report
+            return first.send_heartbeat(module_worker, **({"lanes": asked.lanes} if asked else {}))
+
+        stack.enter_context(repeated(send_heartbeat))
         use_keys((first, second))
         yield first, second
 
