@@ -21,6 +21,7 @@ from gateway.engines.base import (
     objects,
 )
 from gateway.engines.local import LocalEngine, drafts_of_timings
+from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern, read_usage
 from gateway.routing.features import Feature
 from gateway.types import Usage
@@ -52,7 +53,7 @@ class LlamaCpp(LocalEngine):
         )
     )
     default_slots = 4
-    facts = fact_pattern("timings")
+    facts = fact_pattern(*FORMS, "timings")
     usage = staticmethod(_usage)
     drafts = staticmethod(drafts_of_timings)
     isolation = Isolation.NO_REUSE

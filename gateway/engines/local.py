@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from gateway.engines.base import count
 from gateway.engines.openai import OpenAIEngine
-from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.types import Drafts
 
@@ -18,9 +17,6 @@ _WHOLE_VOCABULARY = 32_000
 class LocalEngine(OpenAIEngine):
     """An engine of one machine: it serves the models that it lists, and no others."""
 
-    facts = fact_pattern("reasoning")
-    """Also chunks with the field `reasoning`, which clients know as `reasoning_content`."""
-
     def listed_as(self, name: str, listed: Collection[str]) -> str:
         """Return a listed name; the engine has no others."""
         return name if name in listed else ""
@@ -30,16 +26,6 @@ class LocalEngine(OpenAIEngine):
         limit = fields.pop("max_completion_tokens", None)
         if limit is not None:
             fields["max_tokens"] = limit
-
-    def normalise(self, answer: dict[str, Any]) -> bool:
-        """Spell reasoning in both ways that clients know."""
-        changed = False
-        for message in _messages_of(answer):
-            text = message.get("reasoning")
-            if isinstance(text, str) and text and "reasoning_content" not in message:
-                message["reasoning_content"] = text
-                changed = True
-        return changed
 
 
 class MlxEngine(LocalEngine):
@@ -76,12 +62,3 @@ def drafts_of_timings(answer: Mapping[str, Any]) -> Drafts | None:
         0, count(timings.get("predicted_n")) - accepted
     )
     return Drafts(steps, drafted, accepted, ())
-
-
-def _messages_of(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages, or deltas, of an answer or a chunk."""
-    choices = answer.get("choices")
-    for choice in choices if isinstance(choices, list) else ():
-        for name in ("message", "delta"):
-            if isinstance(choice, dict) and isinstance(choice.get(name), dict):
-                yield choice[name]

@@ -19,6 +19,7 @@ from gateway.engines.base import (
 )
 from gateway.engines.local import MlxEngine, drafts_of_timings
 from gateway.errors import GatewayError
+from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
@@ -43,7 +44,7 @@ class MlxVlm(MlxEngine):
             *MlxEngine.token_ids,
         )
     )
-    facts = fact_pattern("timings", "reasoning")
+    facts = fact_pattern(*FORMS, "timings")
     drafts = staticmethod(drafts_of_timings)
     isolation = Isolation.CACHE_SALT
 

@@ -22,6 +22,8 @@ from gateway.engines.base import (
 from gateway.engines.base import count as count_of
 from gateway.engines.refusals import Phrase, read_refusal
 from gateway.errors import GatewayError
+from gateway.protocols.engine_answer import FORMS
+from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
@@ -56,6 +58,7 @@ class OpenAIEngine(Engine):
     default_pools: ClassVar[tuple[str, ...]] = ("vlm",)
     default_slots: ClassVar[int] = 8
     """Requests at a time, if neither the engine tells it nor the admin."""
+    facts = fact_pattern(*FORMS)
     phrases: ClassVar[Sequence[Phrase]] = ()
     """Errors of this kind in words that others do not use."""
 

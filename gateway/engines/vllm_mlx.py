@@ -10,6 +10,7 @@ from typing import Any
 
 from gateway.engines.base import Ask, EngineState, HttpAnswer, Question, count
 from gateway.engines.local import MlxEngine
+from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.types import Drafts
@@ -43,7 +44,7 @@ class VllmMlx(MlxEngine):
         )
     )
 
-    facts = fact_pattern("reasoning", _METADATA)
+    facts = fact_pattern(*FORMS, _METADATA)
     drafts = staticmethod(_drafts)
 
     @classmethod

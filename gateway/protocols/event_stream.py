@@ -15,6 +15,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway.protocols.base import AnswerMalformed, StreamEncoder
+from gateway.protocols.engine_answer import EngineAnswer
 from gateway.types import Drafts, Header, Usage
 from workers.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, DraftSource
 
@@ -76,7 +77,7 @@ class StreamScanner:
     """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
 
     `keep_alive` encodes the comments of a silent engine. `reader` reads the facts as the engine of
-    the stream spells them. With `progress`, the scanner cuts the lines that tell tokens off their
+    the stream spells them, and `answer` gives them one form. With `progress`, the scanner cuts the lines that tell tokens off their
     events, and adds those whose events it passes on.
     """
 
@@ -86,6 +87,7 @@ class StreamScanner:
         keep_alive: Callable[[bytes], bytes],
         reader: AnswerReader | None = None,
         *,
+        answer: EngineAnswer | None = None,
         progress: AnswerProgress | None = None,
         limit_bytes: int = EVENT_LIMIT_BYTES,
     ) -> None:
@@ -95,6 +97,7 @@ class StreamScanner:
         self.encoder = encoder
         self._keep_alive = keep_alive
         self._reader = reader or _READER
+        self._answer = answer
         self._facts = self._reader.facts
         self._line = b""
         """Of the event that is being read."""
@@ -237,14 +240,18 @@ class StreamScanner:
             # Without its message: engines quote the prompt in it.
             return self._break("the worker sent an error")
         state.begun = True
-        if self._reader.normalise(frame):
-            event = b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n"
+        try:
+            if self._answer is not None and self._answer.read_chunk(frame):
+                event = b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n"
+                self._passthrough &= not self._answer.renames
+        except AnswerMalformed as error:
+            return self._break(f"an event has no usable {error}")
         choices = frame.get("choices")
         if choices:
             self._check_told()
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
-                state.finished |= choice.get("finish_reason") is not None
+                state.finished |= bool(choice.get("finish_reason"))
                 state.content_seen |= _has_content(choice)
         if (drafts := self._reader.drafts(frame)) is not None:
             state.drafts = drafts
@@ -368,10 +375,6 @@ class AnswerReader:
     """Events without a match are text alone, so that no step need read them."""
     usage: Callable[[Mapping[str, Any]], Usage | None] = staticmethod(read_usage)
     drafts: Callable[[Mapping[str, Any]], Drafts | None] = staticmethod(read_drafts)
-
-    def normalise(self, answer: dict[str, Any]) -> bool:  # noqa: ARG002
-        """Change what clients would not understand; return whether anything has changed."""
-        return False
 
 
 _READER = AnswerReader()

@@ -25,6 +25,7 @@ from gateway.http import upstream
 from gateway.http.downstream import AnswerWriter
 from gateway.protocols import WORKER_PATHS
 from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.engine_answer import EngineAnswer
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner, comment_of
 from gateway.proxy.context import RequestContext
 from gateway.proxy.keep_alive import KeepAlive
@@ -456,16 +457,25 @@ class Forwarder:
             raise errors.WorkerFailed
         context.usage = backend.usage(answer) or context.usage
         context.drafts = backend.drafts(answer)
-        if backend.normalise(answer):
-            body = to_json(answer, inf_nan_mode="null")
         assert context.routing_request is not None
         try:
+            if (form := self._answer_form(context, backend)) is not None:
+                form.read_whole(answer)
+                body = to_json(answer, inf_nan_mode="null")
             encoded = context.wire_format.encode(context.routing_request, answer, body)
         except AnswerMalformed as error:
             raise errors.WorkerFailed from error
         if context.exchange is not None:
             encoded = await context.exchange.finish()
         await writer.whole(200, [*_JSON_HEADERS, *context.route_headers()], encoded)
+
+    @staticmethod
+    def _answer_form(context: RequestContext, backend: Engine) -> EngineAnswer | None:
+        """Return what gives an answer its form; None for workers of ours, which need none."""
+        if backend.sends_reports:
+            return None
+        assert context.inspected is not None
+        return EngineAnswer(secrets.token_hex(8), context.inspected.asked_model)
 
     def _scanner(
         self, context: RequestContext, backend: Engine, late_headers: Headers
@@ -476,7 +486,11 @@ class Forwarder:
             context.encoder = context.wire_format.encoder(context.routing_request, late_headers)
         context.encoder.failovers = context.failovers
         scanner = StreamScanner(
-            context.encoder, context.wire_format.keep_alive, backend, progress=context.progress
+            context.encoder,
+            context.wire_format.keep_alive,
+            backend,
+            answer=self._answer_form(context, backend),
+            progress=context.progress,
         )
         if context.relayed and context.progress is not None:
             scanner.state.finished = context.progress.finished

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic_core import from_json
 
 from gateway import errors
 from gateway.protocols.base import AnswerMalformed, choice_of, object_in, objects_in, text_in
@@ -56,8 +55,8 @@ class ResponseBuilder:
         self.unsent: list[Event] = []
         """Events of a chunk whose rest is malformed; the client gets them before the error."""
         self._items: list[Json] = self.response["output"]
-        self._open: list[_OpenItem] = []
-        """The items to which more may come: one, or several calls."""
+        self._open: _OpenItem | None = None
+        """The item to which more may come."""
         self._sealed: dict[str, str] = {}
         """The sealed reasoning by the id of its item."""
         self._finish_reason = ""
@@ -101,23 +100,19 @@ class ResponseBuilder:
             self.response["usage"] = usage
         choice = choice_of(frame)
         if reasoning := text_in(message, "reasoning_content"):
-            opened, events = self._continue("reasoning")
-            yield from events
-            yield from opened.add(reasoning, ())
+            yield from self._continue("reasoning", reasoning)
         logprobs = objects_in(object_in(choice, "logprobs"), "content")
         if text := text_in(message, "content"):
-            opened, events = self._continue("message")
-            yield from events
-            yield from opened.add(text, logprobs)
-        for index, call in enumerate(objects_in(message, "tool_calls")):
-            yield from self._read_call(call, call.get("index", index))
+            yield from self._continue("message", text, logprobs)
+        for call in objects_in(message, "tool_calls"):
+            yield from self._read_call(call)
         self._finish_reason = text_in(choice, "finish_reason") or self._finish_reason
 
     def close(self) -> Iterator[Event]:
         """End the items, and set the last status; `final` is the event that tells it."""
         yield from self.begin()
         reason = _INCOMPLETE.get(self._finish_reason)
-        yield from self._close_items("incomplete" if reason else "completed")
+        yield from self._close_item("incomplete" if reason else "completed")
         self.response["status"] = "incomplete" if reason else "completed"
         if reason:
             self.response["incomplete_details"] = {"reason": reason}
@@ -140,7 +135,7 @@ class ResponseBuilder:
 
     def cancel(self) -> None:
         """End the response, since its client cancels it; no event tells it."""
-        for _ in self._close_items("incomplete"):
+        for _ in self._close_item("incomplete"):
             pass  # nobody follows them
         self.response["status"] = "cancelled"
 
@@ -161,49 +156,44 @@ class ResponseBuilder:
         self.sequence += 1
         return event
 
-    def _continue(self, kind: str) -> tuple[_OpenItem, Iterator[Event]]:
-        """Return the open item of this kind; open one if there is none."""
-        if self._open and self._open[-1].item["type"] == kind:
-            return self._open[-1], iter(())
-        closing = list(self._close_items("completed"))
-        opened, events = self._begin_item(kind)
-        return opened, iter([*closing, *events])
+    def _continue(self, kind: str, piece: str, logprobs: Any = ()) -> Iterator[Event]:
+        """Add text to the open item, if it is of this kind, else to a new one."""
+        if self._open is None or self._open.item["type"] != kind:
+            yield from self._close_item("completed")
+            yield from self._begin_item(kind)
+        assert self._open is not None
+        yield from self._open.add(piece, logprobs)
 
-    def _read_call(self, call: Mapping[str, Any], index: int) -> Iterator[Event]:
+    def _read_call(self, call: Mapping[str, Any]) -> Iterator[Event]:
+        """Take a call, or what continues the last one: `EngineAnswer` sees to their order."""
         function = object_in(call, "function")
-        name, call_id = text_in(function, "name"), text_in(call, "id")
-        opened = next((one for one in self._open if one.continues(name, call_id, index)), None)
-        if opened is None:
-            # Chunks of calls may alternate, so only a call with whole arguments is over.
-            if all(one.whole for one in self._open):
-                yield from self._close_items("completed")
+        if name := text_in(function, "name"):
+            yield from self._close_item("completed")
             origin = self._request.tools.origin(name)
-            made_id = f"call_{self._stem[:20]}{len(self._items):04x}"
-            fields = {"call_id": call_id or made_id, "name": origin.name}
+            fields = {"call_id": text_in(call, "id"), "name": origin.name}
             if origin.namespace:
                 fields["namespace"] = origin.namespace
-            opened, events = self._begin_item(origin.kind, **fields)
-            opened.call_index, opened.call_id, opened.name = index, call_id, name
-            yield from events
+            yield from self._begin_item(origin.kind, **fields)
+        if self._open is None:
+            raise AnswerMalformed("tool_calls")
         if arguments := text_in(function, "arguments"):
-            yield from opened.add(arguments, ())
+            yield from self._open.add(arguments, ())
 
-    def _begin_item(self, kind: str, **fields: Any) -> tuple[_OpenItem, list[Event]]:
+    def _begin_item(self, kind: str, **fields: Any) -> Iterator[Event]:
         index = len(self._items)
         item = {"id": f"{_PREFIXES[kind]}_{self._stem}{index:04x}", "type": kind, **fields}
-        opened = _ITEMS[kind](self._event, item, index, self._request)
         self._items.append(item)
-        self._open.append(opened)
-        return opened, list(opened.begin())
+        self._open = _ITEMS[kind](self._event, item, index, self._request)
+        yield from self._open.begin()
 
-    def _close_items(self, status: str) -> Iterator[Event]:
-        """End the open items; all but the last are whole."""
-        for opened in self._open:
-            last = opened is self._open[-1]
-            if opened.item["type"] == "reasoning":
-                self._sealed[opened.item["id"]] = self._seal(opened.text)
-            yield from opened.end(status if last else "completed", self._seal)
-        self._open.clear()
+    def _close_item(self, status: str) -> Iterator[Event]:
+        """End the open item, if there is one."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        if opened.item["type"] == "reasoning":
+            self._sealed[opened.item["id"]] = self._seal(opened.text)
+        yield from opened.end(status, self._seal)
 
 
 class _OpenItem(ABC):
@@ -218,22 +208,10 @@ class _OpenItem(ABC):
         self.request = request
         self.pieces: list[str] = []
         self.logprobs: list[Json] = []
-        self.name = self.call_id = ""
-        self.call_index = -1
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
-
-    @property
-    def whole(self) -> bool:
-        """Return whether the item is over once another one begins."""
-        return True
-
-    def continues(self, name: str, call_id: str, index: int) -> bool:
-        """Return whether a piece of a call belongs to this item; some servers repeat its name."""
-        same = name in ("", self.name) and call_id in ("", self.call_id)
-        return self.call_index == index and same
 
     @abstractmethod
     def begin(self) -> Iterator[Event]:
@@ -323,14 +301,6 @@ class _OpenReasoning(_OpenItem):
 
 
 class _OpenFunctionCall(_OpenItem):
-    @property
-    def whole(self) -> bool:
-        try:
-            from_json(self.text or "{}")
-        except ValueError:
-            return False
-        return True
-
     def begin(self) -> Iterator[Event]:
         self.item |= {"arguments": "", "status": "in_progress"}
         yield self.added()

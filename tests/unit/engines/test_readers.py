@@ -67,19 +67,9 @@ def test_drafts_of_vllm_mlx_stand_beside_the_answer(
     assert KINDS["vllm-mlx"]().drafts({"generation_metadata": metadata}) == drafts
 
 
-@pytest.mark.parametrize("kind", ["mlx-lm", "ollama", "lmstudio", "vllm-mlx", "omlx", "mlx-vlm"])
-@pytest.mark.parametrize("part", ["message", "delta"])
-def test_reasoning_is_spelled_in_both_ways(kind: str, part: str) -> None:
-    answer: dict[str, Any] = {"choices": [{part: {"reasoning": "Hm", "content": "x"}}]}
-    assert KINDS[kind]().normalise(answer)
-    assert answer["choices"][0][part]["reasoning_content"] == "Hm"
-    assert not KINDS[kind]().normalise(answer), "it is spelled so already"
-
-
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("answer", [{}, {"choices": 7}, {"choices": [7, {"delta": []}]}])
 def test_no_reader_fails_at_an_answer_of_another_shape(kind: str, answer: dict[str, Any]) -> None:
     engine = KINDS[kind]()
     assert engine.usage(answer) is None
     assert engine.drafts(answer) is None
-    assert not engine.normalise(answer)

@@ -1,0 +1,249 @@
+"""One well-formed form of what engines answer, before any wire format reads it.
+
+Engines cut, number and name the calls of tools in many ways, spell reasoning in two, and end an
+answer with reasons of their own. Here an answer becomes one that OpenAI could have sent: calls
+come one after another, each with an index, an id and a name of its own and with arguments as text;
+reasoning has both of its names; and the reason of the end is one that clients know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from gateway.protocols.base import AnswerMalformed, object_in, objects_in, text_in
+
+Json = dict[str, Any]
+
+CALLS = "tool_calls"
+FORMS = (CALLS, "reasoning", "reasoning_content")
+"""Fields of a chunk, beside those of all streams, that may have another form."""
+_REASONS = {
+    **dict.fromkeys(("stop", "eos", "end_turn", "stop_sequence"), "stop"),
+    **dict.fromkeys(("length", "max_tokens", "max_length"), "length"),
+    **dict.fromkeys((CALLS, "tool_use", "function_call"), CALLS),
+    "content_filter": "content_filter",
+}
+"""By how engines spell them; an answer with any other reason has not ended well."""
+_ID_LIMIT = 256
+
+
+class AnswerFailed(AnswerMalformed):
+    """An engine ended its answer with a reason that tells of a failure, or with none that is known.
+
+    What it sent as the answer may be the text of an exception.
+    """
+
+
+class EngineAnswer:
+    """What an engine has told of one answer so far.
+
+    `stem` is unique among answers; made ids begin with it. `model` is the name by which the client
+    knows the model.
+    """
+
+    def __init__(self, stem: str, model: str) -> None:
+        self._stem = stem
+        self._model = model
+        self.renames = False
+        """The engine gives the model another name, so each chunk must be read."""
+        self._calls: dict[int, _Calls] = {}
+
+    def read_whole(self, answer: Json) -> None:
+        """Give a whole answer its form; raise `AnswerMalformed`."""
+        self._rename(answer)
+        for choice in objects_in(answer, "choices"):
+            message, calls = object_in(choice, "message"), self._calls_of(choice)
+            _spell_reasoning(message)
+            if given := objects_in(message, CALLS):
+                for one in given:
+                    calls.begin(one)
+                message[CALLS] = [*calls.release(ended=True)]
+                for one in message[CALLS]:
+                    del one["index"]
+            self._end(choice, calls, ended=True)
+
+    def read_chunk(self, frame: Json) -> bool:
+        """Give a chunk its form; return whether that has changed it. Raise `AnswerMalformed`."""
+        changed = self._rename(frame)
+        for choice in objects_in(frame, "choices"):
+            delta, calls = object_in(choice, "delta"), self._calls_of(choice)
+            changed |= _spell_reasoning(delta)
+            given = objects_in(delta, CALLS)
+            calls.add(given)
+            ended = bool(choice.get("finish_reason"))
+            formed = [*calls.release(ended=ended)]
+            if formed != [*given]:
+                changed = True
+                choice["delta"] = delta = {**delta, CALLS: formed}
+                if not formed:
+                    del delta[CALLS]
+            changed |= self._end(choice, calls, ended=ended)
+        return changed
+
+    def _rename(self, answer: Json) -> bool:
+        if answer.get("model", self._model) == self._model:
+            return False
+        answer["model"] = self._model
+        self.renames = True
+        return True
+
+    def _calls_of(self, choice: Mapping[str, Any]) -> _Calls:
+        index = choice.get("index")
+        number = index if type(index) is int else 0
+        if number not in self._calls:
+            self._calls[number] = _Calls(f"call_{self._stem}{number:x}")
+        return self._calls[number]
+
+    @staticmethod
+    def _end(choice: Json, calls: _Calls, *, ended: bool) -> bool:
+        """Name the reason of the end by what the answer has; return whether it changed."""
+        given = choice.get("finish_reason")
+        reason = None
+        if ended:
+            reason = _REASONS.get(given) if isinstance(given, str) else None
+            if reason is None:
+                raise AnswerFailed("finish_reason")
+            if reason in ("stop", CALLS):
+                reason = CALLS if calls else "stop"
+        if reason == given:
+            return False
+        choice["finish_reason"] = reason
+        return True
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    given_id: str
+    index: int | None
+    name: str = ""
+    arguments: str = ""
+    sent: int = 0
+    """Characters of the arguments that have been passed on."""
+    begun: bool = False
+    """It has been passed on."""
+
+    @property
+    def whole(self) -> bool:
+        """Return whether its arguments are complete."""
+        if not self.arguments.rstrip().endswith("}"):
+            return False
+        try:
+            from_json(self.arguments)
+        except ValueError:
+            return False
+        return True
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of one choice, in the order in which they began.
+
+    One is passed on at a time; what comes of later ones meanwhile waits until it is whole.
+    """
+
+    stem: str
+    calls: list[_Call] = field(default_factory=list)
+    open: int = 0
+    """The number of the call that is passed on."""
+
+    def __bool__(self) -> bool:
+        return bool(self.calls)
+
+    def add(self, pieces: Any) -> None:
+        """Add the pieces of one chunk; raise `AnswerMalformed`."""
+        touched: list[_Call] = []
+        for piece in pieces:
+            function = object_in(piece, "function")
+            name, arguments = text_in(function, "name"), _arguments_of(function)
+            call = self._find(piece, name, arguments, touched)
+            if call is None:
+                call = self.begin(piece)
+            elif arguments != call.arguments or not call.whole:  # some repeat the whole call
+                call.name = call.name or name
+                call.arguments += arguments
+                if arguments.strip() and self.calls.index(call) < self.open:
+                    raise AnswerMalformed(CALLS)
+            touched.append(call)
+
+    def begin(self, piece: Mapping[str, Any]) -> _Call:
+        """Begin a call; raise `AnswerMalformed`."""
+        function, index = object_in(piece, "function"), piece.get("index")
+        given = piece.get("id")
+        given_id = given if isinstance(given, str) else ""
+        usable = 0 < len(given_id) <= _ID_LIMIT and all(one.id != given_id for one in self.calls)
+        call = _Call(
+            id=given_id if usable else f"{self.stem}{len(self.calls):x}",
+            given_id=given_id,
+            index=index if type(index) is int else None,
+            name=text_in(function, "name"),
+            arguments=_arguments_of(function),
+        )
+        self.calls.append(call)
+        return call
+
+    def release(self, *, ended: bool) -> Iterator[Json]:
+        """Yield what may be passed on now; after the end, all. Raise `AnswerMalformed`."""
+        while self.open < len(self.calls):
+            call = self.calls[self.open]
+            if ended and not call.name:
+                raise AnswerMalformed(CALLS)
+            if ended and not call.arguments.strip():
+                call.arguments += "{}"
+            if call.name:
+                yield from self._pass_on(call)
+            last = self.open + 1 == len(self.calls)
+            if last or not (ended or call.whole):
+                break
+            self.open += 1
+
+    def _pass_on(self, call: _Call) -> Iterator[Json]:
+        piece, call.sent = call.arguments[call.sent :], len(call.arguments)
+        if not call.begun:
+            call.begun = True
+            function = {"name": call.name, "arguments": piece}
+            yield {"index": self.open, "id": call.id, "type": "function", "function": function}
+        elif piece:
+            yield {"index": self.open, "function": {"arguments": piece}}
+
+    def _find(
+        self, piece: Mapping[str, Any], name: str, arguments: str, touched: list[_Call]
+    ) -> _Call | None:
+        """Return the call that a piece continues; None if it begins one."""
+        given_id, index = piece.get("id"), piece.get("index")
+        index = index if type(index) is int else None
+        of_index = [one for one in self.calls if index is None or one.index == index]
+        if given_id:
+            known = [one for one in of_index if one.given_id == given_id]
+            if not known and of_index and not of_index[-1].given_id and not of_index[-1].whole:
+                known = of_index[-1:]  # its id comes late
+            of_index = known
+        call = of_index[-1] if of_index else None
+        if call is None or not name or not call.name:
+            return call
+        # Some servers repeat the name with each piece, or the whole call at its end.
+        if name != call.name or (not given_id and any(one is call for one in touched)):
+            return None
+        return None if call.whole and arguments != call.arguments else call
+
+
+def _arguments_of(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        return to_json(arguments, inf_nan_mode="null").decode()
+    return text_in(function, "arguments")
+
+
+def _spell_reasoning(message: Any) -> bool:
+    """Spell reasoning in both ways that clients know; return whether that changed anything."""
+    changed = False
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        text = message.get(name)
+        if isinstance(text, str) and text and not message.get(other):
+            message[other] = text
+            changed = True
+    return changed

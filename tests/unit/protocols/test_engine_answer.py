@@ -1,0 +1,189 @@
+"""Whatever the engine: calls one after another, with an index, an id, a name and text each."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.engine_answer import AnswerFailed, EngineAnswer
+
+Json = dict[str, Any]
+
+
+def chunk(*calls: Json, **choice: Any) -> Json:
+    delta = {"tool_calls": list(calls)} if calls else {}
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **choice}]}
+
+
+def piece(index: int | None = 0, call_id: str = "", name: str = "", arguments: Any = "") -> Json:
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    fields = {"index": index, "id": call_id} | {"function": function}
+    return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def read(*chunks: Json) -> tuple[list[Json], list[Any]]:
+    """Return the calls as an SDK merges them, by index, and the reasons of the end."""
+    answer, merged, reasons = EngineAnswer("x", "m"), [], []
+    for one in chunks:
+        answer.read_chunk(one)
+        for choice in one["choices"]:
+            reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+            for call in choice["delta"].get("tool_calls", ()):
+                if call["index"] == len(merged):
+                    assert call["id"]
+                    assert call["type"] == "function"
+                    merged.append(call | {"function": dict(call["function"])})
+                else:
+                    assert call["index"] == len(merged) - 1, "one call after another"
+                    merged[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return [one["function"] | {"id": one["id"]} for one in merged], reasons
+
+
+END = chunk(finish_reason="stop")
+
+
+def end() -> Json:
+    return json.loads(json.dumps(END))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [piece(0, "a", "f", '{"k":1}'), piece(1, "b", "g", '{"k":2}')],
+        [piece(0, "a", "f"), piece(1, "b", "g"), *(piece(i, arguments='{"k"') for i in (0, 1)),
+         piece(0, arguments=":1}"), piece(1, arguments=":2}")],
+        [piece(1, "b", "f", '{"k":1}'), piece(0, "a", "g", '{"k":2}')],
+        [piece(0, "a", "f", '{"k":1}'), piece(0, "b", "g", '{"k":2}')],
+        [piece(None, "a", "f", '{"k":1}'), piece(None, "b", "g", '{"k":2}')],
+        [piece(None, "", "f", {"k": 1}), piece(None, "", "g", {"k": 2})],
+        [piece(0, "", "f", '{"k":1}'), piece(0, "", "g", '{"k":2}')],
+        [piece(0, "a", "f", '{"k"'), piece(0, "a", "f", ":1}"), piece(1, "b", "g", '{"k":2}')],
+        [piece(0, "a", "f", '{"k":1}'), piece(0, "a", "f", '{"k":1}'),
+         piece(1, "b", "g", '{"k":2}')],
+        [piece(0, "", "f"), piece(0, "a", arguments='{"k":1}'), piece(1, "a", "g", '{"k":2}')],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("together", [False, True])
+def test_two_calls_stay_two_calls_however_an_engine_numbers_them(
+    pieces: list[Json], *, together: bool
+) -> None:
+    copies = json.loads(json.dumps(pieces))
+    chunks = [chunk(*copies)] if together else [chunk(one) for one in copies]
+    calls, reasons = read(*chunks, end())
+    assert [(one["name"], json.loads(one["arguments"])) for one in calls] == [
+        ("f", {"k": 1}),
+        ("g", {"k": 2}),
+    ]
+    assert len({one["id"] for one in calls}) == 2
+    assert reasons == ["tool_calls"], "by what is there, not by what the engine says"
+
+
+ARGUMENTS = st.dictionaries(st.text(max_size=3), st.text("a}{\",", max_size=6), max_size=3)
+
+
+@given(data=st.data(), calls=st.lists(st.tuples(st.sampled_from("fgh"), ARGUMENTS), max_size=4))
+def test_any_cutting_and_interleaving_gives_the_same_calls(
+    data: st.DataObject, calls: list[tuple[str, Json]]
+) -> None:
+    queues = []
+    for index, (name, arguments) in enumerate(calls):
+        text = json.dumps(arguments)
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=4)))
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        head = piece(index, f"id{index}", name)
+        queues.append([head, *(piece(index, arguments=part) for part in parts)])
+    turns = data.draw(st.permutations([i for i, queue in enumerate(queues) for _ in queue]))
+    begun = sorted(set(turns), key=turns.index)
+    chunks = [chunk(queues[turn].pop(0)) for turn in turns]
+    read_calls, reasons = read(*chunks, end())
+    expected = [calls[index] for index in begun]
+    assert [(one["name"], json.loads(one["arguments"])) for one in read_calls] == expected
+    assert reasons == ["tool_calls" if calls else "stop"]
+
+
+def test_what_has_its_form_stays_as_it_is() -> None:
+    answer = EngineAnswer("x", "m")
+    chunks = [
+        chunk(piece(0, "a", "f") | {"type": "function"}),
+        chunk(piece(0, arguments='{"k":1}')),
+        chunk(finish_reason="tool_calls"),
+        {"model": "m", "choices": [{"index": 0, "delta": {"content": "Hi"}}]},
+    ]
+    assert [answer.read_chunk(one) for one in chunks] == [False] * 4
+
+
+def test_a_whole_call_is_passed_on_at_once_and_one_without_arguments_gets_an_empty_object() -> None:
+    answer = EngineAnswer("x", "m")
+    first, second = chunk(piece(0, "a", "f", "{}")), chunk(piece(1, "b", "g"))
+    for one in (first, second):
+        answer.read_chunk(one)
+    assert second["choices"][0]["delta"]["tool_calls"][0]["index"] == 1
+    last = end()
+    answer.read_chunk(last)
+    assert last["choices"][0]["delta"]["tool_calls"] == [
+        {"index": 1, "function": {"arguments": "{}"}}
+    ]
+
+
+def whole(*calls: Json, reason: Any = "stop", **message: Any) -> Json:
+    message |= {"tool_calls": list(calls)} if calls else {}
+    return {"model": "/a/path", "choices": [{"message": message, "finish_reason": reason}]}
+
+
+def test_a_whole_answer_gets_the_form_too() -> None:
+    answer = whole(
+        piece(0, "", "f", {"k": 1}), piece(0, "a", "f"), piece(None, "a", "g", "{}"), reason="stop"
+    )
+    EngineAnswer("x", "m").read_whole(answer)
+    (choice,) = answer["choices"]
+    assert answer["model"] == "m"
+    assert choice["finish_reason"] == "tool_calls"
+    calls = choice["message"]["tool_calls"]
+    assert [one["function"]["arguments"] for one in calls] == ['{"k":1}', "{}", "{}"]
+    assert [one["id"] for one in calls] == ["call_x00", "a", "call_x02"]
+    assert all(one.keys() == {"id", "type", "function"} for one in calls)
+
+
+@pytest.mark.parametrize(
+    ("given_reason", "reason"),
+    [("eos", "stop"), ("max_tokens", "length"), ("tool_calls", "stop"), ("length", "length")],
+)
+def test_the_reason_of_the_end_is_one_that_clients_know(given_reason: str, reason: str) -> None:
+    answer = whole(content="Hi", reason=given_reason)
+    EngineAnswer("x", "m").read_whole(answer)
+    assert answer["choices"][0]["finish_reason"] == reason
+    assert read(chunk(finish_reason=given_reason))[1] == [reason]
+
+
+@pytest.mark.parametrize("reason", ["error", "abort", "?", 7])
+def test_an_end_for_another_reason_is_a_failure(reason: Any) -> None:
+    with pytest.raises(AnswerFailed):
+        read(chunk(finish_reason=reason))
+    for given_reason in (reason, "", None):
+        with pytest.raises(AnswerFailed):
+            EngineAnswer("x", "m").read_whole(whole(content="oops", reason=given_reason))
+    assert read(chunk(finish_reason=""))[1] == []
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[piece(0, "a", "", "{}")], [piece(0, "a", "f", 7)], [piece(0, "a", 7)],
+     [piece(0, "a", "f", "{}"), piece(1, "b", "g"), piece(0, arguments="{1}")]],
+)  # fmt: skip
+def test_calls_that_no_client_could_read_are_malformed(pieces: list[Json]) -> None:
+    with pytest.raises(AnswerMalformed):
+        read(*(chunk(one) for one in pieces), end())
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("part", ["message", "delta"])
+def test_reasoning_is_spelled_in_both_ways(name: str, part: str) -> None:
+    answer: Json = {"choices": [{part: {name: "Hm"}, "finish_reason": "stop"}]}
+    form = EngineAnswer("x", "m")
+    (form.read_whole if part == "message" else form.read_chunk)(answer)
+    assert answer["choices"][0][part] == {"reasoning": "Hm", "reasoning_content": "Hm"}
