@@ -17,6 +17,7 @@ from pydantic_core import from_json
 
 from gateway import errors
 from gateway.errors import is_plain_name
+from policies.request.constraint import CONSTRAINT_FIELDS
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ _OVERFLOW_COUNTS = (
 _CONTEXT_COUNT = re.compile(r"(?:context|n_ctx)[^0-9.]{0,40}([0-9]{1,12})\b", re.IGNORECASE)
 _TOKEN_COUNT = re.compile(r"\b([0-9]{1,12})(?= [a-z ]{0,20}tokens?\b)", re.IGNORECASE)
 _UNSUPPORTED = "unsupported_value"
+_ABSENT = (None, [], {}, "")
+_CONSTRAINTS = (*CONSTRAINT_FIELDS, "tools")
+"""Fields that may have a schema or a grammar."""
 
 
 class Phrase(NamedTuple):
@@ -53,6 +57,18 @@ def phrase(words: str, message: str, param: str, code: str = _UNSUPPORTED) -> Ph
     return Phrase(re.compile(words, re.IGNORECASE), message, param, code)
 
 
+GRAMMAR = phrase(
+    r"json.?schema|response_format|grammar|structured output|structured_output|guided_",
+    "The engine does not take this schema or grammar.",
+    "response_format",
+)
+TEMPLATE = phrase(
+    r"chat.?template|jinja|roles must alternate|conversation roles|TemplateError|UndefinedError",
+    "The chat template of the model does not take these messages.",
+    "messages",
+)
+_WHATEVER_STATUS = (GRAMMAR, TEMPLATE)
+"""Faults of a request to which engines also answer as to faults of their own."""
 _PHRASES = (
     phrase(
         r"context (length|size|window|budget)|n_ctx|maximum context|available context|"
@@ -68,22 +84,14 @@ _PHRASES = (
         "The engine takes no such media with this model.",
         "messages",
     ),
-    phrase(
-        r"json.?schema|response_format|grammar|structured output",
-        "The engine does not take this schema or grammar.",
-        "response_format",
-    ),
+    GRAMMAR,
     phrase(r"logprobs", "The engine gives no log-probabilities here.", "logprobs"),
     phrase(
         r"does not support tools|tool_choice|tool.?call|\btools?\b",
         "The engine does not take these tools with this model.",
         "tools",
     ),
-    phrase(
-        r"chat.?template|jinja|roles must alternate|conversation roles",
-        "The chat template of the model does not take these messages.",
-        "messages",
-    ),
+    TEMPLATE,
 )
 _MODEL_GONE = re.compile(
     r"model[^.]{0,300}(not found|not loaded|does not exist|unknown|no such|not available|invalid)|"
@@ -105,6 +113,10 @@ def read_refusal(
     """
     text, param, code = _read(body)
     of_client = 400 <= status < 500 or status == HTTPStatus.NOT_IMPLEMENTED
+    if status >= 500 and any(
+        one.pattern.search(text) and _asked_by(one.param, fields) for one in _WHATEVER_STATUS
+    ):
+        of_client, status = True, HTTPStatus.BAD_REQUEST
     # The gateway asks for models that the engine lists, so one that is gone is no client's fault.
     if not of_client or status in _OF_THE_GATEWAY or _MODEL_GONE.search(text):
         return _failed(status, text)
@@ -140,9 +152,10 @@ def _words(
 ) -> tuple[str, str | None, str]:
     """Return the message, the field and the code for a fault of the client."""
     for one in (*phrases, *_PHRASES):
-        if one.pattern.search(text):
+        if one.pattern.search(text) and (asked := _asked_by(one.param, fields)):
             counted = _overflow_of(text) if one.code == errors.CONTEXT_OVERFLOW else None
-            return counted or one.message, _of_prompt(one.param, fields), one.code
+            return counted or one.message, asked, one.code
+    param = param if param and re.split(r"[.\[]", param)[0] in fields else None
     if status in _UNSERVED and param is None:
         return "The engine does not serve this kind of request.", None, "endpoint_not_served"
     param = param or _named(text, fields)
@@ -199,6 +212,9 @@ def _named(text: str, fields: Mapping[str, Any]) -> str | None:
     return max(names, key=len, default=None)
 
 
-def _of_prompt(param: str, fields: Mapping[str, Any]) -> str:
-    """Return the field of the prompt, which completions name otherwise."""
-    return "prompt" if param == "messages" and "messages" not in fields else param
+def _asked_by(param: str, fields: Mapping[str, Any]) -> str | None:
+    """Return the field of a request that asks for what the engine refuses; None without one."""
+    names = {"messages": ("messages", "prompt"), "response_format": _CONSTRAINTS}
+    return next(
+        (name for name in names.get(param, (param,)) if fields.get(name) not in _ABSENT), None
+    )

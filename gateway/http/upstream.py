@@ -45,7 +45,7 @@ _IDLE_CONNECTION_S = 3.0
 # A connection that the worker was closing at the time of the write breaks at once. If it breaks
 # later, the worker may have read the request and begun it.
 _STALE_WITHIN_S = 0.25
-_BUSY = frozenset((429, 503))
+_BUSY = frozenset((429, 503, 507))
 _TOKENS_HEADER = TOKENS_HEADER.encode()
 _TOKENS_DIGITS = 16
 _OUT_OF_FILES = frozenset((errno.EMFILE, errno.ENFILE))

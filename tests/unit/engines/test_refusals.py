@@ -12,7 +12,10 @@ from gateway.engines import KINDS
 from gateway.engines.refusals import read_refusal
 from gateway.protocols.messages import error_body
 
-CHAT: dict[str, Any] = {"model": "demo", "messages": [], "temperature": 1.0, "tools": []}
+HELLO = [{"role": "user", "content": "Hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CHAT: dict[str, Any] = {"model": "demo", "messages": HELLO, "temperature": 1.0, "tools": TOOLS}
+SCHEMA = {"response_format": {"type": "json_schema"}}
 SECRET = "/Users/ann/models/demo and the prompt"
 
 
@@ -116,6 +119,34 @@ def test_an_error_of_the_engine_or_of_its_admin_is_no_clients(status: int, body:
     assert isinstance(error, errors.WorkerFailed)
 
 
+@pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
+@pytest.mark.parametrize(
+    ("words", "fields", "param"),
+    [
+        ("Error rendering prompt with jinja template: 'x' is undefined", CHAT, "messages"),
+        ("Conversation roles must alternate user/assistant", CHAT, "messages"),
+        ("Failed to convert the JSON schema to a grammar", CHAT, "tools"),
+        ("Failed to convert the JSON schema to a grammar", CHAT | SCHEMA, "response_format"),
+        ("invalid grammar", {"prompt": "x", "guided_grammar": "a"}, "guided_grammar"),
+    ],
+)
+def test_a_fault_of_template_or_grammar_is_the_clients_whatever_the_status(
+    status: int, words: str, fields: dict[str, Any], param: str
+) -> None:
+    error = read_refusal(status, json.dumps({"error": words}).encode(), fields)
+    assert isinstance(error, errors.RefusedByWorker)
+    assert (error.status, error.param) == (status if status < 500 and status != 404 else 400, param)
+
+
+def test_an_error_names_no_field_that_the_request_has_not() -> None:
+    plain = {"model": "demo", "messages": HELLO}
+    assert isinstance(read_refusal(500, b'{"error": "grammar"}', plain), errors.WorkerFailed)
+    for error in ({"error": "no tools"}, {"error": {"message": "?", "param": "tools[0].x"}}):
+        refused = read_refusal(400, json.dumps(error).encode(), plain)
+        assert isinstance(refused, errors.RefusedByWorker)
+        assert refused.param is None
+
+
 def test_the_field_of_a_prompt_is_that_of_the_request() -> None:
     error = read_refusal(400, b'{"error": "prompt is too long"}', {"prompt": "x", "model": "demo"})
     assert error.param == "prompt"
@@ -131,7 +162,7 @@ def test_each_kind_survives_any_answer(kind: str) -> None:
 
 def test_mlx_vlm_refuses_with_500_what_its_drafter_does_not_support() -> None:
     body = b'{"detail": "Generation failed: Structured response_format is not supported."}'
-    error = KINDS["mlx-vlm"]().refusal(500, body, CHAT)
+    error = KINDS["mlx-vlm"]().refusal(500, body, CHAT | SCHEMA)
     assert isinstance(error, errors.RefusedByWorker)
     assert error.param == "response_format"
     assert isinstance(KINDS["mlx-vlm"]().refusal(500, b"no Metal", CHAT), errors.WorkerFailed)

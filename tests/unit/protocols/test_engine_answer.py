@@ -83,7 +83,7 @@ def test_two_calls_stay_two_calls_however_an_engine_numbers_them(
     assert reasons == ["tool_calls"], "by what is there, not by what the engine says"
 
 
-ARGUMENTS = st.dictionaries(st.text(max_size=3), st.text("a}{\",", max_size=6), max_size=3)
+ARGUMENTS = st.dictionaries(st.text(max_size=3), st.text('a}{",', max_size=6), max_size=3)
 
 
 @given(data=st.data(), calls=st.lists(st.tuples(st.sampled_from("fgh"), ARGUMENTS), max_size=4))
