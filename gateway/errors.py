@@ -59,6 +59,7 @@ GatewayError                a request that cannot be answered as the client expe
     +-- WorkerLost          502  the connection broke before the response was complete
     |   +-- WorkerMoved     502  an admin drains the worker, and its streams go elsewhere
     +-- WorkerFailed        502  the worker reports a failure, or sends an invalid response
+    +-- FieldUnheld         400  the engine ignored a field that prescribes calls
     +-- WorkerSilent        504  no response began in time
         +-- WorkerStalled   504  the response paused for too long
 
@@ -605,6 +606,13 @@ class WorkerFailed(WorkerError, code="worker_failed"):
     """The worker reports a failure, or sends an invalid response."""
 
     message = "The worker failed to process this request."
+
+
+class FieldUnheld(WorkerError, status=400, kind="invalid_request_error", code="unsupported_value"):
+    """The engine takes a field and ignores it; a worker of another kind may hold to it."""
+
+    def __init__(self, param: str) -> None:
+        super().__init__(f"The engine did not hold to '{param}'.", param=param)
 
 
 class WorkerSilent(WorkerError, status=504, kind="timeout_error", code="worker_timeout"):

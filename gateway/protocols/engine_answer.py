@@ -8,9 +8,9 @@ reasoning has both of its names; and the reason of the end is one that clients k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from pydantic_core import from_json, to_json
 
@@ -38,6 +38,37 @@ class AnswerFailed(AnswerMalformed):
     """
 
 
+class FieldUnheld(AnswerMalformed):
+    """The answer does not hold to a field of the request, which the message names."""
+
+
+class CallRules(NamedTuple):
+    """The calls that a request prescribes, which many engines take and ignore."""
+
+    one_of: frozenset[str] = frozenset()
+    """The answer must call one of these tools; empty: or none."""
+    single: bool = False
+    """The answer may have one call at most."""
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Self:
+        """Return the rules of a checked body."""
+        one_of: tuple[str, ...] = ()
+        match body.get("tool_choice"):
+            case {"function": {"name": str() as name}}:
+                one_of = (name,)
+            case "required":
+                one_of = tuple(tool["function"]["name"] for tool in body.get("tools") or ())
+        return cls(frozenset(one_of), body.get("parallel_tool_calls") is False)
+
+    def check(self, names: Collection[str]) -> None:
+        """Raise `FieldUnheld` if an answer that has ended may not have these calls."""
+        if self.one_of and not (names and self.one_of.issuperset(names)):
+            raise FieldUnheld("tool_choice")
+        if self.single and len(names) > 1:
+            raise FieldUnheld("parallel_tool_calls")
+
+
 class EngineAnswer:
     """What an engine has told of one answer so far.
 
@@ -45,7 +76,8 @@ class EngineAnswer:
     knows the model.
     """
 
-    def __init__(self, stem: str, model: str) -> None:
+    def __init__(self, stem: str, model: str, rules: CallRules = CallRules()) -> None:  # noqa: B008
+        self._rules = rules
         self._stem = stem
         self._model = model
         self.renames = False
@@ -98,8 +130,7 @@ class EngineAnswer:
             self._calls[number] = _Calls(f"call_{self._stem}{number:x}")
         return self._calls[number]
 
-    @staticmethod
-    def _end(choice: Json, calls: _Calls, *, ended: bool) -> bool:
+    def _end(self, choice: Json, calls: _Calls, *, ended: bool) -> bool:
         """Name the reason of the end by what the answer has; return whether it changed."""
         given = choice.get("finish_reason")
         reason = None
@@ -108,7 +139,8 @@ class EngineAnswer:
             if reason is None:
                 raise AnswerFailed("finish_reason")
             if reason in ("stop", CALLS):
-                reason = CALLS if calls else "stop"
+                reason = CALLS if calls.calls else "stop"
+                self._rules.check([one.name for one in calls.calls])
         if reason == given:
             return False
         choice["finish_reason"] = reason
@@ -150,9 +182,6 @@ class _Calls:
     calls: list[_Call] = field(default_factory=list)
     open: int = 0
     """The number of the call that is passed on."""
-
-    def __bool__(self) -> bool:
-        return bool(self.calls)
 
     def add(self, pieces: Any) -> None:
         """Add the pieces of one chunk; raise `AnswerMalformed`."""

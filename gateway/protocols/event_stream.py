@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway.protocols.base import AnswerMalformed, StreamEncoder
-from gateway.protocols.engine_answer import EngineAnswer
+from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
 from gateway.types import Drafts, Header, Usage
 from workers.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, DraftSource
 
@@ -77,7 +77,8 @@ class StreamScanner:
     """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
 
     `keep_alive` encodes the comments of a silent engine. `reader` reads the facts as the engine of
-    the stream spells them, and `answer` gives them one form. With `progress`, the scanner cuts the lines that tell tokens off their
+    the stream spells them, and `answer` gives them one form. With
+    `progress`, the scanner cuts the lines that tell tokens off their
     events, and adds those whose events it passes on.
     """
 
@@ -244,6 +245,9 @@ class StreamScanner:
             if self._answer is not None and self._answer.read_chunk(frame):
                 event = b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n"
                 self._passthrough &= not self._answer.renames
+        except FieldUnheld as error:
+            state.unheld = str(error)
+            return self._break("the answer does not hold to the request")
         except AnswerMalformed as error:
             return self._break(f"an event has no usable {error}")
         choices = frame.get("choices")
@@ -287,6 +291,8 @@ class StreamState:
     drafts: Drafts | None = None
     broken: str = ""
     """Why nothing more may be passed on; for the log, not for the client."""
+    unheld: str = ""
+    """The field of the request to which the answer does not hold."""
     error: bytes = b""
     """The event in which the engine sent an error, as JSON; it may quote the prompt."""
 

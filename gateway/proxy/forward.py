@@ -25,7 +25,7 @@ from gateway.http import upstream
 from gateway.http.downstream import AnswerWriter
 from gateway.protocols import WORKER_PATHS
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.engine_answer import EngineAnswer
+from gateway.protocols.engine_answer import CallRules, EngineAnswer, FieldUnheld
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner, comment_of
 from gateway.proxy.context import RequestContext
 from gateway.proxy.keep_alive import KeepAlive
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 # What the error of an attempt means for the worker's circuit breaker; the first match counts.
 _ATTEMPT_RESULTS = (
     (errors.RefusedByWorker, AttemptResult.SUCCEEDED),
+    (errors.FieldUnheld, AttemptResult.SUCCEEDED),
     (errors.WorkerUnreachable, AttemptResult.UNREACHABLE),
     (errors.WorkerMoved, AttemptResult.ABANDONED),
     (errors.WorkerBusy, AttemptResult.BUSY),
@@ -463,6 +464,8 @@ class Forwarder:
                 form.read_whole(answer)
                 body = to_json(answer, inf_nan_mode="null")
             encoded = context.wire_format.encode(context.routing_request, answer, body)
+        except FieldUnheld as error:
+            raise errors.FieldUnheld(str(error)) from error
         except AnswerMalformed as error:
             raise errors.WorkerFailed from error
         if context.exchange is not None:
@@ -475,7 +478,11 @@ class Forwarder:
         if backend.sends_reports:
             return None
         assert context.inspected is not None
-        return EngineAnswer(secrets.token_hex(8), context.inspected.asked_model)
+        inspected = context.inspected
+        rules = CallRules.of(inspected.body)
+        if context.profile.legacy_functions:  # their clients get the first call
+            rules = rules._replace(single=False)
+        return EngineAnswer(secrets.token_hex(8), inspected.asked_model, rules)
 
     def _scanner(
         self, context: RequestContext, backend: Engine, late_headers: Headers
@@ -548,7 +555,7 @@ class Forwarder:
             writer.write(last)
         if state.broken:
             log.warning("stream.broken request=%s why=%s", context.request_id, state.broken)
-            failure = errors.WorkerFailed()
+            failure = errors.FieldUnheld(state.unheld) if state.unheld else errors.WorkerFailed()
             if state.error and not state.begun and context.engine:
                 # Some engines begin each stream with 200, and then refuse the request.
                 assert context.inspected is not None

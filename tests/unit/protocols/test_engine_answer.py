@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.engine_answer import AnswerFailed, EngineAnswer
+from gateway.protocols.engine_answer import AnswerFailed, CallRules, EngineAnswer, FieldUnheld
 
 Json = dict[str, Any]
 
@@ -187,3 +187,37 @@ def test_reasoning_is_spelled_in_both_ways(name: str, part: str) -> None:
     form = EngineAnswer("x", "m")
     (form.read_whole if part == "message" else form.read_chunk)(answer)
     assert answer["choices"][0][part] == {"reasoning": "Hm", "reasoning_content": "Hm"}
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "called", "unheld"),
+    [
+        ({"tool_choice": "required"}, "", "tool_choice"),
+        ({"tool_choice": "required"}, "fg", ""),
+        ({"tool_choice": "required"}, "h", "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "f", "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "g", ""),
+        ({"parallel_tool_calls": False}, "fg", "parallel_tool_calls"),
+        ({"parallel_tool_calls": False}, "f", ""),
+        ({"parallel_tool_calls": True}, "fg", ""),
+        ({"tool_choice": "auto"}, "", ""),
+    ],
+)
+def test_an_answer_that_ignores_the_prescribed_calls_is_refused_with_the_field(
+    fields: Json, called: str, unheld: str
+) -> None:
+    rules = CallRules.of({"tools": TOOLS, **fields})
+    calls = [piece(index, f"id{index}", name, "{}") for index, name in enumerate(called)]
+    frames = (whole(*calls, content="text"), chunk(*calls, finish_reason="stop"))
+    for read_one, frame in zip(("read_whole", "read_chunk"), frames, strict=True):
+        try:
+            getattr(EngineAnswer("x", "m", rules), read_one)(frame)
+            refused = ""
+        except FieldUnheld as error:
+            refused = str(error)
+        assert refused == unheld
+    cut = whole(content="text", reason="length")
+    EngineAnswer("x", "m", rules).read_whole(cut)  # it had no time to call

@@ -486,7 +486,7 @@ def test_an_overflow_has_the_words_by_which_clients_shorten_a_conversation() -> 
         },
     }
     words = json.dumps({"error": "the prompt exceeds the available context size"})
-    of_an_engine = error_body(read_refusal(400, words.encode(), {"messages": []}))
+    of_an_engine = error_body(read_refusal(400, words.encode(), {"messages": [{}]}))
     assert json.loads(of_an_engine)["error"]["message"].startswith("prompt is too long")
     assert b'"api_error"' in error_body(GatewayError())
 
