@@ -53,6 +53,8 @@ SOURCES_HEADER = "x-paceline-prefix-sources"
 MAX_SOURCES = 3
 TOKENS_LIMIT_HEADER = "x-paceline-token-limit"
 """Of a request: the most tokens that its prompt and all its answers may have together."""
+MODEL_HEADER = "x-paceline-model"
+"""Of a request: the name of the model in the answer, if the client knows it by an alias; quoted."""
 TOKENS_HEADER = "x-paceline-tokens"
 """Of the refusal of a request above that limit: the tokens that it may need."""
 PROGRESS_HEADER = "x-paceline-progress"

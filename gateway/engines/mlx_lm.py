@@ -36,6 +36,12 @@ class MlxLm(MlxEngine):
     )
     phrases = (
         phrase(
+            "top_logprobs must be",
+            "The engine gives at most 11 alternatives of each token.",
+            "top_logprobs",
+            "invalid_value",
+        ),
+        phrase(
             r"\(char [0-9]+\)",  # Python's errors of JSON, here of calls in earlier messages
             "The arguments of tool calls in 'messages' must be JSON objects.",
             "messages",

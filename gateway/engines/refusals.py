@@ -38,7 +38,7 @@ _OVERFLOW_COUNTS = (
 _CONTEXT_COUNT = re.compile(r"(?:context|n_ctx)[^0-9.]{0,40}([0-9]{1,12})\b", re.IGNORECASE)
 _TOKEN_COUNT = re.compile(r"\b([0-9]{1,12})(?= [a-z ]{0,20}tokens?\b)", re.IGNORECASE)
 _UNSUPPORTED = "unsupported_value"
-_ABSENT = (None, [], {}, "")
+_ABSENT: tuple[object, ...] = (None, [], {}, "")
 _CONSTRAINTS = (*CONSTRAINT_FIELDS, "tools")
 """Fields that may have a schema or a grammar."""
 

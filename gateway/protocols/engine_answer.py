@@ -29,6 +29,7 @@ _REASONS = {
 }
 """By how engines spell them; an answer with any other reason has not ended well."""
 _ID_LIMIT = 256
+MAX_CHOICES = 1024
 
 
 class AnswerFailed(AnswerMalformed):
@@ -86,23 +87,23 @@ class EngineAnswer:
 
     def read_whole(self, answer: Json) -> None:
         """Give a whole answer its form; raise `AnswerMalformed`."""
-        self._rename(answer)
-        for choice in objects_in(answer, "choices"):
-            message, calls = object_in(choice, "message"), self._calls_of(choice)
+        for place, choice in enumerate(_choices_of(answer)):
+            message, calls = object_in(choice, "message"), self._calls_of(choice, place)
             _spell_reasoning(message)
             if given := objects_in(message, CALLS):
                 for one in given:
                     calls.begin(one)
-                message[CALLS] = [*calls.release(ended=True)]
-                for one in message[CALLS]:
+                formed = [*calls.release(ended=True)]
+                for one in formed:
                     del one["index"]
+                choice["message"] = {**message, CALLS: formed}
             self._end(choice, calls, ended=True)
 
     def read_chunk(self, frame: Json) -> bool:
         """Give a chunk its form; return whether that has changed it. Raise `AnswerMalformed`."""
         changed = self._rename(frame)
-        for choice in objects_in(frame, "choices"):
-            delta, calls = object_in(choice, "delta"), self._calls_of(choice)
+        for place, choice in enumerate(_choices_of(frame)):
+            delta, calls = object_in(choice, "delta"), self._calls_of(choice, place)
             changed |= _spell_reasoning(delta)
             given = objects_in(delta, CALLS)
             calls.add(given)
@@ -123,10 +124,12 @@ class EngineAnswer:
         self.renames = True
         return True
 
-    def _calls_of(self, choice: Mapping[str, Any]) -> _Calls:
+    def _calls_of(self, choice: Mapping[str, Any], place: int) -> _Calls:
         index = choice.get("index")
-        number = index if type(index) is int else 0
+        number = index if type(index) is int else place
         if number not in self._calls:
+            if len(self._calls) == MAX_CHOICES:
+                raise AnswerMalformed("choices")
             self._calls[number] = _Calls(f"call_{self._stem}{number:x}")
         return self._calls[number]
 
@@ -258,6 +261,12 @@ class _Calls:
         if name != call.name or (not given_id and any(one is call for one in touched)):
             return None
         return None if call.whole and arguments != call.arguments else call
+
+
+def _choices_of(answer: Json) -> list[Json]:
+    objects_in(answer, "choices")
+    choices: list[Json] = answer.get("choices") or []
+    return choices
 
 
 def _arguments_of(function: Mapping[str, Any]) -> str:

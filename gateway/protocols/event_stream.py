@@ -241,22 +241,14 @@ class StreamScanner:
             # Without its message: engines quote the prompt in it.
             return self._break("the worker sent an error")
         state.begun = True
-        try:
-            if self._answer is not None and self._answer.read_chunk(frame):
-                event = b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n"
-                self._passthrough &= not self._answer.renames
-        except FieldUnheld as error:
-            state.unheld = str(error)
-            return self._break("the answer does not hold to the request")
-        except AnswerMalformed as error:
-            return self._break(f"an event has no usable {error}")
+        if self._answer is not None:
+            event = self._formed(self._answer, event, frame)
+            if state.broken:
+                return b""
         choices = frame.get("choices")
         if choices:
             self._check_told()
-        for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict):
-                state.finished |= bool(choice.get("finish_reason"))
-                state.content_seen |= _has_content(choice)
+        state.read_choices(choices if isinstance(choices, list) else ())
         if (drafts := self._reader.drafts(frame)) is not None:
             state.drafts = drafts
         usage = self._reader.usage(frame)
@@ -270,6 +262,18 @@ class StreamScanner:
         if self.progress is not None and usage is not None and not choices:
             self.progress.ended = state.finished
         return encoded
+
+    def _formed(self, answer: EngineAnswer, event: bytes, frame: dict[str, Any]) -> bytes:
+        """Give a chunk its form; return the event that has it."""
+        try:
+            changed = answer.read_chunk(frame)
+        except FieldUnheld as error:
+            self.state.unheld = str(error)
+            return self._break("the answer does not hold to the request")
+        except AnswerMalformed as error:
+            return self._break(f"an event has no usable {error}")
+        self._passthrough &= not answer.renames
+        return b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n" if changed else event
 
     def _break(self, why: str) -> bytes:
         self.state.broken = self.state.broken or why
@@ -295,6 +299,13 @@ class StreamState:
     """The field of the request to which the answer does not hold."""
     error: bytes = b""
     """The event in which the engine sent an error, as JSON; it may quote the prompt."""
+
+    def read_choices(self, choices: Iterable[Any]) -> None:
+        """Record content and ends."""
+        for choice in choices:
+            if isinstance(choice, dict):
+                self.finished |= bool(choice.get("finish_reason"))
+                self.content_seen |= _has_content(choice)
 
     @property
     def under_way(self) -> bool:

@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from pydantic_core import from_json, to_json
 
@@ -34,7 +35,14 @@ from gateway.proxy.retry_budget import RetryBudget, RetryTurn
 from gateway.routing.prefix_keys import NO_KEYS
 from gateway.types import UNUSED, Headers
 from policies.request.profile import GENERATING
-from workers.protocol import ANSWER_FIELD, KEEPALIVE_S, NO_PREFIX, PROGRESS_HEADER, TOKENS_LINE
+from workers.protocol import (
+    ANSWER_FIELD,
+    KEEPALIVE_S,
+    MODEL_HEADER,
+    NO_PREFIX,
+    PROGRESS_HEADER,
+    TOKENS_LINE,
+)
 
 log = logging.getLogger(__name__)
 
@@ -415,6 +423,8 @@ class Forwarder:
         headers = {"content-type": "application/json", "x-request-id": context.request_id}
         if context.trace is not None:
             headers |= context.trace.attempt(context.profile, candidate)
+        assert context.inspected is not None
+        asked_model = context.inspected.asked_model
         url = lease.state.report.url + WORKER_PATHS[context.profile.endpoint]
         send = self.connections.send
         scope = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix) or "all"
@@ -422,6 +432,8 @@ class Forwarder:
         sources = context.prefix_sources
         if context.progress is not None:
             headers[PROGRESS_HEADER] = "1"
+        if backend.sends_reports and asked_model != context.profile.model:
+            headers[MODEL_HEADER] = quote(asked_model)
         headers |= backend.headers(lane, keys, scope, context.token_limit, sources=sources)
         response = await send(url, body, headers, context.begin, fresh=fresh)
         refused = response.status != 200 and response.tokens
@@ -459,9 +471,15 @@ class Forwarder:
         context.usage = backend.usage(answer) or context.usage
         context.drafts = backend.drafts(answer)
         assert context.routing_request is not None
+        assert context.inspected is not None
+        form = self._answer_form(context, backend)
+        renamed = "model" in answer and answer["model"] != context.inspected.asked_model
         try:
-            if (form := self._answer_form(context, backend)) is not None:
+            if form is not None:
                 form.read_whole(answer)
+            if renamed:
+                answer["model"] = context.inspected.asked_model
+            if form is not None or renamed:
                 body = to_json(answer, inf_nan_mode="null")
             encoded = context.wire_format.encode(context.routing_request, answer, body)
         except FieldUnheld as error:

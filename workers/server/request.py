@@ -8,10 +8,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from urllib.parse import unquote
 
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from policies.names import MODEL_PATTERN
 from policies.request.constraint import ConstraintKind, read_constraint, strict_tools
 from policies.request.content import (
     MEDIA_KINDS,
@@ -38,6 +40,7 @@ from workers.protocol import (
     MAX_COUNT,
     MAX_PREFIX_KEYS,
     MAX_PREFIX_NAME_CHARS,
+    MODEL_HEADER,
     NO_PREFIX,
     PROGRESS_HEADER,
     REQUEST_ID,
@@ -66,6 +69,8 @@ class CompletionRequest:
     created_s: int
     """Wall time of the request, in seconds."""
     profile: RequestProfile
+    shown_model: str
+    """The name of the model in the answer."""
     generations: tuple[Generation, ...]
     """One for each choice, prompt by prompt."""
     tool_format: ToolFormat | None = None
@@ -166,6 +171,7 @@ async def read_request(
         request_id=request_id,
         created_s=created_s,
         profile=profile,
+        shown_model=_shown_model(request.headers.get(MODEL_HEADER)) or profile.model,
         generations=generations,
         tool_format=FORCED_CALLS if forced else tool_format,
         tools=tuple(tools or ()),
@@ -218,6 +224,16 @@ def _choose_lane(
     if not bypass and LaneName.TEXT_MTP not in card.lanes:
         bypass = (Bypass.NO_MTP_WORKER,)
     return lane, bypass
+
+
+def _shown_model(given: str | None) -> str:
+    """Return the name by which the client knows the model; empty if it has no other."""
+    name = "" if given is None else unquote(given)
+    if given is not None and not re.fullmatch(MODEL_PATTERN, name):
+        raise BadRequest(
+            f"The header '{MODEL_HEADER}' must be the name of a model.", param=MODEL_HEADER
+        )
+    return name
 
 
 def _prefix_scope(given: str | None) -> str | None:

@@ -238,7 +238,7 @@ class CompletionResponse(Response):
             "id": _ID_PREFIX[endpoint] + self._request.request_id,
             "object": objects[endpoint],
             "created": self._request.created_s,
-            "model": self._request.profile.model,
+            "model": self._request.shown_model,
             "choices": choices,
         }
 

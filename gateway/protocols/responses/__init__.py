@@ -133,7 +133,7 @@ class ResponsesFormat:
         self._builder = ResponseBuilder(
             request,
             self.response_id,
-            profile.model,
+            inspected.asked_model,
             profile.sampling,
             seal=self._seal,
             now_s=self._now_s,

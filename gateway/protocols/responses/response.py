@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-
 from gateway import errors
 from gateway.protocols.base import AnswerMalformed, choice_of, object_in, objects_in, text_in
 from gateway.protocols.event_stream import read_usage

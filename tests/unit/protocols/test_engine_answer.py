@@ -20,7 +20,7 @@ def chunk(*calls: Json, **choice: Any) -> Json:
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **choice}]}
 
 
-def piece(index: int | None = 0, call_id: str = "", name: str = "", arguments: Any = "") -> Json:
+def piece(index: int | None = 0, call_id: str = "", name: Any = "", arguments: Any = "") -> Json:
     function = {"arguments": arguments} | ({"name": name} if name else {})
     fields = {"index": index, "id": call_id} | {"function": function}
     return {name: value for name, value in fields.items() if value not in (None, "")}
@@ -28,7 +28,9 @@ def piece(index: int | None = 0, call_id: str = "", name: str = "", arguments: A
 
 def read(*chunks: Json) -> tuple[list[Json], list[Any]]:
     """Return the calls as an SDK merges them, by index, and the reasons of the end."""
-    answer, merged, reasons = EngineAnswer("x", "m"), [], []
+    answer = EngineAnswer("x", "m")
+    merged: list[Json] = []
+    reasons: list[Any] = []
     for one in chunks:
         answer.read_chunk(one)
         for choice in one["choices"]:
@@ -117,6 +119,14 @@ def test_what_has_its_form_stays_as_it_is() -> None:
     assert [answer.read_chunk(one) for one in chunks] == [False] * 4
 
 
+def test_a_chunk_has_the_name_by_which_the_client_knows_the_model() -> None:
+    answer = EngineAnswer("x", "alias")
+    for model, renames in (("alias", False), ("/Users/me/model", True)):
+        frame = {"model": model, "choices": []}
+        assert answer.read_chunk(frame) == answer.renames == renames
+        assert frame["model"] == "alias"
+
+
 def test_a_whole_call_is_passed_on_at_once_and_one_without_arguments_gets_an_empty_object() -> None:
     answer = EngineAnswer("x", "m")
     first, second = chunk(piece(0, "a", "f", "{}")), chunk(piece(1, "b", "g"))
@@ -141,7 +151,6 @@ def test_a_whole_answer_gets_the_form_too() -> None:
     )
     EngineAnswer("x", "m").read_whole(answer)
     (choice,) = answer["choices"]
-    assert answer["model"] == "m"
     assert choice["finish_reason"] == "tool_calls"
     calls = choice["message"]["tool_calls"]
     assert [one["function"]["arguments"] for one in calls] == ['{"k":1}', "{}", "{}"]
