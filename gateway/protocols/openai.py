@@ -10,6 +10,7 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.protocols.base import WORKER_PATHS, object_in
+from gateway.protocols.history import readable
 from gateway.protocols.legacy_functions import as_function_call, with_tools
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
@@ -61,6 +62,7 @@ class OpenAIFormat:
         try:
             if legacy or _has_function_messages(body.get("messages")):
                 body = with_tools(body)
+            body, replaced = readable(body)
             if _allows_tools(body.get("tool_choice")):
                 body = _with_allowed_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
@@ -71,6 +73,8 @@ class OpenAIFormat:
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         asked_model = profile.model
+        if replaced:
+            profile = profile._replace(replaced=replaced)
         if legacy:
             profile = profile._replace(legacy_functions=True)
         if model != asked_model:
@@ -336,6 +340,15 @@ def normalise(messages: Sequence[Message]) -> list[Message]:
     """
     system = [message for message in messages if message["role"] in _SYSTEM_ROLES]
     other_messages = [message for message in messages if message["role"] not in _SYSTEM_ROLES]
+    # An answer that ended inside its reasoning has no content, which no template takes.
+    other_messages = [
+        {**message, "content": ""}
+        if message["role"] == "assistant"
+        and message.get("content") is None
+        and not message.get("tool_calls")
+        else message
+        for message in other_messages
+    ]
     head = [{"role": "system", "content": _system_content(system)}] if system else []
     return head + _merge_adjacent(other_messages)
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FAILOVERS_HEADER = b"x-paceline-failovers"
 # No status was sent, because the client had closed its connection; nginx logs it so.
 _CLIENT_CLOSED_REQUEST = 499
+# Of the parts of a history, those that a header names.
+_MAX_REPLACED = 32
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -156,8 +158,11 @@ class RequestContext(RequestRecord):
         """Return response headers that show where the request was routed, and why."""
         if self.candidate is None:
             return []
-        ignored = (*(self.inspected.profile.ignored if self.inspected else ()), *self.unheld)
+        profile = self.inspected.profile if self.inspected else None
+        ignored = (*(profile.ignored if profile else ()), *self.unheld)
+        replaced = profile.replaced[:_MAX_REPLACED] if profile else ()
         return [
+            *([(b"x-paceline-replaced", ", ".join(replaced).encode())] if replaced else ()),
             *([(b"x-paceline-ignored", ", ".join(ignored).encode())] if ignored else ()),
             (b"x-paceline-pool", self.candidate.pool.encode()),
             (b"x-paceline-worker", self.candidate.worker_id.encode()),

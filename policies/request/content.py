@@ -240,7 +240,7 @@ def _read_message(message: Any, where: str, found: Content) -> None:
     elif isinstance(content, list):
         for index, part in enumerate(content):
             _read_part(part, f"{where}.content[{index}]", found)
-    elif content is not None or not (message.get("tool_calls") or message.get("refusal")):
+    elif content is not None or role != "assistant":  # which may have reasoned or called alone
         raise FieldError(f"{where}.content", "The content must be a string or a list of parts.")
     for name in MESSAGE_TEXTS:
         text = message.get(name) or ""

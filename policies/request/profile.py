@@ -146,6 +146,8 @@ class RequestProfile(NamedTuple):
     """The pixels of all pictures together."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that change no answer, so nothing acts on them."""
+    replaced: tuple[str, ...] = ()
+    """The place and the type of each part of the history that words replace."""
 
     @property
     def media_count(self) -> int:

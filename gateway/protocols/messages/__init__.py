@@ -131,7 +131,8 @@ class MessagesFormat:
         ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
         profile = inspected.profile
         calls = tuple(map(chat.param, profile.call_fields))
-        return inspected._replace(profile=profile._replace(ignored=ignored, call_fields=calls))
+        profile = profile._replace(ignored=ignored, replaced=chat.replaced, call_fields=calls)
+        return inspected._replace(profile=profile)
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
         """Return whether the answer of the chat is whole."""

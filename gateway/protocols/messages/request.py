@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+from gateway.protocols.history import named, words_for
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
 from gateway.protocols.openai import encode_json
@@ -30,6 +31,7 @@ _BILLING_MARK = "x-anthropic-billing-header"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SERVICE_BLOCKS = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
 """With the results of its tools, what Anthropic's own service writes for itself."""
+_REFERENCE = "tool_reference"
 _CHAT_NAMES = {
     "stop": "stop_sequences",
     "thinking_budget": "thinking.budget_tokens",
@@ -53,7 +55,8 @@ class MessagesChat(NamedTuple):
     """What `context_management` cleared; None if the request has no such field."""
     left_out: tuple[str, ...] = ()
     """The place and the type of each tool that Anthropic's servers alone run."""
-
+    replaced: tuple[str, ...] = ()
+    """The place and the type of each block that words replace."""
     places: Sequence[Sequence[str]] = ()
     """Of each message of the chat, the place in the request, then those of its parts."""
     tool_places: Sequence[str] = ()
@@ -100,14 +103,16 @@ def to_chat(body: Mapping[str, Any], is_ours: Callable[[str, str], bool]) -> Mes
         messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)
     chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
     placed = [(one, ["system"]) for one in _system_of(body.get("system"))]
+    history = _History(messages, is_ours)
     for index, message in enumerate(messages):
-        placed += _messages_of(message, f"messages.{index}", is_ours)
+        placed += history.messages_of(message, index)
     chat["messages"] = [message for message, _ in placed]
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    tools, tool_places, left_out = _tools_of(body)
+    tools, tool_places, left_out = _tools_of(body, history.referenced)
     chat |= tools | _reasoning_of(body) | _form_of(body)
-    return MessagesChat(chat, applied, left_out, [places for _, places in placed], tool_places)
+    all_places = [places for _, places in placed]
+    return MessagesChat(chat, applied, left_out, tuple(history.replaced), all_places, tool_places)
 
 
 def _system_of(system: Any) -> Iterator[Json]:
@@ -143,62 +148,125 @@ def _blocks_of(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any
         yield at, block
 
 
-def _messages_of(
-    message: Any, where: str, is_ours: Callable[[str, str], bool]
-) -> Iterator[tuple[Json, list[str]]]:
-    """Yield the chat messages of one message, each with its place and those of its parts.
+class _History:
+    """Translates messages; words replace the blocks that no model can read.
 
-    Each result of a tool is a message of its own.
+    Only what the user says in this turn is refused if the model cannot read it: a client sends
+    everything else again with each turn, and so could never go on.
     """
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if role not in ("user", "assistant", "system"):
-        raise FieldError(f"{where}.role", f"{where}.role: It must be user, assistant or system.")
-    content = message.get("content")
-    if isinstance(content, str):
-        if content or role != "assistant":
-            # A system message in the middle stays at its place: moved to the front, it would
-            # change the beginning of the prompt, which is read already.
-            role = "assistant" if role == "assistant" else "user"
-            yield {"role": role, "content": content}, [where]
-    elif role == "assistant":
-        for one in _assistant_message(content, f"{where}.content", is_ours):
-            yield one, [where]
-    else:
-        yield from _user_messages(content, f"{where}.content")
 
+    def __init__(self, messages: Sequence[Any], is_ours: Callable[[str, str], bool]) -> None:
+        self.replaced: list[str] = []
+        self.referenced: set[str] = set()
+        """The deferred tools that a search has found."""
+        self._is_ours = is_ours
+        roles = [one.get("role") if isinstance(one, Mapping) else None for one in messages]
+        self._turn = max((i for i, role in enumerate(roles) if role == "assistant"), default=-1)
+        """The last message of the assistant: what follows is new."""
 
-def _assistant_message(
-    content: Any, where: str, is_ours: Callable[[str, str], bool]
-) -> Iterator[Json]:
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[Json] = []
-    for at, block in _blocks_of(content, where):
-        match block["type"]:
-            case "text":
-                texts.append(_text(block, "text", at))
-            case "tool_use":
-                function = {
-                    "name": _text(block, "name", at),
-                    "arguments": encode_json(block.get("input") or {}).decode(),
-                }
-                calls.append(
-                    {"id": _text(block, "id", at), "type": "function", "function": function}
-                )
-            case "thinking":
-                text = _text(block, "thinking", at)
-                # Another model's reasoning is none of this one's.
-                if is_ours(text, str(block.get("signature"))):
-                    reasoning.append(text)
-            case kind if kind not in _SERVICE_BLOCKS and not kind.endswith("_tool_result"):
-                raise _unsupported(block, at)
-    message: Json = {"role": "assistant", "content": "".join(texts) or None}
-    if reasoning:
-        message["reasoning_content"] = "".join(reasoning)
-    if calls:
-        message["tool_calls"] = calls
-    if texts or calls:
-        yield message
+    def messages_of(self, message: Any, index: int) -> Iterator[tuple[Json, list[str]]]:
+        """Yield the chat messages of one message, each with its place and those of its parts.
+
+        Each result of a tool is a message of its own.
+        """
+        where = f"messages.{index}"
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ("user", "assistant", "system"):
+            raise FieldError(
+                f"{where}.role", f"{where}.role: It must be user, assistant or system."
+            )
+        content = message.get("content")
+        if isinstance(content, str):
+            if content or role != "assistant":
+                # A system message in the middle stays at its place: moved to the front, it would
+                # change the beginning of the prompt, which is read already.
+                role = "assistant" if role == "assistant" else "user"
+                yield {"role": role, "content": content}, [where]
+        elif role == "assistant":
+            for one in self._assistant_message(content, f"{where}.content"):
+                yield one, [where]
+        else:
+            yield from self._user_messages(content, f"{where}.content", new=index > self._turn)
+
+    def _assistant_message(self, content: Any, where: str) -> Iterator[Json]:
+        texts: list[str] = []
+        reasoning: list[str] = []
+        calls: list[Json] = []
+        for at, block in _blocks_of(content, where):
+            match block["type"]:
+                case "text":
+                    texts.append(_text(block, "text", at))
+                case "tool_use":
+                    function = {
+                        "name": _text(block, "name", at),
+                        "arguments": encode_json(block.get("input") or {}).decode(),
+                    }
+                    calls.append(
+                        {"id": _text(block, "id", at), "type": "function", "function": function}
+                    )
+                case "thinking":
+                    text = _text(block, "thinking", at)
+                    # Another model's reasoning is none of this one's.
+                    if self._is_ours(text, str(block.get("signature"))):
+                        reasoning.append(text)
+                case "redacted_thinking":
+                    pass
+                case kind:
+                    texts.append(self._replace(kind, at))
+        message: Json = {"role": "assistant", "content": "".join(texts) or None}
+        if reasoning:
+            message["reasoning_content"] = "".join(reasoning)
+        if calls:
+            message["tool_calls"] = calls
+        if texts or calls or reasoning:
+            yield message
+
+    def _user_messages(
+        self, content: Any, where: str, *, new: bool
+    ) -> Iterator[tuple[Json, list[str]]]:
+        parts: list[Json] = []
+        places = [where]
+        for at, block in _blocks_of(content, where):
+            if block["type"] == "tool_result":
+                placed = self._result_parts(block, at)
+                yield _result_of(block, placed, at), [at]
+                # Templates take pictures from users alone.
+                placed = [one for one in placed if one[1]["type"] != "text"]
+            else:
+                part = _part_of(block, at)
+                if new and part is None:
+                    raise _unsupported(block, at)
+                placed = [(at, part if new and part else self._readable(part, block, at))]
+            places += [place for place, _ in placed]
+            parts += [part for _, part in placed]
+        if parts and all(part["type"] == "text" for part in parts):
+            text = _BETWEEN_TEXTS.join(part["text"] for part in parts)
+            yield {"role": "user", "content": text}, [where]
+        elif parts:
+            yield {"role": "user", "content": parts}, places
+
+    def _result_parts(self, block: Mapping[str, Any], at: str) -> list[tuple[str, Json]]:
+        """Return the parts of the result of a tool, each with its place."""
+        given = block.get("content") or ""
+        if isinstance(given, str):
+            return [(at, {"type": "text", "text": given})]
+        placed = []
+        for inner_at, inner in _blocks_of(given, f"{at}.content"):
+            placed.append((inner_at, self._readable(_part_of(inner, inner_at), inner, inner_at)))
+            if inner["type"] == _REFERENCE:
+                self.referenced.add(inner["tool_name"])
+        return placed
+
+    def _readable(self, part: Json | None, block: Mapping[str, Any], at: str) -> Json:
+        """Return a part, or words in its place; the gateway follows no links."""
+        link = (part or {}).get("image_url", {}).get("url", "data:")
+        if part is not None and link.startswith("data:"):
+            return part
+        return {"type": "text", "text": self._replace(block["type"], at)}
+
+    def _replace(self, kind: str, at: str) -> str:
+        self.replaced.append(named(at, kind))
+        return words_for(kind)
 
 
 def is_own_block(kind: object) -> bool:
@@ -209,39 +277,8 @@ def is_own_block(kind: object) -> bool:
     )
 
 
-def _user_messages(content: Any, where: str) -> Iterator[tuple[Json, list[str]]]:
-    parts: list[Json] = []
-    places = [where]
-    for at, block in _blocks_of(content, where):
-        if block["type"] != "tool_result":
-            parts.append(_part_of(block, at))
-            places.append(at)
-            continue
-        texts: list[str] = []
-        given = block.get("content") or ""
-        if isinstance(given, str):
-            texts.append(given)
-        else:
-            for inner_at, inner in _blocks_of(given, f"{at}.content"):
-                part = _part_of(inner, inner_at)
-                if part["type"] == "text":
-                    texts.append(part["text"])
-                else:  # templates take pictures from users alone
-                    parts.append(part)
-                    places.append(inner_at)
-        text = _BETWEEN_TEXTS.join(texts)
-        if block.get("is_error"):
-            text = f"Error: {text}"
-        result_id = _text(block, "tool_use_id", at)
-        yield {"role": "tool", "tool_call_id": result_id, "content": text}, [at]
-    if parts and all(part["type"] == "text" for part in parts):
-        text = _BETWEEN_TEXTS.join(part["text"] for part in parts)
-        yield {"role": "user", "content": text}, [where]
-    elif parts:
-        yield {"role": "user", "content": parts}, places
-
-
-def _part_of(block: Mapping[str, Any], at: str) -> Json:
+def _part_of(block: Mapping[str, Any], at: str) -> Json | None:
+    """Return the part of a chat for a block; None if chats have none."""
     source = block.get("source")
     source = source if isinstance(source, Mapping) else {}
     match block["type"], source.get("type"):
@@ -250,14 +287,35 @@ def _part_of(block: Mapping[str, Any], at: str) -> Json:
         case "image", "base64":
             kind = _text(source, "media_type", f"{at}.source")
             data = _text(source, "data", f"{at}.source")
-            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+            return _picture(f"data:{kind};base64,{data}")
         case "image", "url":
-            url = _text(source, "url", f"{at}.source")
-            return {"type": "image_url", "image_url": {"url": url}}
+            return _picture(_text(source, "url", f"{at}.source"))
         case "document", "text":
             return {"type": "text", "text": _text(source, "data", f"{at}.source")}
-        case _:
-            raise _unsupported(block, at)
+    text = _other_text(block, at)
+    return None if text is None else {"type": "text", "text": text}
+
+
+def _picture(url: str) -> Json:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _other_text(block: Mapping[str, Any], at: str) -> str | None:
+    """Return the text of a block that is not text alone; None if it has none."""
+    if block["type"] == _REFERENCE:
+        return f"Tool: {_text(block, 'tool_name', at)}"
+    if block["type"] == "search_result":
+        head = [one for one in (block.get("title"), block.get("source")) if isinstance(one, str)]
+        return "\n".join((*head, *_texts_of(block.get("content") or [], f"{at}.content")))
+    return None
+
+
+def _result_of(block: Mapping[str, Any], placed: Sequence[tuple[str, Json]], at: str) -> Json:
+    """Return the message with the result of a tool, which is text alone."""
+    text = _BETWEEN_TEXTS.join(part["text"] for _, part in placed if part["type"] == "text")
+    if block.get("is_error"):
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", at), "content": text}
 
 
 def _text(block: Mapping[str, Any], name: str, at: str) -> str:
@@ -273,22 +331,31 @@ def _unsupported(block: Mapping[str, Any], at: str) -> FieldError:
     )
 
 
-def _tools_of(body: Mapping[str, Any]) -> tuple[Json, list[str], tuple[str, ...]]:
-    """Return the tools and the choice among them, their places, and the tools left out."""
+def _tools_of(
+    body: Mapping[str, Any], referenced: Set[str]
+) -> tuple[Json, list[str], tuple[str, ...]]:
+    """Return the tools and the choice among them, their places, and the tools left out.
+
+    A deferred tool is none until a search has found it, or the request chooses it.
+    """
     tools = body.get("tools") or []
+    choice = body.get("tool_choice")
+    chosen_name = choice.get("name") if isinstance(choice, Mapping) else None
     functions: list[Json] = []
     places = []
     left_out = []
     for at, tool in _named(tools):
         if tool.get("type") not in (None, "custom"):
-            left_out.append(f"{at}:{str(tool['type'])[:100]}")
+            left_out.append(named(at, str(tool["type"])))
             continue
-        function: Json = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
+        name = tool["name"]
+        if tool.get("defer_loading") and name not in referenced and name != chosen_name:
+            continue
+        function: Json = {"name": name, "parameters": tool.get("input_schema") or {}}
         function |= {name: tool[name] for name in ("description", "strict") if name in tool}
         functions.append({"type": "function", "function": function})
         places.append(at)
     chosen: Json = {"tools": functions} if functions else {}
-    choice = body.get("tool_choice")
     if choice is not None:
         chosen |= _choice_of(choice, {one["function"]["name"] for one in functions})
     return chosen, places, tuple(left_out)

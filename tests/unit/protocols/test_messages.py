@@ -15,6 +15,7 @@ from gateway.engines.refusals import read_refusal
 from gateway.errors import GatewayError, RefusedByWorker
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.event_stream import StreamScanner
+from gateway.protocols.history import words_for
 from gateway.protocols.messages import MessagesFormat, error_body
 from gateway.protocols.messages.request import to_chat
 from gateway.protocols.messages.response import MessageEncoder
@@ -146,15 +147,66 @@ def test_calls_and_results_become_messages_of_a_chat_in_their_order() -> None:
     ]
 
 
-def test_what_tools_of_anthropics_servers_did_is_left_out() -> None:
+def test_words_stand_for_what_tools_of_anthropics_servers_did() -> None:
     blocks = get_args(get_args(BetaContentBlock)[0])
     kinds = [get_args(block.model_fields["type"].annotation)[0] for block in blocks]
     kinds = [kind for kind in kinds if "_tool_" in kind and kind != "mcp_tool_listing"]
     assert {"server_tool_use", "web_fetch_tool_result", "mcp_tool_result"} < {*kinds}
     content = [*({"type": kind, "id": "a", "tool_use_id": "a"} for kind in kinds)]
     text = {"type": "text", "text": "I have read it."}
-    messages = chat(user("?"), {"role": "assistant", "content": [*content, text]})["messages"]
-    assert messages[1] == {"role": "assistant", "content": "I have read it."}
+    reply = {"role": "assistant", "content": [*content, text]}
+    translated = to_chat({"messages": [user("?"), reply]}, is_ours)
+    (_, message) = translated.body["messages"]
+    assert message["content"] == "".join(map(words_for, kinds)) + "I have read it."
+    assert translated.replaced == tuple(
+        f"messages.1.content.{index}:{kind}" for index, kind in enumerate(kinds)
+    )
+
+
+UNKNOWN = {"type": "container_upload", "file_id": "f"}
+LINK = {"type": "image", "source": {"type": "url", "url": "https://x/a.png"}}
+
+
+def test_no_block_of_a_history_ends_a_conversation() -> None:
+    """A block that no model reads is refused once, where the user says it; then words stand."""
+    result = {"type": "tool_result", "tool_use_id": "call00001", "content": [UNKNOWN, LINK]}
+    reply = {"role": "assistant", "content": [CALL, {"type": "new, kind"}]}
+    turn = [user([UNKNOWN, LINK]), reply, user([result])]
+    translated = to_chat({"messages": turn}, is_ours)
+    first, called, last = translated.body["messages"]
+    assert first["content"] == "\n\n".join((words_for("container_upload"), words_for("image")))
+    assert called["content"] == words_for("new, kind")
+    assert last["content"] == first["content"], "the client sends a result again until it goes on"
+    assert translated.replaced == (
+        "messages.0.content.0:container_upload",
+        "messages.0.content.1:image",
+        "messages.1.content.1:new%2C%20kind",
+        "messages.2.content.0.content.0:container_upload",
+        "messages.2.content.0.content.1:image",
+    )
+    with pytest.raises(FieldError, match="container_upload"):
+        to_chat({"messages": [*turn, user([UNKNOWN])]}, is_ours)
+
+
+def test_a_deferred_tool_is_none_until_a_search_finds_it() -> None:
+    tools = [{"name": name, "input_schema": {}, "defer_loading": True} for name in "ab"]
+    tools.append({"name": "search", "input_schema": {}})
+    found = {"type": "tool_reference", "tool_name": "a"}
+    result = {"type": "tool_result", "tool_use_id": "call00001", "content": [found]}
+    turns = [[user("?")], [user("?"), {"role": "assistant", "content": [CALL]}, user([result])]]
+    for messages, names in zip(turns, (["search"], ["a", "search"]), strict=True):
+        sent = to_chat({"messages": messages, "tools": tools}, is_ours).body
+        assert [one["function"]["name"] for one in sent["tools"]] == names
+    assert sent["messages"][-1]["content"] == "Tool: a"
+    choice = {"type": "tool", "name": "b"}
+    sent = to_chat({"messages": turns[0], "tools": tools, "tool_choice": choice}, is_ours).body
+    assert [one["function"]["name"] for one in sent["tools"]] == ["b", "search"]
+
+
+def test_a_search_result_is_its_text() -> None:
+    block = {"type": "search_result", "title": "T", "source": "s", "content": [
+        {"type": "text", "text": "found"}]}  # fmt: skip
+    assert chat(user([block]))["messages"] == [user("T\ns\nfound")]
 
 
 def test_tools_and_the_choice_among_them() -> None:
@@ -343,7 +395,7 @@ def test_an_answer_that_comes_back_is_the_message_that_it_was(
     assert content_of(events(*frames, chunk({}, finish_reason="stop"))) == content
 
     back = chat(user("?"), {"role": "assistant", "content": content})["messages"][1:]
-    assert back == ([message] if text or calls else [])
+    assert back == ([message] if text or calls or reasoning else [])
 
 
 @settings(deadline=None)

@@ -97,3 +97,10 @@ def test_system_comes_first_and_only_once(messages: list[dict[str, Any]]) -> Non
     assert "system" not in roles[1:]
     plain = [item["role"] for item in normalise(messages) if isinstance(item["content"], str)]
     assert set(plain) <= {"system", "user", "assistant", "tool"}
+
+
+def test_an_answer_that_ended_inside_its_reasoning_comes_back() -> None:
+    ended = message("assistant", None, reasoning_content="Hm")
+    assert normalise([message("user", "?"), ended])[1] == {**ended, "content": ""}
+    called = message("assistant", None, tool_calls=[{}])
+    assert normalise([called]) == [called]
