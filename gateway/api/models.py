@@ -12,6 +12,7 @@ from gateway.api.auth import CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, failures
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ApiKey
+from gateway.engines import OpenAIEngine
 from gateway.errors import ModelUnknown
 from policies.evaluate import ANY_MODEL, resolve_model, sampling_defaults
 from policies.request.profile import Endpoint
@@ -67,7 +68,7 @@ async def show_all(
         names = [name for name, root in roots.items() if root in chats]
         return JSONResponse(
             {
-                "data": [_anthropic_model(name) for name in names],
+                "data": [_anthropic_model(gateway, name, roots[name]) for name in names],
                 "has_more": False,
                 "first_id": next(iter(names), None),
                 "last_id": next(reversed(names), None),
@@ -87,7 +88,7 @@ async def show(
     if root is None:
         raise ModelUnknown(name)
     if _ANTHROPIC in request.headers:
-        return JSONResponse(_anthropic_model(name))
+        return JSONResponse(_anthropic_model(gateway, name, root))
     return _model(gateway, name, root)
 
 
@@ -103,19 +104,33 @@ def _roots(gateway: Gateway, api_key: ApiKey) -> dict[str, str]:
     return {name: model for name, model in resolved.items() if model in allowed}
 
 
-def _anthropic_model(name: str) -> dict[str, str]:
+def _anthropic_model(gateway: Gateway, name: str, root: str) -> dict[str, str | int | None]:
+    context_tokens = _context_tokens(gateway, root)
+    limits = (context_tokens, gateway.policy_store.current.limits.max_tokens)
     return {
         "type": "model",
         "id": name,
         "display_name": name,
         "created_at": "1970-01-01T00:00:00Z",
         "lifecycle": "active",
+        "max_input_tokens": context_tokens,
+        "max_tokens": min((limit for limit in limits if limit), default=None),
     }
 
 
+def _context_tokens(gateway: Gateway, root: str) -> int | None:
+    """Return the context that each worker of a model has at least; None if no worker tells."""
+    contexts = [
+        one.backend.model(root).context_tokens
+        if isinstance(one.backend, OpenAIEngine)
+        else one.report.context_tokens
+        for one in gateway.fleet.workers()
+        if root in one.models
+    ]
+    return min(filter(None, contexts), default=None)
+
+
 def _model(gateway: Gateway, name: str, root: str) -> ServedModel:
-    reports = [one.report for one in gateway.fleet.workers() if root in one.models]
-    contexts = [report.context_tokens for report in reports if report.context_tokens]
     fleet = gateway.fleet.view()
     sampling = sampling_defaults(gateway.policy_store.current, root, fleet.sampling)
     return {
@@ -124,7 +139,7 @@ def _model(gateway: Gateway, name: str, root: str) -> ServedModel:
         "created": 0,
         "owned_by": "paceline",
         "root": root,
-        "max_model_len": min(contexts, default=None),
+        "max_model_len": _context_tokens(gateway, root),
         "endpoints": sorted(fleet.endpoints_of(root)),
         "sampling": {
             "temperature": sampling.temperature,

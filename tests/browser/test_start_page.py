@@ -31,9 +31,12 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
         for part in (url, "demo", "none"):
             await expect(code).to_contain_text(part)
         await expect(code).not_to_contain_text(f"{url}/v1")
+        if client == "Claude Code":
+            await expect(code).to_contain_text("CLAUDE_CODE_MAX_CONTEXT_TOKENS=4096\n")
     await page.get_by_role("tab", name="Codex").click()
     code = page.get_by_role("tabpanel").locator("code")
     await expect(code).to_contain_text(f'base_url = "{url}/v1"')
+    await expect(code).to_contain_text("model_context_window = 4096\n")
     await expect(code).not_to_contain_text("env_key")
     await page.keyboard.press("Home")
     await expect(page.get_by_role("tab", name="curl")).to_be_focused()

@@ -78,12 +78,13 @@ print(chat.invoke(${python(messages.length === 1 && typeof messages[0].content =
 const OTHERS = [
   {
     name: "Claude Code",
-    code: ({ baseUrl, model, apiKey }) => `# npm install -g @anthropic-ai/claude-code
+    // Without its size, the client takes the context for far larger than it is, and never compacts.
+    code: ({ baseUrl, model, apiKey, contextTokens }) => `# npm install -g @anthropic-ai/claude-code
 export ANTHROPIC_BASE_URL=${forShell(rootOf(baseUrl))}
 export ANTHROPIC_AUTH_TOKEN=${forShell(apiKey)}
 export ANTHROPIC_MODEL=${forShell(model)}
 export ANTHROPIC_SMALL_FAST_MODEL=${forShell(model)}
-claude
+${contextTokens ? `export CLAUDE_CODE_MAX_CONTEXT_TOKENS=${contextTokens}\n` : ""}claude
 `,
   },
   {
@@ -99,10 +100,10 @@ print(message.content[0].text)
   },
   {
     name: "Codex",
-    code: ({ baseUrl, model, apiKey }) => `# npm install -g @openai/codex
+    code: ({ baseUrl, model, apiKey, contextTokens }) => `# npm install -g @openai/codex
 # In ~/.codex/config.toml:
 model = ${quoted(model)}
-model_provider = "paceline"
+${contextTokens ? `model_context_window = ${contextTokens}\n` : ""}model_provider = "paceline"
 
 [model_providers.paceline]
 name = "Paceline"

@@ -15,6 +15,7 @@ const client = new ApiClient("/v1", "paceline-key");
 const snippets = snippetTabs(ALL_CLIENTS, { baseUrl: BASE_URL, model: ANY_MODEL, apiKey: "none" });
 let keyRequired = false;
 let chosen = null;
+let contexts = new Map();
 
 function say(text, tone) {
   byId("live").textContent = text;
@@ -56,6 +57,11 @@ function showKeyState(signedIn) {
   byId("sign-out").hidden = !client.hasKey;
 }
 
+function fillIn() {
+  const model = byId("model").value;
+  snippets.fillIn({ baseUrl: BASE_URL, model, apiKey: keyRequired ? "YOUR_KEY" : "none", contextTokens: contexts.get(model) });
+}
+
 function showChoice(names) {
   const select = byId("model");
   const offered = [...select.options].map((option) => option.value);
@@ -63,7 +69,7 @@ function showChoice(names) {
     select.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
     select.value = names.includes(chosen) ? chosen : names[0];
   }
-  snippets.fillIn({ baseUrl: BASE_URL, model: select.value, apiKey: keyRequired ? "YOUR_KEY" : "none" });
+  fillIn();
 }
 
 function show(models, status) {
@@ -71,6 +77,7 @@ function show(models, status) {
   const workers = Object.values(status?.workers ?? {});
   const ready = workers.filter(({ state }) => state === "ready").length;
   const chats = [...served, ...models.filter(({ id, root }) => id !== root)].filter(({ endpoints }) => endpoints.includes("chat"));
+  contexts = new Map(models.map(({ id, max_model_len }) => [id, max_model_len]));
   showChoice(chats.length ? chats.map(({ id }) => id) : [ANY_MODEL]);
   replace("model-list", modelCards(models, status));
   replace("mac-list", status ? macCards(status) : []);
@@ -139,7 +146,7 @@ byId("sign-in-form").addEventListener("submit", (event) => {
 });
 byId("model").addEventListener("change", () => {
   chosen = byId("model").value;
-  snippets.fillIn({ baseUrl: BASE_URL, model: chosen, apiKey: keyRequired ? "YOUR_KEY" : "none" });
+  fillIn();
 });
 byId("base-url").append(make("code", {}, BASE_URL), copyButton(BASE_URL, { "aria-label": "Copy the base URL" }));
 byId("model-choice").append(copyButton(() => byId("model").value, { "aria-label": "Copy the model's name" }));

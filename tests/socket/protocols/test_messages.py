@@ -530,6 +530,7 @@ def test_models_counts_and_errors_are_of_anthropics_own_types(
     assert listed.data == list(anthropic_client.models.list())
     one = read_strictly(ModelInfo, client.get("/v1/models/demo", headers=VERSION).content, NONE)
     assert one.lifecycle == "active"
+    assert (one.max_input_tokens, one.max_tokens) == (4096, 4096)
     assert read_strictly(MessageTokensCount, count_tokens(gateway_with_worker).content, NONE)
 
     unknown = client.post("/v1/messages", json={**BODY, "model": "claude"})
