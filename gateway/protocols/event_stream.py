@@ -240,11 +240,11 @@ class StreamScanner:
             state.error = text
             # Without its message: engines quote the prompt in it.
             return self._break("the worker sent an error")
-        state.begun = True
         if self._answer is not None:
             event = self._formed(self._answer, event, frame)
             if state.broken:
                 return b""
+        state.begun = True
         choices = frame.get("choices")
         if choices:
             self._check_told()

@@ -1,0 +1,234 @@
+"""What engines answer has one form at each wire, or is a failure of theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from gateway.config.static_workers import StaticWorker
+from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker, event
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in "fg"
+]
+QUESTION = [{"role": "user", "content": "Hi"}]
+TEMPLATE_ERROR = b'{"error": "Error rendering prompt with jinja template: /Users/ann"}'
+
+
+@pytest.fixture
+def gateway(
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> Iterator[RunningGateway]:
+    """Run a gateway of two engines, the first of which is preferred."""
+    policy = tmp_path / "policy.yaml"
+    queue = "queue: {timeout_s: 0.5}"
+    policy.write_text(
+        "version: 1\nmodels: {demo: {aliases: [short]}}\n"
+        "routes: [{name: all, to: [first, second]}]\n"
+        f"pools: {{first: {{lanes: [first], {queue}}}, second: {{lanes: [second], {queue}}}}}\n"
+    )
+    entries = tuple(
+        StaticWorker(id=f"mac-{pool}", kind="openai", url=one.url, models=("demo",), pools=(pool,))
+        for pool, one in (("first", worker), ("second", second_worker))
+    )
+    with RunningGateway(make_settings(tmp_path, workers=entries, policy=policy)) as running:
+        for pool in ("first", "second"):
+            wait_until(lambda pool=pool: running.status()["pools"][pool]["workers"])  # type: ignore[misc]
+        yield running
+
+
+def piece(index: int, arguments: str, **more: Any) -> dict[str, Any]:
+    name = more.pop("name", None)
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    return {"index": index, "function": function, **more}
+
+
+def stream(*deltas: dict[str, Any], reason: Any = "stop", **frame: Any) -> Script:
+    """Return the script of a stream with these deltas."""
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": reason})
+    return Script(events=(*(event({"choices": [one], **frame}) for one in choices), DONE))
+
+
+def whole(reason: Any = "stop", **message: Any) -> Script:
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
+    return Script(body=json.dumps({"model": "/Users/ann/demo", "choices": [choice]}).encode())
+
+
+ALTERNATING = (
+    {"tool_calls": [piece(0, "", id="a", name="f")]},
+    {"tool_calls": [piece(1, "", id="b", name="g")]},
+    *({"tool_calls": [piece(index, '{"k"')]} for index in (0, 1)),
+    *({"tool_calls": [piece(index, f":{index}}}")]} for index in (0, 1)),
+)
+CALLS = [("f", {"k": 0}), ("g", {"k": 1})]
+
+
+def calls_at_each_wire(gateway: RunningGateway, *, streamed: bool) -> Iterator[list[Any]]:
+    """Yield the calls of one answer as chat, Messages and Responses have them."""
+    body: dict[str, Any] = {"model": "demo", "stream": streamed}
+    tools = [one["function"] for one in TOOLS]
+    posted = gateway.client.post
+    chat = posted("/v1/chat/completions", json={**body, "messages": QUESTION, "tools": TOOLS})
+    if streamed:
+        calls: dict[int, Any] = {}
+        for data in chat.text.split("\n\n"):
+            choices = json.loads(data[6:])["choices"] if data[6:7] == "{" else []
+            for one in (call for c in choices for call in c["delta"].get("tool_calls", ())):
+                kept = calls.setdefault(one["index"], {"name": "", "arguments": ""})
+                for name, text in one["function"].items():
+                    kept[name] += text
+        assert '"finish_reason":"tool_calls"' in chat.text
+        yield [(one["name"], json.loads(one["arguments"])) for one in calls.values()]
+    else:
+        (choice,) = chat.json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        functions = [one["function"] for one in choice["message"]["tool_calls"]]
+        yield [(one["name"], json.loads(one["arguments"])) for one in functions]
+    given = [{"name": one["name"], "input_schema": one["parameters"]} for one in tools]
+    message = posted(
+        "/v1/messages", json={**body, "messages": QUESTION, "tools": given, "max_tokens": 99}
+    )
+    if streamed:
+        events = [json.loads(line[6:]) for line in message.text.split("\n") if line[:6] == "data: "]
+        blocks = [one["content_block"] for one in events if one["type"] == "content_block_start"]
+        inputs = ["" for _ in blocks]
+        for one in events:
+            if one["type"] == "content_block_delta":
+                inputs[one["index"]] += one["delta"]["partial_json"]
+        assert '"stop_reason":"tool_use"' in message.text
+        yield [(one["name"], json.loads(text)) for one, text in zip(blocks, inputs, strict=True)]
+    else:
+        assert message.json()["stop_reason"] == "tool_use"
+        yield [(one["name"], one["input"]) for one in message.json()["content"]]
+    flat = [{"type": "function", **one} for one in tools]
+    response = posted("/v1/responses", json={**body, "input": "Hi", "tools": flat})
+    if streamed:
+        events = [
+            json.loads(line[6:]) for line in response.text.split("\n") if line[:6] == "data: "
+        ]
+        output = events[-1]["response"]["output"]
+    else:
+        output = response.json()["output"]
+    yield [(one["name"], json.loads(one["arguments"])) for one in output]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_calls_are_the_same_at_each_wire_however_an_engine_tells_them(
+    gateway: RunningGateway, worker: ScriptedWorker, *, streamed: bool
+) -> None:
+    given = [piece(0, '{"k":0}', name="f"), {"function": {"name": "g", "arguments": {"k": 1}}}]
+    worker.script = stream(*ALTERNATING) if streamed else whole(tool_calls=given, content=None)
+    for calls in calls_at_each_wire(gateway, streamed=streamed):
+        assert calls == CALLS
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reason", ["error", "", None, "abort"])
+def test_an_answer_without_a_known_end_is_a_failure_of_the_engine(
+    gateway: RunningGateway, worker: ScriptedWorker, *, reason: Any, streamed: bool
+) -> None:
+    oops = "Traceback at /Users/ann"
+    worker.script = stream(reason=reason) if streamed else whole(reason, content=oops)
+    answer = gateway.chat(stream=streamed)
+    assert answer.status_code == 200
+    assert "ann" not in answer.text
+    if streamed and not reason:  # the client had the first chunk when the end was missing
+        assert '"worker_failed"' in answer.text
+        assert "[DONE]" not in answer.text
+    else:
+        assert answer.headers["x-paceline-worker"] == "mac-second"
+
+
+def test_an_end_by_an_error_after_text_ends_the_stream_with_one(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    last = {"index": 0, "delta": {"content": "Traceback"}, "finish_reason": "error"}
+    begun = {"index": 0, "delta": {"content": "one"}, "finish_reason": None}
+    worker.script = Script(events=(*(event({"choices": [one]}) for one in (begun, last)), DONE))
+    text = gateway.chat(stream=True).text
+    assert '"worker_failed"' in text
+    assert "Traceback" not in text
+    assert "[DONE]" not in text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_prescribed_call_comes_from_an_engine_that_holds_to_it_or_is_an_error_with_its_field(
+    gateway: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    *,
+    streamed: bool,
+) -> None:
+    body = {"stream": streamed, "tools": TOOLS, "tool_choice": "required"}
+    text = stream() if streamed else whole(content="I will not.")
+    call = piece(0, "{}", id="a", name="f")
+    worker.script = text
+    second_worker.script = stream({"tool_calls": [call]}) if streamed else whole(tool_calls=[call])
+    answer = gateway.chat(**body)
+    assert answer.headers["x-paceline-worker"] == "mac-second"
+    assert '"tool_calls":[{' in answer.text
+    second_worker.script = text
+    refused = gateway.chat(**body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    message = {"model": "demo", "messages": QUESTION, "tools": tools, "max_tokens": 9}
+    message |= {"stream": streamed, "tool_choice": {"type": "any"}}
+    named = gateway.client.post("/v1/messages", json=message)
+    assert named.status_code == 400
+    assert "tool_choice" in named.json()["error"]["message"]
+    assert gateway.status()["workers"]["mac-first"]["state"] == "ready", "it answered"
+
+
+def test_what_a_template_refuses_is_the_clients_and_ejects_no_engine(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    worker.script = Script(status=500, body=TEMPLATE_ERROR)
+    for _ in range(6):
+        refused = gateway.chat()
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+        assert "ann" not in refused.text
+    assert gateway.status()["workers"]["mac-first"]["state"] == "ready"
+
+
+def test_an_engine_without_memory_is_busy(
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    worker.script = second_worker.script = Script(status=507, body=b'{"error": "no memory"}')
+    busy = gateway.chat()
+    assert busy.status_code == 503
+    assert "retry-after" in busy.headers
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_sees_the_name_that_it_asked_for_and_never_a_path(
+    gateway: RunningGateway, worker: ScriptedWorker, *, streamed: bool
+) -> None:
+    text = {"content": "x"}
+    script = stream(text, text, model="/Users/ann/demo") if streamed else whole(**text)
+    worker.script = script
+    for name in ("short", "demo"):
+        answer = gateway.chat(model=name, stream=streamed)
+        assert f'"model":"{name}"' in answer.text
+        assert "ann" not in answer.text
+        assert worker.requests[-1].body["model"] == "demo"
+
+
+def test_reasoning_of_any_engine_reaches_each_wire(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    worker.script = whole(content="x", reasoning="Hm")
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client:
+        response = client.responses.create(model="demo", input="Hi", reasoning={"effort": "high"})
+    assert response.output[0].type == "reasoning"
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"model": "demo", "messages": QUESTION, "max_tokens": 2048, "thinking": thinking}
+    message = gateway.client.post("/v1/messages", json=body).json()
+    assert message["content"][0]["thinking"] == "Hm"
