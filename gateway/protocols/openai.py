@@ -62,7 +62,9 @@ class OpenAIFormat:
         try:
             if legacy or _has_function_messages(body.get("messages")):
                 body = with_tools(body)
-            body, replaced = readable(body)
+            replaced: tuple[str, ...] = ()
+            if _has_parts(body.get("messages")):
+                body, replaced = readable(body)
             if _allows_tools(body.get("tool_choice")):
                 body = _with_allowed_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
@@ -232,6 +234,14 @@ def _has_function_messages(messages: Any) -> bool:
     return isinstance(messages, list) and any(
         isinstance(message, Mapping)
         and ("function_call" in message or message.get("role") == "function")
+        for message in messages
+    )
+
+
+def _has_parts(messages: Any) -> bool:
+    """Return whether a message has parts, and so perhaps one that no model reads."""
+    return isinstance(messages, list) and any(
+        isinstance(message, Mapping) and isinstance(message.get("content"), list)
         for message in messages
     )
 
