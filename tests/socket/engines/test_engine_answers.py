@@ -14,7 +14,7 @@ from gateway.config.static_workers import StaticWorker
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, event
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in "fg"
 ]
