@@ -127,6 +127,7 @@ def test_an_error_of_the_engine_or_of_its_admin_is_no_clients(status: int, body:
         ("Conversation roles must alternate user/assistant", CHAT, "messages"),
         ("Failed to convert the JSON schema to a grammar", CHAT, "tools"),
         ("Failed to convert the JSON schema to a grammar", CHAT | SCHEMA, "response_format"),
+        ("Generation failed: [metal_kernel] No Metal back-end.", CHAT | SCHEMA, "response_format"),
         ("invalid grammar", {"prompt": "x", "guided_grammar": "a"}, "guided_grammar"),
     ],
 )
