@@ -10,6 +10,7 @@ from typing import Any
 
 from gateway.engines.base import Ask, EngineState, HttpAnswer, Question, count
 from gateway.engines.local import MlxEngine
+from gateway.errors import GatewayError
 from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
@@ -46,6 +47,12 @@ class VllmMlx(MlxEngine):
 
     facts = fact_pattern(*FORMS, _METADATA)
     drafts = staticmethod(_drafts)
+
+    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+        """Return words of ours; a schema that it cannot compile ends in 500 without a word."""
+        if status == 500 and body == b"Internal Server Error" and fields.get("response_format"):
+            body = b"response_format"
+        return super().refusal(status, body, fields)
 
     @classmethod
     def is_sign(cls, answer: HttpAnswer) -> bool:

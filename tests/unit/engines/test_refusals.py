@@ -184,6 +184,15 @@ def test_mlx_vlm_answers_500_to_mistakes_of_clients(words: str, param: str) -> N
     assert (error.status, error.param) == (400, param)
 
 
+def test_vllm_mlx_answers_500_without_a_word_to_a_schema_that_it_cannot_compile() -> None:
+    """As seen at 0.6.0 on Linux."""
+    engine = KINDS["vllm-mlx"]()
+    error = engine.refusal(500, b"Internal Server Error", CHAT | SCHEMA)
+    assert isinstance(error, errors.RefusedByWorker)
+    assert (error.status, error.param) == (400, "response_format")
+    assert isinstance(engine.refusal(500, b"Internal Server Error", CHAT), errors.WorkerFailed)
+
+
 def test_mlx_lm_answers_404_to_whatever_it_does_not_take() -> None:
     """As seen at 0.32.2: to arguments of an earlier tool call that are no JSON, and to others."""
     engine = KINDS["mlx-lm"]()
