@@ -29,6 +29,8 @@ _REASONS = {
 }
 """By how engines spell them; an answer with any other reason has not ended well."""
 _ID_LIMIT = 256
+_MAX_CALLS = 1024
+_HELD_CHARS = 16 * 1024 * 1024
 MAX_CHOICES = 1024
 
 
@@ -150,28 +152,39 @@ class EngineAnswer:
         return True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
     id: str
     given_id: str
     index: int | None
-    name: str = ""
-    arguments: str = ""
+    name: str
+    pieces: list[str] = field(default_factory=list)
+    chars: int = 0
     sent: int = 0
-    """Characters of the arguments that have been passed on."""
+    """Pieces that have been passed on."""
     begun: bool = False
     """It has been passed on."""
 
     @property
     def whole(self) -> bool:
         """Return whether its arguments are complete."""
-        if not self.arguments.rstrip().endswith("}"):
+        if not "".join(self.pieces[-2:]).rstrip().endswith("}"):
             return False
         try:
-            from_json(self.arguments)
+            from_json("".join(self.pieces))
         except ValueError:
             return False
         return True
+
+    def add(self, piece: str) -> None:
+        """Add a piece of the arguments."""
+        if piece:
+            self.pieces.append(piece)
+            self.chars += len(piece)
+
+    def repeats(self, piece: str) -> bool:
+        """Return whether a piece is the arguments once more, which are whole."""
+        return len(piece) == self.chars and "".join(self.pieces) == piece and self.whole
 
 
 @dataclass(slots=True)
@@ -195,12 +208,14 @@ class _Calls:
             call = self._find(piece, name, arguments, touched)
             if call is None:
                 call = self.begin(piece)
-            elif arguments != call.arguments or not call.whole:  # some repeat the whole call
+            elif not call.repeats(arguments):
                 call.name = call.name or name
-                call.arguments += arguments
+                call.add(arguments)
                 if arguments.strip() and self.calls.index(call) < self.open:
                     raise AnswerMalformed(CALLS)
             touched.append(call)
+        if sum(call.chars for call in self.calls) > _HELD_CHARS:
+            raise AnswerMalformed(CALLS)
 
     def begin(self, piece: Mapping[str, Any]) -> _Call:
         """Begin a call; raise `AnswerMalformed`."""
@@ -213,9 +228,11 @@ class _Calls:
             given_id=given_id,
             index=index if type(index) is int else None,
             name=text_in(function, "name"),
-            arguments=_arguments_of(function),
         )
+        call.add(_arguments_of(function))
         self.calls.append(call)
+        if len(self.calls) > _MAX_CALLS:
+            raise AnswerMalformed(CALLS)
         return call
 
     def release(self, *, ended: bool) -> Iterator[Json]:
@@ -224,8 +241,8 @@ class _Calls:
             call = self.calls[self.open]
             if ended and not call.name:
                 raise AnswerMalformed(CALLS)
-            if ended and not call.arguments.strip():
-                call.arguments += "{}"
+            if ended and not "".join(call.pieces).strip():
+                call.add("{}")
             if call.name:
                 yield from self._pass_on(call)
             last = self.open + 1 == len(self.calls)
@@ -234,7 +251,7 @@ class _Calls:
             self.open += 1
 
     def _pass_on(self, call: _Call) -> Iterator[Json]:
-        piece, call.sent = call.arguments[call.sent :], len(call.arguments)
+        piece, call.sent = "".join(call.pieces[call.sent :]), len(call.pieces)
         if not call.begun:
             call.begun = True
             function = {"name": call.name, "arguments": piece}
@@ -260,7 +277,7 @@ class _Calls:
         # Some servers repeat the name with each piece, or the whole call at its end.
         if name != call.name or (not given_id and any(one is call for one in touched)):
             return None
-        return None if call.whole and arguments != call.arguments else call
+        return None if call.whole and not call.repeats(arguments) else call
 
 
 def _choices_of(answer: Json) -> list[Json]:
