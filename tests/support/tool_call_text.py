@@ -22,7 +22,7 @@ from workers.server.tool_arguments import TagReader
 from workers.server.tool_calls import ArgumentsText, ToolCallSplitter
 
 QUESTION, RESULT = "Kwestie?", "Rezultat."
-_NAMES = ("add", "get_weather", "search-web")
+_NAMES = ("add", "get weather", "mcp:search-web")
 _KINDS: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -32,7 +32,7 @@ _KINDS: dict[type, str] = {
     dict: "object",
 }
 _HARMONY_HEADER = re.compile(
-    r"(?:<\|start\|>assistant)? (to=functions\.\S+?)<\|channel\|>commentary"
+    r"(?:<\|start\|>assistant)? (to=functions\..+?)<\|channel\|>commentary"
 )
 
 
