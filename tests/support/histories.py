@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+from workers.engine.tokenizer import PromptRenderer
+from workers.server.request import read_messages
+
 NAMES = ("Bravo", "Quebec")
 TOOLS: list[dict[str, Any]] = [
     {
@@ -113,6 +116,13 @@ def random_history(random: Random) -> History:
     if writer.messages[-1]["role"] == "assistant":
         random.choice([lambda: writer.say("user"), writer.call])()
     return History(writer.messages, writer.turns, writer.pairs)
+
+
+def rendered(renderer: PromptRenderer, history: History) -> str:
+    """Return the prompt of a history as a worker reads it from a body, without separators."""
+    messages = read_messages(history.messages)[0]
+    tools = TOOLS if any(one.get("tool_calls") for one in messages) else None
+    return renderer.chat(messages, tools).replace("\ufdd0", "")
 
 
 def faults(history: History, prompt: str) -> Sequence[str]:

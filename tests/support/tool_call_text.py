@@ -84,10 +84,11 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def renderer_of(template: str) -> PromptRenderer:
-    """Return the demo model's renderer with another template."""
+def renderer_of(template: str, *, tools_alone: bool = False) -> PromptRenderer:
+    """Return the demo model's renderer with another template, or with one for tools alone."""
     tokenizer = copy(_tokenizer())
-    tokenizer.chat_template = template
+    named = {"default": tokenizer.chat_template, "tool_use": template}
+    tokenizer.chat_template = named if tools_alone else template
     return PromptRenderer(tokenizer)
 
 

@@ -126,7 +126,7 @@ class HistoryStyle:
     @property
     def alternates(self) -> bool:
         """Whether messages of the user are joined to those before them."""
-        return not (self.users and self.system and self.user_after_result)
+        return not (self.users and self.user_after_result)
 
     @property
     def changes(self) -> str:
@@ -287,7 +287,7 @@ _TABLE: Final[tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]] = (
     ("assistants", (True, False), ("UACRAU",)),
     ("text_with_calls", (BESIDE, BEFORE, IN_TEXT), ("UKR", "UKRAU", "UAKRKRU")),
     ("reasoning", (True, False), ("UTU", "ULR", "ULRAU")),
-    ("system_inside", (True, False), ("USAU", "SUASU", "UCRSAU", "UAS")),
+    ("system_inside", (True, False), ("USAU", "SUASU", "USUAU", "UCRSAU", "UCRSU", "UAS")),
 )
 """Fields, their values from the one without a change, and the probes that must be rendered."""
 _OPENED: Final = ("AU", "SAU", "CRU", "SCRU", "ACRU")
