@@ -100,7 +100,7 @@ class ChatTemplate:
             plain = self._with_tools(tools, plain, arguments)
         else:
             arguments |= self._functions(())
-        plain = self._style.apply(plain, self.tool_format)
+        plain = self.history_style.apply(plain, self.tool_format)
         try:
             rendered = self._templated.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=True, **arguments
@@ -139,7 +139,7 @@ class ChatTemplate:
         text = "\n".join(["You can use these functions:", *lines])
         if self._call_example:
             text += f"\nTo use them, write:\n{self._call_example}"
-        if self._style.system:
+        if self.history_style.system:
             return _with_system(messages, text)
         first = messages[0]
         return [{**first, "content": joined([text, first["content"]])}, *messages[1:]]
@@ -167,7 +167,7 @@ class ChatTemplate:
         return self._tool_style(known) if self._tool_style else known
 
     @cached_property
-    def _style(self) -> HistoryStyle:
+    def history_style(self) -> HistoryStyle:
         """What the template takes of a history."""
         style = find_style(self._render_probe, self.tool_format, self._call_style)
         if style.changes:
@@ -177,7 +177,7 @@ class ChatTemplate:
     @property
     def takes_system_inside(self) -> bool:
         """Whether the template takes a system message behind others."""
-        return self._style.system_inside
+        return self.history_style.system_inside
 
     def _render_probe(self, chat: Sequence[Message], with_tools: bool) -> str:
         # Some templates render nothing without tools.
@@ -210,7 +210,7 @@ class ChatTemplate:
         known = self.tool_format
         if known is None or not known.end:
             return ""
-        rendered = self._render_call(self._style)
+        rendered = self._render_call(self.history_style)
         begin, end = rendered.rfind(known.begin), rendered.rfind(known.end)
         return rendered[begin : end + len(known.end)] if 0 <= begin < end else ""
 
@@ -284,7 +284,7 @@ class ChatTemplate:
         alternating roles gets an answer first; the next prompt of the chat then agrees as far.
         """
         answer, question = ({"role": role, "content": "Alpha"} for role in ("assistant", "user"))
-        ends_turn = messages[-1]["role"] == "assistant" or not self._style.alternates
+        ends_turn = messages[-1]["role"] == "assistant" or not self.history_style.alternates
         for further in ([question], [answer, question])[not ends_turn :]:
             try:
                 longer = self.chat([*messages, *further], tools, template_kwargs)

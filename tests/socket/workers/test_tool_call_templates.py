@@ -74,8 +74,13 @@ def test_families_call_tools_and_reason_by_their_own_templates(templates: dict[s
     assert cells["microsoft-Phi-3.5-mini-instruct"] == ("none", "none")
 
 
-def check_histories(templates: dict[str, str], count: int) -> None:
-    """Render random histories by each template; none is refused, and each has all its words."""
+@pytest.mark.parametrize("count", [12, pytest.param(5000, marks=pytest.mark.proof)])
+@pytest.mark.timeout(7200)
+@pytest.mark.xdist_group("chat_templates")
+def test_f67_every_template_renders_any_history_with_all_its_words(
+    templates: dict[str, str], count: int
+) -> None:
+    """None is refused, and each text, call and result stands in the prompt, in order."""
     histories = [random_history(Random(f"history {number}")) for number in range(count)]
     wrong = []
     for name, template in templates.items():
@@ -87,17 +92,3 @@ def check_histories(templates: dict[str, str], count: int) -> None:
         )
         wrong += islice(found, 3)
     assert not wrong
-
-
-@pytest.mark.xdist_group("chat_templates")
-def test_f67_every_template_renders_any_history_with_all_its_words(
-    templates: dict[str, str],
-) -> None:
-    check_histories(templates, 12)
-
-
-@pytest.mark.proof
-@pytest.mark.timeout(7200)
-@pytest.mark.xdist_group("chat_templates")
-def test_f67_every_template_renders_thousands_of_histories(templates: dict[str, str]) -> None:
-    check_histories(templates, 5000)

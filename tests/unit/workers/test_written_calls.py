@@ -227,7 +227,7 @@ def test_every_format_has_a_writer() -> None:
 @pytest.mark.parametrize(
     "family", [family for family, writer in WRITERS.items() if not writer.argument]
 )
-def test_literal_arguments_are_read_back_at_any_cut(family: str) -> None:
+def test_f66_literal_arguments_are_read_back_at_any_cut(family: str) -> None:
     writer = WRITERS[family]
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -245,7 +245,7 @@ def test_literal_arguments_are_read_back_at_any_cut(family: str) -> None:
 @pytest.mark.parametrize(
     "family", [family for family, writer in WRITERS.items() if writer.argument]
 )
-def test_texts_between_tags_are_read_back_at_any_cut(family: str) -> None:
+def test_f66_texts_between_tags_are_read_back_at_any_cut(family: str) -> None:
     """A value of its type is that; any other text is a text, and ends at its own tag."""
     writer = WRITERS[family]
 
@@ -289,7 +289,7 @@ FENCES = ("```", "~~~", "````xml", "  ```")
 
 
 @pytest.mark.parametrize("family", STRAY_FAMILIES)
-def test_a_call_without_its_wrapper_counts_only_where_a_line_begins(family: str) -> None:
+def test_f66_a_call_without_its_wrapper_counts_only_where_a_line_begins(family: str) -> None:
     """Outside of code fences, and if it names a tool of the request; else it is content."""
     call = STRAY_FAMILIES[family]
     end = FORMATS[family].end
@@ -335,7 +335,7 @@ Q = '<|"|>'
         f"declaration:default_api:get weather{{text:{Q}Bern{Q}}}",
     ],
 )
-def test_the_ways_in_which_gemma_writes_a_call(text: str) -> None:
+def test_f66_the_ways_in_which_gemma_writes_a_call(text: str) -> None:
     check("gemma4", text, [5, 17, 31], CALLED)
 
 
@@ -352,7 +352,7 @@ def test_the_ways_in_which_gemma_writes_a_call(text: str) -> None:
         ("}", {}),
     ],
 )
-def test_a_literal_ends_at_the_tag_around_it(arguments: str, expected: Any) -> None:
+def test_f66_a_literal_ends_at_the_tag_around_it(arguments: str, expected: Any) -> None:
     """The next call is read; a tag within a string ends nothing."""
     text = "".join(
         f'<tool_call>\n{{"name": "{name}", "arguments": {written}\n</tool_call>\n'
@@ -365,7 +365,7 @@ def test_a_literal_ends_at_the_tag_around_it(arguments: str, expected: Any) -> N
         assert not read.content.strip()
 
 
-def test_the_next_argument_and_call_follow_broken_json() -> None:
+def test_f66_the_next_argument_and_call_follow_broken_json() -> None:
     call = (
         "<tool_call>\n<function=add>\n<parameter=list>\n[{'old': 'a}\n</parameter>\n"
         "<parameter=text>\nhi\n</parameter>\n</function>\n</tool_call>\n"
