@@ -82,7 +82,7 @@ def test_f67_every_template_renders_any_history_with_all_its_words(
 ) -> None:
     """None is refused, and each text, call and result stands in the prompt, in order."""
     histories = [random_history(Random(f"history {number}")) for number in range(count)]
-    wrong = []
+    wrong: list[tuple[str, int, str]] = []
     for name, template in templates.items():
         renderer = renderer_of(template, tools_alone="tool_use" in name)
         found = (

@@ -299,7 +299,7 @@ def test_f66_a_call_without_its_wrapper_counts_only_where_a_line_begins(family: 
     def read_back(places: list[int], fence: str, before: str) -> None:
         block = f"{fence}\n{call}\n{fence.strip()[:4].rstrip('x')}\n"
         unknown = before + call.replace("get weather", "get whether")
-        cases = (
+        cases: tuple[tuple[str, list[tuple[str, Any]], str], ...] = (
             (before + call, CALLED, before),
             (f"{before}{call}\n{end}{end}\n{call}", CALLED * 2, before),
             (f"{block}{call}", CALLED, block),
