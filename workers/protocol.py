@@ -430,6 +430,9 @@ class WorkerReport(Record):
     constrains_calls: bool = True
     """Whether tools with `strict`, or with a grammar, hold calls that the model may write; older
     workers do not tell."""
+    system_inside: bool | None = None
+    """Whether the chat template takes a system message behind others; else the worker renders it as
+    words of the user in its place. Engines of other kinds, and older workers, do not tell."""
     ready: bool = True
     draining: bool = False
     start: StartProgress | None = None

@@ -4,7 +4,8 @@
 holds the templates of about seventy models, and gives every template the same random bodies, and
 the plain ones of `bench.attack.chat_bodies`. A body takes the path of a request: the gateway parses
 it, and a worker parses it again, renders it and tokenizes it. Whatever fails otherwise than by an
-error of the request would be a 5xx.
+error of the request would be a 5xx. Then every template renders the same random histories, in which
+each text, call and result must stand, in order; a table says what was changed for whom.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from gateway.protocols.openai import CHAT
 from gateway.routing.view import FleetView
 from policies.document import default_policy
 from policies.request.profile import Endpoint
+from tests.support.histories import History, faults, random_history, rendered
 from tests.support.scripted_engine import CARD
 from workers.demo import CHECKPOINT
+from workers.engine.history_style import BEFORE, IN_TEXT, HistoryStyle
 from workers.engine.tokenizer import PromptRenderer
-from workers.engine.types import LaneName, ModelCard
+from workers.engine.types import InvalidGeneration, LaneName, ModelCard
 from workers.server.errors import as_request_error
 from workers.server.pictures import PictureMemory
 from workers.server.ports import ServingEngine
@@ -59,6 +62,32 @@ _FAMILIES: Final = (
 )
 """Words in the names of templates; the first that matches is the family."""
 _LISTED: Final = 4
+_HISTORIES: Final = 5000
+_CHANGES: Final = {
+    "parts": "contents are lists of parts",
+    "users": "messages of the user in a row are one",
+    "system": "a system message is words of the user",
+    "systems": "system messages at the front are one",
+    "system_inside": "a system message behind others is words of the user in its place",
+    "assistants": "answers in a row are one",
+    "empty": "an answer without content is left out",
+    "reasoning": "reasoning beside a text and a call is left out",
+    "opens": "a message of the user stands before an answer that begins a chat",
+    "userless": "a chat without a user gets a message of one",
+    "parallel_calls": "each of several calls is followed by its result",
+    "user_after_result": "words of the user behind a result are part of it",
+}
+"""Fields of a `HistoryStyle`, as words."""
+_CALL_CHANGES: Final = {
+    "json_arguments": "arguments are JSON text",
+    "in_text": "calls are text",
+    "results_in_text": "results are words of the user",
+    "short_ids": "ids of calls have nine letters",
+}
+_TEXT_CHANGES: Final = {
+    BEFORE: "a text beside calls is an answer before them",
+    IN_TEXT: "calls beside a text are text",
+}
 _WITH_TOOLS: Final = {kind for kind, body in plain_bodies().items() if body.get("tools")} - {
     "calls, and tool_choice none",
     "a nullable parameter",
@@ -270,6 +299,42 @@ def refusal_table(rejected: Mapping[str, Mapping[str, Sequence[str]]]) -> tables
     )
 
 
+def changes_of(style: HistoryStyle) -> str:
+    """Return in words what is changed of a history for a template."""
+    default = HistoryStyle()
+    changes = [
+        words for name, words in _CHANGES.items() if getattr(style, name) != getattr(default, name)
+    ]
+    changes += [words for name, words in _CALL_CHANGES.items() if getattr(style.calls, name)]
+    changes += [words for place, words in _TEXT_CHANGES.items() if style.text_with_calls == place]
+    return "; ".join(changes) or "nothing"
+
+
+def history_table(models: Models, count: int) -> tables.Grid:
+    """Return what was changed for each template, and the histories that then failed."""
+    histories = [random_history(random.Random(f"history {number}")) for number in range(count)]
+    names: dict[str, list[str]] = {}
+    failed: Counter[str] = Counter()
+    for name, engine in models.engines.items():
+        changes = changes_of(engine.prompts.history_style)
+        names.setdefault(changes, []).append(name)
+        failed[changes] += sum(_fails(engine.prompts, history) for history in histories)
+    return tables.Grid(
+        title=f"{count:,} random histories on every template: what was changed",
+        columns=("changed", "templates", "refused, or not whole"),
+        rows=tuple(
+            (changes, ", ".join(names[changes]), str(failed[changes])) for changes in sorted(names)
+        ),
+    )
+
+
+def _fails(renderer: PromptRenderer, history: History) -> bool:
+    try:
+        return bool(faults(history, rendered(renderer, history)))
+    except InvalidGeneration:
+        return True
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = gateway_parser("bench.attack.templates", __doc__)
     parser.add_argument("--seed", type=int, default=1)
@@ -281,7 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         models = Models(fetch(options.log_dir / "templates"))
         rejected = run(refusals(models))
         families, failures = run(attack(models, count, options.seed))
-    grids = (table(families, count), refusal_table(rejected))
+        histories = history_table(models, 20 if options.quick else _HISTORIES)
+    grids = (table(families, count), refusal_table(rejected), histories)
     for grid in grids:
         console.print(grid.to_table())
     for failure in failures[:20]:

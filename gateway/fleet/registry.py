@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -288,6 +289,7 @@ class WorkerRegistry:
             now_s,
             sampling=self._sampling,
             takes_all=fleet.takes_all,
+            untold=fleet.untold,
         )
 
     def node_sources(
@@ -582,5 +584,4 @@ class _ViewCache:
                     group[positions[key][view.worker_id]] = cost
                     costs[key] = tuple(group)
         self._changed.clear()
-        takes_all = self.fleet.takes_all
-        self.fleet = FleetView(tuple(workers), frozenset(), costs, positions, takes_all=takes_all)
+        self.fleet = replace(self.fleet, workers=tuple(workers), lane_costs=costs)

@@ -139,6 +139,7 @@ class WorkerState:
                     report.boot_id,
                     throughput=self.throughput,
                     by_model=self.model_views,
+                    tells_system=report.system_inside is not None,
                 )
             self._view = view.at_time(self.prefill_until_s, self.answered_at_s)
         return self._view

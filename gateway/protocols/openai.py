@@ -87,7 +87,9 @@ class OpenAIFormat:
             raise errors.ModelUnknown(asked_model)
         if profile.model not in served and (others := fleet.endpoints_of(profile.model)):
             raise errors.ModelUnsuited(asked_model, self.endpoint, others)
-        return Inspected(asked_model=asked_model, profile=profile, body=_for_worker(body, profile))
+        in_place = profile.model in served - fleet.untold
+        sent = _for_worker(body, profile, in_place=in_place)
+        return Inspected(asked_model=asked_model, profile=profile, body=sent)
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
         """Return whether the answer has what its endpoint promises."""
@@ -309,7 +311,9 @@ def encode_json(value: object) -> bytes:
     return to_json(value, inf_nan_mode="null")
 
 
-def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, Any]:
+def _for_worker(
+    body: Mapping[str, Any], profile: RequestProfile, *, in_place: bool
+) -> dict[str, Any]:
     """Return the body for a worker; it leaves nothing to an engine's own defaults."""
     # An explicit null means "absent", and strict engines reject it.
     # Strict ones reject fields that they do not know, even at values that change nothing.
@@ -334,7 +338,7 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
     if profile.max_tokens is not None and "max_completion_tokens" not in sent:
         sent["max_tokens"] = profile.max_tokens
     if profile.endpoint is Endpoint.CHAT:
-        sent["messages"] = normalise(body["messages"])
+        sent["messages"] = normalise(body["messages"], in_place=in_place)
     if profile.stream:
         # Every request is accounted; the encoder removes usage that the client did not request.
         # A key pays for a stream that its client leaves by the usage so far.
@@ -342,14 +346,23 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
     return sent
 
 
-def normalise(messages: Sequence[Message]) -> list[Message]:
-    """Move system messages to the front and merge them; merge adjacent text messages of a role.
+def normalise(messages: Sequence[Message], *, in_place: bool = False) -> list[Message]:
+    """Merge the system messages at the front, and adjacent text messages of a role.
 
-    Many chat templates reject a system message that is not the first, or two of one role in a row;
-    and a prefix cache works only if the same text gives the same prompt. Idempotent.
+    A prefix cache works only if the same text gives the same prompt. A system message behind others
+    stays `in_place` for workers, which know what their template takes there. Many templates of
+    other engines reject it, so for them it moves to the front. Idempotent.
     """
-    system = [message for message in messages if message["role"] in _SYSTEM_ROLES]
-    other_messages = [message for message in messages if message["role"] not in _SYSTEM_ROLES]
+    leading = len(messages)
+    if in_place:
+        roles = (at for at, one in enumerate(messages) if one["role"] not in _SYSTEM_ROLES)
+        leading = next(roles, leading)
+    system = [message for message in messages[:leading] if message["role"] in _SYSTEM_ROLES]
+    other_messages = [
+        {**message, "role": "system"} if message["role"] in _SYSTEM_ROLES else message
+        for at, message in enumerate(messages)
+        if at >= leading or message["role"] not in _SYSTEM_ROLES
+    ]
     # An answer that ended inside its reasoning has no content, which no template takes.
     other_messages = [
         {**message, "content": ""}

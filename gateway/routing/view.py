@@ -119,6 +119,8 @@ class WorkerView:
     """One for each lane, in the order of the report."""
     by_model: Mapping[str, ModelView] = field(default_factory=lambda: NO_MODELS)
     """The models of an engine that differ."""
+    tells_system: bool = False
+    """Whether the worker says where its template takes system messages."""
 
     @classmethod
     def of(
@@ -131,6 +133,7 @@ class WorkerView:
         *,
         throughput: Throughput = UNMEASURED,
         by_model: Mapping[str, ModelView] = NO_MODELS,
+        tells_system: bool = False,
     ) -> Self:
         """Return the view of a worker; its lanes share one machine."""
         busy_rows = sum([lane.busy_rows for lane in lanes])
@@ -148,7 +151,7 @@ class WorkerView:
             )
             for lane in lanes
         ]
-        return cls(worker_id, models, tuple(costs), by_model)
+        return cls(worker_id, models, tuple(costs), by_model, tells_system)
 
     def costs_of(self, model: str) -> tuple[LaneCost, ...]:
         """Return the cost terms of each lane for one of the models."""
@@ -174,7 +177,9 @@ class WorkerView:
             )
             for cost in self.lane_costs
         ]
-        return WorkerView(self.worker_id, self.models, tuple(costs), self.by_model)
+        return WorkerView(
+            self.worker_id, self.models, tuple(costs), self.by_model, self.tells_system
+        )
 
 
 class CachedPrefix(NamedTuple):
@@ -210,6 +215,8 @@ class FleetView:
     """Model -> what its workers report as its defaults."""
     takes_all: bool = True
     """No worker lacks a feature, so that decisions need not compute those of a request."""
+    untold: frozenset[str] = frozenset()
+    """Models of which some worker does not say where its template takes system messages."""
 
     @classmethod
     def of(
@@ -227,7 +234,16 @@ class FleetView:
             for key, group in costs.items()
         }
         takes_all = not any(view.lacks for worker in workers for view in worker.by_model.values())
-        return cls(workers, known_models, costs, positions, now_s, takes_all=takes_all)
+        untold = {model for one in workers if not one.tells_system for model in one.models}
+        return cls(
+            workers,
+            known_models,
+            costs,
+            positions,
+            now_s,
+            takes_all=takes_all,
+            untold=frozenset(untold),
+        )
 
     def with_cached(self, cached: CachedPrefixes) -> FleetView:
         """Return the same fleet with what boots have cached of a request's prompt."""
@@ -240,6 +256,7 @@ class FleetView:
             cached,
             self.sampling,
             self.takes_all,
+            self.untold,
         )
 
     @property

@@ -148,6 +148,10 @@ MEDIA_KINDS = {
     "audio": "audio",
     "file": "file",
 }
+_NAME_LETTER = r"[^\s\x00-\x1f\x7f-\x9f<>{}()\[\]\"\\|,;=]"
+TOOL_NAME = rf"{_NAME_LETTER}(?:(?:{_NAME_LETTER}| ){{0,126}}?{_NAME_LETTER})?"
+"""Pattern of a function's name: what a model's text of a call can hold in every format, and a
+reader can find there. Colons and spaces within it are letters; brackets and quotes are markup."""
 MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 """Optional texts of a message, for the chat template."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})

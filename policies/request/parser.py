@@ -21,7 +21,7 @@ from policies.request.constraint import (
     check_tool_grammars,
     read_constraint,
 )
-from policies.request.content import PROMPTS_LIMIT, read_content
+from policies.request.content import PROMPTS_LIMIT, TOOL_NAME, read_content
 from policies.request.fields import FieldError, Fields
 from policies.request.pooling import (
     EMBEDDINGS_FIELDS,
@@ -46,6 +46,7 @@ _FUNCTION_FIELDS = (
 )
 _TOOLS_LIMIT = 128
 """OpenAI allows as many."""
+_TOOL_NAME = re.compile(TOOL_NAME)
 _TEMPLATE_KWARGS_LIMIT = 32
 # Variables of every template, and arguments of the function that renders it.
 _RESERVED_KWARGS = frozenset(
@@ -281,6 +282,11 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise FieldError(f"tools[{index}]", "Each tool must be a function with a name.")
+        if not _TOOL_NAME.fullmatch(function["name"]):
+            raise FieldError(
+                f"tools[{index}].function.name",
+                "'name' must have 1 to 128 characters, without brackets, quotes or line breaks.",
+            )
         for name, kind, text in _FUNCTION_FIELDS:
             if not isinstance(function.get(name), kind | None):
                 raise FieldError(f"tools[{index}].function.{name}", f"'{name}' must be {text}.")

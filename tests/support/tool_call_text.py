@@ -22,7 +22,7 @@ from workers.server.tool_arguments import TagReader
 from workers.server.tool_calls import ArgumentsText, ToolCallSplitter
 
 QUESTION, RESULT = "Kwestie?", "Rezultat."
-_NAMES = ("add", "get_weather", "search-web")
+_NAMES = ("add", "get weather", "mcp:search-web")
 _KINDS: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -32,7 +32,7 @@ _KINDS: dict[type, str] = {
     dict: "object",
 }
 _HARMONY_HEADER = re.compile(
-    r"(?:<\|start\|>assistant)? (to=functions\.\S+?)<\|channel\|>commentary"
+    r"(?:<\|start\|>assistant)? (to=functions\..+?)<\|channel\|>commentary"
 )
 
 
@@ -84,10 +84,11 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def renderer_of(template: str) -> PromptRenderer:
-    """Return the demo model's renderer with another template."""
+def renderer_of(template: str, *, tools_alone: bool = False) -> PromptRenderer:
+    """Return the demo model's renderer with another template, or with one for tools alone."""
     tokenizer = copy(_tokenizer())
-    tokenizer.chat_template = template
+    named = {"default": tokenizer.chat_template, "tool_use": template}
+    tokenizer.chat_template = named if tools_alone else template
     return PromptRenderer(tokenizer)
 
 

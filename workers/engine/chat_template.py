@@ -12,18 +12,18 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cached_property
-from hashlib import blake2b
 from itertools import takewhile
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 
+from workers.engine.history_style import CallStyle, HistoryStyle, Message, find_style, joined
 from workers.engine.reasoning import effort_variables, template_variables
-from workers.engine.tool_formats import ToolFormat, detect_tool_format, write_calls
+from workers.engine.tool_formats import ToolFormat, detect_tool_format
 from workers.engine.types import InvalidGeneration
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ _SEPARATOR = "\ufdd0"
 
 _TOOLS_FIELD = re.compile(r"message(?:\.tools|\[['\"]tools['\"]\])")
 """Phi-4's template reads the tools from the system message."""
-_MISTRAL_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 _CALLED, _ARGUMENT, _RESULT = "Bravo", "Charlie", "Echo"
 
 
@@ -99,9 +98,9 @@ class ChatTemplate:
         plain = self._control.split([_for_template(message) for message in messages])
         if tools:
             plain = self._with_tools(tools, plain, arguments)
-        if any(message["role"] == "tool" or message.get("tool_calls") for message in plain):
-            plain = self._call_style.apply(plain, self.tool_format)
-        plain = self._turn_style.apply(plain)
+        else:
+            arguments |= self._functions(())
+        plain = self.history_style.apply(plain, self.tool_format)
         try:
             rendered = self._templated.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=True, **arguments
@@ -126,8 +125,11 @@ class ChatTemplate:
         arguments: dict[str, Any],
     ) -> list[dict[str, Any]]:
         """Give the tools to the template: to its variable, to its field, or in a message."""
-        known = self._control.split([_tool_for_template(tool) for tool in tools])
-        if "tools" in template_variables(self._template):
+        known = self._control.split([self._tool(tool) for tool in tools])
+        if functions := self._functions(self._control.split(tools)):
+            arguments |= functions
+            return messages
+        if self._tool_style and "tools" in template_variables(self._template):
             arguments["tools"] = known
             return messages
         listed = [tool["function"] for tool in self._control.split(tools)]
@@ -137,36 +139,54 @@ class ChatTemplate:
         text = "\n".join(["You can use these functions:", *lines])
         if self._call_example:
             text += f"\nTo use them, write:\n{self._call_example}"
-        if self._takes_system:
+        if self.history_style.system:
             return _with_system(messages, text)
         first = messages[0]
-        return [{**first, "content": _joined([text, first["content"]])}, *messages[1:]]
+        return [{**first, "content": joined([text, first["content"]])}, *messages[1:]]
+
+    def _functions(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the variables by which Firefunction's template knows tools; empty for others."""
+        names = template_variables(self._template)
+        if "functions" not in names or "tools" in names:
+            return {}
+        listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        return {"functions": listed, "datetime": datetime.now(UTC).date().isoformat()}
 
     @cached_property
-    def _takes_system(self) -> bool:
-        """Whether the template takes system messages."""
-        chat = [{"role": role, "content": _RESULT} for role in ("system", "user")]
-        return self._try_render(chat).count(_RESULT) == len(chat)
+    def _tool_style(self) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """How the template takes a tool: as it is, or described; None if it takes none."""
+        chat = [{"role": "user", "content": "Alpha"}]
+        plain = _tool_for_template(_PROBE_TOOL)
+        for style in (dict, _described):
+            if self._render(chat, tools=[style(plain)]):
+                return style
+        return None if self._render(chat) else dict
+
+    def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        known = _tool_for_template(tool)
+        return self._tool_style(known) if self._tool_style else known
 
     @cached_property
-    def _turn_style(self) -> TurnStyle:
-        """Which messages the template takes one after another."""
-        user = {"role": "user", "content": "Alpha"}
-        if "Alpha" not in self._try_render([user]):
-            return TurnStyle()
-        calls = self._render_call(self._call_style)
-        return TurnStyle(
-            system=self._takes_system,
-            users=self._try_render([user, user]).count("Alpha") > 1,
-            user_after_result=not calls or bool(self._render_call(self._call_style, [user])),
-            parallel_calls=not calls or bool(self._render_call(self._call_style, calls=2)),
-        )
+    def history_style(self) -> HistoryStyle:
+        """What the template takes of a history."""
+        style = find_style(self._render_probe, self.tool_format, self._call_style)
+        if style.changes:
+            logger.info("template.histories_changed %s", style.changes)
+        return style
 
-    @cached_property
-    def _call_style(self) -> CallStyle:
-        """How the template takes calls and results: the first way in which it renders both."""
+    @property
+    def takes_system_inside(self) -> bool:
+        """Whether the template takes a system message behind others."""
+        return self.history_style.system_inside
+
+    def _render_probe(self, chat: Sequence[Message], with_tools: bool) -> str:
+        # Some templates render nothing without tools.
+        return self._try_render(chat, [_PROBE_TOOL] if with_tools else None)
+
+    def _call_style(self, base: HistoryStyle) -> CallStyle:
+        """Return how the template takes calls and results: the first way that renders both."""
         rendered = {
-            style: self._render_call(style)
+            style: self._render_call(replace(base, calls=style))
             for style in (CallStyle(), CallStyle(json_arguments=True))
         }
         shown = [
@@ -190,34 +210,34 @@ class ChatTemplate:
         known = self.tool_format
         if known is None or not known.end:
             return ""
-        rendered = self._render_call(self._call_style)
+        rendered = self._render_call(self.history_style)
         begin, end = rendered.rfind(known.begin), rendered.rfind(known.end)
         return rendered[begin : end + len(known.end)] if 0 <= begin < end else ""
 
-    def _render_call(
-        self, style: CallStyle, further: Sequence[dict[str, Any]] = (), calls: int = 1
-    ) -> str:
-        """Return the rendering of a chat with calls and results; empty if it is rejected."""
+    def _render_call(self, style: HistoryStyle) -> str:
+        """Return the rendering of a chat with a call and its result; empty if it is rejected."""
         call = {"name": _CALLED, "arguments": {_ARGUMENT: "Delta"}}
-        ids = [f"abcdefgh{number}" for number in range(calls)]
-        # Some templates render nothing without tools.
-        tool = _tool_for_template({"type": "function", "function": {"name": "Foxtrot"}})
-        chat: list[dict[str, Any]] = [
+        chat: list[Message] = [
             {"role": "user", "content": "Alpha"},
             {
                 "role": "assistant",
                 "content": "",
-                "tool_calls": [{"id": one, "type": "function", "function": call} for one in ids],
+                "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": call}],
             },
-            *(
-                {"role": "tool", "tool_call_id": one, "name": _CALLED, "content": _RESULT}
-                for one in ids
-            ),
-            *further,
+            {"role": "tool", "tool_call_id": "abcdefgh1", "name": _CALLED, "content": _RESULT},
         ]
-        return self._try_render(style.apply(chat, self.tool_format), tools=[tool])
+        return self._render_probe(style.apply(chat, self.tool_format), with_tools=True)
 
-    def _try_render(self, chat: list[dict[str, Any]], **arguments: Any) -> str:
+    def _try_render(
+        self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return a rendering with tools; empty if the template rejects it."""
+        arguments: dict[str, Any] = self._functions(tools or ())
+        if tools and self._tool_style:
+            arguments["tools"] = [self._tool(tool) for tool in tools]
+        return self._render(chat, **arguments)
+
+    def _render(self, chat: Sequence[Message], **arguments: Any) -> str:
         """Return a rendering; empty if the template rejects it."""
         try:
             return str(
@@ -264,7 +284,7 @@ class ChatTemplate:
         alternating roles gets an answer first; the next prompt of the chat then agrees as far.
         """
         answer, question = ({"role": role, "content": "Alpha"} for role in ("assistant", "user"))
-        ends_turn = messages[-1]["role"] == "assistant" or not self._turn_style.alternates
+        ends_turn = messages[-1]["role"] == "assistant" or not self.history_style.alternates
         for further in ([question], [answer, question])[not ends_turn :]:
             try:
                 longer = self.chat([*messages, *further], tools, template_kwargs)
@@ -311,6 +331,26 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, "content": content}
 
 
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "Foxtrot",
+        "parameters": {"properties": {_ARGUMENT: {"type": "string"}}},
+    },
+}
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool whose arguments have descriptions, which Command R+'s template reads."""
+    function = tool["function"]
+    properties = {
+        name: {"description": "", **schema} if isinstance(schema, Mapping) else schema
+        for name, schema in function["parameters"]["properties"].items()
+    }
+    parameters = {**function["parameters"], "properties": properties}
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
 def _tool_for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool with the fields that OpenAI's clients may leave out and templates read."""
     function = {name: value for name, value in tool["function"].items() if value is not None}
@@ -328,163 +368,8 @@ def _with_system(
     leading = messages[0] if messages and messages[0]["role"] == "system" else None
     if leading is None:
         return [{"role": "system", "content": text, **fields}, *messages]
-    content = _joined([leading["content"], text])
+    content = joined([leading["content"], text])
     return [{**leading, "content": content, **fields}, *messages[1:]]
-
-
-def _joined(contents: Sequence[Any], separator: str = "\n\n") -> Any:
-    """Return one content of a message for several."""
-    if all(isinstance(content, str) for content in contents):
-        return separator.join(filter(None, contents))
-    parts: list[Any] = []
-    for content in filter(None, contents):
-        parts += [{"type": "text", "text": separator}] if parts else []
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return parts
-
-
-def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages with one call each, followed by its results."""
-    remaining = deque(messages)
-    while remaining:
-        message = remaining.popleft()
-        calls = message.get("tool_calls") or ()
-        if len(calls) < 2:
-            yield message
-            continue
-        results = []
-        while remaining and remaining[0]["role"] == "tool":
-            results.append(remaining.popleft())
-        for call in calls:
-            yield {**message, "tool_calls": [call]}
-            message = {"role": "assistant", "content": ""}
-            own = [one for one in results if one.get("tool_call_id") == call.get("id")]
-            yield from own
-            results = [one for one in results if one not in own]
-        yield from results
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnStyle:
-    """Which messages a chat template takes one after another.
-
-    Gemma 2 takes no system message, Llama 3 one call at a time, and Mistral's templates demand that
-    roles alternate, though agents write to the user's turn at any time: Claude Code beside the
-    result of a call.
-    """
-
-    system: bool = True
-    """Whether it takes system messages; else they are the user's, joined to those beside them."""
-    users: bool = True
-    """Whether a user's message may follow another; else they are one."""
-    user_after_result: bool = True
-    """Whether a user's message may follow the result of a call; else it is a part of that."""
-    parallel_calls: bool = True
-    """Whether a message may have several calls; else each is followed by its result."""
-
-    @property
-    def alternates(self) -> bool:
-        """Whether messages of the user are joined to those before them."""
-        return not (self.users and self.system and self.user_after_result)
-
-    def _joins(self, last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-        """Return whether a message becomes a part of the one before it."""
-        if message["role"] != "user":
-            return False
-        if last["role"] == "tool":
-            return not self.user_after_result and isinstance(message["content"], str)
-        return last["role"] == "user" and not (self.users and self.system)
-
-    def apply(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in an order that the template takes; nothing of them is lost."""
-        turns: list[dict[str, Any]] = []
-        for message in messages if self.parallel_calls else _one_by_one(messages):
-            turn = message
-            if message["role"] == "system" and not self.system:
-                turn = {**message, "role": "user"}
-            if turns and self._joins(turns[-1], turn):
-                joined = _joined([turns[-1]["content"], turn["content"]])
-                turns[-1] = {**turns[-1], "content": joined}
-            else:
-                turns.append(turn)
-        return turns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallStyle:
-    """How a chat template takes the calls of earlier answers and their results."""
-
-    json_arguments: bool = False
-    """Whether arguments are JSON text; else they are a mapping."""
-    in_text: bool = False
-    """Whether calls are a part of the content, because the template renders none."""
-    results_in_text: bool = False
-    """Whether results are messages of the user, because the template renders none."""
-    short_ids: bool = False
-    """Whether ids have nine letters and digits."""
-
-    def apply(
-        self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
-    ) -> list[dict[str, Any]]:
-        """Return the messages as the template takes them."""
-        styled: list[dict[str, Any]] = []
-        joins = False
-        """Whether the last message is a result, to which a message of the user is added."""
-        for message in messages:
-            one = dict(message)
-            is_result = one["role"] == "tool" and self.results_in_text
-            if is_result:
-                name = one.get("name", "the function")
-                one = {"role": "user", "content": f"Result of {name}: {one['content']}"}
-            elif calls := one.get("tool_calls"):
-                one = self._with_calls(one, calls, tool_format)
-            if joins and one["role"] == "user" and isinstance(one["content"], str):
-                one["content"] = f"{styled.pop()['content']}\n{one['content']}"
-            styled.append(one)
-            joins = is_result
-        return [_with_short_ids(message) for message in styled] if self.short_ids else styled
-
-    def _with_calls(
-        self, message: dict[str, Any], calls: list[dict[str, Any]], tool_format: ToolFormat | None
-    ) -> dict[str, Any]:
-        if self.in_text:
-            text = write_calls([call["function"] for call in calls], tool_format)
-            content = _joined([message["content"], text], "\n")
-            return {**message, "content": content, "tool_calls": []}
-        if self.json_arguments:
-            functions = [
-                {**call["function"], "arguments": _as_json(call["function"]["arguments"])}
-                for call in calls
-            ]
-            calls = [
-                {**call, "function": function}
-                for call, function in zip(calls, functions, strict=True)
-            ]
-        return {**message, "tool_calls": calls}
-
-
-def _as_json(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
-
-
-def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with ids of tool calls as Mistral's templates require them."""
-    short = dict(message)
-    if "tool_call_id" in short:
-        short["tool_call_id"] = _short_id(short["tool_call_id"])
-    if "tool_calls" in short:
-        short["tool_calls"] = [
-            {**call, "id": _short_id(call["id"])} if call.get("id") else call
-            for call in short["tool_calls"]
-        ]
-    return short
-
-
-def _short_id(given: str) -> str:
-    """Return nine letters and digits for an id of a tool call; vLLM shortens ids alike."""
-    if _MISTRAL_CALL_ID.fullmatch(given):
-        return given
-    return blake2b(given.encode(), digest_size=5).hexdigest()[:9]
 
 
 class ControlTokenEscaper:

@@ -18,9 +18,11 @@ from typing import Any, Final
 
 import regex
 
+from policies.request.content import TOOL_NAME
 from workers.engine import grammar_source
 
-_NAME: Final = r"(?P<name>[\w./-]{1,128})"
+_NAME: Final = rf"(?P<name>{TOOL_NAME})"
+_SPACE: Final = r"\s*+"
 _STRING: Final = r'"(?:[^"\\]|\\.)*+"'
 _SCALAR: Final = (
     rf'"(?!(?:tool_)?name"|arguments"|parameters")\w++"\s*+:\s*+(?:{_STRING}|[\w.+-]++)'
@@ -61,6 +63,13 @@ class Call:
         return regex.compile(self.head)
 
     @cached_property
+    def lead_pattern(self) -> regex.Pattern[str] | None:
+        """Return the pattern of what may precede the name; None if markup does."""
+        lead, found, _ = self.head.partition(_NAME)
+        pattern = regex.compile(lead)
+        return pattern if found and pattern.fullmatch("") else None
+
+    @cached_property
     def tail_pattern(self) -> regex.Pattern[str]:
         """Return the compiled pattern; its group `name` is the function if the head has none."""
         return regex.compile(self.tail)
@@ -92,6 +101,8 @@ class ToolFormat:
     """Text that ends them; empty if nothing does."""
     calls: tuple[Call, ...] = RECORDS
     """Ways to write one; the first that matches holds."""
+    strays: tuple[Call, ...] = ()
+    """Ways to write one that are not the format's own, most of them without `begin`."""
     markers: tuple[tuple[str, ...], ...] = ()
     """Texts by which the format is known: all of any group stand in the chat template."""
     opened: bool = False
@@ -120,10 +131,18 @@ class ToolFormat:
     def spelling(self) -> str:
         """Return all texts and patterns of the format, in which its special tokens occur."""
         parts = [self.begin, self.end, self.quote, *self.skip]
-        for call in self.calls:
+        for call in (*self.calls, *self.strays):
             parts += [call.head, call.tail]
             parts += [call.tags.key, call.tags.end] if call.tags else []
         return "\n".join(parts)
+
+    @cached_property
+    def stop_pattern(self) -> regex.Pattern[str]:
+        """Return the pattern of markup behind a literal, which none holds outside of strings."""
+        marks = [text for text in (self.begin, self.end, *self.skip) if len(text) > 1]
+        tails = {call.tail.removeprefix(_SPACE) for call in (*self.calls, *self.strays)}
+        elements = sorted(tail for tail in tails if tail.startswith("<"))
+        return regex.compile("|".join((*map(escape, marks), *elements)) or "(?!)")
 
     def has_mark(self, token: str) -> bool:
         """Return whether a special token is part of the format."""
@@ -159,19 +178,41 @@ def _key_tags(prefix: str = "", suffix: str = "") -> Tags:
 
 
 _FUNCTION_TAGS: Final = _function_tags(("\n", "\n"))
-_DEEPSEEK_CALL: Final = Call(
-    r"\s*+<｜tool▁call▁begin｜>(?:"
-    rf"function<｜tool▁sep｜>{_NAME}\s*+```json\s|{_NAME}<｜tool▁sep｜>(?=\s*+\{{))"
+_MINIMAX_CALL: Final = _xml()
+_ATEM_CALL: Final = _xml("atem:")
+_DSML_CALL: Final = _xml("｜DSML｜")
+_SEED_CALL: Final = _function_tags()
+_DEEPSEEK_CALLS: Final = (
+    Call(rf"\s*+<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\s*+```json\s"),
+    Call(rf"\s*+<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>(?=\s*+\{{)"),
 )
-_PYTHON_CALL: Final = Call(r"[\s\[,]*+(?P<name>[\w.-]{1,128}?)(?:\.call)?(?=\()")
+_KIMI_CALL: Final = Call(
+    rf"\s*+<\|tool_call_begin\|>\s*+(?:functions\.)?+{_NAME}(?::\d++)?\s*+"
+    r"<\|tool_call_argument_begin\|>",
+    r"\s*+<\|tool_call_end\|>",
+)
+_MISTRAL_CALL: Final = Call(rf"\s*+{_NAME}(?:\[CALL_ID\]\w++)?+\[ARGS\]")
+_SOLAR_CALL: Final = Call(
+    rf"\s*+<\|tool_call:begin\|>[^<]*+<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>",
+    r"\s*+<\|tool_call:end\|>",
+)
+_GEMMA_STRAY: Final = Call(
+    # Its mark may lack bars and brackets; without any mark, the word stands before the name.
+    r"\s*+(?:<\|?+tool_call\|?+>?+\s*+(?:(?:call)?+\s*+:)?|(?:call|declaration)\s*+:)"
+    rf"\s*+(?:default_api[.:])?+{_NAME}\s*+(?=[{{(])",
+    ">",
+)
+_PYTHON_CALL: Final = Call(rf"[\s\[,]*+{_NAME}(?:\.call)?(?=\()")
 _LLAMA4_MARKS: Final = r"(?:<\|python_(?:start|end)\|>)*+"
 """What may stand before a call if a tokenizer takes these marks for text."""
 _HY3: Final = ":opensource"
 
 FORMATS: Final = {
     # Families by mlx-vlm's names, which it knows by their templates.
-    "json_tools": ToolFormat("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ToolFormat("<tool_call>", "</tool_call>", (_FUNCTION_TAGS, *RECORDS)),
+    "json_tools": ToolFormat("<tool_call>", "</tool_call>", strays=(_FUNCTION_TAGS,)),
+    "qwen3_coder": ToolFormat(
+        "<tool_call>", "</tool_call>", (_FUNCTION_TAGS, *RECORDS), (_FUNCTION_TAGS,)
+    ),
     "glm47": ToolFormat(
         "<tool_call>",
         "</tool_call>",
@@ -183,6 +224,7 @@ FORMATS: Final = {
             ),
             *RECORDS,
         ),
+        (_FUNCTION_TAGS,),
     ),
     "longcat": ToolFormat(
         "<longcat_tool_call>",
@@ -196,8 +238,12 @@ FORMATS: Final = {
             *RECORDS,
         ),
     ),
-    "minimax_m2": ToolFormat("<minimax:tool_call>", "</minimax:tool_call>", (_xml(),)),
-    "atem": ToolFormat("<atem:function_calls>", "</atem:function_calls>", (_xml("atem:"),)),
+    "minimax_m2": ToolFormat(
+        "<minimax:tool_call>", "</minimax:tool_call>", (_MINIMAX_CALL,), (_MINIMAX_CALL,)
+    ),
+    "atem": ToolFormat(
+        "<atem:function_calls>", "</atem:function_calls>", (_ATEM_CALL,), (_ATEM_CALL,)
+    ),
     "minicpm5": ToolFormat(
         '<function name="',
         calls=(
@@ -215,25 +261,23 @@ FORMATS: Final = {
     "gemma4": ToolFormat(
         "<|tool_call>",
         "<tool_call|>",
-        (Call(rf"\s*+(?:call)?+:?+{_NAME}(?=\{{)"),),
+        (Call(rf"\s*+(?:(?:call)?+\s*+:)?\s*+(?:default_api[.:])?+{_NAME}\s*+(?=[{{(])"),),
+        (_GEMMA_STRAY,),
+        skip=("</tool_call>",),
         quote='<|"|>',
     ),
     "kimi_k2": ToolFormat(
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
-        (
-            Call(
-                rf"\s*+<\|tool_call_begin\|>\s*+(?:functions\.)?+{_NAME}(?::\d++)?+\s*+"
-                r"<\|tool_call_argument_begin\|>",
-                r"\s*+<\|tool_call_end\|>",
-            ),
-        ),
+        (_KIMI_CALL,),
+        (_KIMI_CALL,),
         written="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|>",
     ),
     "mistral": ToolFormat(
         "[TOOL_CALLS]",
-        calls=(Call(rf"\s*+{_NAME}(?:\[CALL_ID\]\w++)?+\[ARGS\]"), *RECORDS),
+        calls=(_MISTRAL_CALL, *RECORDS),
+        strays=(_MISTRAL_CALL,),
         skip=("]",),
         short_ids=True,
     ),
@@ -241,8 +285,8 @@ FORMATS: Final = {
         "<|channel|>",
         calls=(
             Call(
-                r"\w++\s++to=(?:functions\.)?+(?P<name>[^\s<]++)[^<]*+"
-                r"(?:<\|constrain\|>[^<]*+)?+<\|message\|>",
+                rf"\w++\s++to=(?:functions\.)?+{_NAME}(?:\s++(?:code|json))?\s*+"
+                r"(?:<\|(?:constrain|channel)\|>[^<]*+)*+<\|message\|>",
             ),
         ),
         skip=("<|call|>",),
@@ -279,7 +323,8 @@ FORMATS: Final = {
     "deepseek_v3": ToolFormat(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
-        (_DEEPSEEK_CALL,),
+        _DEEPSEEK_CALLS,
+        _DEEPSEEK_CALLS,
         markers=(("<｜tool▁calls▁begin｜>",),),
         skip=("```", "<｜tool▁call▁end｜>"),
         written="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
@@ -288,13 +333,15 @@ FORMATS: Final = {
     "deepseek_v3.2": ToolFormat(
         "<｜DSML｜function_calls>",
         "</｜DSML｜function_calls>",
-        (_xml("｜DSML｜"),),
+        (_DSML_CALL,),
+        (_DSML_CALL,),
         markers=(("｜DSML｜", "function_calls"),),
     ),
     "deepseek_v4": ToolFormat(
         "<｜DSML｜tool_calls>",
         "</｜DSML｜tool_calls>",
-        (_xml("｜DSML｜"),),
+        (_DSML_CALL,),
+        (_DSML_CALL,),
         markers=(("｜DSML｜", "tool_calls"),),
     ),
     "granite": ToolFormat("<|tool_call|>", markers=(("<|tool_call|> followed by",),), skip=("]",)),
@@ -308,7 +355,11 @@ FORMATS: Final = {
         "<tool_calls>", "</tool_calls>", markers=(("<tool_calls>",),), skip=("]", ",")
     ),
     "seed_oss": ToolFormat(
-        "<seed:tool_call>", "</seed:tool_call>", (_function_tags(),), (("<seed:tool_call>",),)
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        (_SEED_CALL,),
+        (_SEED_CALL,),
+        (("<seed:tool_call>",),),
     ),
     "gigachat3.1": ToolFormat("<|function_call|>", markers=(("<|function_call|>",),)),
     "apertus": ToolFormat(
@@ -321,12 +372,8 @@ FORMATS: Final = {
     "solar": ToolFormat(
         "<|tool_calls|>",
         "<|calls|>",
-        (
-            Call(
-                rf"\s*+<\|tool_call:begin\|>[^<]*+<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>",
-                r"\s*+<\|tool_call:end\|>",
-            ),
-        ),
+        (_SOLAR_CALL,),
+        (_SOLAR_CALL,),
         markers=(("<|tool_call:begin|>",),),
     ),
     "hunyuan3": ToolFormat(

@@ -406,6 +406,8 @@ class Card:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     constrains_calls: bool = False
     """Whether a grammar can hold calls that the model may write: it knows the format of them."""
+    system_inside: bool = False
+    """Whether the chat template takes a system message behind others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -286,7 +286,7 @@ async def _chat_prompt(
     memory: PictureMemory,
     keys: Sequence[str],
 ) -> Prompt:
-    messages, sources = _read_messages(body["messages"])
+    messages, sources = read_messages(body["messages"])
     prefix_key = keys[-1] if keys else None
     if sources and not engine.card.vision:
         raise BadRequest(
@@ -316,7 +316,7 @@ async def _chat_prompt(
     return await asyncio.to_thread(render)
 
 
-def _read_messages(
+def read_messages(
     messages: Sequence[Mapping[str, Json]],
 ) -> tuple[list[dict[str, Json]], list[tuple[str, str]]]:
     """Return the messages for the chat template, and (field, URL) of each image in order."""

@@ -1,8 +1,9 @@
 """The arguments of tool calls, rewritten as JSON while a model writes them.
 
 What the model writes is JSON in most families and passes as it is; Python's and Gemma's literals,
-and texts between tags, become JSON on the way. So a marker within a string ends nothing, and
-arguments that a limit cuts are valid up to there.
+and texts between tags, become JSON on the way. So a marker within a string ends nothing, one
+outside of strings ends the arguments, and arguments that a limit cuts are valid up to there.
+Between tags, what is no value of its type is a text.
 """
 
 from __future__ import annotations
@@ -60,13 +61,19 @@ class ArgumentsReader(Protocol):
 class LiteralReader:
     """Rewrites one literal as JSON: of JSON itself, of Python or of Gemma's notation."""
 
-    def __init__(self, quote: str = "") -> None:
+    def __init__(self, quote: str = "", stop: regex.Pattern[str] | None = None) -> None:
         self._mark = quote
         """Text around strings in Gemma's notation."""
+        self._stop = stop
+        """Markup that no literal contains outside of its strings: it ends an open one."""
+        self.is_sound = True
+        """Whether brackets are in pairs, and words without quotes are those of JSON or Python."""
+        self._missing = ""
+        """What completes the last key of an object."""
         self._buffer = ""
         self._at = 0
         """Place in the buffer."""
-        self._begun = False
+        self._begun = self._ended = False
         self._open: list[str] = []
         """What closes the open brackets in JSON."""
         self._string = ""
@@ -88,7 +95,7 @@ class LiteralReader:
             if piece is None:
                 break
             out.append(piece)
-            if self._begun and not self._open and not self._string:
+            if self._ended or (self._begun and not self._open and not self._string):
                 rest = self._buffer[self._at :]
         self._buffer, self._at = self._buffer[self._at :], 0
         if self._text is not None:
@@ -113,6 +120,9 @@ class LiteralReader:
     def _between_strings(self) -> str | None:
         """Rewrite the next token outside of strings; None if it needs more text."""
         letter, mark = self._buffer[self._at], self._mark
+        stop = self._stop and self._stop.match(self._buffer, self._at, partial=True)
+        if stop or (letter in "}])" and not self._begun):
+            return None if stop and stop.partial else self._end()
         if mark and mark.startswith(coming := self._buffer[self._at : self._at + len(mark)]):
             return self._begin_string(mark) if coming == mark else None
         if letter in "\"'":
@@ -127,10 +137,20 @@ class LiteralReader:
             return ""
         return self._separator(letter) if letter in ",:=" else self._bracket(letter)
 
+    def _end(self) -> str:
+        """Close what is open, because markup follows; what has not begun is empty."""
+        closers = "".join(reversed(self._open))
+        literal = self._missing + closers if self._begun else "{}"
+        self._open.clear()
+        self._ended, self.is_sound = True, False
+        return literal
+
     def _separator(self, letter: str) -> str:
         if letter == ",":
             self._held, self._key = ",", self._open[-1:] == ["}"]
             return ""
+        if self._key:
+            self._missing = "null"
         self._key = False
         return self._release() + (":" if letter == ":" else ": ")
 
@@ -138,11 +158,13 @@ class LiteralReader:
         if letter in "{[(":
             # Arguments in parentheses have names; within them, parentheses are Python's tuples.
             named = letter == "{" or (letter == "(" and not self._begun)
-            self._begun, self._key = True, named
+            self._begun, self._key, self._missing = True, named, ""
             self._open.append("}" if named else "]")
             return self._release() + ("{" if named else "[")
         held, self._held, self._key = self._held, "", False
-        closed = self._open.pop() if self._open else ""
+        missing, self._missing = self._missing, ""
+        closed = missing + self._open.pop()
+        self.is_sound = self.is_sound and letter in (closed[-1], ")") and not missing
         return closed if held.startswith(",") else held + closed
 
     def _word(self) -> str | None:
@@ -151,17 +173,26 @@ class LiteralReader:
         word = found[0]
         if self._mark and self._mark[0] in word[1:]:
             word = word[: word.index(self._mark[0], 1)]
+        if self._stop:
+            stop = self._stop.search(self._buffer, self._at, partial=True)
+            if stop and stop.start() < self._at + len(word):
+                if stop.partial:
+                    return None
+                word = self._buffer[self._at : stop.start()]
         if self._at + len(word) == len(self._buffer):
             return None
         self._take(len(word))
         self._begun = True
         word = _WORDS.get(word, word)
         is_json = not self._key and _JSON_WORD.fullmatch(word)
+        self.is_sound = self.is_sound and (self._key or is_json is not None)
+        self._missing = ": null" if self._key else ""
         return self._release() + (word if is_json else _quote(word))
 
     def _begin_string(self, mark: str) -> str:
         self._take(len(mark))
         self._begun, self._string = True, mark
+        self._missing = ": null" if self._key else ""
         return self._release() + '"'
 
     def _in_string(self) -> str | None:
@@ -225,7 +256,6 @@ class TagReader:
         self._step: Callable[[], str | None] = self._next_key
         self._wanted = _ANY
         """Types of the value that is being read."""
-        self._literal = LiteralReader()
         self._searched = 0
         """Length of the beginning of the buffer in which a held value does not end."""
         self._first = True
@@ -276,7 +306,7 @@ class TagReader:
         return "{}" if self._first else "}"
 
     def _begin_value(self) -> str | None:
-        """Decide by its type, and for some types by its first letters, how to read a value."""
+        """Decide by its type how to read a value: a text as it arrives, any other as a whole."""
         value, wrap = self._buffer, self._tags.wrap[0]
         if wrap and wrap.startswith(value[: len(wrap)]):
             if len(value) < len(wrap):
@@ -288,16 +318,11 @@ class TagReader:
             if null and null.partial:
                 return None
             text = null is None
-        elif self._wanted and "string" not in self._wanted and not value.strip():
-            return None
         self._buffer = value
         if text:
             self._step = self._text_value
             return '"'
-        if self._wanted and "string" not in self._wanted and value.lstrip()[0] in "{[":
-            self._literal, self._step = LiteralReader(), self._literal_value
-        else:
-            self._searched, self._step = 0, self._held_value
+        self._searched, self._step = 0, self._held_value
         return ""
 
     def _text_value(self) -> str | None:
@@ -307,22 +332,6 @@ class TagReader:
             return _escaped(text) if text else None
         self._end_value(stop.end() - stop.start())
         return _escaped(text) + '"'
-
-    def _literal_value(self) -> str | None:
-        json_text, rest = self._literal.feed(self._buffer)
-        self._buffer = rest or ""
-        if rest is not None:
-            self._step = self._after_literal
-            return json_text
-        return json_text or None
-
-    def _after_literal(self) -> str | None:
-        stop = self.stop.search(self._buffer, partial=True)
-        if stop.partial:
-            self._buffer = self._buffer[stop.start() :]
-            return None
-        self._end_value(stop.end())
-        return ""
 
     def _held_value(self) -> str | None:
         stop = self.stop.search(self._buffer, self._searched, partial=True)
@@ -377,8 +386,10 @@ def _value_of(text: str, types: frozenset[str]) -> str:
 
 
 def _python_as_json(text: str) -> str:
-    json_text, _ = LiteralReader().feed(f"[{text}]")
-    return json_text[1:-1]
+    """Return the JSON of a literal of Python; empty if the text is none."""
+    reader = LiteralReader()
+    json_text, rest = reader.feed(f"[{text}]")
+    return json_text[1:-1] if rest == "" and reader.is_sound else ""
 
 
 def _type_of(value: Json) -> frozenset[str]:

@@ -1,15 +1,18 @@
 """Tool calls in generated text: found while the text arrives.
 
 A call begins as soon as its function is known, and its arguments follow as the model writes them,
-as parts of one JSON text.
+as parts of one JSON text. Outside of its own format a model's call counts only where it begins a
+line, outside of code fences, and names a tool of the request.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Final
 
 import regex
@@ -40,12 +43,47 @@ _PARSE_ERRORS: Final = (
     MemoryError,  # raised by Python's own parser for deeply nested values
 )
 """Errors of mlx-vlm's parsers for text that only looks like a tool call."""
+_FENCE: Final = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})")
+_LINE_CHARS: Final = 256
+"""Characters of a line of content that tell whether it is a fence."""
 
 
 class ArgumentsText(str):
     """More of the arguments of the latest call."""
 
     __slots__ = ()
+
+
+class _Lines:
+    """Lines of the content so far, and the code fence around the last one."""
+
+    def __init__(self) -> None:
+        self._fence = ""
+        self._line = ""
+        """The last line, which has not ended."""
+
+    @property
+    def may_call(self) -> bool:
+        """Whether what comes next begins a line outside of code fences."""
+        return not self._fence and not self._line.strip()
+
+    def add(self, text: str) -> None:
+        """Add content."""
+        *ended, last = (self._line + text).split("\n")
+        for line in ended:
+            self._end(line)
+        self._line = last[:_LINE_CHARS]
+
+    def break_line(self) -> None:
+        """Begin a line, as behind a call."""
+        self._line = ""
+
+    def _end(self, line: str) -> None:
+        mark = _FENCE.match(line)
+        if mark and not self._fence:
+            self._fence = mark[1]
+        elif mark and mark[1].startswith(self._fence) and not line[mark.end() :].strip():
+            self._fence = ""
 
 
 class ToolCallSplitter:
@@ -64,10 +102,12 @@ class ToolCallSplitter:
         self._format = tool_format
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._declared = list(tools)
+        self._strays = tool_format.strays if tools else ()
+        self._lines = _Lines()
         self._limit = limit
         self._buffer = ""
         self._marked = False
-        """Whether the marker of calls has been read; without one, only known functions are."""
+        """Whether the marker of calls precedes; without one, only known functions are called."""
         self._opening = ""
         """White space and the marker that precede what may be a call."""
         self._calls = 0
@@ -95,19 +135,21 @@ class ToolCallSplitter:
         if self._step == self._arguments:
             return self._end_arguments(cut=cut)
         if self._step == self._next or (self._step == self._tail and self._held is None):
-            return []
-        if self._step == self._text:
+            # What may begin a mark is one, but for its first letter.
+            return [rest] if len(rest) == 1 and not rest.isspace() and not cut else []
+        if self._step in (self._text, self._ended):
             held = overlap(rest, self._format.begin)
             if cut and (held > 1 or (held and self._calls)):
                 rest = rest[:-held]
             # White space after a call separates it from the next; elsewhere it is content.
             return [rest] if rest and not (self._calls and not rest.strip()) else []
+        text = self._opening + (self._held or "") + rest
         if cut:
-            return []
+            is_word = self._step == self._begin and not (self._marked or self._format.opened)
+            return [text] if is_word and not rest.lstrip().startswith("<") else []
         ended = self.feed(self._format.end)
         if any(isinstance(piece, dict) for piece in ended):
             return ended
-        text = self._opening + (self._held or "") + rest
         return [text] if text else []
 
     def _end_arguments(self, *, cut: bool) -> list[str | ToolCall]:
@@ -124,14 +166,59 @@ class ToolCallSplitter:
         found = start >= 0
         if not found:
             start = len(self._buffer) - overlap(self._buffer, begin)
+        stray = self._find_stray(start)
+        if stray is not None:
+            start, found, begin = stray, True, ""
         text = self._buffer[:start].rstrip()
         if found:
-            self._opening, self._marked = self._buffer[len(text) : start + len(begin)], True
-            self._step = self._block if self._format.parser else self._begin
+            self._opening, self._marked = self._buffer[len(text) : start + len(begin)], bool(begin)
+            self._step = self._block if self._format.parser and begin else self._begin
         self._buffer = self._buffer[start + len(begin) if found else len(text) :]
-        if text:
-            out.append(text)
+        self._add_text(text, out)
         return found
+
+    def _find_stray(self, end: int) -> int | None:
+        """Return the first place before `end` where a call may begin that is not the format's own.
+
+        A line whose beginning is not one is content.
+        """
+        lines, at = copy(self._lines), 0
+        while self._strays and at < end:
+            if lines.may_call and self._buffer[at:end].strip() and self._heads(self._strays, at):
+                return at
+            until = self._buffer.find("\n", at, end) + 1 or end
+            lines.add(self._buffer[at:until])
+            at = until
+        return None
+
+    def _heads(
+        self, calls: Sequence[Call], at: int = 0, *, named: bool = True
+    ) -> list[tuple[Call, regex.Match[str]]]:
+        """Return the calls that may begin at a place; `named` ones have a name of a tool."""
+        matches = (
+            (call, call.head_pattern.match(self._buffer, at, partial=True)) for call in calls
+        )
+        return [
+            (call, head)
+            for call, head in matches
+            if head and not (named and self._is_other_word(call, head, at))
+        ]
+
+    def _is_other_word(self, call: Call, head: regex.Match[str], at: int) -> bool:
+        """Return whether a head begins with another word than a tool; prose waits for nothing."""
+        if not head.partial:
+            name = self._name(head)
+            return name is not None and name not in self._tools
+        lead = call.lead_pattern and call.lead_pattern.match(self._buffer, at)
+        word = self._buffer[lead.end() :] if lead else ""
+        return not word.startswith("<") and not any(
+            tool.startswith(word) or word.startswith(tool) for tool in self._tools
+        )
+
+    def _add_text(self, text: str, out: list[str | ToolCall]) -> None:
+        if text:
+            self._lines.add(text)
+            out.append(text)
 
     def _begin(self, out: list[str | ToolCall]) -> bool:
         """Read a call up to its arguments, or find that the text is no call."""
@@ -141,34 +228,38 @@ class ToolCallSplitter:
                 return False
             self._buffer, self._opening = self._buffer[len(plain) :], ""
         else:
-            heads = [
-                (call, call.head_pattern.match(self._buffer, partial=True))
-                for call in self._format.calls
-            ]
+            free = self._marked or not self._tools
+            own = self._format.calls if free or self._format.opened else ()
+            heads = self._heads(own, named=not free) + self._heads(self._strays)
             for call, head in heads:
-                if head and not head.partial and self._is_known(name := _name_of(head)):
+                if not head.partial:
                     self._buffer = self._buffer[head.end() :]
-                    self._start(call, name, out)
+                    self._start(call, self._name(head), out)
                     return True
-            if any(head and head.partial for _, head in heads):
+            if any(head.partial for _, head in heads):
                 return False
-        if self._opening:
-            out.append(self._opening)
-        self._step = self._text
+        self._add_text(self._opening, out)
+        self._step, self._marked = self._text, False
         return True
 
-    def _is_known(self, name: str | None) -> bool:
-        return self._marked or name is None or name in self._tools or not self._tools
+    def _name(self, found: regex.Match[str]) -> str | None:
+        """Return the function that a pattern found: a tool, also behind the name of its group."""
+        name = _name_of(found)
+        if name is None or name in self._tools:
+            return name
+        groups = (name.partition(mark)[2].strip() for mark in ":.")
+        return next((tool for tool in groups if tool in self._tools), name)
 
     def _start(self, call: Call, name: str | None, out: list[str | ToolCall]) -> None:
         self._call = call
         self._held = None if name is not None else ""
         self._calls += 1
+        self._lines.break_line()
         if call.tags is not None:
             types = argument_types(self._tools.get(name or ""))
             self._reader = TagReader(call.tags, call.tail_pattern, self._format.end, types)
         else:
-            self._reader = LiteralReader(self._format.quote)
+            self._reader = LiteralReader(self._format.quote, self._format.stop_pattern)
         self._step = self._arguments
         if name is not None:
             self._write(_call(name, ""), out)
@@ -192,7 +283,7 @@ class ToolCallSplitter:
             return False
         if tail:
             self._buffer = self._buffer[tail.end() :]
-            name = _name_of(tail)
+            name = self._name(tail)
             if self._held is not None and name is not None:
                 arguments, self._held = self._held, None
                 self._write(_call(name, ""), out)
@@ -207,13 +298,25 @@ class ToolCallSplitter:
             if self._buffer.startswith(text):
                 self._buffer = self._buffer[len(text) :]
                 if text == self._format.end:
-                    self._step = self._text
+                    self._step, self._marked = self._ended, False
                 return True
             if text.startswith(self._buffer):
                 return False
         if self._buffer:
             self._opening, self._step = "", self._begin
         return bool(self._buffer)
+
+    def _ended(self, out: list[str | ToolCall]) -> bool:  # noqa: ARG002
+        """Skip a mark that ends the calls once more, as some models write it."""
+        rest, end = self._buffer.lstrip(), self._format.end
+        if rest.startswith(end):
+            self._buffer = rest[len(end) :]
+            return True
+        if rest and end.startswith(rest):
+            return False
+        if rest:
+            self._step = self._text
+        return bool(rest)
 
     def _block(self, out: list[str | ToolCall]) -> bool:
         """Read calls as a whole by mlx-vlm's parser."""

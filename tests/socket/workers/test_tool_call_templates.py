@@ -1,4 +1,4 @@
-"""Tool calls through the chat templates of published models, and back.
+"""Tool calls through the chat templates of published models, and back; and any history.
 
 `python -m bench.attack.tool_calls` does the same with 300 calls per template.
 """
@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import islice
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from bench.attack.templates import fetch, fetch_further
 from bench.families.chat import check_chat
 from bench.families.configs import FAMILIES
-from tests.support.tool_call_text import format_name, round_trips
+from tests.support.histories import faults, random_history, rendered
+from tests.support.tool_call_text import format_name, renderer_of, round_trips
 from workers.engine.tool_formats import FORMATS
 
 SHOWN = {
@@ -69,3 +72,23 @@ def test_families_call_tools_and_reason_by_their_own_templates(templates: dict[s
     assert cells["Qwen3.5-4B"] == ("`qwen3_coder`", "`<think>`, read back")
     assert cells["openai-gpt-oss-120b"] == ("`harmony`", "`<|channel|>`, read back")
     assert cells["microsoft-Phi-3.5-mini-instruct"] == ("none", "none")
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(5000, marks=pytest.mark.proof)])
+@pytest.mark.timeout(7200)
+@pytest.mark.xdist_group("chat_templates")
+def test_f67_every_template_renders_any_history_with_all_its_words(
+    templates: dict[str, str], count: int
+) -> None:
+    """None is refused, and each text, call and result stands in the prompt, in order."""
+    histories = [random_history(Random(f"history {number}")) for number in range(count)]
+    wrong: list[tuple[str, int, str]] = []
+    for name, template in templates.items():
+        renderer = renderer_of(template, tools_alone="tool_use" in name)
+        found = (
+            (name, number, fault)
+            for number, history in enumerate(histories)
+            for fault in faults(history, rendered(renderer, history))
+        )
+        wrong += islice(found, 3)
+    assert not wrong

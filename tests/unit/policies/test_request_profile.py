@@ -139,6 +139,20 @@ def test_tools_with_tool_choice_none_do_not_count() -> None:
     assert not read_chat(tools=[TOOL], tool_choice="none").tools
 
 
+@pytest.mark.parametrize("name", ["a", "get weather", "mcp:files/read", "a.b-c_d", "x" * 128, "ä"])
+def test_a_tool_may_have_any_name_that_a_model_can_write(name: str) -> None:
+    assert read_chat(tools=[{**TOOL, "function": {"name": name}}]).tools
+
+
+@pytest.mark.parametrize(
+    "name", ["", " a", "a ", "a\nb", "a\tb", "a<b", 'a"b', "f(x)", "x" * 129, "a{"]
+)
+def test_a_name_that_is_markup_in_a_call_is_refused(name: str) -> None:
+    with pytest.raises(FieldError, match="brackets") as refused:
+        read_chat(tools=[TOOL, {**TOOL, "function": {"name": name}}])
+    assert refused.value.param == "tools[1].function.name"
+
+
 def test_an_assistant_that_only_calls_tools_needs_no_content() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     profile = read_chat(messages=[{"role": "assistant", "content": None, "tool_calls": calls}])

@@ -41,6 +41,26 @@ def test_developer_becomes_system_and_system_is_hoisted_and_merged() -> None:
     ]
 
 
+def test_a_system_message_behind_others_stays_in_its_place_for_workers_that_tell() -> None:
+    given_messages = [
+        message("system", "Be brief."),
+        message("developer", "Be kind."),
+        message("user", "Hi"),
+        message("assistant", "Hello"),
+        message("developer", "It is late."),
+        message("user", "And?"),
+    ]
+    placed = normalise(given_messages, in_place=True)
+    assert placed == [
+        message("system", "Be brief.\n\nBe kind."),
+        *given_messages[2:4],
+        message("system", "It is late."),
+        message("user", "And?"),
+    ]
+    assert normalise(placed, in_place=True) == placed
+    assert normalise(given_messages[:2], in_place=True) == placed[:1]
+
+
 def test_adjacent_plain_messages_of_one_role_merge() -> None:
     assert normalise([message("user", "a"), message("user", "b"), message("assistant", "c")]) == [
         message("user", "a\n\nb"),

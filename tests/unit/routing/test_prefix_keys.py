@@ -216,3 +216,19 @@ def test_two_chats_have_the_same_key_only_where_they_are_the_same(
     for length in first_ends.keys() & second_ends.keys():
         same = first[:length] == second[:length]
         assert (first_ends[length] == second_ends[length]) == same
+
+
+def test_a_system_message_behind_others_keeps_the_keys_of_the_turns_before_it() -> None:
+    """Moved to the front, it would change the beginning of the prompt."""
+    note = {"role": "system", "content": "It is late."}
+
+    def placed(*messages: Mapping[str, Any]) -> PrefixKeys:
+        body = {"messages": normalise(messages, in_place=True)}
+        profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=len(LONG))
+        return HASHER.prefix_keys(Inspected("demo", profile, body), LAB, RULES)
+
+    before, after = placed(*CHAT), placed(*CHAT, assistant("Here."), note, user("Why?"))
+    assert set(before.ends) < set(after.ends)
+    assert not set(keys(*CHAT).ends) & set(keys(*CHAT, assistant("Here."), note).ends)
+    following = placed(*CHAT, assistant("Here."), note, user("Why?"), assistant("So."), user("O"))
+    assert after.ends[0] in following.ends

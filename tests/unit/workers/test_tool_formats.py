@@ -136,23 +136,14 @@ def test_arguments_arrive_while_they_are_written(family: str) -> None:
     assert len(read_calls(known, text, TOOLS).parts) > len(PROSE) * 0.9
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "expected"),
-    [
-        (["string", "null"], "nullify nothing", '"nullify nothing"'),
-        ("array", '[{"old": "</parameter>"}, {"old": "b"}]', None),
-        (["object", "null"], "{'a': [True, 'b']}", '{"a": [true, "b"]}'),
-    ],
-)
-def test_a_long_value_between_tags_arrives_while_it_is_written(
-    kind: Any, value: str, expected: str | None
-) -> None:
-    """Lists of edits and optional texts too, which only a wrong reader would hold to their end."""
-    schema = {"type": "object", "properties": {"a": {"type": kind}}}
+def test_a_text_that_may_be_null_arrives_while_it_is_written() -> None:
+    """Only what could begin the word is held back."""
+    value = "nullify nothing"
+    schema = {"type": "object", "properties": {"a": {"type": ["string", "null"]}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     text = f"<tool_call><function=f><parameter=a>\n{value}\n</parameter></function></tool_call>"
     read = read_calls(FORMATS["qwen3_coder"], text, tools)
-    assert read.calls == [("f", f'{{"a": {expected or value}}}')]
+    assert read.calls == [("f", f'{{"a": "{value}"}}')]
     assert len(read.parts) > len(value) // 2
 
 

@@ -1,0 +1,38 @@
+"""Where system messages stand in the request that a worker gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.running_gateway import RunningGateway
+from tests.support.scripted_worker import ScriptedWorker
+
+NOTE = {"role": "system", "content": "It is late."}
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {**NOTE, "role": "developer"},
+    {"role": "user", "content": "And?"},
+]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_worker_that_tells_gets_a_system_message_in_its_place(
+    gateway: RunningGateway, worker: ScriptedWorker, *, takes: bool
+) -> None:
+    """It knows what its template takes there; the beginning of the prompt stays the same."""
+    gateway.join(worker, system_inside=takes)
+    assert gateway.chat(messages=CHAT).status_code == 200
+    assert worker.requests[-1].body["messages"] == [*CHAT[:3], NOTE, CHAT[4]]
+
+
+def test_an_engine_that_does_not_tell_gets_system_messages_at_the_front(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    gateway.join(worker)
+    assert gateway.chat(messages=CHAT).status_code == 200
+    first = {"role": "system", "content": "Be brief.\n\nIt is late."}
+    assert worker.requests[-1].body["messages"] == [first, CHAT[1], CHAT[2], CHAT[4]]

@@ -1,0 +1,115 @@
+"""Histories that the API allows, rendered by templates that each lack something."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+
+import pytest
+
+from tests.support.histories import faults, random_history, rendered
+from tests.support.tool_call_text import renderer_of
+
+MESSAGE = """[{{ m.role }}]{{ m.content }}
+{%- for c in m.tool_calls or [] %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>
+{%- endfor %}"""
+ALL = "{% for m in messages %}" + MESSAGE + "{% endfor %}"
+ROLES = "{% set roles = messages | map(attribute='role') | list %}"
+
+
+def refusing(condition: str, template: str = ALL) -> str:
+    """Return a template that refuses chats under a condition."""
+    return f"{ROLES}{{% if {condition} %}}{{{{ raise_exception('No.') }}}}{{% endif %}}{template}"
+
+
+def refusing_each(condition: str) -> str:
+    """Return a template that refuses chats with a message under a condition."""
+    raised = f"{{% if {condition} %}}{{{{ raise_exception('No.') }}}}{{% endif %}}"
+    return "{% for m in messages %}" + raised + MESSAGE + "{% endfor %}"
+
+
+TEMPLATES = {
+    "takes all": (ALL, ""),
+    "no system": (refusing("'system' in roles"), "system=False system_inside=False"),
+    "one system": (refusing("roles[:2] == ['system', 'system']"), "systems=False"),
+    "system first": (
+        refusing_each("m.role == 'system' and not loop.first"),
+        "systems=False system_inside=False",
+    ),
+    "system in front without a word": (
+        "{% for m in messages if m.role == 'system' %}" + MESSAGE + "{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}" + MESSAGE + "{% endfor %}",
+        "system_inside=False",
+    ),
+    "a user": (refusing("'user' not in roles"), "userless=False"),
+    "a user first": (
+        refusing_each("m.role != 'user' and loop.index0 == (roles or 0)").replace(
+            "(roles or 0)", "(messages[0].role == 'system') | int"
+        ),
+        None,
+    ),
+    "one user": (
+        refusing_each("m.role == 'user' and loop.previtem and loop.previtem.role == 'user'"),
+        None,
+    ),
+    "one answer": (
+        refusing_each(
+            "m.role == 'assistant' and loop.previtem and loop.previtem.role == 'assistant'"
+        ),
+        "assistants=False",
+    ),
+    "no user behind a result": (
+        refusing_each(
+            "m.role != 'assistant' and loop.previtem and loop.previtem.role == 'tool'"
+            " and m.role != 'tool'"
+        ),
+        None,
+    ),
+    "no empty answer": (
+        refusing_each("m.role == 'assistant' and not m.content and not m.tool_calls"),
+        "empty=False",
+    ),
+    "one call": (refusing_each("(m.tool_calls or [])[1] is defined"), "parallel_calls=False"),
+    "no text beside calls, without a word": (
+        ALL.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
+        "text_with_calls='before'",
+    ),
+    "no reasoning beside text and calls": (
+        refusing_each("m.content and m.tool_calls and m.reasoning_content"),
+        "reasoning=False",
+    ),
+    "parts alone": (
+        ALL.replace("m.content }}", "(m.content | first).text }}"),
+        "parts=True",
+    ),
+    "turns that alternate": (
+        """{%- set turn = namespace(users=true) -%}{% for m in messages %}
+{%- if m.role == 'user' or m.role == 'assistant' and not m.tool_calls -%}
+{%- if (m.role == 'user') != turn.users -%}{{ raise_exception('No.') }}{%- endif -%}
+{%- set turn.users = not turn.users -%}{%- endif -%}"""
+        + MESSAGE
+        + "{% endfor %}",
+        None,
+    ),
+    "texts alone": (
+        refusing_each("m.role not in ('user', 'assistant') or m.tool_calls"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("lacks", TEMPLATES)
+def test_f67_a_history_is_changed_no_further_than_the_template_needs(
+    lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No word is lost, and the log tells the changes once."""
+    template, changes = TEMPLATES[lacks]
+    renderer = renderer_of(template)
+    with caplog.at_level(logging.INFO):
+        for number in range(60):
+            history = random_history(Random(f"unit {number}"))
+            assert not faults(history, rendered(renderer, history)), history.messages
+    told = [one.getMessage() for one in caplog.records if "histories_changed" in one.getMessage()]
+    if changes is not None:
+        assert renderer.history_style.changes == changes
+    assert len(told) == (lacks != "takes all")
