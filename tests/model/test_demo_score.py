@@ -67,13 +67,18 @@ def test_long_answers_are_long_and_end_without_a_limit(long_answers: Score) -> N
     assert 150 <= long_answers.tokens / long_answers.prompts <= 600
 
 
-def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: httpx.Client) -> None:
-    pictures = held_out.pictures(200)
+@pytest.mark.parametrize(
+    ("count", "share"), [(40, 0.9), pytest.param(200, 0.95, marks=pytest.mark.proof)]
+)
+def test_colour_and_shape_of_held_out_pictures_are_correct(
+    openai_client: httpx.Client, count: int, share: float
+) -> None:
+    pictures = held_out.pictures(count)
     score = score_pictures(openai_client, "demo", pictures)
 
     assert len({picture.colour for picture in pictures}) >= 6
     assert len({picture.shape for picture in pictures}) >= 4
-    assert score.share >= 0.95, score.mistakes
+    assert score.share >= share, score.mistakes
 
 
 def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(openai_client: httpx.Client) -> None:
