@@ -237,15 +237,6 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
     assert (second.row.cached_tokens, second.row.answer) == (0, expected.row.answer)
 
 
-def test_a_file_of_another_model_is_never_used(make_lane, submit, files, tmp_path) -> None:
-    run_after_restart(make_lane, submit, files)
-
-    other = PrefixCacheFiles(tmp_path, 1 << 30, "other", SECRET)
-    result = run_after_restart(make_lane, submit, other)
-    assert result.row.cached_tokens == 0
-    assert load_all(other)
-
-
 def test_l8_a_file_of_somebody_without_the_secret_is_never_used(
     make_lane, submit, files, tmp_path
 ) -> None:
