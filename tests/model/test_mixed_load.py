@@ -1,4 +1,4 @@
-"""A hundred mixed requests, eight at a time: each gets the same answer as without load."""
+"""Forty mixed requests, eight at a time: each gets the same answer as without load."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import pytest
 from openai import AsyncOpenAI
 
 from tests.support.openai_requests import ChatResult, picture_body, send_chat_async, text_body
 from tests.support.served_engine import DemoGateway
 from tools.demo_model.questions import draw_turn
 
-REQUESTS = 100
+REQUESTS = 40
 CONCURRENCY = 8
 COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
 # Two tokens closer than this in log-probability are a tie that float noise may decide either way.
@@ -37,7 +36,7 @@ def mixed_requests(model: str) -> list[Request]:
 
 def _request(random: Random, number: int, model: str) -> Request:
     question = draw_turn(random).question
-    limit = random.choice((16, 48, 96))
+    limit = random.choice((8, 24, 48))
     body: dict[str, Any]
     match number % 4:
         case 0 | 1:
@@ -66,7 +65,6 @@ async def answers_to(
     return await asyncio.gather(*map(send, requests))
 
 
-@pytest.mark.timeout(600)
 async def test_every_answer_under_load_equals_the_answer_without_load(
     demo: DemoGateway, async_openai_client: AsyncOpenAI
 ) -> None:
@@ -75,7 +73,9 @@ async def test_every_answer_under_load_equals_the_answer_without_load(
     concurrent = await answers_to(async_openai_client, requests, concurrency=CONCURRENCY)
 
     for request, expected, found in zip(requests, sequential, concurrent, strict=True):
-        assert expected.headers["x-paceline-pool"] == found.headers["x-paceline-pool"]
+        pool = found.headers["x-paceline-pool"]
+        assert pool == expected.headers["x-paceline-pool"]
+        assert pool == {"greedy": "text-mtp", "sampled": "vlm"}.get(request.kind, pool)
         assert expected.prompt_tokens == found.prompt_tokens
         if expected.text != found.text:
             gap = await logprob_gap_at_difference(
@@ -85,13 +85,6 @@ async def test_every_answer_under_load_equals_the_answer_without_load(
         else:
             assert expected.completion_tokens == found.completion_tokens
             assert expected.finish_reason == found.finish_reason
-    kinds = {"text-mtp": "greedy", "vlm": "sampled"}
-    for pool, kind in kinds.items():
-        assert {
-            answer.headers["x-paceline-pool"]
-            for request, answer in zip(requests, concurrent, strict=True)
-            if request.kind == kind
-        } == {pool}
 
 
 async def logprob_gap_at_difference(

@@ -166,7 +166,7 @@ class ConversationRunner:
         for batch in itertools.count(1):
             if self.stats.tokens >= tokens:
                 break
-            if batch % 5 == 0:
+            if batch % 3 == 0:
                 self.stats.restarts += 1
                 self.close()
                 self._start()
@@ -240,7 +240,7 @@ class ConversationRunner:
             ),
             prompt=self._prompts.prepare(prompt),
             seed=0,
-            max_tokens=self._rng.randint(1, 200),
+            max_tokens=self._rng.randint(1, 60),
             ends=lane.ends if self._rng.random() < 0.3 else frozenset(),
             draft_tokens=draft_tokens,
             draft_tokens_fixed=True,
