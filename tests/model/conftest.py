@@ -60,14 +60,6 @@ def no_fused_kernels() -> None:
         mlx._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(2)  # CompileMode::no_fuse
 
 
-@pytest.fixture(scope="module", autouse=True)
-def freed_memory() -> Iterator[None]:
-    """Give the system what the tests of a file have freed: glibc keeps it."""
-    yield
-    if sys.platform == "linux":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 @pytest.fixture(scope="session")
 def checkpoint() -> Checkpoint:
     return load_checkpoint(CHECKPOINT)
