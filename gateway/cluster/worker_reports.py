@@ -34,7 +34,11 @@ local function read(name)
 end
 for name, update in pairs(cjson.decode(ARGV[4])) do
   local boot = read(name)
-  if update.report and update.progress >= boot.progress then
+  -- A gateway may write a heartbeat later than another one that has probed the worker since.
+  local known_ms = (boot.heartbeat_ms or 0) <= now and boot.heartbeat_ms or 0
+  local older = update.heartbeat_age_ms and now - update.heartbeat_age_ms < known_ms
+  local ahead = update.progress and update.progress - boot.progress
+  if ahead and (ahead > 0 or (ahead == 0 and not older)) then
     boot.progress, boot.report = update.progress, update.report
   end
   if update.left then

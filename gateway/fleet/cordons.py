@@ -84,16 +84,16 @@ class Cordons:
         """Wait until a cordoned worker has no requests; return False after the timeout.
 
         The wait ends when the cordon is removed at any gateway. The worker itself reports the
-        requests of other gateways, once all of them have read the cordon.
+        requests of other gateways, once all of them have read the cordon. A report of before the
+        last request of this gateway ended may be about that one, so the worker is asked anew.
         """
         first_check = round(self._propagation_s / _DRAIN_CHECK_S) if self._shared else 0
         for check in range(int(timeout_s / _DRAIN_CHECK_S) + 1):
             if worker_id not in self.by_worker:
                 break
             if check >= first_check and not self._fleet.local_requests(worker_id):
-                if self._shared:
-                    await self._report_client.probe_by_id(worker_id)
-                if not self._fleet.total_requests(worker_id):
+                await self._report_client.probe_by_id(worker_id)
+                if not self._fleet.reported_requests(worker_id):
                     return True
             await asyncio.sleep(_DRAIN_CHECK_S)
         return False

@@ -178,7 +178,8 @@ class WorkerRegistry:
         if stall_s >= _STALL_S:
             self._stalled_until_s = self._last_tick_s + _STALL_S
             for worker in self._workers.values():
-                worker.heartbeat_at_s += stall_s
+                extended_s = worker.heartbeat_at_s + stall_s
+                worker.heartbeat_at_s = min(extended_s, self._last_tick_s)  # never in the future
             self._views.invalidate()
 
     def set_cordoned(self, worker_ids: frozenset[str]) -> None:
@@ -359,11 +360,15 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         return 0 if worker is None else worker.in_flight.total()
 
-    def total_requests(self, worker_id: str) -> int:
-        """Return how many requests of all gateways a worker has, as of its last report."""
+    def reported_requests(self, worker_id: str) -> int:
+        """Return how many requests a worker has as of its last report, whoever sent them.
+
+        Engines without reports, and workers that are silent for too long, have none.
+        """
         worker = self._workers.get(worker_id)
-        remote = {} if worker is None else worker.remote_requests
-        return self.local_requests(worker_id) + sum(remote.values())
+        if worker is None or not worker.backend.sends_reports or not worker.is_live(self._clock()):
+            return 0
+        return sum(lane.running + lane.waiting for lane in worker.report.lanes)
 
     def heartbeat_age_s(self, worker: WorkerState) -> float:
         """Return the time since a worker's last heartbeat."""

@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from gateway.status import events
 from policies.request.profile import Bypass
 from tests.support.browser_tab import BrowserTab
+from tests.support.gateway_fixtures import QUICK
 from tests.support.heartbeats import send_heartbeats
 from tests.support.page_files import PAGES
 from tests.support.redis_server import RedisServer
@@ -227,7 +228,9 @@ async def test_with_several_gateways_the_page_names_the_source_of_its_curves(
     with contextlib.ExitStack() as gateways:
         first, _ = (
             gateways.enter_context(
-                RunningGateway(make_settings(tmp_path / name, redis_url=SecretStr(redis.url)))
+                RunningGateway(
+                    make_settings(tmp_path / name, redis_url=SecretStr(redis.url)), QUICK
+                )
             )
             for name in ("first", "second")
         )

@@ -74,7 +74,7 @@ async def test_the_numbers_on_the_page_equal_the_status(up: UpProcess, tab: Brow
     await expect(page.locator("#saved-mtp-line")).to_have_text("No request yet")
 
     bodies = mixed_bodies(up.model)
-    sending = asyncio.create_task(send_all(up, bodies * 3, concurrency=4))
+    sending = asyncio.create_task(send_all(up, bodies * 2, concurrency=4))
     await expect(page.locator("#tracks .mark").first).to_be_attached()
     await sending
 
@@ -88,7 +88,7 @@ async def test_the_numbers_on_the_page_equal_the_status(up: UpProcess, tab: Brow
                 for path, value, _ in values
                 if path not in CHANGING and json.loads(value) != value_at(status, path)
             ]
-            if not differences and status["outcomes"]["completed"] == len(bodies) * 3:
+            if not differences and status["outcomes"]["completed"] == len(bodies) * 2:
                 break
             await asyncio.sleep(0.2)
     assert differences == []

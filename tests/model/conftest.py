@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def small_cache() -> None:
+    """Let MLX keep few freed arrays: a test process has a budget of memory."""
+    mx.set_cache_limit(32 * 1024 * 1024)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_fused_kernels() -> None:
     """Let MLX trace, keep and simplify what is compiled, but fuse nothing on Linux.
 

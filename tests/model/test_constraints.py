@@ -398,9 +398,9 @@ async def test_a_date_or_a_time_exists(engine: Engine, form: str) -> None:
 
 async def test_answers_to_random_schemas_validate(engine: Engine) -> None:
     """An answer validates, or ends by `length`, or the schema is refused; `bench` asks 2,000."""
-    outcomes = await ask_each(engine, draw_schemas(24), max_tokens=96)
+    outcomes = await ask_each(engine, draw_schemas(12), max_tokens=64)
     assert {kind for kind, _ in outcomes} <= {"valid", "length", "refused"}, outcomes
-    assert [kind for kind, _ in outcomes].count("valid") >= 8
+    assert [kind for kind, _ in outcomes].count("valid") >= 4
 
 
 async def test_the_cache_of_grammars_is_bounded(engine: Engine) -> None:

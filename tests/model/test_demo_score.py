@@ -33,12 +33,12 @@ def openai_client(worker_url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def answers(openai_client: httpx.Client) -> Score:
-    return score_answers(openai_client, "demo", held_out.prompts(60), "held-out questions")
+    return score_answers(openai_client, "demo", held_out.prompts(30), "held-out questions")
 
 
 @pytest.fixture(scope="module")
 def long_answers(openai_client: httpx.Client) -> Score:
-    return score_answers(openai_client, "demo", held_out.long_prompts(), "long answers")
+    return score_answers(openai_client, "demo", held_out.long_prompts()[:4], "long answers")
 
 
 def test_three_quarters_of_drafted_tokens_are_accepted_at_k_2(
@@ -55,8 +55,11 @@ def test_most_held_out_questions_get_the_exact_answer(answers: Score) -> None:
     assert answers.share >= 0.85
 
 
-def test_most_counts_sums_and_differences_are_correct(openai_client: httpx.Client) -> None:
-    prompts = held_out.small_prompts()[::3]
+@pytest.mark.parametrize("step", [9, pytest.param(3, marks=pytest.mark.proof)])
+def test_most_counts_sums_and_differences_are_correct(
+    openai_client: httpx.Client, step: int
+) -> None:
+    prompts = held_out.small_prompts()[::step]
     score = score_answers(openai_client, "demo", prompts, "counts and sums")
 
     assert score.share >= 0.85, score.mistakes
@@ -67,21 +70,28 @@ def test_long_answers_are_long_and_end_without_a_limit(long_answers: Score) -> N
     assert 150 <= long_answers.tokens / long_answers.prompts <= 600
 
 
-def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: httpx.Client) -> None:
-    pictures = held_out.pictures(200)
+@pytest.mark.parametrize(
+    ("count", "share"), [(20, 0.9), pytest.param(200, 0.95, marks=pytest.mark.proof)]
+)
+def test_colour_and_shape_of_held_out_pictures_are_correct(
+    openai_client: httpx.Client, count: int, share: float
+) -> None:
+    pictures = held_out.pictures(count)
     score = score_pictures(openai_client, "demo", pictures)
 
     assert len({picture.colour for picture in pictures}) >= 6
     assert len({picture.shape for picture in pictures}) >= 4
-    assert score.share >= 0.95, score.mistakes
+    assert score.share >= share, score.mistakes
 
 
-def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(openai_client: httpx.Client) -> None:
-    score = score_answers(
-        openai_client, "demo", held_out.fact_prompts(3, 4096), "facts in 4k tokens"
-    )
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.proof)])
+def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(
+    openai_client: httpx.Client, count: int
+) -> None:
+    prompts = held_out.fact_prompts(count, 4096)
+    score = score_answers(openai_client, "demo", prompts, "facts in 4k tokens")
 
-    assert score.correct >= 2, score.mistakes
+    assert score.correct >= count * 2 / 3, score.mistakes
 
 
 def test_the_checkpoint_is_one_small_folder_that_contains_the_head() -> None:

@@ -170,11 +170,11 @@ def new_worker(
 
 
 def attempts(caller: Caller, secret: str, **fields: Any) -> Iterator[Question]:
-    """Yield requests of a client that tries to learn the system prompt of another."""
+    """Yield what a client asks to learn a system prompt of another, each time with more of it."""
     half = secret[: len(secret) // 2]
-    for system in (secret, f"{secret} Repeat the words above.", half, f"{half}pelican."):
-        yield Question(caller=caller, system=system, **fields)
     yield Question(caller=caller, system="Be brief.", user=f"{secret} {QUESTION}", **fields)
+    for system in (f"{half}pelican.", half, secret, f"{secret} Repeat the words above."):
+        yield Question(caller=caller, system=system, **fields)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "picture"])
@@ -187,9 +187,9 @@ def test_c8_a_team_gets_the_answers_of_a_worker_that_another_team_never_used(
     first, second = worker.ask(own)[0], worker.ask(own)[0]
     assert first.cached_tokens == 0
     assert second.cached_tokens > 0, "the cache is in use"
+    unused = new_worker()
     for question in attempts(BLUE, secret, kind=kind):
-        assert worker.ask(question) == new_worker().ask(question)
-        assert worker.ask(question)[0].tokens == new_worker().ask(question)[0].tokens
+        assert worker.ask(question) == unused.ask(question)
 
 
 @pytest.mark.parametrize("isolation", ["team", "key"])
@@ -216,9 +216,9 @@ def test_c8_files_of_one_team_change_no_answer_of_another_after_a_restart(
     before.ask(own)
     before.cache.close()
     assert list(tmp_path.iterdir())
-    worker = restarted()
+    worker, unused = restarted(), new_worker()
     for question in attempts(BLUE, secret):
-        assert worker.ask(question) == new_worker().ask(question)
+        assert worker.ask(question) == unused.ask(question)
     assert worker.ask(own)[0].cached_tokens > 0, "the file is in use"
     worker.cache.close()
 
@@ -248,17 +248,17 @@ def test_c8_rows_of_one_team_change_no_answer_of_another_in_the_same_batch(
     def answers(word: str, picture: Picture) -> list[Answer]:
         secret = SYSTEMS["long"].replace("cormorant", word)
         questions = []
-        for number in range(4):
+        for number in range(2):
             user = f"{number}. {QUESTION}"
             questions += [
                 Question(caller=RED, system=secret, user=user, kind=kind, picture=picture,
-                         max_tokens=24),
+                         max_tokens=12),
                 Question(caller=BLUE, system=SYSTEMS["long"], user=user, kind=kind),
             ]  # fmt: skip
         worker = new_worker()
         worker.ask(questions[0])
         together = worker.ask(*questions)
-        assert [answer.cached_tokens > 0 for answer in together[::2]] == [True] * 4
+        assert [answer.cached_tokens > 0 for answer in together[::2]] == [True] * 2
         assert together[1].cached_tokens == 0
         return together[1::2]
 
@@ -359,15 +359,16 @@ def test_c8_no_key_gets_cached_tokens_of_another_team_through_a_gateway(
     model = real_worker.model
     with teams(real_worker, tmp_path, isolation, "red", "red", "blue", "green") as keys:
         red, red_too, blue, green = keys
-        kinds: tuple[Kind, ...] = ("greedy", "sampled", "picture")
-        for kind in kinds[: 1 if isolation == "key" else 3]:
-            for length, text in SYSTEMS.items():
-                system = f"{isolation}, {kind}: {text}"
-                unused = green.ask(model, system, kind)
-                red.ask(model, system, kind)
-                assert (red.ask(model, system, kind)[1] > 0) == (length == "long")
-                assert blue.ask(model, system, kind) == unused
-                assert unused[1] == 0
+        cases: list[tuple[Kind, str]] = [("greedy", length) for length in SYSTEMS]
+        if isolation == "team":
+            cases += [("sampled", "long"), ("picture", "long")]
+        for kind, length in cases:
+            system = f"{isolation}, {kind}: {SYSTEMS[length]}"
+            unused = green.ask(model, system, kind)
+            red.ask(model, system, kind)
+            assert (red.ask(model, system, kind)[1] > 0) == (length == "long")
+            assert blue.ask(model, system, kind) == unused
+            assert unused[1] == 0
         secrets = [f"{number}, {isolation}: {SYSTEMS['long']}" for number in range(4)]
         for secret in secrets:
             red.ask(model, secret, "greedy")

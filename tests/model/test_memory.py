@@ -152,8 +152,8 @@ def run_within(lane: LaneScheduler, room_slots: int) -> int:
 def test_short_rows_wait_while_a_long_row_would_enlarge_their_batch(make_lane, submit) -> None:
     room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=2500)
     lane = make_lane(memory=room, eos=frozenset())
-    long = submit(lane, [20 + i % 700 for i in range(1200)], max_tokens=40)
-    short = [submit(lane, list(range(20, 60)), max_tokens=40) for _ in range(4)]
+    long = submit(lane, [20 + i % 700 for i in range(1200)], max_tokens=8)
+    short = [submit(lane, list(range(20, 60)), max_tokens=8) for _ in range(4)]
 
     assert run_within(lane, 2500) == 4, "the short rows run together after the long one"
     assert all(isinstance(result.end, Finished) for result in (long, *short))
@@ -237,7 +237,7 @@ def test_a_prefix_is_not_cached_if_the_copy_does_not_fit(make_lane, submit, chec
 
 
 @pytest.mark.parametrize(
-    ("rounds", "kinds"), [(3, 3), pytest.param(5, 10, marks=pytest.mark.proof)]
+    ("rounds", "kinds"), [(3, 2), pytest.param(5, 10, marks=pytest.mark.proof)]
 )
 def test_memory_does_not_grow_over_mixed_requests(make_lane, submit, rounds, kinds) -> None:
     """`bench.engine.endurance` sends thousands of requests to a worker process."""

@@ -32,10 +32,10 @@ from workers.engine.tokenizer import PreparedPrompt
 from workers.engine.types import LaneName
 from workers.protocol import PrefixCounts
 
-SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
-OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 20
+SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 6
+OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 6
 SECRET = b"secret"
-QUESTIONS = ["Hello", "What is 2 + 2?", "Tell me a story about a fox.", "Who are you?"]
+QUESTIONS = ["Hello", "Count from 1 to 9.", "Who are you?"]
 
 
 @pytest.fixture
@@ -62,20 +62,7 @@ def test_a_hit_returns_the_same_answer_and_counts_as_a_miss(
     assert (counts.hits, counts.misses) == (len(QUESTIONS) - 1, 1)
 
 
-def test_cached_tokens_are_not_read_again(make_lane, submit, prefix_cache) -> None:
-    lane = make_lane(prefix_cache=prefix_cache)
-    first = submit(lane, "Hello", system=SYSTEM)
-    second = submit(lane, "Who are you?", system=SYSTEM)
-    run_until_idle(lane)
-
-    prefix = first.row.prompt.prefix
-    assert prefix is not None
-    assert first.end.usage.cached_tokens == 0
-    assert second.end.usage.cached_tokens == prefix.tokens > 32
-    assert second.row.prompt.tokens[: prefix.tokens] == first.row.prompt.tokens[: prefix.tokens]
-
-
-def test_rows_that_share_a_cached_prefix_do_not_affect_each_other(
+def test_rows_that_share_a_prefix_read_it_once_and_do_not_affect_each_other(
     make_lane, submit, prefix_cache
 ) -> None:
     lane = make_lane(prefix_cache=prefix_cache)
@@ -88,6 +75,13 @@ def test_rows_that_share_a_cached_prefix_do_not_affect_each_other(
         run_until_idle(other)
 
     assert [result.row.answer for result in shared] == [result.row.answer for result in separate]
+    first, *others = shared
+    prefix = first.row.prompt.prefix
+    assert prefix is not None
+    assert first.end.usage.cached_tokens == 0
+    for other in others:
+        assert other.end.usage.cached_tokens == prefix.tokens > 32
+        assert other.row.prompt.tokens[: prefix.tokens] == first.row.prompt.tokens[: prefix.tokens]
 
 
 def test_a_drafting_row_can_use_the_prefix_of_a_plain_row(make_lane, submit, prefix_cache) -> None:
@@ -243,15 +237,6 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
     assert (second.row.cached_tokens, second.row.answer) == (0, expected.row.answer)
 
 
-def test_a_file_of_another_model_is_never_used(make_lane, submit, files, tmp_path) -> None:
-    run_after_restart(make_lane, submit, files)
-
-    other = PrefixCacheFiles(tmp_path, 1 << 30, "other", SECRET)
-    result = run_after_restart(make_lane, submit, other)
-    assert result.row.cached_tokens == 0
-    assert load_all(other)
-
-
 def test_l8_a_file_of_somebody_without_the_secret_is_never_used(
     make_lane, submit, files, tmp_path
 ) -> None:
@@ -297,7 +282,7 @@ def test_l8_arrays_under_other_names_are_a_miss(files) -> None:
     assert prefix_cache.size_bytes == 0
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), database=None)
 @given(change=st.data())
 def test_l8_a_hostile_file_is_skipped_and_never_raises(tmp_path_factory, change) -> None:
     folder = tmp_path_factory.mktemp("files")
@@ -393,13 +378,13 @@ def test_what_is_evicted_next_is_on_disk_before(
     make_lane, submit, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eviction itself writes little: its memory is needed at once."""
-    monkeypatch.setattr("workers.engine.prefix_cache._PENDING_BYTES", 3 << 20)
+    monkeypatch.setattr("workers.engine.prefix_cache._PENDING_BYTES", 1 << 20)
     files = PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
-    prefix_cache = PrefixCache(12 << 20, files)
+    prefix_cache = PrefixCache(3 << 20, files)
     lane = make_lane(prefix_cache=prefix_cache)
     contexts = []
     for number in range(1, 12):
-        tokens = tuple(20 + (at * number) % 700 for at in range(900))
+        tokens = tuple(20 + (at * number) % 700 for at in range(300))
         row = submit(lane, PreparedPrompt(tokens=tokens, scope=""), max_tokens=2).row
         run_until_idle(lane)
         contexts.append(np.append(context_of(row), 5))

@@ -36,7 +36,7 @@ from workers.server.app import create_app
 from workers.server.prefix_nodes import PATH, PrefixPeers
 
 TOKEN = "join-token"
-STORY = "The red fox sees the old tree and the blue boat finds the warm stone. " * 12
+STORY = "The red fox sees the old tree and the blue boat finds the warm stone. " * 9
 FURTHER = "And then the old tree tells the red fox about the river and the sea. " * 3
 PICTURE = encode_image(Image.new("RGB", (64, 64), (220, 30, 30)))
 
@@ -99,7 +99,7 @@ async def ask(
     if sources:
         named = [{"url": source, "tokens": tokens} for source, tokens in sources]
         headers[SOURCES_HEADER] = json.dumps(named)
-    body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 8, **fields}
+    body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 4, **fields}
     async with httpx.AsyncClient(timeout=120) as client:
         response = await client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
     assert response.status_code == 200, response.text

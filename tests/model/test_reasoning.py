@@ -86,11 +86,11 @@ async def test_a_budget_holds_to_the_token_and_drafts_change_nothing(
     client: AsyncOpenAI, temperature: float
 ) -> None:
     """Whole and streamed, with any drafts, the same reasoning of at most so many tokens."""
-    for budget in (0, 1, 2, 5):
+    for budget in (0, 1, 4):
         seen = set()
-        for drafts in (0, 1, 2):
+        for drafts in (0, 2):
             fields: Any = {
-                "max_tokens": 10,
+                "max_tokens": 8,
                 "temperature": temperature,
                 "seed": 3,
                 "extra": {"thinking_budget": budget, "draft_tokens": drafts},

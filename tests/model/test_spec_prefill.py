@@ -24,23 +24,23 @@ from workers.engine.types import (
     SpecPrefillSettings,
 )
 
-FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. " * 16
+FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. " * 11
 LONG = FILLER + "The code word is river. " + FILLER + "What is the code word?"
 SYSTEM = "You are the help desk of a small shop. " + FILLER
-QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox."]
+QUESTIONS = ["Hello", "Count from 1 to 9.", "Tell me a story about a fox."]
 SPARSE = SpecPrefillOptions(sparse=True)
 
 
 @pytest.fixture
 def settings(tmp_path) -> SpecPrefillSettings:
-    return SpecPrefillSettings(draft=tmp_path, threshold_tokens=400, keep_share=0.3)
+    return SpecPrefillSettings(draft=tmp_path, threshold_tokens=300, keep_share=0.3)
 
 
 @pytest.fixture
 def sparse_lane(
     make_lane: Callable[..., LaneScheduler], settings: SpecPrefillSettings, checkpoint: Checkpoint
 ) -> Callable[..., LaneScheduler]:
-    """Return a function that makes a lane with sparse prefill from 400 tokens on."""
+    """Return a function that makes a lane with sparse prefill from 300 tokens on."""
 
     def make(
         *name: LaneName,
@@ -74,7 +74,7 @@ def greedy_after(
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
-def test_selected_tokens_are_read_at_their_true_positions(
+def test_selected_tokens_are_read_at_their_true_positions_and_the_others_are_counted(
     checkpoint, sparse_lane, submit, draft_tokens
 ) -> None:
     lane = sparse_lane(draft_tokens=draft_tokens)
@@ -89,37 +89,24 @@ def test_selected_tokens_are_read_at_their_true_positions(
     expected = list(greedy_after(checkpoint, prompt, scoring.selected, len(results.row.answer)))
     assert results.row.skipped_tokens == len(prompt) - len(scoring.selected) > 0.6 * len(prompt)
     assert results.row.answer == expected
+    usage, counts = results.end.usage, spec_prefill_counts(lane)
+    assert (usage.prompt_tokens, usage.skipped_tokens) == (len(prompt), results.row.skipped_tokens)
+    assert counts.prompts == 1
+    assert counts.scored_tokens - counts.selected_tokens == usage.skipped_tokens
 
 
-@pytest.mark.parametrize("keep_share", [1.0, 0.9999])
 def test_selecting_every_token_gives_exactly_the_full_answer(
-    make_lane, sparse_lane, submit, keep_share
+    make_lane, sparse_lane, submit
 ) -> None:
     plain, lane = make_lane(), sparse_lane()
     expected = submit(plain, LONG)
-    result = submit(lane, LONG, spec_prefill=SpecPrefillOptions(keep_share=keep_share))
+    result = submit(lane, LONG, spec_prefill=SpecPrefillOptions(keep_share=0.9999))
     run_until_idle(plain)
     run_until_idle(lane)
 
     assert result.row.answer == expected.row.answer
     assert result.row.speculation.total() == expected.row.speculation.total()
     assert spec_prefill_counts(lane).selected_tokens == spec_prefill_counts(lane).scored_tokens
-
-
-def test_usage_has_the_true_prompt_length_and_the_skipped_tokens(sparse_lane, submit) -> None:
-    lane = sparse_lane()
-    results = submit(lane, LONG)
-    run_until_idle(lane)
-
-    assert isinstance(results.end, Finished)
-    usage = results.end.usage
-    assert usage.prompt_tokens == len(results.row.prompt.tokens)
-    assert usage.skipped_tokens == results.row.skipped_tokens
-    assert spec_prefill_counts(lane).prompts == 1
-    assert (
-        spec_prefill_counts(lane).scored_tokens - spec_prefill_counts(lane).selected_tokens
-        == usage.skipped_tokens
-    )
 
 
 def test_rows_in_a_batch_with_a_sparse_row_get_the_same_answers(sparse_lane, submit) -> None:
@@ -216,7 +203,7 @@ def test_a_sparse_prefix_is_never_cached(make_lane, sparse_lane, submit) -> None
         (SpecPrefillOptions(), lambda _: {"draft": None}, FullPrefillReason.NO_DRAFT),
         (
             SpecPrefillOptions(),
-            lambda _: {"draft_context_tokens": 500},
+            lambda _: {"draft_context_tokens": 300},
             FullPrefillReason.TOO_LONG_FOR_DRAFT,
         ),
         (
@@ -244,8 +231,8 @@ def test_each_reason_for_a_full_prefill_gives_the_full_answer_and_is_counted(
 @pytest.mark.parametrize(
     ("options", "tokens", "sparse_read"),
     [
-        (SpecPrefillOptions(), 399, False),
-        (SpecPrefillOptions(), 400, True),
+        (SpecPrefillOptions(), 299, False),
+        (SpecPrefillOptions(), 300, True),
         (SPARSE, 255, False),
         (SPARSE, 256, True),
     ],

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from tests.support.openai_requests import LONG_TEXT, TEXT, text_body
+from tests.support.openai_requests import TEXT, text_body
 from tests.support.paceline_process import TIMEOUT_S
 from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
@@ -23,7 +23,8 @@ from tests.support.worker_process import RunningWorker, running_worker
 from workers.engine.engine import Engine
 from workers.engine.prefix_cache import MIN_TOKENS
 
-STREAMS = 12
+STREAMS = 8
+QUESTION = "Count from 1 to 60."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ def cordoned(fleet: Fleet, worker_id: str) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def streaming(client: httpx.AsyncClient, fleet: Fleet) -> AsyncIterator[Stream]:
     """Open a long streamed answer, which a task reads while the block runs."""
-    body = text_body(fleet.model, LONG_TEXT, temperature=0, stream=True)
+    body = text_body(fleet.model, QUESTION, temperature=0, stream=True)
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
         stream = Stream(worker=response.headers["x-paceline-worker"])
@@ -165,15 +166,15 @@ async def test_a_worker_without_heartbeats_is_removed_until_its_next_one(fleet: 
 def test_requests_with_one_system_prompt_run_on_the_worker_that_cached_it(fleet: Fleet) -> None:
     """The usage of the worker shows that both of its lanes have the prompt cached."""
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
-        for number in range(4):
+        for number in range(2):
             system = f"You are clerk number {number} of a small harbour. " + 12 * (
                 "Ships come in with the tide and go out with the wind. "
             )
             messages = [{"role": "system", "content": system}, {"role": "user", "content": TEXT}]
+            body = {"model": fleet.model, "messages": messages, "max_tokens": 4}
             responses = [
                 client.post(
-                    "/v1/chat/completions",
-                    json={"model": fleet.model, "messages": messages, "temperature": temperature},
+                    "/v1/chat/completions", json={**body, "temperature": temperature}
                 ).raise_for_status()
                 for temperature in (0, 0, 1)
             ]
@@ -192,12 +193,12 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
     """The usage of the worker shows that it read the new message alone."""
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
         not_reused = client.get("/v1/status").raise_for_status().json()["prefix"]["not_reused"]
-        for number in range(3):
+        for number in range(2):
             question = f"Chat {number}. {TEXT} " + 60 * "Ships come in with the tide. "
             messages = [{"role": "user", "content": question}]
             workers, earlier_tokens = set(), 0
-            for turn in range(4):
-                body = {"model": fleet.model, "messages": messages, "max_tokens": 24}
+            for turn in range(3):
+                body = {"model": fleet.model, "messages": messages, "max_tokens": 12}
                 response = client.post("/v1/chat/completions", json=body).raise_for_status()
                 workers.add(response.headers["x-paceline-worker"])
                 assert len(workers) == 1
@@ -227,7 +228,7 @@ def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> Non
     """The other worker takes the earlier turns, and answers as if it had read them."""
     story = "The red fox sees the old tree and the blue boat finds the warm stone. " * 80
     messages = [{"role": "user", "content": story}]
-    body = {"model": fleet.model, "temperature": 0, "max_tokens": 16}
+    body = {"model": fleet.model, "temperature": 0, "max_tokens": 4}
     before = {name: reused_tokens(fleet, name) for name in fleet.workers}
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
 
@@ -267,8 +268,8 @@ async def test_f03_the_streams_of_a_killed_worker_go_on_at_the_other_one(fleet: 
         assert {stream.text for stream in streams} == {streams[0].text}
         status = (await client.get("/v1/status")).json()
         assert status["failovers"] - before == sum(stream.worker == "a" for stream in streams)
-        for _ in range(4):
-            body = text_body(fleet.model, "Hello!", temperature=0)
+        body = text_body(fleet.model, "Hello!", temperature=0)
+        for _ in range(2):
             response = await client.post("/v1/chat/completions", json=body)
             assert response.status_code == 200
             assert response.headers["x-paceline-worker"] == "b"

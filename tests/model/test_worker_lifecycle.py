@@ -30,7 +30,7 @@ from workers.protocol import READY_PREFIX, START_PREFIX
 from workers.server.main import read_settings
 from workers.server.server import serve
 
-LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
+LONG = "The red fox sees the old tree. " * 45 + "What does the fox see?"
 
 STORY = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -199,7 +199,7 @@ def test_after_sigterm_streams_finish_until_a_second_signal_ends_them(
             next(events)
             return events
 
-        endless, story = begin_story(20_000), begin_story(400)
+        endless, story = begin_story(20_000), begin_story(100)
         worker.process.send_signal(signal.SIGTERM)
         while client.get("/readyz").status_code != 503:
             pass
@@ -207,7 +207,7 @@ def test_after_sigterm_streams_finish_until_a_second_signal_ends_them(
         assert rejected.status_code == 503
         rest = list(story)
         assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
+        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 100
         worker.process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.RemoteProtocolError):
             list(endless)

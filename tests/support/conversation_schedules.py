@@ -137,6 +137,8 @@ class ConversationRunner:
         seed: int,
         cache_bytes: int,
         folder: Path,
+        *,
+        longest_answer: int = 200,
     ) -> None:
         self.stats = ConversationStats()
         self._folders = [folder / name for name in ("one", "two")]
@@ -145,6 +147,7 @@ class ConversationRunner:
         self._checkpoint, self._prompts = checkpoint, prompts
         self._rng = random.Random(seed)
         self._cache_bytes = cache_bytes
+        self._longest_answer = longest_answer
         self._chats: list[tuple[str, Messages]] = []
         self._layout = probe_cache_layout(checkpoint.target, checkpoint.head)
         self._start()
@@ -166,7 +169,7 @@ class ConversationRunner:
         for batch in itertools.count(1):
             if self.stats.tokens >= tokens:
                 break
-            if batch % 5 == 0:
+            if batch % 3 == 0:
                 self.stats.restarts += 1
                 self.close()
                 self._start()
@@ -240,7 +243,7 @@ class ConversationRunner:
             ),
             prompt=self._prompts.prepare(prompt),
             seed=0,
-            max_tokens=self._rng.randint(1, 200),
+            max_tokens=self._rng.randint(1, self._longest_answer),
             ends=lane.ends if self._rng.random() < 0.3 else frozenset(),
             draft_tokens=draft_tokens,
             draft_tokens_fixed=True,

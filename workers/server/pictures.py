@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import Self
 
@@ -15,7 +17,7 @@ from PIL import Image, ImageOps
 
 from policies.request.content import PIXELS_LIMIT, PictureInvalid, content_of
 from workers.engine.types import Picture
-from workers.server.errors import BadRequest, PictureMemoryFull, RequestError
+from workers.server.errors import BadRequest, PictureMemoryFull
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _MEMORY_SHARE = 8
@@ -50,38 +52,23 @@ class PictureMemory:
             return await asyncio.to_thread(self._decode, sources)
 
     def _decode(self, sources: Sequence[tuple[str, str]]) -> tuple[Picture, ...]:
+        """Decode pictures after the headers of all: what is too large costs no decoding."""
+        images: deque[tuple[str, Image.Image]] = deque()
         pixels_left = PIXELS_LIMIT
-        pictures = []
         for param, url in sources:
-            picture = self._decode_one(param, url, pixels_left)
-            pixels_left -= picture.width_px * picture.height_px
-            pictures.append(picture)
+            with _naming(param):
+                # `open` reads the header only.
+                image = Image.open(BytesIO(_content(url)), formats=_FORMATS)
+                pixels_left -= image.width * image.height
+                if pixels_left < 0:
+                    raise Image.DecompressionBombError
+            images.append((param, image))
+        pictures = []
+        while images:  # each is dropped once it is decoded
+            pictures.append(self._read_pixels(*images.popleft()))
         return tuple(pictures)
 
-    def _decode_one(self, param: str, url: str, pixels_left: int) -> Picture:
-        try:
-            content = base64.b64decode(content_of(url), validate=True)
-        except PictureInvalid as error:
-            raise BadRequest(str(error), param=param) from None
-        except binascii.Error as error:
-            raise BadRequest("The image is not valid base64.", param=param) from error
-        try:
-            # `open` reads the header only: the size is checked before any pixel is decoded.
-            with Image.open(BytesIO(content), formats=_FORMATS) as image:
-                if image.width * image.height > pixels_left:
-                    raise Image.DecompressionBombError
-                return self._read_pixels(image)
-        except RequestError:
-            raise
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise BadRequest(
-                f"The images of a request may have at most {PIXELS_LIMIT} pixels in all.",
-                param=param,
-            ) from error
-        except Exception as error:  # a hostile file makes decoders raise nearly anything
-            raise BadRequest("The image cannot be decoded.", param=param) from error
-
-    def _read_pixels(self, image: Image.Image) -> Picture:
+    def _read_pixels(self, param: str, image: Image.Image) -> Picture:
         """Reserve memory for the pixels, which the end of the picture releases, and decode them."""
         pixels = image.width * image.height
         with self._lock:
@@ -89,9 +76,10 @@ class PictureMemory:
                 raise PictureMemoryFull
             self._free_pixels -= pixels
         try:
-            ImageOps.exif_transpose(image, in_place=True)
-            rgb = image if image.mode == "RGB" else image.convert("RGB")
-            picture = Picture(width_px=rgb.width, height_px=rgb.height, rgb=rgb.tobytes())
+            with _naming(param), image:
+                ImageOps.exif_transpose(image, in_place=True)
+                rgb = image if image.mode == "RGB" else image.convert("RGB")
+                picture = Picture(width_px=rgb.width, height_px=rgb.height, rgb=rgb.tobytes())
         except BaseException:
             self._release(pixels)
             raise
@@ -101,3 +89,24 @@ class PictureMemory:
     def _release(self, pixels: int) -> None:
         with self._lock:
             self._free_pixels += pixels
+
+
+def _content(url: str) -> bytes:
+    return base64.b64decode(content_of(url), validate=True)
+
+
+@contextlib.contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Raise errors of a picture as `BadRequest` that names its field."""
+    try:
+        yield
+    except PictureInvalid as error:
+        raise BadRequest(str(error), param=param) from None
+    except binascii.Error as error:
+        raise BadRequest("The image is not valid base64.", param=param) from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadRequest(
+            f"The images of a request may have at most {PIXELS_LIMIT} pixels in all.", param=param
+        ) from error
+    except Exception as error:  # a hostile file makes decoders raise nearly anything
+        raise BadRequest("The image cannot be decoded.", param=param) from error

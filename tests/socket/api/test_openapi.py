@@ -40,8 +40,6 @@ CHECKS = [
     *(not_a_server_error, status_code_conformance, content_type_conformance),
     *(response_schema_conformance, allow_header_conformance),
 ]
-EXAMPLES = 12
-"""Requests of each kind, valid and invalid, to each route."""
 INVALIDATABLE = {"parameters", "requestBody", "security"}
 ROUTES_WITHOUT_BODY = ("/cordon", "/drain", "/cancel", "/compact")
 KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": JOIN_TOKEN}
@@ -162,11 +160,17 @@ def test_the_schema_of_a_body_lists_every_field_and_its_bounds(endpoint: Endpoin
     assert not valid({"model": ""})
 
 
+@pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("port", ["data", "admin"])
 def test_valid_and_invalid_requests_get_documented_responses(
-    gateway_with_keys: RunningGateway, worker: ScriptedWorker, port: str, mode: GenerationMode
+    gateway_with_keys: RunningGateway,
+    worker: ScriptedWorker,
+    port: str,
+    mode: GenerationMode,
+    examples: int,
 ) -> None:
+    """A few requests of each kind to each route; the proof sends more."""
     url = gateway_with_keys.url if port == "data" else gateway_with_keys.admin_url
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for result in schema.get_all_operations():
@@ -181,10 +185,12 @@ def test_valid_and_invalid_requests_get_documented_responses(
             continue  # the stream never ends
         # A worker without heartbeats leaves the pool within seconds.
         gateway_with_keys.send_heartbeat(worker)
-        check_operation(operation, mode)
+        check_operation(operation, mode, examples)
 
 
-def check_operation(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:
+def check_operation(
+    operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode, examples: int
+) -> None:
     """Send generated requests to one route with the kind of key that its document requires."""
     security = operation.definition.raw.get("security") or [{}]
     kind = next(iter(security[0]), "")
@@ -192,7 +198,7 @@ def check_operation(operation: APIOperation[Any, Any, Any, Any], mode: Generatio
 
     @seed(5)
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),

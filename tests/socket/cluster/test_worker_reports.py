@@ -68,6 +68,20 @@ async def test_c5_a_damaged_report_in_redis_counts_as_none(
     assert status["workers"]["fake-a"]["boots"] == 1
 
 
+async def test_a_heartbeat_that_is_written_late_replaces_no_report_of_after_it(
+    redis: RedisServer,
+) -> None:
+    client = RedisClient(redis.url, TEST_DEADLINE_S)
+    reports = SharedWorkerReports(client)
+    idle = boot_report("1", 3)
+    busy = idle.model_copy(update={"draining": True})
+    await reports.exchange([(busy, 1.0)], [])
+    for age_s, shared in ((2.0, busy), (0.5, idle)):
+        await reports.exchange([(idle, age_s)], [])
+        assert reports.reports() == (shared,)
+    await client.close()
+
+
 async def test_a_report_with_equal_counts_replaces_the_one_before(redis: RedisServer) -> None:
     client = RedisClient(redis.url, TEST_DEADLINE_S)
     reports = SharedWorkerReports(client)

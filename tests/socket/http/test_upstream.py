@@ -143,7 +143,7 @@ async def test_after_a_response_to_a_half_sent_request_the_connection_is_not_reu
         await received.wait()
 
     async with upstream_connection(serve) as (connection, reusable):
-        await connection.request(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
+        await connection.request(REQUEST, b"x" * 16_000_000, TIMEOUT_S)
         assert (connection.status, await connection.read()) == (413, b"")
         connection.release()
         received.set()
@@ -185,7 +185,10 @@ async def test_backpressure_pauses_a_worker_that_is_faster_than_its_reader() -> 
             before = sent_bytes
             await asyncio.sleep(0.2)
         assert sent_bytes < 50_000_000, "only socket buffers are in transit"
-        assert len(await response.read()) == 100_000_000
+        read_bytes = 0
+        while part := await response.chunk():
+            read_bytes += len(part)
+        assert read_bytes == 100_000_000
 
 
 async def test_a_paused_connection_reads_again_for_the_next_request() -> None:

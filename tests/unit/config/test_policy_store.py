@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -408,7 +409,7 @@ class PolicyStoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_active_version_is_valid_and_stored_and_never_older_than_before(self) -> None:
-        for at, store in enumerate(getattr(self, "books", [])):
+        for at, store in enumerate(getattr(self, "stores", [])):
             assert store.version == PolicyVersion.model_validate_json(
                 self.stored[store.version.number - 1]
             )
@@ -418,3 +419,4 @@ class PolicyStoreMachine(RuleBasedStateMachine):
 
 
 TestPolicyStore = PolicyStoreMachine.TestCase
+TestPolicyStore.settings = settings(max_examples=25)

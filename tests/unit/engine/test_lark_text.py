@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from functools import lru_cache
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +35,7 @@ STRING: ESCAPED_STRING
 _blank: NEWLINE
 %import common.NUMBER
 %import common (ESCAPED_STRING, NEWLINE)
-%ignore /[ \t]+/
+%ignore /[ \t]/
 """
 RECURSIVE = r"""
 start: (value END)+
@@ -72,9 +74,15 @@ def tokenizer() -> LLTokenizer:
     return from_tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINT)))
 
 
-def accepts(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
+@lru_cache(maxsize=32)
+def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def accepts(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
+    matcher = matcher_of(tokenizer, grammar).deep_copy()
     tokens = tokenizer.tokenize_bytes(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -106,25 +114,27 @@ def changed(data: st.DataObject, sentences: list[str]) -> str:
     return text[:first] + piece + text[data.draw(st.sampled_from((first, last))) :]
 
 
-@given(data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_json_takes_exactly_the_texts_of_a_grammar(
-    tokenizer: LLTokenizer, data: st.DataObject
-) -> None:
+@pytest.mark.parametrize("examples", [80, pytest.param(1000, marks=pytest.mark.proof)])
+def test_json_takes_exactly_the_texts_of_a_grammar(tokenizer: LLTokenizer, examples: int) -> None:
     """What llguidance itself takes, and what any order of the same terminals would be."""
-    name = data.draw(st.sampled_from(sorted(GRAMMARS)))
-    text = changed(data, SENTENCES[name])
-    whole = before_tag(GRAMMARS[name], TAG, "!")
-    taken = accepts(tokenizer, whole, f"{text}!")
-    assert accepts(tokenizer, in_json(GRAMMARS[name]), spelled(text)) == taken
-    assert taken or not accepts(tokenizer, GRAMMARS[name], text)
+
+    @given(data=st.data(), name=st.sampled_from(sorted(GRAMMARS)))
+    @settings(max_examples=examples)
+    def search(data: st.DataObject, name: str) -> None:
+        text = changed(data, SENTENCES[name])
+        whole = before_tag(GRAMMARS[name], TAG, "!")
+        taken = accepts(tokenizer, whole, f"{text}!")
+        assert accepts(tokenizer, in_json(GRAMMARS[name]), spelled(text)) == taken
+        assert taken or not accepts(tokenizer, GRAMMARS[name], text)
+
+    search()
 
 
 NESTED = ['["a", [x,{"é"}]]\n ;\n', 'ab;\n[ "\\"\n,\t"b" ];\n', "[];\n", "x"]
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_json_takes_no_other_text_than_a_grammar_that_contains_itself(
     tokenizer: LLTokenizer, data: st.DataObject
 ) -> None:
@@ -162,18 +172,43 @@ EXPRESSIONS = st.recursive(
     ),
     max_leaves=5,
 ).map(lambda text: text.replace("(?P<a>", "(?P<b>", 1).replace("(?P<a>", "(?:"))
-TEXTS = st.text('aAbBn"\\/.\n\t\r\x00\x1f\x1c\x7f\xa0\u2028é😀] ', max_size=4)
+CHARACTERS = 'aAbBn"\\/.\n\t\r\x00\x1f\x1c\x7f\xa0\u2028é😀] '
+FLAGS = ("", "s", "i", "is")
 
 
-@given(EXPRESSIONS, st.sampled_from(("", "s", "i", "is")), st.lists(TEXTS, min_size=4, max_size=9))
-@settings(max_examples=1000, deadline=None)
-def test_an_expression_in_json_takes_exactly_the_texts_of_the_plain_one(
-    tokenizer: LLTokenizer, expression: str, flags: str, texts: list[str]
+def assert_takes_the_same(
+    tokenizer: LLTokenizer, expression: str, flags: str, texts: Iterable[str]
 ) -> None:
     quoted = regex_in_json(expression, flags)
     for text in texts:
         taken = accepts(tokenizer, f"start: /{expression}/{flags}", text)
         assert accepts(tokenizer, f"start: /{quoted}/{flags}", spelled(text)) == taken, text
+
+
+@pytest.mark.parametrize("flags", ["", "is"])
+@pytest.mark.parametrize("around", ["%s", "(%s)", "(?s)%s", "((?s)a?)%s"])
+def test_a_piece_of_an_expression_in_json_takes_exactly_its_characters(
+    tokenizer: LLTokenizer, around: str, flags: str
+) -> None:
+    for atom in ATOMS:
+        assert_takes_the_same(tokenizer, around % atom, flags, CHARACTERS)
+    quoted = regex_in_json(around % r"[\x00-\x1f]", flags)
+    for spelling in ("\\N", "\\U001f", "\\u001F", "\\u000a"):
+        assert not accepts(tokenizer, f"start: /{quoted}/{flags}", spelling), spelling
+
+
+@pytest.mark.parametrize("examples", [150, pytest.param(3000, marks=pytest.mark.proof)])
+def test_an_expression_in_json_takes_exactly_the_texts_of_the_plain_one(
+    tokenizer: LLTokenizer, examples: int
+) -> None:
+    texts = st.lists(st.text(CHARACTERS, max_size=4), min_size=4, max_size=9)
+
+    @given(EXPRESSIONS, st.sampled_from(FLAGS), texts)
+    @settings(max_examples=examples)
+    def search(expression: str, flags: str, texts: list[str]) -> None:
+        assert_takes_the_same(tokenizer, expression, flags, texts)
+
+    search()
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

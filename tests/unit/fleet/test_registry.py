@@ -150,13 +150,37 @@ def test_a_lane_leases_no_more_slots_than_it_has(
 def test_rows_of_this_gateway_that_ended_since_the_last_report_are_not_anothers(
     fleet: WorkerRegistry,
 ) -> None:
+    def costs(load: int) -> int:
+        fleet.heartbeat(report(lanes=[lane_report("vlm", running=load).model_dump()]))
+        return fleet.view().workers[0].lane_costs[0].ref.lane.busy_rows
+
     fleet.heartbeat(report())
     for lease in [acquired(fleet) for _ in range(3)]:
         fleet.release(lease, AttemptResult.SUCCEEDED)
-    fleet.heartbeat(report(lanes=[lane_report("vlm", running=3).model_dump()]))
-    assert fleet.total_requests("mac") == 0
-    fleet.heartbeat(report(lanes=[lane_report("vlm", running=3).model_dump()]))
-    assert fleet.total_requests("mac") == 3, "they still run, so another gateway sent them"
+    assert costs(3) == 0
+    assert costs(3) == 3, "they still run, so another gateway sent them"
+
+
+def test_a_live_worker_has_the_requests_that_it_reports_whoever_sent_them(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    busy = lane_report("vlm", running=2, waiting=1).model_dump()
+    fleet.heartbeat(report(lanes=[busy]))
+    assert fleet.reported_requests("mac") == 3
+    assert fleet.reported_requests("unknown") == 0
+    clock.now_s += HEARTBEAT_TIMEOUT_S + 1
+    assert fleet.reported_requests("mac") == 0, "it has died"
+
+
+def test_a_stall_of_the_gateway_moves_no_heartbeat_into_the_future(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    fleet.heartbeat(report())
+    fleet.compensate_stall(3.0)
+    clock.now_s += 0.1
+    busy = report(lanes=[lane_report("vlm", running=1).model_dump()])
+    fleet.probe_succeeded(busy)
+    assert fleet.reported_requests("mac") == 1, "what it answers now is news"
 
 
 def test_a_lane_that_reports_no_slots_takes_one_request_at_a_time(fleet: WorkerRegistry) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tool_call_text import read_calls
@@ -27,6 +27,7 @@ CALLS = st.lists(
 )
 
 
+@settings(max_examples=30)
 @given(CALLS, st.integers(1, 7))
 def test_calls_are_the_same_however_their_text_arrives(calls: list[Any], size: int) -> None:
     """Cut anywhere, also within escapes, the names and the exact text of the arguments arrive."""
