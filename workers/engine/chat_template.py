@@ -154,10 +154,10 @@ class ChatTemplate:
 
     @cached_property
     def _tool_style(self) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-        """How the template takes a tool: as it is, or described; None if it takes none."""
+        """How the template takes a tool: with which changes, or not at all."""
         chat = [{"role": "user", "content": "Alpha"}]
         plain = _tool_for_template(_PROBE_TOOL)
-        for style in (dict, _described):
+        for style in (dict, _described, _with_single_types, _described_with_single_types):
             if self._render(chat, tools=[style(plain)]):
                 return style
         return None if self._render(chat) else dict
@@ -335,7 +335,7 @@ _PROBE_TOOL: Final = {
     "type": "function",
     "function": {
         "name": "Foxtrot",
-        "parameters": {"properties": {_ARGUMENT: {"type": "string"}}},
+        "parameters": {"properties": {_ARGUMENT: {"type": ["string", "null"]}}},
     },
 }
 
@@ -349,6 +349,28 @@ def _described(tool: dict[str, Any]) -> dict[str, Any]:
     }
     parameters = {**function["parameters"], "properties": properties}
     return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _with_single_types(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool of which each value has one type; Hermes' template takes no list of them."""
+
+    def single(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [single(one) for one in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        plain = {name: single(value) for name, value in schema.items()}
+        kinds = plain.get("type")
+        if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
+            plain["type"] = next((kind for kind in kinds if kind != "null"), "null")
+        return plain
+
+    function = tool["function"]
+    return {**tool, "function": {**function, "parameters": single(function["parameters"])}}
+
+
+def _described_with_single_types(tool: dict[str, Any]) -> dict[str, Any]:
+    return _described(_with_single_types(tool))
 
 
 def _tool_for_template(tool: Mapping[str, Any]) -> dict[str, Any]:

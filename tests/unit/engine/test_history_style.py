@@ -113,3 +113,24 @@ def test_f67_a_history_is_changed_no_further_than_the_template_needs(
     if changes is not None:
         assert renderer.history_style.changes == changes
     assert len(told) == (lacks != "takes all")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ p.type }}", "['string', 'null']"),
+        ("{{ p.description + (p.type | string) }}", "['string', 'null']"),
+        ("{{ p.type + '.' }}", "string."),
+        ("{{ p.description + p.type + '.' }}", "string."),
+    ],
+)
+def test_f67_a_tool_is_changed_no_further_than_the_template_needs(
+    written: str, expected: str
+) -> None:
+    """Command R+ reads the description of each argument, and takes no list of types."""
+    each = "{% for p in tool.function.parameters.properties.values() %}"
+    template = f"{{% for tool in tools %}}{each}({written}){{% endfor %}}{{% endfor %}}{ALL}"
+    schema = {"type": "object", "properties": {"a": {"type": ["string", "null"]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    text = renderer_of(template).chat([{"role": "user", "content": "Hi"}], [tool])
+    assert text == f"({expected})[user]Hi"
