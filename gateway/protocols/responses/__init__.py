@@ -129,7 +129,9 @@ class ResponsesFormat:
         self._chat = chat
         profile = inspected.profile
         calls = tuple(map(chat.param, profile.call_fields))
-        profile = profile._replace(ignored=request.ignored, call_fields=calls)
+        profile = profile._replace(
+            ignored=request.ignored, replaced=chat.replaced, call_fields=calls
+        )
         self._builder = ResponseBuilder(
             request,
             self.response_id,
