@@ -430,6 +430,8 @@ class WorkerReport(Record):
     constrains_calls: bool = True
     """Whether tools with `strict`, or with a grammar, hold calls that the model may write; older
     workers do not tell."""
+    sees_pictures: bool = True
+    """Whether the model takes pictures; older workers do not tell."""
     ready: bool = True
     draining: bool = False
     start: StartProgress | None = None

@@ -122,7 +122,7 @@ class OpenAIEngine(Engine):
         """Return the models that the engine has now."""
         return tuple(self.names)
 
-    def model_views(self) -> Mapping[str, ModelView]:
+    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:  # noqa: ARG002
         """Return the models that lack a feature or are not in memory."""
         return self._views
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.errors import GatewayError
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Header, Headers, Inspected, LimitState
@@ -112,7 +113,19 @@ class WireFormat(Protocol):
     def endpoint(self) -> Endpoint:
         """The endpoint of the worker that generates the response."""
 
-    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+    def pdfs(self, raw: bytes) -> AskedPdfs:
+        """Return the PDFs of a body and the model that is to read them.
+
+        Raise a `RequestRefused` for a body that is no JSON.
+        """
+
+    def inspect(
+        self,
+        raw: bytes,
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,
+    ) -> Inspected:
         """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from gateway.proxy.billing import TokenReservation, default_max_tokens, reserved
 from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
+from gateway.proxy.inspection import inspect
 from gateway.proxy.load_shedding import Load, RejectionPacer
 from gateway.proxy.responses import ResponseExchange
 from gateway.routing.select import RoutingRequest
@@ -175,7 +176,8 @@ class ProxyHandler:
         if context.exchange is not None:
             await context.exchange.open(body, context.api_key.caller.key)
         context.caller = read_caller(scope, policy, context.api_key)
-        context.inspected = context.wire_format.inspect(body, policy, gateway.fleet.view())
+        client = context.caller.client
+        context.inspected = await inspect(gateway, context.wire_format, body, policy, client)
         context.api_key.check_model(context.inspected)
         request = routing_request(gateway, scope, policy, context.caller, context.inspected)
         context.routing_request = request

@@ -63,7 +63,7 @@ FIELDS: Mapping[Feature, str | None] = {
 }
 """The field of a request that asks for each."""
 
-_MEDIA = {
+MEDIA = {
     "image": Feature.IMAGE,
     "video": Feature.VIDEO,
     "audio": Feature.AUDIO,
@@ -100,5 +100,5 @@ _TESTS: tuple[tuple[Feature, Callable[[RequestProfile], bool]], ...] = (
 
 def features_of(profile: RequestProfile) -> frozenset[Feature]:
     """Return the features that a request needs."""
-    media = {_MEDIA[kind] for kind, count in profile.media if count and kind in _MEDIA}
+    media = {MEDIA[kind] for kind, count in profile.media if count and kind in MEDIA}
     return frozenset(media).union(feature for feature, test in _TESTS if test(profile))

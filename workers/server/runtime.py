@@ -150,6 +150,7 @@ class Worker(Generic[EngineT]):
             default_max_tokens=card.default_max_tokens or card.context_tokens,
             sampling=card.sampling,
             constrains_calls=card.constrains_calls,
+            sees_pictures=card.vision,
             ready=self.ready,
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),

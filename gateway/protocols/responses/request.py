@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.protocols.history import named, words_for
+from gateway.protocols.documents import (
+    Document,
+    DocumentUnreadable,
+    Readable,
+    pdf_of,
+    pdfs_in,
+    words_for_pdf,
+)
+from gateway.protocols.history import named, unreadable_pdf, words_for
 from gateway.protocols.openai import encode_json
 from gateway.protocols.responses.tools import (
     TextGrammar,
@@ -192,13 +200,14 @@ def to_chat(
     request: ResponsesRequest,
     unseal: Callable[[str], str | None],
     history: Sequence[Item] = (),
+    reading: Readable = Readable(),  # noqa: B008
 ) -> Chat:
     """Translate a request after its history into a chat; raise `FieldError`.
 
     `unseal` returns reasoning that this gateway has sealed, and None for anything else.
     """
     body = request.body
-    messages = _Messages(unseal)
+    messages = _Messages(unseal, reading)
     if body.get("instructions"):
         messages.add({"role": "system", "content": body["instructions"]}, ["instructions"])
     # What is kept was new once, and not refused then.
@@ -227,7 +236,10 @@ def to_chat(
 
 def check_items(items: Sequence[Item], where: str) -> None:
     """Check that items can stand in a chat; raise `FieldError`."""
-    _Messages(lambda _sealed: None).read_new(items, where)
+    # A PDF is read when a model is to read it.
+    documents = dict.fromkeys(pdfs_in(items), Document("?"))
+    reading = Readable(documents=documents)
+    _Messages(lambda _sealed: None, reading).read_new(items, where)
 
 
 @dataclass(slots=True)
@@ -257,11 +269,12 @@ class _Messages:
     everything else again with each turn, and so could never go on.
     """
 
-    def __init__(self, unseal: Callable[[str], str | None]) -> None:
+    def __init__(self, unseal: Callable[[str], str | None], reading: Readable) -> None:
         self.messages: list[Json] = []
         self.places: list[list[str]] = []
         self.replaced: list[str] = []
         self._unseal = unseal
+        self._reading = reading
         self._reply: _Reply | None = None
         self._behind: list[tuple[str, Json]] = []
         """What a message of the user has behind the results of tools, each with its place."""
@@ -373,25 +386,34 @@ class _Messages:
         placed = []
         for index, part in enumerate(content):
             at = f"{where}[{index}]"
-            try:
-                kind = kind_of(part, at)
-                read = _part_of(part, kind, at)
-            except FieldError:
-                if new:
-                    raise
-                kind, read = "unknown", None
-            if new and read is None:
-                raise _unsupported(kind, at)
-            link = (read or {}).get("image_url", {}).get("url", "data:")
-            if read is None or not (new or link.startswith("data:")):
-                read = self._words(kind, at)
-            placed.append((at, read))
+            placed += [(at, one) for one in self._readable(part, at, new=new)]
         return placed
 
-    def _words(self, kind: str, at: str) -> Json:
+    def _readable(self, part: Any, at: str, *, new: bool) -> list[Json]:
+        """Return the parts of a chat for a part, or words in its place."""
+        try:
+            kind = kind_of(part, at)
+            if (pdf := pdf_of(part)) is not None:
+                return self._reading.document(pdf, part.get("filename"))
+            read = _part_of(part, kind, at)
+        except DocumentUnreadable as problem:
+            if new:
+                raise unreadable_pdf(f"{at}.file_data", problem) from None
+            return [self._words(kind, at, words_for_pdf(str(problem)))]
+        except FieldError:
+            if new:
+                raise
+            kind, read = "unknown", None
+        if new and read is None:
+            raise _unsupported(kind, at)
+        if read is not None and (new or read["type"] == "text" or self._reading.takes(read)):
+            return [read]
+        return [self._words(kind, at)]
+
+    def _words(self, kind: str, at: str, words: str = "") -> Json:
         """Return the part with words in place of what no model can read."""
         self.replaced.append(named(at, kind))
-        return {"type": "text", "text": words_for(kind)}
+        return {"type": "text", "text": words or words_for(kind)}
 
     def _open_reply(self, at: str, *, fresh: bool) -> _Reply:
         if fresh:

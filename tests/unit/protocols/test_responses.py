@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, ToolUnserved, WorkerLost
 from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.documents import Document
 from gateway.protocols.history import words_for
 from gateway.protocols.responses import ResponsesFormat, Sealer
 from gateway.routing.view import FleetView
@@ -166,6 +167,7 @@ def test_items_become_messages_of_a_chat_in_their_order() -> None:
     ]
 
 
+PDF_URL = "data:application/pdf;base64,"
 UNREADABLE = [
     {"type": "input_file", "file_id": "f"},
     {"type": "input_image", "image_url": "https://x/a.png"},
@@ -229,16 +231,41 @@ def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
         ResponsesFormat.check_items(exchange.history, "items")
 
 
+def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
+    """In an output the pages follow as the user's; the places of later parts stay."""
+    pdf = {"type": "input_file", "filename": "a\nb", "file_data": f"{PDF_URL}JVBERi0x"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": [pdf]}
+    items = [user([pdf, {"type": "input_image", "image_url": PICTURE}]), output]
+    exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
+    raw = json.dumps({"model": "m", "input": items}).encode()
+    assert exchange.pdfs(raw) == ("m", ("JVBERi0x",) * 2)
+    read = {"JVBERi0x": Document("One", 1, (PICTURE,))}
+    first, told, behind = exchange.inspect(raw, POLICY, FLEET, read).body["messages"]
+    text = "[The text of the PDF document 'a b', 1 pages:]\nOne"
+    assert [one.get("text") for one in first["content"]] == [text, None, None]
+    assert told["content"] == text
+    assert [one["type"] for one in behind["content"]] == ["image_url"]
+    error = RefusedByWorker(400, "No.", param="messages[0].content[2].image_url", code="x")
+    assert exchange.named(error).param == "input[0].content[1].image_url"
+    with pytest.raises(FieldInvalid, match="was not read") as refused:
+        exchange.inspect(raw, POLICY, FLEET)
+    assert refused.value.param == "input[0].content[0].file_data"
+    ResponsesFormat.check_items([{"type": "message", **user([pdf])}], "items")
+
+
 def test_an_invalid_picture_from_a_tool_is_named_at_its_own_place() -> None:
     output = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": PICTURE}]
-    broken = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
     items = [
-        {"type": "function_call_output", "call_id": "c1", "output": output},
-        {"type": "function_call_output", "call_id": "c2", "output": [broken]},
+        {"type": "function_call_output", "call_id": f"c{index}", "output": output}
+        for index in range(2)
     ]
-    with pytest.raises(FieldInvalid) as invalid:
-        wire(input=items)
-    assert invalid.value.param == "input[1].output[0].image_url"
+    exchange = wire(input=items)
+    for name, place in (
+        ("messages[2].content[1].image_url", "input[1].output[1].image_url"),
+        ("messages[1].content", "input[1].content"),
+    ):
+        error = exchange.named(RefusedByWorker(400, "No.", param=name, code="x"))
+        assert error.param == place
 
 
 def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
