@@ -359,6 +359,10 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
         sent["exact"] = True
     if profile.max_tokens is not None and "max_completion_tokens" not in sent:
         sent["max_tokens"] = profile.max_tokens
+    if profile.generation_prompt:
+        sent.pop("add_generation_prompt", None)
+    if not profile.continues_message:
+        sent.pop("continue_final_message", None)
     if profile.endpoint is Endpoint.CHAT:
         sent["messages"] = normalise(body["messages"])
     if profile.stream:

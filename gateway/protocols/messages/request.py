@@ -72,6 +72,8 @@ class MessagesChat(NamedTuple):
             return self.tool_places[int(found["tool"])] + found["rest"].replace(
                 ".parameters", ".input_schema"
             )
+        if name == "continue_final_message":
+            return self.places[-1][0]
         for chat_name, own_name in _CHAT_NAMES.items():
             if name == chat_name or name.startswith(f"{chat_name}."):
                 return own_name + name[len(chat_name) :]
@@ -112,6 +114,11 @@ def to_chat(
     for index, message in enumerate(messages):
         placed += history.messages_of(message, index)
     chat["messages"] = [message for message, _ in placed]
+    if placed and placed[-1][0]["role"] == "assistant":
+        last, (at, *_) = placed[-1]
+        if "tool_calls" in last:
+            raise FieldError(at, f"{at}: An answer goes on from text, and not from tool calls.")
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
     tools, tool_places, left_out = _tools_of(body, history.referenced)

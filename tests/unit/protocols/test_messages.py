@@ -211,6 +211,18 @@ def test_words_stand_for_pictures_of_a_history_that_no_worker_sees() -> None:
     assert new["content"][0]["type"] == "image_url", "a new picture is refused by its own name"
 
 
+def test_an_answer_goes_on_from_a_last_message_of_the_assistant() -> None:
+    turn = [user("Sing"), {"role": "assistant", "content": [{"type": "text", "text": "La"}]}]
+    sent = to_chat({"messages": turn}, is_ours)
+    assert sent.body["continue_final_message"] is True
+    assert sent.body["add_generation_prompt"] is False
+    assert sent.param("continue_final_message") == "messages.1"
+    assert "continue_final_message" not in to_chat({"messages": turn[:1]}, is_ours).body
+    with pytest.raises(FieldError, match="tool calls") as refused:
+        to_chat({"messages": [*turn, {"role": "assistant", "content": [CALL]}]}, is_ours)
+    assert refused.value.param == "messages.2"
+
+
 UNKNOWN = {"type": "container_upload", "file_id": "f"}
 LINK = {"type": "image", "source": {"type": "url", "url": "https://x/a.png"}}
 
@@ -442,7 +454,8 @@ def test_an_answer_that_comes_back_is_the_message_that_it_was(
             frames.append(chunk({"tool_calls": [rest_of_call]}))
     assert content_of(events(*frames, chunk({}, finish_reason="stop"))) == content
 
-    back = chat(user("?"), {"role": "assistant", "content": content})["messages"][1:]
+    turn = [user("?"), {"role": "assistant", "content": content}, user("And?")]
+    back = chat(*turn)["messages"][1:-1]
     assert back == ([message] if text or calls or reasoning else [])
 
 
