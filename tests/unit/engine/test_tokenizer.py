@@ -397,8 +397,8 @@ def test_an_answer_goes_on_within_the_last_message_or_behind_it(renderer: Prompt
     assert renderer.chat(messages, add_generation_prompt=False) == closed
     ending: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     assert renderer.chat(messages, **ending) == closed.removesuffix("<|end|>")
-    parts = [messages[0], {"role": "assistant", "content": [{"type": "text", "text": "La"}]}]
-    assert renderer.chat(parts, **ending).endswith("<|assistant|>La")
+    said = {"role": "assistant", "content": [{"type": "text", "text": "La"}]}
+    assert renderer.chat([messages[0], said], **ending).endswith("<|assistant|>La")
 
 
 def test_a_template_that_cannot_go_on_refuses_by_the_name_of_the_field(
