@@ -28,8 +28,7 @@ from gateway.protocols.messages import MessagesFormat, is_messages
 from gateway.protocols.openai import parse
 from gateway.protocols.responses import ResponsesFormat
 from gateway.proxy.client import read_caller
-from gateway.proxy.handler import routing_request
-from gateway.proxy.inspection import inspect
+from gateway.proxy.handler import inspect, routing_request
 from gateway.routing.features import features_of
 from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.select import Candidate, Decision, decide

@@ -13,7 +13,7 @@ from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_route
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.errors import LimitReached, ModelUnknown, Overloaded, RefusedByWorker
 from gateway.protocols.messages import MessagesFormat
-from gateway.proxy.inspection import inspect
+from gateway.proxy.handler import inspect
 from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
 
 router = data_router()

@@ -24,7 +24,7 @@ from gateway.protocols.responses import (
     read_items,
     shown_item,
 )
-from gateway.proxy.inspection import inspect
+from gateway.proxy.handler import inspect
 from gateway.proxy.kept_items import named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService

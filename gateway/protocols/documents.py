@@ -19,7 +19,7 @@ _NO_TEXT = "it has no text, and this model sees no pictures"
 _PDF_URL = "data:application/pdf;base64,"
 _PDF_HEAD = "JVBERi0"
 """The base64 text of `%PDF-`."""
-_MARKS = (b"application/pdf", b"application\\/pdf", _PDF_HEAD.encode())
+PDF_MARKS = (b"application/pdf", b"application\\/pdf", _PDF_HEAD.encode())
 """No body has a PDF without one of these."""
 _NAME_CHARS = 200
 _ALL_MEDIA = frozenset(MEDIA_KINDS.values())
@@ -114,11 +114,6 @@ def pdf_of(block: Mapping[str, Any]) -> str | None:
     if data[: len(_PDF_URL)].lower() == _PDF_URL:
         return data[len(_PDF_URL) :]
     return data if data.startswith(_PDF_HEAD) else None
-
-
-def may_have_pdf(raw: bytes) -> bool:
-    """Return whether a body may have a PDF, so that it is worth a look."""
-    return any(mark in raw for mark in _MARKS)
 
 
 def pdfs_in(messages: Any) -> Iterator[str]:

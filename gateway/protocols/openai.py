@@ -12,10 +12,10 @@ from gateway import errors
 from gateway.protocols.base import WORKER_PATHS, object_in
 from gateway.protocols.documents import (
     NO_DOCUMENTS,
+    PDF_MARKS,
     AskedPdfs,
     Document,
     Readable,
-    may_have_pdf,
     pdfs_in,
 )
 from gateway.protocols.history import readable
@@ -58,7 +58,7 @@ class OpenAIFormat:
 
     def pdfs(self, raw: bytes) -> AskedPdfs:
         """Return the PDFs of the messages of a body, and its model."""
-        if self.endpoint is not Endpoint.CHAT or not may_have_pdf(raw):
+        if self.endpoint is not Endpoint.CHAT or not any(mark in raw for mark in PDF_MARKS):
             return AskedPdfs()
         body = parse(raw)
         return AskedPdfs(body.get("model"), tuple(pdfs_in(body.get("messages"))))
@@ -88,8 +88,10 @@ class OpenAIFormat:
         try:
             if legacy or _has_function_messages(body.get("messages")):
                 body = with_tools(body)
-            reading = Readable(readable_media(requested, policy, fleet), documents)
-            body, replaced = readable(body, reading)
+            replaced: tuple[str, ...] = ()
+            if _has_parts(body.get("messages")):
+                reading = Readable(readable_media(requested, policy, fleet), documents)
+                body, replaced = readable(body, reading)
             if _allows_tools(body.get("tool_choice")):
                 body = _with_allowed_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
@@ -268,6 +270,13 @@ def _has_function_messages(messages: Any) -> bool:
     return isinstance(messages, list) and any(
         isinstance(message, Mapping)
         and ("function_call" in message or message.get("role") == "function")
+        for message in messages
+    )
+
+
+def _has_parts(messages: Any) -> bool:
+    return isinstance(messages, list) and any(
+        isinstance(message, Mapping) and isinstance(message.get("content"), list)
         for message in messages
     )
 

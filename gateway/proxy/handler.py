@@ -22,11 +22,11 @@ from gateway.http.downstream import (
     response_writer,
 )
 from gateway.protocols import WireFormat
+from gateway.protocols.openai import readable_media
 from gateway.proxy.billing import TokenReservation, default_max_tokens, reserved_tokens
 from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
-from gateway.proxy.inspection import inspect
 from gateway.proxy.load_shedding import Load, RejectionPacer
 from gateway.proxy.responses import ResponseExchange
 from gateway.routing.select import RoutingRequest
@@ -48,6 +48,29 @@ def routing_request(
     )
     prefix = gateway.prefix_hasher.prefix_keys(inspected, caller, policy.prefix)
     return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
+
+
+async def inspect(
+    gateway: Gateway, wire_format: WireFormat, raw: bytes, policy: PolicyDocument, client: str
+) -> Inspected:
+    """Parse a body, read its documents, and inspect it; raise a `RequestRefused`.
+
+    The size of the body and the key of the client have been checked.
+    """
+    fleet = gateway.fleet.view()
+    model, pdfs = wire_format.pdfs(raw)
+    if not pdfs:
+        return wire_format.inspect(raw, policy, fleet)
+    pictures = "image" in readable_media(model, policy, fleet)
+    documents = await gateway.documents.read(client, pdfs, pictures=pictures)
+    try:
+        return wire_format.inspect(raw, policy, gateway.fleet.view(), documents)
+    except errors.FieldInvalid:
+        if not any(document.pages for document in documents.values()):
+            raise
+        # The pages may be too many beside the pictures of the request itself.
+        texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
+        return wire_format.inspect(raw, policy, gateway.fleet.view(), texts)
 
 
 class ProxyHandler:

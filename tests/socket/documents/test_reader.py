@@ -67,7 +67,7 @@ async def test_the_pictures_of_a_request_are_bounded_and_its_first_documents_kee
     ],
     ids=["empty", "damaged", "encrypted", "inflated"],
 )
-async def test_a_document_that_cannot_be_read_has_a_problem_and_never_fails(
+async def test_f65_a_document_that_cannot_be_read_has_a_problem_and_never_fails(
     content: bytes, problem: str, processes: list[asyncio.subprocess.Process]
 ) -> None:
     reader = DocumentReader()
@@ -78,7 +78,7 @@ async def test_a_document_that_cannot_be_read_has_a_problem_and_never_fails(
     assert len(processes) == bool(content)
 
 
-async def test_what_was_read_before_a_limit_counts() -> None:
+async def test_f65_what_was_read_before_a_limit_counts() -> None:
     """One page of this document draws a trillion forms."""
     (one,) = await read(DocumentReader(), endless_pdf("Begun"), pictures=True)
     assert (one.text, len(one.pages)) == ("[Page 1]\nBegun", 1)
@@ -109,7 +109,7 @@ async def test_a_client_that_leaves_ends_the_process_that_reads_for_it(
     assert [one.returncode for one in processes] == [-signal.SIGKILL]
 
 
-async def test_a_process_that_a_document_has_taken_sends_no_links_and_breaks_nothing(
+async def test_f65_a_process_that_a_document_has_taken_sends_no_links_and_breaks_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reader = DocumentReader()

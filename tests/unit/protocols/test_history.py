@@ -19,7 +19,7 @@ PDF = "JVBERi0x"
 FILE = {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{PDF}"}}
 
 
-def test_words_stand_for_what_no_model_reads_but_for_what_the_user_says_now() -> None:
+def test_f64_words_stand_for_what_no_model_reads_but_for_what_the_user_says_now() -> None:
     said = {"role": "user", "content": [UNKNOWN, LINK, PICTURE]}
     result = {"role": "tool", "tool_call_id": "c", "content": [UNKNOWN]}
     messages = [said, {"role": "assistant", "content": "Hm"}, result, said]

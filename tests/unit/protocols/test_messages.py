@@ -227,7 +227,7 @@ UNKNOWN = {"type": "container_upload", "file_id": "f"}
 LINK = {"type": "image", "source": {"type": "url", "url": "https://x/a.png"}}
 
 
-def test_no_block_of_a_history_ends_a_conversation() -> None:
+def test_f64_no_block_of_a_history_ends_a_conversation() -> None:
     """A block that no model reads is refused once, where the user says it; then words stand."""
     result = {"type": "tool_result", "tool_use_id": "call00001", "content": [UNKNOWN, LINK]}
     reply = {"role": "assistant", "content": [CALL, {"type": "new, kind"}]}

@@ -176,7 +176,7 @@ UNREADABLE = [
 WORDS = "\n\n".join(map(words_for, ("input_file", "input_image", "new, kind")))
 
 
-def test_no_item_of_a_history_ends_a_conversation() -> None:
+def test_f64_no_item_of_a_history_ends_a_conversation() -> None:
     """A part that no model reads is refused once, where the user says it; then words stand."""
     called = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c1", "output": UNREADABLE}
