@@ -101,11 +101,12 @@ class DocumentReader:
             if (document := self._known(digest, pictures=pictures)) is not None:
                 return document
             try:
-                document = await self._run(content, PAGES_LIMIT if pictures else 0)
+                document, ended = await self._run(content, PAGES_LIMIT if pictures else 0)
             except OSError as error:
                 log.warning("document.unread error=%r", error)
                 return _UNREAD
-            self._remember((digest, pictures), document)
+            if ended:  # else the machine is busy, and a later turn may get more of it
+                self._remember((digest, pictures), document)
             return document
 
     def _remember(self, key: tuple[bytes, bool], document: Document) -> None:
@@ -115,8 +116,11 @@ class DocumentReader:
             _, oldest = self._read.popitem(last=False)
             self._read_bytes -= oldest.size_bytes
 
-    async def _run(self, content: bytes, pages: int) -> Document:
-        """Read a document in a process of its own, which ends with this call."""
+    async def _run(self, content: bytes, pages: int) -> tuple[Document, bool]:
+        """Read a document in a process of its own, which ends with this call.
+
+        Return also whether the process ended by itself, or by its own limits.
+        """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", pdf_process.__name__, str(pages)),
             stdin=asyncio.subprocess.PIPE,
@@ -127,18 +131,20 @@ class DocumentReader:
         )
         self.started += 1
         output = bytearray()
+        ended = False
         try:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 async with asyncio.timeout(self._limits.wall_s):
                     await _exchange(process, content, output)
+                    ended = True
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
         try:
-            return await asyncio.to_thread(_document_of, bytes(output))
+            return await asyncio.to_thread(_document_of, bytes(output)), ended
         except (ValueError, TypeError, AttributeError):  # of a process that a document has taken
-            return _DAMAGED
+            return _DAMAGED, True
 
 
 async def _exchange(process: asyncio.subprocess.Process, content: bytes, output: bytearray) -> None:

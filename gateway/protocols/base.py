@@ -8,7 +8,7 @@ into zero or more events of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.errors import GatewayError
@@ -80,6 +80,13 @@ def renamed(error: GatewayError, own_name: Callable[[str], str]) -> GatewayError
         error.message = f"{param}: {error.message}"
     error.param = param
     return error
+
+
+def renamed_places(places: Iterable[str], own_name: Callable[[str], str]) -> Iterator[str]:
+    """Yield places with types behind them, as their client knows the places."""
+    for one in places:
+        place, _, kind = one.rpartition(":")
+        yield f"{own_name(place)}:{kind}"
 
 
 class StreamEncoder(Protocol):

@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from policies.request.content import MEDIA_KINDS, PictureInvalid, read_size, source_of
+from policies.request.content import (
+    MEDIA_KINDS,
+    PICTURES_LIMIT,
+    PIXELS_LIMIT,
+    PictureInvalid,
+    read_size,
+    source_of,
+)
 
 Json = dict[str, Any]
 
@@ -66,6 +73,10 @@ class Readable(NamedTuple):
     """The kinds of media that its workers take."""
     documents: Mapping[str, Document] = NO_DOCUMENTS
     """The PDFs of the request that were read, by their base64 text."""
+    pictures: int = PICTURES_LIMIT
+    """The most pictures of one request."""
+    pixels: int = PIXELS_LIMIT
+    """Those of all its pictures together."""
 
     def takes(self, part: Mapping[str, Any]) -> bool:
         """Return whether the model can read a media part, which is valid; none is a link."""

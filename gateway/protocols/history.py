@@ -6,17 +6,25 @@ good. Such a part becomes a line of words in its place, and the response names i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from gateway.protocols.documents import DocumentUnreadable, Readable, pdf_of, words_for_pdf
-from policies.request.content import MEDIA_KINDS, TEXT_PARTS
+from policies.request.content import (
+    MEDIA_KINDS,
+    TEXT_PARTS,
+    PictureInvalid,
+    read_size,
+    source_of,
+)
 from policies.request.fields import FieldError
 
 Json = dict[str, Any]
 
 _KIND_CHARS = 100
+_PICTURES_STEP = 8
 _SAFE = "._-[]"
 
 
@@ -56,6 +64,7 @@ def readable(
         if parts != content:
             changed[index] = parts
         replaced += names
+    replaced += _within_limits([*messages], changed, turn, reading)
     if not changed:
         return body, ()
     kept = [
@@ -63,6 +72,42 @@ def readable(
         for index, message in enumerate(messages)
     ]
     return {**body, "messages": kept}, tuple(replaced)
+
+
+def _within_limits(
+    messages: list[Any], changed: dict[int, list[Any]], turn: int, reading: Readable
+) -> list[str]:
+    """Replace the oldest pictures of the history, if those of the request are too many.
+
+    Eight at a time, so that the next pictures do not change the beginning of the prompt again.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for place, part in enumerate(changed.get(index, content) if content else ()):
+            if isinstance(part, Mapping) and MEDIA_KINDS.get(str(part.get("type"))) == "image":
+                found.append((index, place, part, _pixels(part)))
+    pixels = sum(size for *_, size in found)
+    first = 0
+    while len(found) - first > reading.pictures or pixels > reading.pixels:
+        if first >= len(found):
+            break
+        pixels -= sum(size for *_, size in found[first : first + _PICTURES_STEP])
+        first += _PICTURES_STEP
+    replaced = []
+    for index, place, part, _ in found[:first]:
+        if index <= turn:
+            parts = changed.setdefault(index, [*messages[index]["content"]])
+            parts[place] = {"type": "text", "text": words_for(part["type"])}
+            replaced.append(named(f"messages[{index}].content[{place}]", part["type"]))
+    return replaced
+
+
+def _pixels(part: Mapping[str, Any]) -> int:
+    try:
+        return math.prod(read_size(source_of(part)[1] or ""))
+    except PictureInvalid:
+        return 0
 
 
 def _readable_parts(

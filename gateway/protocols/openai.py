@@ -90,7 +90,9 @@ class OpenAIFormat:
                 body = with_tools(body)
             replaced: tuple[str, ...] = ()
             if _has_parts(body.get("messages")):
-                reading = Readable(readable_media(requested, policy, fleet), documents)
+                media = readable_media(requested, policy, fleet)
+                limits = policy.media.pictures, policy.media.pixels
+                reading = Readable(media, documents, *limits)
                 body, replaced = readable(body, reading)
             if _allows_tools(body.get("tool_choice")):
                 body = _with_allowed_tools(body)

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, has_choices, object_in, renamed
+from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
@@ -143,7 +143,8 @@ class MessagesFormat:
         ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
         profile = inspected.profile
         calls = tuple(map(chat.param, profile.call_fields))
-        profile = profile._replace(ignored=ignored, replaced=chat.replaced, call_fields=calls)
+        replaced = (*chat.replaced, *renamed_places(profile.replaced, chat.param))
+        profile = profile._replace(ignored=ignored, replaced=replaced, call_fields=calls)
         return inspected._replace(profile=profile)
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, has_choices, object_in, renamed
+from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable, pdfs_in
 from gateway.protocols.openai import CHAT, encode_json, parse, readable_media
 from gateway.protocols.responses.items import shown_item
@@ -142,9 +142,8 @@ class ResponsesFormat:
         self._chat = chat
         profile = inspected.profile
         calls = tuple(map(chat.param, profile.call_fields))
-        profile = profile._replace(
-            ignored=request.ignored, replaced=chat.replaced, call_fields=calls
-        )
+        replaced = (*chat.replaced, *renamed_places(profile.replaced, chat.param))
+        profile = profile._replace(ignored=request.ignored, replaced=replaced, call_fields=calls)
         self._builder = ResponseBuilder(
             request,
             self.response_id,

@@ -119,3 +119,12 @@ async def test_f65_a_process_that_a_document_has_taken_sends_no_links_and_breaks
         monkeypatch.setattr(pdf_process, "__name__", "taken")
         (one,) = await read(reader, b"%%PDF-%d" % number)
         assert one == Document(problem="it is damaged")
+
+
+async def test_a_document_that_a_busy_machine_has_no_time_for_is_read_again_later() -> None:
+    reader = DocumentReader(ReaderLimits(wall_s=0))
+    content = pdf("Hello")
+    (one,) = await read(reader, content)
+    assert one.problem == "it takes too long to read"
+    reader._limits = ReaderLimits()
+    assert await read(reader, content) == [Document("[Page 1]\nHello", 1)]

@@ -79,3 +79,26 @@ def test_words_stand_for_media_that_no_worker_takes_and_for_broken_pictures() ->
     for media, parts in ((frozenset({"image"}), [PICTURE, words]), (frozenset(), [words] * 2)):
         body, _ = readable({"messages": turn}, Readable(media))
         assert body["messages"][0]["content"] == parts
+
+
+@pytest.mark.parametrize(("count", "left"), [(32, 32), (33, 25), (40, 32), (41, 25)])
+def test_the_oldest_pictures_of_a_history_make_room_for_new_ones(count: int, left: int) -> None:
+    """Eight at a time: else each new picture would change the beginning of the prompt."""
+    said = {"role": "user", "content": [PICTURE] * (count - 1)}
+    turn = [said, {"role": "assistant", "content": "Hm"}, {"role": "user", "content": [PICTURE]}]
+    body, replaced = readable({"messages": turn}, Readable())
+    kinds = [part["type"] for part in body["messages"][0]["content"]]
+    assert kinds == ["text"] * (count - left) + ["image_url"] * (left - 1)
+    assert len(replaced) == count - left
+    assert body["messages"][2]["content"] == [PICTURE]
+
+
+def test_large_pictures_make_room_too_and_those_of_this_turn_stay() -> None:
+    large = {"type": "image_url", "image_url": {"url": data_url(png_header(4000, 4000))}}
+    turn = [{"role": "user", "content": [large] * 4}, {"role": "assistant", "content": "Hm"}]
+    new = {"role": "user", "content": [large] * 5}
+    body, replaced = readable({"messages": [*turn, new]}, Readable())
+    assert [one.rpartition(":")[0] for one in replaced] == [
+        f"messages[0].content[{place}]" for place in range(4)
+    ]
+    assert body["messages"][2] == new, "it is refused, by its field"

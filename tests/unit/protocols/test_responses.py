@@ -219,6 +219,13 @@ def test_f64_no_item_of_a_history_ends_a_conversation() -> None:
     assert refused.value.param == "input[8].content[0].type"
 
 
+def test_pictures_that_are_too_many_are_named_as_the_client_sent_them() -> None:
+    picture = {"type": "input_image", "image_url": PICTURE}
+    items = [user([picture] * 33), {"role": "assistant", "content": "Hm"}, user("And?")]
+    replaced = wire(input=items).inspect(b"", POLICY, FLEET).profile.replaced
+    assert replaced == tuple(f"input[0].content[{place}]:image_url" for place in range(8))
+
+
 def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
     exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
     exchange.history = [{"type": "message", **user(UNREADABLE)}]
