@@ -84,7 +84,9 @@ def _within_limits(
     found = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
-        for place, part in enumerate(changed.get(index, content) if content else ()):
+        if not isinstance(content, list):
+            continue
+        for place, part in enumerate(changed.get(index, content)):
             if isinstance(part, Mapping) and MEDIA_KINDS.get(str(part.get("type"))) == "image":
                 found.append((index, place, part, _pixels(part)))
     pixels = sum(size for *_, size in found)

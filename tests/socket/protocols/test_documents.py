@@ -10,7 +10,7 @@ import pytest
 
 from gateway.documents.reader import DocumentReader
 from tests.support.pdfs import base64_pdf, encrypted_pdf, pdf
-from tests.support.running_gateway import RunningGateway
+from tests.support.running_gateway import RunningGateway, bearer_headers
 from tests.support.scripted_worker import ScriptedWorker
 
 TEXT = "[The text of the PDF document, 1 pages:]\n[Page 1]\nHello"
@@ -99,6 +99,18 @@ def test_no_pdf_is_read_for_a_client_without_a_key(
     monkeypatch.delattr(DocumentReader, "read")
     for wire, body in bodies(pdf("Hello")).items():
         assert gateway_with_worker.client.post(f"/v1/{wire}", json=body).status_code == 401
+
+
+def test_no_pdf_is_read_for_a_key_at_its_limit_and_one_for_nothing_costs_a_request(
+    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = bearer_headers(gateway_with_worker.create_key(requests_a_minute=2))
+    client, path = gateway_with_worker.client, "/v1/messages"
+    read, refused = (bodies(one)["messages"] for one in (pdf("Hello"), encrypted_pdf("x", "y")))
+    assert client.post(path, json=refused, headers=headers).status_code == 400
+    assert client.post(path, json=read, headers=headers).status_code == 200
+    monkeypatch.delattr(DocumentReader, "read")
+    assert client.post(path, json=read, headers=headers).status_code == 429
 
 
 def test_a_gateway_starts_without_the_libraries_that_read_pdfs() -> None:
