@@ -33,6 +33,7 @@ from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_unique_ids, read_worker_keys
+from gateway.documents.reader import DocumentReader
 from gateway.engines import PacelineWorker
 from gateway.errors import RecordsUnwritable, StartupError
 from gateway.fleet.cordons import Cordons
@@ -145,7 +146,7 @@ class Gateway:
         self.stats_history = SnapshotHistory(
             self.accounting.lane_totals, self.accounting.outcomes, clock
         )
-        self.recent_requests = RecentRequests()
+        self.recent_requests, self.documents = RecentRequests(), DocumentReader()
         take_pending = self.accounting.take_pending
         self.cluster_sync = ClusterSync()
         if redis is None:

@@ -433,6 +433,8 @@ class WorkerReport(Record):
     system_inside: bool | None = None
     """Whether the chat template takes a system message behind others; else the worker renders it as
     words of the user in its place. Engines of other kinds, and older workers, do not tell."""
+    sees_pictures: bool = True
+    """Whether the model takes pictures; older workers do not tell."""
     ready: bool = True
     draining: bool = False
     start: StartProgress | None = None

@@ -28,7 +28,7 @@ from gateway.protocols.messages import MessagesFormat, is_messages
 from gateway.protocols.openai import parse
 from gateway.protocols.responses import ResponsesFormat
 from gateway.proxy.client import read_caller
-from gateway.proxy.handler import routing_request
+from gateway.proxy.handler import inspect, routing_request
 from gateway.routing.features import features_of
 from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.select import Candidate, Decision, decide
@@ -92,7 +92,7 @@ async def explain(
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
     wire_format = _wire_format(gateway, request, raw, policy, fleet)
     caller = read_caller(request.scope, policy, api_key)
-    inspected = wire_format.inspect(raw, policy, fleet)
+    inspected = await inspect(gateway, wire_format, raw, policy, caller.client)
     api_key.check_model(inspected)
     routed = routing_request(gateway, request.scope, policy, caller, inspected)
     # The random numbers that the next request will draw.

@@ -13,6 +13,7 @@ from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_route
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.errors import LimitReached, ModelUnknown, Overloaded, RefusedByWorker
 from gateway.protocols.messages import MessagesFormat
+from gateway.proxy.handler import inspect
 from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
 
 router = data_router()
@@ -48,7 +49,7 @@ async def count(
     """Count the tokens of a message's prompt; a header says if the number is an estimate."""
     policy = gateway.policy_store.current
     messages_format = MessagesFormat(gateway.sealer)
-    inspected = messages_format.inspect(raw, policy, gateway.fleet.view())
+    inspected = await inspect(gateway, messages_format, raw, policy, api_key.caller.client)
     api_key.check_model(inspected)
     try:
         count = await counter.count(inspected)

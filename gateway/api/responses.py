@@ -24,6 +24,7 @@ from gateway.protocols.responses import (
     read_items,
     shown_item,
 )
+from gateway.proxy.handler import inspect
 from gateway.proxy.kept_items import named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService
@@ -117,7 +118,8 @@ async def count_tokens(
     }
     exchange = service.exchange()
     await exchange.open(encode_json(body), api_key.caller.key)
-    inspected = exchange.format.inspect(b"", gateway.policy_store.current, gateway.fleet.view())
+    policy, client = gateway.policy_store.current, api_key.caller.client
+    inspected = await inspect(gateway, exchange.format, b"", policy, client)
     api_key.check_model(inspected)
     try:
         count = await counter.count(inspected)

@@ -137,7 +137,7 @@ class Engine(AnswerReader, ABC):
     def models(self, report: WorkerReport) -> tuple[str, ...]:
         """Return the models that a worker serves, by their names in the fleet."""
 
-    def model_views(self) -> Mapping[str, ModelView]:
+    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:  # noqa: ARG002
         """Return the models that lack a feature or are not in memory."""
         return NO_MODELS
 

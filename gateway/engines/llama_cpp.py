@@ -49,7 +49,7 @@ class LlamaCpp(LocalEngine):
     lacks = frozenset(
         (
             *(Feature.VIDEO, Feature.FILE, Feature.PROMPTS, Feature.ECHO, Feature.STOP_TOKENS),
-            *(Feature.MIN_TOKENS, Feature.TRUNCATION, Feature.EXACT),
+            *(Feature.MIN_TOKENS, Feature.TRUNCATION, Feature.CONTINUATION, Feature.EXACT),
         )
     )
     default_slots = 4

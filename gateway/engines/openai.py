@@ -53,7 +53,7 @@ class OpenAIEngine(Engine):
     models_path: ClassVar[str] = "/v1/models"
     health: ClassVar[Question] = Question("/v1/models")
     """The question that an engine answers while it works."""
-    lacks: ClassVar[frozenset[Feature]] = frozenset((Feature.EXACT,))
+    lacks: ClassVar[frozenset[Feature]] = frozenset((Feature.EXACT, Feature.CONTINUATION))
     """Features that no model of this kind takes."""
     default_pools: ClassVar[tuple[str, ...]] = ("vlm",)
     default_slots: ClassVar[int] = 8
@@ -122,7 +122,7 @@ class OpenAIEngine(Engine):
         """Return the models that the engine has now."""
         return tuple(self.names)
 
-    def model_views(self) -> Mapping[str, ModelView]:
+    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:  # noqa: ARG002
         """Return the models that lack a feature or are not in memory."""
         return self._views
 

@@ -20,7 +20,9 @@ from gateway.engines.base import (
 from gateway.engines.openai import OpenAIEngine
 from gateway.engines.refusals import own_refusal
 from gateway.errors import GatewayError
+from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
+from gateway.routing.view import ModelView
 from workers.protocol import (
     KEYS_HEADER,
     NO_PREFIX,
@@ -31,6 +33,7 @@ from workers.protocol import (
     WorkerReport,
 )
 
+_NO_PICTURES = frozenset((Feature.IMAGE,))
 REPORT_PATH = "/v1/status"
 """At which a worker returns its report."""
 
@@ -61,6 +64,10 @@ class PacelineWorker(_Paceline):
     def models(self, report: WorkerReport) -> tuple[str, ...]:
         """Return the one model of the report."""
         return (report.model,)
+
+    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:
+        """Return that the model lacks pictures, if it does."""
+        return {} if report.sees_pictures else {report.model: ModelView(_NO_PICTURES)}
 
     def headers(
         self,

@@ -8,10 +8,11 @@ into zero or more events of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.errors import GatewayError
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Header, Headers, Inspected, LimitState
@@ -81,6 +82,13 @@ def renamed(error: GatewayError, own_name: Callable[[str], str]) -> GatewayError
     return error
 
 
+def renamed_places(places: Iterable[str], own_name: Callable[[str], str]) -> Iterator[str]:
+    """Yield places with types behind them, as their client knows the places."""
+    for one in places:
+        place, _, kind = one.rpartition(":")
+        yield f"{own_name(place)}:{kind}"
+
+
 class StreamEncoder(Protocol):
     """Encodes one stream of events for a client."""
 
@@ -112,7 +120,19 @@ class WireFormat(Protocol):
     def endpoint(self) -> Endpoint:
         """The endpoint of the worker that generates the response."""
 
-    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+    def pdfs(self, raw: bytes) -> AskedPdfs:
+        """Return the PDFs of a body and the model that is to read them.
+
+        Raise a `RequestRefused` for a body that is no JSON.
+        """
+
+    def inspect(
+        self,
+        raw: bytes,
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,
+    ) -> Inspected:
         """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from gateway import errors
 from gateway.protocols.base import StreamEncoder, object_in, objects_in
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
 from gateway.protocols.openai import RERANK, encode_json, parse
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
@@ -52,7 +53,17 @@ class CohereRerankFormat:
     path = "/v2/rerank"
     endpoint = Endpoint.RERANK
 
-    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+    def pdfs(self, raw: bytes) -> AskedPdfs:  # noqa: ARG002
+        """Return none: documents for a rerank are text."""
+        return AskedPdfs()
+
+    def inspect(
+        self,
+        raw: bytes,
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,  # noqa: ARG002
+    ) -> Inspected:
         """Translate a body, and inspect that; raise a `RequestRefused`."""
         body = parse(raw)
         for name in body:

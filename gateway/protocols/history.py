@@ -6,15 +6,25 @@ good. Such a part becomes a line of words in its place, and the response names i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from policies.request.content import MEDIA_KINDS, TEXT_PARTS, source_of
+from gateway.protocols.documents import DocumentUnreadable, Readable, pdf_of, words_for_pdf
+from policies.request.content import (
+    MEDIA_KINDS,
+    TEXT_PARTS,
+    PictureInvalid,
+    read_size,
+    source_of,
+)
+from policies.request.fields import FieldError
 
 Json = dict[str, Any]
 
 _KIND_CHARS = 100
+_PICTURES_STEP = 8
 _SAFE = "._-[]"
 
 
@@ -28,10 +38,13 @@ def named(place: str, kind: str) -> str:
     return f"{place}:{quote(kind[:_KIND_CHARS], safe=_SAFE)}"
 
 
-def readable(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def readable(
+    body: Mapping[str, Any], reading: Readable
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return the body of a chat whose history a model can read, and what words replace in it.
 
-    What the user says in this turn stays: if no model can read it, the request is refused.
+    What the user says in this turn stays: if no model can read it, the request is refused. Raise
+    `FieldError` for a PDF of this turn that cannot be read.
     """
     messages = body.get("messages")
     if not isinstance(messages, list):
@@ -42,14 +55,16 @@ def readable(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...
     replaced: list[str] = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, list) or (index > turn and roles[index] != "tool"):
+        if not isinstance(content, list):
             continue
-        for place, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and not _is_readable(part, kind):
-                parts = changed.setdefault(index, [*content])
-                parts[place] = {"type": "text", "text": words_for(kind)}
-                replaced.append(named(f"messages[{index}].content[{place}]", kind))
+        new = index > turn and roles[index] != "tool"
+        parts, names = _readable_parts(content, f"messages[{index}].content", reading, new=new)
+        if roles[index] == "tool":  # templates take pictures of pages from users alone
+            del parts[len(content) :]
+        if parts != content:
+            changed[index] = parts
+        replaced += names
+    replaced += _within_limits([*messages], changed, turn, reading)
     if not changed:
         return body, ()
     kept = [
@@ -59,10 +74,76 @@ def readable(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...
     return {**body, "messages": kept}, tuple(replaced)
 
 
-def _is_readable(part: Mapping[str, Any], kind: str) -> bool:
-    if kind in TEXT_PARTS:
-        return True
-    if kind not in MEDIA_KINDS:
-        return False
-    source = source_of(part)[1]
-    return source is None or MEDIA_KINDS[kind] == "file" or source.startswith("data:")
+def _within_limits(
+    messages: list[Any], changed: dict[int, list[Any]], turn: int, reading: Readable
+) -> list[str]:
+    """Replace the oldest pictures of the history, if those of the request are too many.
+
+    Eight at a time, so that the next pictures do not change the beginning of the prompt again.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list):
+            continue
+        for place, part in enumerate(changed.get(index, content)):
+            if isinstance(part, Mapping) and MEDIA_KINDS.get(str(part.get("type"))) == "image":
+                found.append((index, place, part, _pixels(part)))
+    pixels = sum(size for *_, size in found)
+    first = 0
+    while len(found) - first > reading.pictures or pixels > reading.pixels:
+        if first >= len(found):
+            break
+        pixels -= sum(size for *_, size in found[first : first + _PICTURES_STEP])
+        first += _PICTURES_STEP
+    replaced = []
+    for index, place, part, _ in found[:first]:
+        if index <= turn:
+            parts = changed.setdefault(index, [*messages[index]["content"]])
+            parts[place] = {"type": "text", "text": words_for(part["type"])}
+            replaced.append(named(f"messages[{index}].content[{place}]", part["type"]))
+    return replaced
+
+
+def _pixels(part: Mapping[str, Any]) -> int:
+    try:
+        return math.prod(read_size(source_of(part)[1] or ""))
+    except PictureInvalid:
+        return 0
+
+
+def _readable_parts(
+    content: Sequence[Any], where: str, reading: Readable, *, new: bool
+) -> tuple[list[Any], list[str]]:
+    """Return the parts of a content, each at its place, then the pages of its documents."""
+    parts: list[Any] = []
+    pages: list[Any] = []
+    replaced = []
+    for place, part in enumerate(content):
+        at = f"{where}[{place}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str):
+            parts.append(part)
+            continue
+        words = ""
+        if (pdf := pdf_of(part)) is not None:
+            try:
+                text, *pictures = reading.document(pdf, part["file"].get("filename"))
+                parts.append(text)
+                pages += pictures
+                continue
+            except DocumentUnreadable as unreadable:
+                if new:
+                    raise unreadable_pdf(f"{at}.file.file_data", unreadable) from None
+                words = words_for_pdf(str(unreadable))
+        elif new or kind in TEXT_PARTS or (kind in MEDIA_KINDS and reading.takes(part)):
+            parts.append(part)
+            continue
+        parts.append({"type": "text", "text": words or words_for(kind)})
+        replaced.append(named(at, kind))
+    return [*parts, *pages], replaced
+
+
+def unreadable_pdf(field: str, problem: DocumentUnreadable) -> FieldError:
+    """Return the error of a PDF that the user sends in this turn."""
+    return FieldError(field, f"{field}: The PDF document cannot be read: {problem}.")

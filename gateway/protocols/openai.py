@@ -10,8 +10,17 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.protocols.base import WORKER_PATHS, object_in
+from gateway.protocols.documents import (
+    NO_DOCUMENTS,
+    PDF_MARKS,
+    AskedPdfs,
+    Document,
+    Readable,
+    pdfs_in,
+)
 from gateway.protocols.history import readable
 from gateway.protocols.legacy_functions import as_function_call, with_tools
+from gateway.routing.features import MEDIA
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Header, Headers, Inspected, LimitState
@@ -47,12 +56,29 @@ class OpenAIFormat:
         self.path = WORKER_PATHS[endpoint]
         self.endpoint = endpoint
 
-    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+    def pdfs(self, raw: bytes) -> AskedPdfs:
+        """Return the PDFs of the messages of a body, and its model."""
+        if self.endpoint is not Endpoint.CHAT or not any(mark in raw for mark in PDF_MARKS):
+            return AskedPdfs()
+        body = parse(raw)
+        return AskedPdfs(body.get("model"), tuple(pdfs_in(body.get("messages"))))
+
+    def inspect(
+        self,
+        raw: bytes,
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,
+    ) -> Inspected:
         """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
-        return self.inspect_body(parse(raw), policy, fleet)
+        return self.inspect_body(parse(raw), policy, fleet, documents)
 
     def inspect_body(
-        self, body: Mapping[str, Any], policy: PolicyDocument, fleet: FleetView
+        self,
+        body: Mapping[str, Any],
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,
     ) -> Inspected:
         """Inspect a parsed body; raise a `RequestRefused`."""
         requested = body.get("model")
@@ -64,7 +90,10 @@ class OpenAIFormat:
                 body = with_tools(body)
             replaced: tuple[str, ...] = ()
             if _has_parts(body.get("messages")):
-                body, replaced = readable(body)
+                media = readable_media(requested, policy, fleet)
+                limits = policy.media.pictures, policy.media.pixels
+                reading = Readable(media, documents, *limits)
+                body, replaced = readable(body, reading)
             if _allows_tools(body.get("tool_choice")):
                 body = _with_allowed_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
@@ -151,6 +180,15 @@ class OpenAIFormat:
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last event of a stream that an error ends."""
         return errors.to_event(error)
+
+
+def readable_media(requested: Any, policy: PolicyDocument, fleet: FleetView) -> frozenset[str]:
+    """Return the kinds of media that a worker of a model takes, and the policy too."""
+    kinds = frozenset(policy.media.kinds)
+    if fleet.takes_all or not isinstance(requested, str):
+        return kinds
+    model = resolve_model(policy, requested, fleet.models_of(Endpoint.CHAT))
+    return frozenset(kind for kind in kinds if fleet.takes(model, MEDIA[kind]))
 
 
 class OpenAIStreamEncoder:
@@ -337,6 +375,10 @@ def _for_worker(
         sent["exact"] = True
     if profile.max_tokens is not None and "max_completion_tokens" not in sent:
         sent["max_tokens"] = profile.max_tokens
+    if profile.generation_prompt:
+        sent.pop("add_generation_prompt", None)
+    if not profile.continues_message:
+        sent.pop("continue_final_message", None)
     if profile.endpoint is Endpoint.CHAT:
         sent["messages"] = normalise(body["messages"], in_place=in_place)
     if profile.stream:

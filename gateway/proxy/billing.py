@@ -126,6 +126,26 @@ class TokenReservation:
 
 
 @contextlib.contextmanager
+def reserved_request(
+    rate_limiter: RateLimiter | None, clock: Callable[[], float], wall: Callable[[], float]
+) -> Iterator[None]:
+    """Admit a request to work before its cost is known; one that fails meanwhile costs itself.
+
+    Raise an error of the rate limiter if a limit is reached.
+    """
+    if rate_limiter is None:
+        yield
+        return
+    reservation = TokenReservation(rate_limiter, 0, clock, wall)
+    spent = Spent(requests=1)
+    try:
+        yield
+        spent = NOTHING
+    finally:
+        reservation.settle(spent)
+
+
+@contextlib.contextmanager
 def reserved_tokens(
     rate_limiter: RateLimiter,
     profile: RequestProfile,

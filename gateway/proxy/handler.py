@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 from gateway import errors
 from gateway.assembly import Gateway
 from gateway.auth.origins import comes_from_foreign_page
+from gateway.auth.rate_limits import RateLimiter
 from gateway.http.downstream import (
     AnswerWriter,
     CancelScope,
@@ -22,7 +23,13 @@ from gateway.http.downstream import (
     response_writer,
 )
 from gateway.protocols import WireFormat
-from gateway.proxy.billing import TokenReservation, default_max_tokens, reserved_tokens
+from gateway.protocols.openai import readable_media
+from gateway.proxy.billing import (
+    TokenReservation,
+    default_max_tokens,
+    reserved_request,
+    reserved_tokens,
+)
 from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
@@ -47,6 +54,36 @@ def routing_request(
     )
     prefix = gateway.prefix_hasher.prefix_keys(inspected, caller, policy.prefix)
     return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
+
+
+async def inspect(
+    gateway: Gateway,
+    wire_format: WireFormat,
+    raw: bytes,
+    policy: PolicyDocument,
+    client: str,
+    *,
+    rate_limiter: RateLimiter | None = None,
+) -> Inspected:
+    """Parse a body, read its documents, and inspect it; raise a `RequestRefused`.
+
+    The size of the body and the key have been checked; `rate_limiter` is that of a request which
+    is not charged yet.
+    """
+    model, pdfs = wire_format.pdfs(raw)
+    if not pdfs:
+        return wire_format.inspect(raw, policy, gateway.fleet.view())
+    with reserved_request(rate_limiter, gateway.clock, gateway.wall):
+        pictures = "image" in readable_media(model, policy, gateway.fleet.view())
+        documents = await gateway.documents.read(client, pdfs, pictures=pictures)
+        try:
+            return wire_format.inspect(raw, policy, gateway.fleet.view(), documents)
+        except errors.FieldInvalid:
+            if not any(document.pages for document in documents.values()):
+                raise
+            # The pages may be too many beside the pictures of the request itself.
+            texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
+            return wire_format.inspect(raw, policy, gateway.fleet.view(), texts)
 
 
 class ProxyHandler:
@@ -175,7 +212,10 @@ class ProxyHandler:
         if context.exchange is not None:
             await context.exchange.open(body, context.api_key.caller.key)
         context.caller = read_caller(scope, policy, context.api_key)
-        context.inspected = context.wire_format.inspect(body, policy, gateway.fleet.view())
+        client, rate_limiter = context.caller.client, context.api_key.rate_limiter
+        context.inspected = await inspect(
+            gateway, context.wire_format, body, policy, client, rate_limiter=rate_limiter
+        )
         context.api_key.check_model(context.inspected)
         request = routing_request(gateway, scope, policy, context.caller, context.inspected)
         context.routing_request = request

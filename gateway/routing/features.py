@@ -31,6 +31,7 @@ class Feature(StrEnum):
     MIN_TOKENS = "a least number of tokens"
     IGNORE_EOS = "answers past their end"
     TRUNCATION = "truncated prompts"
+    CONTINUATION = "answers that go on from the last message"
     THINKING_BUDGET = "a limit of reasoning"
     TOP_K = "top_k"
     MIN_P = "min_p"
@@ -54,6 +55,7 @@ FIELDS: Mapping[Feature, str | None] = {
     Feature.MIN_TOKENS: "min_tokens",
     Feature.IGNORE_EOS: "ignore_eos",
     Feature.TRUNCATION: "truncate_prompt_tokens",
+    Feature.CONTINUATION: "continue_final_message",
     Feature.THINKING_BUDGET: "thinking_budget",
     Feature.TOP_K: "top_k",
     Feature.MIN_P: "min_p",
@@ -63,7 +65,7 @@ FIELDS: Mapping[Feature, str | None] = {
 }
 """The field of a request that asks for each."""
 
-_MEDIA = {
+MEDIA = {
     "image": Feature.IMAGE,
     "video": Feature.VIDEO,
     "audio": Feature.AUDIO,
@@ -83,6 +85,10 @@ _TESTS: tuple[tuple[Feature, Callable[[RequestProfile], bool]], ...] = (
     (Feature.MIN_TOKENS, lambda profile: profile.min_tokens > 0),
     (Feature.IGNORE_EOS, lambda profile: profile.ignore_eos),
     (Feature.TRUNCATION, lambda profile: profile.prompt_limit is not None),
+    (
+        Feature.CONTINUATION,
+        lambda profile: profile.continues_message or not profile.generation_prompt,
+    ),
     (Feature.THINKING_BUDGET, lambda profile: profile.thinking_budget is not None),
     # A greedy answer is the same whatever the sampler would leave out.
     (Feature.TOP_K, lambda profile: profile.sampling.top_k > 1 and not profile.sampling.greedy),
@@ -100,5 +106,5 @@ _TESTS: tuple[tuple[Feature, Callable[[RequestProfile], bool]], ...] = (
 
 def features_of(profile: RequestProfile) -> frozenset[Feature]:
     """Return the features that a request needs."""
-    media = {_MEDIA[kind] for kind, count in profile.media if count and kind in _MEDIA}
+    media = {MEDIA[kind] for kind, count in profile.media if count and kind in MEDIA}
     return frozenset(media).union(feature for feature, test in _TESTS if test(profile))

@@ -264,6 +264,18 @@ class FleetView:
         """Return the models that a worker serves now."""
         return frozenset([model for model, _ in self.lane_costs])
 
+    def takes(self, model: str, feature: Feature) -> bool:
+        """Return whether a lane takes such chats for a model, or no lane serves it now."""
+        if self.takes_all:
+            return True
+        costs = [
+            cost
+            for (served, lane), lanes in self.lane_costs.items()
+            if served == model and lane not in POOLING_LANES
+            for cost in lanes
+        ]
+        return not costs or any(feature not in cost.ref.lacks for cost in costs)
+
     def models_of(self, endpoint: Endpoint) -> frozenset[str]:
         """Return the models that serve an endpoint now."""
         wanted = None if endpoint in GENERATING else endpoint

@@ -68,7 +68,7 @@ HONOURED_FIELDS = {
     Endpoint.CHAT: _CONTROL_FIELDS.union(
         f"messages tools tool_choice {TOOL_GRAMMARS} parallel_tool_calls top_logprobs "
         "chat_template_kwargs reasoning_effort thinking_budget thinking_token_budget "
-        "include_reasoning".split()
+        "include_reasoning add_generation_prompt continue_final_message".split()
     ),
     Endpoint.COMPLETIONS: _CONTROL_FIELDS | {"prompt", "echo"},
     Endpoint.EMBEDDINGS: EMBEDDINGS_FIELDS,
@@ -122,6 +122,8 @@ def read_profile(
         stop_tokens=_read_stop_tokens(body.get("stop_token_ids")),
         ignore_eos=fields.flag("ignore_eos"),
         prompt_limit=_read_prompt_limit(fields, content.media),
+        generation_prompt=fields.choice("add_generation_prompt") is not False,
+        continues_message=_read_continuation(fields, body),
         choices=_read_choices(fields, content.prompts),
         top_logprobs=_read_logprobs(fields, endpoint),
         tools=bool(tools),
@@ -231,6 +233,20 @@ def _read_prompt_limit(fields: Fields, media: Mapping[str, int]) -> int | None:
             "truncate_prompt_tokens", "'truncate_prompt_tokens' cannot cut a prompt with media."
         )
     return limit
+
+
+def _read_continuation(fields: Fields, body: Mapping[str, Any]) -> bool:
+    name = "continue_final_message"
+    if not fields.flag(name):
+        return False
+    last = body["messages"][-1]
+    if fields.choice("add_generation_prompt") is not False:
+        raise FieldError(name, f"'{name}' needs 'add_generation_prompt': false.")
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        raise FieldError(
+            name, f"'{name}' needs a last message that is the assistant's, without tool calls."
+        )
+    return True
 
 
 def _read_stop_tokens(value: Any) -> tuple[int, ...]:

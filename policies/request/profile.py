@@ -113,6 +113,10 @@ class RequestProfile(NamedTuple):
     """Whether the answer goes on after the model's own end."""
     prompt_limit: int | None = None
     """The most tokens of the prompt, whose beginning is left out; -1: what the context holds."""
+    generation_prompt: bool = True
+    """Whether the template begins the assistant's message behind the last one."""
+    continues_message: bool = False
+    """Whether the answer goes on from the last message, which is the assistant's."""
     choices: int = 1
     top_logprobs: int | None = None
     """The number of alternatives; None without log-probabilities."""

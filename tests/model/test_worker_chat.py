@@ -376,3 +376,33 @@ async def test_a_refusal_in_the_history_reads_as_text(
         await prompt_tokens(content=None, refusal=text),
     ]
     assert len(set(counts)) == 1
+
+
+async def test_an_answer_goes_on_from_a_last_message_that_is_its_beginning(
+    openai_client: openai.AsyncOpenAI, model: str
+) -> None:
+    """What a client has of an answer is what the model has: the rest is the same."""
+    whole = await openai_client.chat.completions.create(
+        model=model, messages=QUESTION, temperature=0, max_tokens=12, logprobs=True
+    )
+    scores = whole.choices[0].logprobs
+    assert scores is not None
+    tokens = [one.token for one in scores.content or ()]
+    begun = "".join(tokens[:4])
+    fields: Any = {"add_generation_prompt": False, "continue_final_message": True}
+    rest = await openai_client.chat.completions.create(
+        model=model,
+        messages=[*QUESTION, {"role": "assistant", "content": begun}],
+        temperature=0,
+        max_tokens=8,
+        extra_body=fields,
+    )
+    assert begun + (rest.choices[0].message.content or "") == whole.choices[0].message.content
+    assert rest.usage is not None
+    assert whole.usage is not None
+    assert rest.usage.prompt_tokens == whole.usage.prompt_tokens + 4
+    for invalid in ({**fields, "add_generation_prompt": True}, {"continue_final_message": True}):
+        with pytest.raises(openai.BadRequestError, match="continue_final_message"):
+            await openai_client.chat.completions.create(
+                model=model, messages=QUESTION, extra_body=invalid
+            )

@@ -61,6 +61,7 @@ async def test_status_contains_lanes_memory_and_a_valid_report(
     assert (status["worker_id"], status["boot_id"]) == (report.worker_id, report.boot_id)
     assert status["worker_id"] == real_worker.worker_id == "session"
     assert report.url == real_worker.url
+    assert report.sees_pictures
     assert report.constrains_calls, "a grammar knows the format of the demo's calls"
     assert report.system_inside is not None
     assert set(status["lanes"]) == {"text-mtp", "vlm"}

@@ -64,6 +64,7 @@ class StubPrompts:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        **ending: bool,
     ) -> str:
         return f"{messages} {tools} {template_kwargs}"
 

@@ -84,10 +84,15 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Render messages by the checkpoint's chat template, up to the assistant's answer.
 
-        Only the template writes control tokens; their spelling in a message stays text.
+        Only the template writes control tokens; their spelling in a message stays text. Without a
+        generation prompt the text ends behind the last message, or within it where the answer is
+        to go on from there.
         """
         if not getattr(self._templated, "chat_template", None):
             raise InvalidGeneration(
@@ -101,9 +106,11 @@ class ChatTemplate:
         else:
             arguments |= self._functions(())
         plain = self.history_style.apply(plain, self.tool_format)
+        if continue_final_message:
+            arguments["continue_final_message"] = True
         try:
             rendered = self._templated.apply_chat_template(
-                plain, tokenize=False, add_generation_prompt=True, **arguments
+                plain, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
             )
         except RecursionError as error:
             raise InvalidGeneration(
@@ -112,6 +119,11 @@ class ChatTemplate:
             ) from error
         except Exception as error:  # a template adds, indexes and calls what a client has sent
             logger.info("template.rejected", exc_info=error)
+            if continue_final_message:
+                raise InvalidGeneration(
+                    "continue_final_message",
+                    "The model's chat template cannot go on from the last message.",
+                ) from error
             reason = f": {error}" if isinstance(error, jinja2.TemplateError) else "."
             raise InvalidGeneration(
                 "messages", f"The model's chat template rejects these messages{reason}"

@@ -404,6 +404,8 @@ class Card:
     default_max_tokens: int | None = None
     """The checkpoint's limit of an answer; None: the context window alone limits it."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    vision: bool = False
+    """Whether it takes pictures."""
     constrains_calls: bool = False
     """Whether a grammar can hold calls that the model may write: it knows the format of them."""
     system_inside: bool = False
@@ -423,7 +425,6 @@ class ModelCard(Card):
     """Description of the model that an engine serves."""
 
     lanes: tuple[LaneName, ...]
-    vision: bool
     native_verify: bool
     """Whether the target verifies a draft in one forward pass; token by token never pays."""
     mtp: bool

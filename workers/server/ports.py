@@ -36,6 +36,9 @@ class Prompts(Protocol):
         messages: Sequence[Mapping[str, Json]],
         tools: Sequence[Mapping[str, Json]] | None = None,
         template_kwargs: Mapping[str, Json] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Render messages into a prompt; raise `InvalidGeneration` if the template rejects them."""
 

@@ -122,7 +122,7 @@ async def read_request(
     scores_prompt = profile.echo and profile.top_logprobs is not None
     if endpoint is Endpoint.CHAT:
         keys = _prefix_keys(request.headers.get(KEYS_HEADER))
-        prompts = [await _chat_prompt(body, tools, engine, pictures, keys)]
+        prompts = [await _chat_prompt(body, profile, tools, engine, pictures, keys=keys)]
     else:
         prompts = await _completion_prompts(body, engine)
         scope = None if scores_prompt else scope  # a prompt from the cache has no scores
@@ -281,9 +281,11 @@ def token_limit(request: Request) -> int | None:
 
 async def _chat_prompt(
     body: Mapping[str, Json],
+    profile: RequestProfile,
     tools: list[Mapping[str, Json]] | None,
     engine: ServingEngine,
     memory: PictureMemory,
+    *,
     keys: Sequence[str],
 ) -> Prompt:
     messages, sources = read_messages(body["messages"])
@@ -302,7 +304,13 @@ async def _chat_prompt(
         prefix_text = ""
         if prefix_key != NO_PREFIX:
             prefix_text = engine.prompts.shared_prefix(messages, tools, template_kwargs)
-        text = engine.prompts.chat(messages, tools, template_kwargs)
+        text = engine.prompts.chat(
+            messages,
+            tools,
+            template_kwargs,
+            add_generation_prompt=profile.generation_prompt,
+            continue_final_message=profile.continues_message,
+        )
         return Prompt(
             text=text,
             turn_end=engine.prompts.turn_end(text, messages, tools, template_kwargs),

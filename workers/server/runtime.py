@@ -151,6 +151,7 @@ class Worker(Generic[EngineT]):
             sampling=card.sampling,
             constrains_calls=card.constrains_calls,
             system_inside=card.system_inside,
+            sees_pictures=card.vision,
             ready=self.ready,
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, has_choices, object_in, renamed
+from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
     FIELDS,
@@ -31,7 +32,7 @@ from gateway.protocols.messages.response import (
     message_of,
     stop_of,
 )
-from gateway.protocols.openai import CHAT, encode_json, parse
+from gateway.protocols.openai import CHAT, encode_json, parse, readable_media
 from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
@@ -111,13 +112,24 @@ class MessagesFormat:
         self._sealer = sealer
         self._chat = MessagesChat({})
 
-    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+    def pdfs(self, raw: bytes) -> AskedPdfs:
+        """Return the PDFs of the messages of a body, and its model."""
+        return CHAT.pdfs(raw)
+
+    def inspect(
+        self,
+        raw: bytes,
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,
+    ) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
         body = parse(raw)
         if body.get("thread") is not None:
             raise errors.ThreadUnserved
         try:
-            chat = to_chat(body, self._is_ours)
+            media = readable_media(body.get("model"), policy, fleet)
+            chat = to_chat(body, self._is_ours, Readable(media, documents))
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         if chat.left_out and policy.tools.hosted == "refuse":
@@ -131,7 +143,8 @@ class MessagesFormat:
         ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
         profile = inspected.profile
         calls = tuple(map(chat.param, profile.call_fields))
-        profile = profile._replace(ignored=ignored, replaced=chat.replaced, call_fields=calls)
+        replaced = (*chat.replaced, *renamed_places(profile.replaced, chat.param))
+        profile = profile._replace(ignored=ignored, replaced=replaced, call_fields=calls)
         return inspected._replace(profile=profile)
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:

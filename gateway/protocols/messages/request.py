@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from gateway.protocols.history import named, words_for
+from gateway.protocols.documents import DocumentUnreadable, Readable, pdf_of, words_for_pdf
+from gateway.protocols.history import named, unreadable_pdf, words_for
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
 from gateway.protocols.openai import encode_json
@@ -71,6 +72,8 @@ class MessagesChat(NamedTuple):
             return self.tool_places[int(found["tool"])] + found["rest"].replace(
                 ".parameters", ".input_schema"
             )
+        if name == "continue_final_message":
+            return self.places[-1][0]
         for chat_name, own_name in _CHAT_NAMES.items():
             if name == chat_name or name.startswith(f"{chat_name}."):
                 return own_name + name[len(chat_name) :]
@@ -83,7 +86,11 @@ class MessagesChat(NamedTuple):
         return not hidden and self.body.get("reasoning_effort") != "none"
 
 
-def to_chat(body: Mapping[str, Any], is_ours: Callable[[str, str], bool]) -> MessagesChat:
+def to_chat(
+    body: Mapping[str, Any],
+    is_ours: Callable[[str, str], bool],
+    reading: Readable = Readable(),  # noqa: B008
+) -> MessagesChat:
     """Translate a request into a chat; raise `FieldError`.
 
     `is_ours` tells whether a signature marks reasoning of this gateway's models.
@@ -103,10 +110,15 @@ def to_chat(body: Mapping[str, Any], is_ours: Callable[[str, str], bool]) -> Mes
         messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)
     chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
     placed = [(one, ["system"]) for one in _system_of(body.get("system"))]
-    history = _History(messages, is_ours)
+    history = _History(messages, is_ours, reading)
     for index, message in enumerate(messages):
         placed += history.messages_of(message, index)
     chat["messages"] = [message for message, _ in placed]
+    if placed and placed[-1][0]["role"] == "assistant":
+        last, (at, *_) = placed[-1]
+        if "tool_calls" in last:
+            raise FieldError(at, f"{at}: An answer goes on from text, and not from tool calls.")
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
     tools, tool_places, left_out = _tools_of(body, history.referenced)
@@ -155,11 +167,14 @@ class _History:
     everything else again with each turn, and so could never go on.
     """
 
-    def __init__(self, messages: Sequence[Any], is_ours: Callable[[str, str], bool]) -> None:
+    def __init__(
+        self, messages: Sequence[Any], is_ours: Callable[[str, str], bool], reading: Readable
+    ) -> None:
         self.replaced: list[str] = []
         self.referenced: set[str] = set()
         """The deferred tools that a search has found."""
         self._is_ours = is_ours
+        self._reading = reading
         roles = [one.get("role") if isinstance(one, Mapping) else None for one in messages]
         self._turn = max((i for i, role in enumerate(roles) if role == "assistant"), default=-1)
         """The last message of the assistant: what follows is new."""
@@ -233,10 +248,7 @@ class _History:
                 # Templates take pictures from users alone.
                 placed = [one for one in placed if one[1]["type"] != "text"]
             else:
-                part = _part_of(block, at)
-                if new and part is None:
-                    raise _unsupported(block, at)
-                placed = [(at, part if new and part else self._readable(part, block, at))]
+                placed = [(at, part) for part in self._readable(block, at, new=new)]
             places += [place for place, _ in placed]
             parts += [part for _, part in placed]
         if parts and all(part["type"] == "text" for part in parts):
@@ -252,21 +264,31 @@ class _History:
             return [(at, {"type": "text", "text": given})]
         placed = []
         for inner_at, inner in _blocks_of(given, f"{at}.content"):
-            placed.append((inner_at, self._readable(_part_of(inner, inner_at), inner, inner_at)))
+            placed += [(inner_at, part) for part in self._readable(inner, inner_at, new=False)]
             if inner["type"] == _REFERENCE:
                 self.referenced.add(inner["tool_name"])
         return placed
 
-    def _readable(self, part: Json | None, block: Mapping[str, Any], at: str) -> Json:
-        """Return a part, or words in its place; the gateway follows no links."""
-        link = (part or {}).get("image_url", {}).get("url", "data:")
-        if part is not None and link.startswith("data:"):
-            return part
-        return {"type": "text", "text": self._replace(block["type"], at)}
+    def _readable(self, block: Mapping[str, Any], at: str, *, new: bool) -> list[Json]:
+        """Return the parts of a chat for a block, or words in its place."""
+        if (pdf := pdf_of(block)) is not None:
+            try:
+                return self._reading.document(pdf, block.get("title"))
+            except DocumentUnreadable as problem:
+                if new:
+                    raise unreadable_pdf(f"{at}.source", problem) from None
+                words = self._replace(block["type"], at, words_for_pdf(str(problem)))
+                return [{"type": "text", "text": words}]
+        part = _part_of(block, at)
+        if new and part is None:
+            raise _unsupported(block, at)
+        if part is not None and (new or part["type"] == "text" or self._reading.takes(part)):
+            return [part]
+        return [{"type": "text", "text": self._replace(block["type"], at)}]
 
-    def _replace(self, kind: str, at: str) -> str:
+    def _replace(self, kind: str, at: str, words: str = "") -> str:
         self.replaced.append(named(at, kind))
-        return words_for(kind)
+        return words or words_for(kind)
 
 
 def is_own_block(kind: object) -> bool:

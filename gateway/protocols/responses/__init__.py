@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, has_choices, object_in, renamed
-from gateway.protocols.openai import CHAT, encode_json, parse
+from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable, pdfs_in
+from gateway.protocols.openai import CHAT, encode_json, parse, readable_media
 from gateway.protocols.responses.items import shown_item
 from gateway.protocols.responses.request import (
     FIELDS,
@@ -110,14 +111,26 @@ class ResponsesFormat:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         return self.request
 
-    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+    def pdfs(self, raw: bytes) -> AskedPdfs:
+        """Return the PDFs of the input and of what stands before it, and the model."""
+        request = self.request or self.read(raw)
+        return AskedPdfs(request.body.get("model"), tuple(pdfs_in([*self.history, *request.items])))
+
+    def inspect(
+        self,
+        raw: bytes,
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,
+    ) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
         request = self.request or self.read(raw)
         if request.tools.left_out and policy.tools.hosted == "refuse":
             at, _, kind = request.tools.left_out[0].partition(":")
             raise errors.ToolUnserved(kind, param=f"{at}.type")
         try:
-            chat = to_chat(request, self._unseal, self.history)
+            media = readable_media(request.body.get("model"), policy, fleet)
+            chat = to_chat(request, self._unseal, self.history, Readable(media, documents))
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         if request.background:
@@ -129,7 +142,8 @@ class ResponsesFormat:
         self._chat = chat
         profile = inspected.profile
         calls = tuple(map(chat.param, profile.call_fields))
-        profile = profile._replace(ignored=request.ignored, call_fields=calls)
+        replaced = (*chat.replaced, *renamed_places(profile.replaced, chat.param))
+        profile = profile._replace(ignored=request.ignored, replaced=replaced, call_fields=calls)
         self._builder = ResponseBuilder(
             request,
             self.response_id,

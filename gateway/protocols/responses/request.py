@@ -7,10 +7,20 @@ service alone, such as `service_tier`, is accepted and left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gateway.protocols.documents import (
+    Document,
+    DocumentUnreadable,
+    Readable,
+    pdf_of,
+    pdfs_in,
+    words_for_pdf,
+)
+from gateway.protocols.history import named, unreadable_pdf, words_for
+from gateway.protocols.openai import encode_json
 from gateway.protocols.responses.tools import (
     TextGrammar,
     ToolSet,
@@ -49,12 +59,10 @@ _INCLUDABLE = frozenset(
     "message.input_image.image_url computer_call_output.output.image_url "
     "code_interpreter_call.outputs".split()
 ) | {ENCRYPTED, _LOGPROBS}
-_FOREIGN_ITEMS = frozenset(
-    "web_search_call file_search_call image_generation_call code_interpreter_call "
-    "mcp_list_tools mcp_approval_request mcp_approval_response tool_search_call "
-    "tool_search_output".split()
-)
-"""Items of tools that ran on OpenAI's servers: what came of them stands in the messages too."""
+_REFERENCE = "item_reference"
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_OF_CLIENTS = ("_output", "_response")
+"""How the types of those items end that clients make, besides messages."""
 _SUMMARIES = ("auto", "concise", "detailed")
 _VERBOSITIES = ("low", "medium", "high")
 _FORMATS = ("text", "json_object", "json_schema")
@@ -71,7 +79,8 @@ _CHAT_NAMES = {
     TOOL_GRAMMARS: "tools.format",
     "messages": "input",
 }
-_IN_LIST = re.compile(r"(?P<list>messages|tools)\[(?P<index>\d+)\](\.function)?(?P<rest>.*)")
+_IN_MESSAGE = re.compile(r"messages\[(?P<message>\d+)\](\.content\[(?P<part>\d+)\])?(?P<rest>.*)")
+_IN_TOOL = re.compile(r"tools\[(?P<tool>\d+)\](\.function)?(?P<rest>.*)")
 
 
 class ResponsesRequest(NamedTuple):
@@ -102,19 +111,24 @@ class Chat(NamedTuple):
     """A request for `/v1/chat/completions`."""
 
     body: Json
-    places: tuple[str, ...]
-    """The place in the Responses request of each message."""
+    places: Sequence[Sequence[str]]
+    """Of each message, the place in the Responses request, then those of its parts."""
     tool_places: tuple[str, ...] = ()
     """The place of each tool."""
     grammars: Mapping[str, TextGrammar] = {}
     """Those of the tools, by the names of the functions."""
+    replaced: tuple[str, ...] = ()
+    """The place and the type of each item and part that words replace."""
 
     def param(self, name: str) -> str:
         """Return the field of the Responses request behind a field of the chat."""
-        if found := _IN_LIST.fullmatch(name):
-            places = self.places if found["list"] == "messages" else self.tool_places
-            if int(found["index"]) < len(places):
-                return places[int(found["index"])] + found["rest"]
+        if (found := _IN_MESSAGE.fullmatch(name)) and int(found["message"]) < len(self.places):
+            place, *parts = self.places[int(found["message"])]
+            if found["part"] and int(found["part"]) < len(parts):
+                place = parts[int(found["part"])]
+            return place + found["rest"]
+        if (found := _IN_TOOL.fullmatch(name)) and int(found["tool"]) < len(self.tool_places):
+            return self.tool_places[int(found["tool"])] + found["rest"]
         for function, grammar in self.grammars.items():
             field = f"{TOOL_GRAMMARS}.{function}"
             if name == field or name.startswith(f"{field}."):
@@ -186,18 +200,23 @@ def to_chat(
     request: ResponsesRequest,
     unseal: Callable[[str], str | None],
     history: Sequence[Item] = (),
+    reading: Readable = Readable(),  # noqa: B008
 ) -> Chat:
     """Translate a request after its history into a chat; raise `FieldError`.
 
     `unseal` returns reasoning that this gateway has sealed, and None for anything else.
     """
     body = request.body
-    messages = _Messages(unseal)
+    messages = _Messages(unseal, reading)
     if body.get("instructions"):
-        messages.add({"role": "system", "content": body["instructions"]}, "instructions")
+        messages.add({"role": "system", "content": body["instructions"]}, ["instructions"])
+    # What is kept was new once, and not refused then.
     earlier = "previous_response_id" if request.previous_id else "conversation"
-    messages.read((earlier, item) for item in history)
-    messages.read((f"input[{index}]", item) for index, item in enumerate(request.items))
+    messages.read([(earlier, item) for item in history], turn=len(history))
+    messages.read_new(request.items, "input")
+    if request.items and request.items[-1]["type"] == _REFERENCE:
+        at = f"input[{len(request.items) - 1}]"
+        raise FieldError(f"{at}.id", "No stored item has this id.")
     if not messages.messages:
         raise FieldError("input", "'input' must contain at least one message.")
     chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
@@ -211,14 +230,16 @@ def to_chat(
         chat["reasoning_effort"] = effort
     names = [one["function"]["name"] for one in request.tools.functions]
     tool_places = tuple(request.tools.origins[name].place for name in names)
-    return Chat(chat, tuple(messages.places), tool_places, request.tools.grammars)
+    grammars = request.tools.grammars
+    return Chat(chat, messages.places, tool_places, grammars, tuple(messages.replaced))
 
 
 def check_items(items: Sequence[Item], where: str) -> None:
     """Check that items can stand in a chat; raise `FieldError`."""
-    _Messages(lambda _sealed: None).read(
-        (f"{where}[{index}]", item) for index, item in enumerate(items)
-    )
+    # A PDF is read when a model is to read it.
+    documents = dict.fromkeys(pdfs_in(items), Document("?"))
+    reading = Readable(documents=documents)
+    _Messages(lambda _sealed: None, reading).read_new(items, where)
 
 
 @dataclass(slots=True)
@@ -229,6 +250,8 @@ class _Reply:
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[Json] = field(default_factory=list)
+    spoken: bool = False
+    """Whether it has the text of an item, and not only words in place of others."""
 
     def message(self) -> Json:
         message: Json = {"role": "assistant", "content": "".join(self.texts) or None}
@@ -240,56 +263,75 @@ class _Reply:
 
 
 class _Messages:
-    """Collects the messages of a chat from items."""
+    """Collects the messages of a chat from items; words replace what no model can read.
 
-    def __init__(self, unseal: Callable[[str], str | None]) -> None:
+    Only what the user says in this turn is refused if the model cannot read it: a client sends
+    everything else again with each turn, and so could never go on.
+    """
+
+    def __init__(self, unseal: Callable[[str], str | None], reading: Readable) -> None:
         self.messages: list[Json] = []
-        self.places: list[str] = []
+        self.places: list[list[str]] = []
+        self.replaced: list[str] = []
         self._unseal = unseal
+        self._reading = reading
         self._reply: _Reply | None = None
-        self._pictures: list[Json] = []
-        self._pictures_place = ""
+        self._behind: list[tuple[str, Json]] = []
+        """What a message of the user has behind the results of tools, each with its place."""
 
-    def add(self, message: Json, place: str) -> None:
-        """Add a message."""
+    def add(self, message: Json, places: list[str]) -> None:
+        """Add a message with its place and those of its parts."""
         self.messages.append(message)
-        self.places.append(place)
+        self.places.append(places)
 
-    def read(self, items: Iterable[tuple[str, Item]]) -> None:
-        """Add the messages of items, each with its place."""
-        for place, item in items:
-            self._read(item, place)
+    def read_new(self, items: Sequence[Item], where: str) -> None:
+        """Add the messages of the items of a request."""
+        behind = [index + 1 for index, item in enumerate(items) if not _is_clients(item)]
+        placed = [(f"{where}[{index}]", item) for index, item in enumerate(items)]
+        self.read(placed, turn=max(behind, default=0))
+
+    def read(self, items: Sequence[tuple[str, Item]], *, turn: int) -> None:
+        """Add the messages of items, each with its place; those from `turn` on are new."""
+        for index, (place, item) in enumerate(items):
+            self._read(item, place, new=index >= turn)
         self._end_reply()
-        self._end_pictures()
+        self._end_results()
 
-    def _read(self, item: Item, at: str) -> None:
+    def _read(self, item: Item, at: str, *, new: bool) -> None:
         kind = item["type"]
-        if kind not in ("function_call_output", "custom_tool_call_output"):
-            self._end_pictures()
+        if not kind.endswith(_OF_CLIENTS):
+            self._end_results()
         match kind:
             case "message":
-                self._read_message(item, at)
+                self._read_message(item, at, new=new)
             case "reasoning":
                 self._read_reasoning(item, at)
             case "function_call":
                 self._read_call(item, _text(item, "arguments", at), at)
             case "custom_tool_call":
                 self._read_call(item, custom_arguments(_text(item, "input", at)), at)
-            case "function_call_output" | "custom_tool_call_output":
+            case _ if kind in _OUTPUTS:
                 self._end_reply()
                 self._read_output(item, at)
-            case "item_reference":
-                raise FieldError(f"{at}.id", "No stored item has this id.")
-            case _ if kind in _FOREIGN_ITEMS:
-                pass
+            case _ if _is_clients(item):
+                self._behind.append((at, self._words(kind, at)))
             case _:
-                raise _unsupported(kind, at)
+                # What came of tools that ran on OpenAI's servers stands in the messages too.
+                self._open_reply(at, fresh=False).texts.append(self._words(kind, at)["text"])
 
-    def _read_message(self, item: Item, at: str) -> None:
+    def _read_message(self, item: Item, at: str, *, new: bool) -> None:
         role = item.get("role")
+        placed = self._parts_of(item.get("content"), f"{at}.content", new=new)
         if role == "assistant":
-            reply = self._open_reply(at, fresh=bool(self._reply and self._reply.texts))
-            reply.texts += _texts_of(item.get("content"), f"{at}.content")
+            reply = self._open_reply(at, fresh=bool(self._reply and self._reply.spoken))
+            texts = [
+                part["text"]
+                if part["type"] == "text"
+                else self._words("input_image", place)["text"]
+                for place, part in placed
+            ]
+            reply.texts += filter(None, texts)
+            reply.spoken = bool(reply.texts)
             return
         if role not in ("user", "system", "developer"):
             raise FieldError(
@@ -300,8 +342,7 @@ class _Messages:
         # the beginning of the prompt, which is read already.
         leading = all(one["role"] == "system" for one in self.messages)
         system = role != "user" and leading
-        content = _content_of(item.get("content"), f"{at}.content")
-        self.add({"role": "system" if system else "user", "content": content}, at)
+        self._add_parts("system" if system else "user", placed, at)
 
     def _read_reasoning(self, item: Item, at: str) -> None:
         sealed = item.get("encrypted_content")
@@ -309,11 +350,11 @@ class _Messages:
             # Another model's reasoning is none of this one's.
             text = self._unseal(_text(item, "encrypted_content", at)) or ""
         else:
-            parts = item.get("content") or []
-            text = "".join(_texts_of(parts, f"{at}.content", ("reasoning_text", "text")))
+            placed = self._parts_of(item.get("content") or [], f"{at}.content", new=False)
+            text = "".join(part.get("text", "") for _, part in placed)
         if text:
             reply = self._open_reply(
-                at, fresh=bool(self._reply and (self._reply.texts or self._reply.calls))
+                at, fresh=bool(self._reply and (self._reply.spoken or self._reply.calls))
             )
             reply.reasoning.append(text)
 
@@ -326,14 +367,53 @@ class _Messages:
         self._open_reply(at, fresh=False).calls.append(call)
 
     def _read_output(self, item: Item, at: str) -> None:
-        output = item.get("output")
-        parts = _parts_of(output, f"{at}.output")
-        text = _BETWEEN_TEXTS.join(part["text"] for part in parts if part["type"] == "text")
+        output = item.get("output") or ""
+        if not isinstance(output, str | list):
+            output = encode_json(output).decode()
+        placed = self._parts_of(output, f"{at}.output", new=False)
+        text = _BETWEEN_TEXTS.join(part["text"] for _, part in placed if part["type"] == "text")
         # Templates take pictures from users alone.
-        self._pictures += [part for part in parts if part["type"] != "text"]
-        self._pictures_place = f"{at}.output"
+        self._behind += [one for one in placed if one[1]["type"] != "text"]
         call_id = _text(item, "call_id", at)
-        self.add({"role": "tool", "tool_call_id": call_id, "content": text}, at)
+        self.add({"role": "tool", "tool_call_id": call_id, "content": text}, [at])
+
+    def _parts_of(self, content: Any, where: str, *, new: bool) -> list[tuple[str, Json]]:
+        """Return the parts of a content, each with its place."""
+        if isinstance(content, str):
+            return [(where, {"type": "text", "text": content})]
+        if not isinstance(content, list):
+            raise FieldError(where, f"'{where}' must be a string or a list of parts.")
+        placed = []
+        for index, part in enumerate(content):
+            at = f"{where}[{index}]"
+            placed += [(at, one) for one in self._readable(part, at, new=new)]
+        return placed
+
+    def _readable(self, part: Any, at: str, *, new: bool) -> list[Json]:
+        """Return the parts of a chat for a part, or words in its place."""
+        try:
+            kind = kind_of(part, at)
+            if (pdf := pdf_of(part)) is not None:
+                return self._reading.document(pdf, part.get("filename"))
+            read = _part_of(part, kind, at)
+        except DocumentUnreadable as problem:
+            if new:
+                raise unreadable_pdf(f"{at}.file_data", problem) from None
+            return [self._words(kind, at, words_for_pdf(str(problem)))]
+        except FieldError:
+            if new:
+                raise
+            kind, read = "unknown", None
+        if new and read is None:
+            raise _unsupported(kind, at)
+        if read is not None and (new or read["type"] == "text" or self._reading.takes(read)):
+            return [read]
+        return [self._words(kind, at)]
+
+    def _words(self, kind: str, at: str, words: str = "") -> Json:
+        """Return the part with words in place of what no model can read."""
+        self.replaced.append(named(at, kind))
+        return {"type": "text", "text": words or words_for(kind)}
 
     def _open_reply(self, at: str, *, fresh: bool) -> _Reply:
         if fresh:
@@ -344,63 +424,40 @@ class _Messages:
 
     def _end_reply(self) -> None:
         reply, self._reply = self._reply, None
-        if reply is not None and (reply.texts or reply.calls):
-            self.add(reply.message(), reply.place)
+        if reply is not None and (reply.texts or reply.calls or reply.reasoning):
+            self.add(reply.message(), [reply.place])
 
-    def _end_pictures(self) -> None:
-        if self._pictures:
-            self.add({"role": "user", "content": self._pictures}, self._pictures_place)
-            self._pictures = []
+    def _end_results(self) -> None:
+        placed, self._behind = self._behind, []
+        if placed:
+            self._end_reply()
+            self._add_parts("user", placed, placed[0][0])
 
-
-def _content_of(content: Any, where: str) -> str | list[Json]:
-    parts = _parts_of(content, where)
-    if all(part["type"] == "text" for part in parts):
-        return _BETWEEN_TEXTS.join(part["text"] for part in parts)
-    return parts
-
-
-def _parts_of(content: Any, where: str) -> list[Json]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise FieldError(where, f"'{where}' must be a string or a list of parts.")
-    return [_part_of(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    def _add_parts(self, role: str, placed: Sequence[tuple[str, Json]], at: str) -> None:
+        parts = [part for _, part in placed]
+        if all(part["type"] == "text" for part in parts):
+            text = _BETWEEN_TEXTS.join(part["text"] for part in parts)
+            self.add({"role": role, "content": text}, [at])
+        else:
+            self.add({"role": role, "content": parts}, [at, *(place for place, _ in placed)])
 
 
-def _part_of(part: Any, at: str) -> Json:
-    match kind_of(part, at):
-        case "input_text" | "output_text" | "text":
+def _is_clients(item: Item) -> bool:
+    """Return whether clients make an item, and not the assistant."""
+    kind = item["type"]
+    return item.get("role") != "assistant" if kind == "message" else kind.endswith(_OF_CLIENTS)
+
+
+def _part_of(part: Mapping[str, Any], kind: str, at: str) -> Json | None:
+    """Return the part of a chat for a part of an item; None if chats have none."""
+    match kind:
+        case "input_text" | "output_text" | "text" | "reasoning_text":
             return {"type": "text", "text": _text(part, "text", at)}
         case "refusal":
             return {"type": "text", "text": _text(part, "refusal", at)}
         case "input_image" if isinstance(part.get("image_url"), str):
             return {"type": "image_url", "image_url": {"url": part["image_url"]}}
-        case "input_image":
-            raise FieldError(f"{at}.image_url", f"'{at}.image_url' must be a 'data:' URL.")
-        case kind:
-            raise _unsupported(kind, at)
-
-
-def _texts_of(
-    content: Any, where: str, kinds: Sequence[str] = ("output_text", "input_text", "text")
-) -> list[str]:
-    """Return the texts of parts that are text alone."""
-    if isinstance(content, str):
-        return [content] if content else []
-    if not isinstance(content, list):
-        raise FieldError(where, f"'{where}' must be a string or a list of parts.")
-    texts = []
-    for index, part in enumerate(content):
-        at = f"{where}[{index}]"
-        kind = kind_of(part, at)
-        if kind == "refusal":
-            texts.append(_text(part, "refusal", at))
-        elif kind in kinds:
-            texts.append(_text(part, "text", at))
-        else:
-            raise _unsupported(kind, at)
-    return [text for text in texts if text]
+    return None
 
 
 def _text(item: Mapping[str, Any], name: str, at: str) -> str:
@@ -411,6 +468,8 @@ def _text(item: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _unsupported(kind: str, at: str) -> FieldError:
+    if kind == "input_image":
+        return FieldError(f"{at}.image_url", f"'{at}.image_url' must be a 'data:' URL.")
     return FieldError(f"{at}.type", f"This gateway does not support '{kind[:100]}' ('{at}.type').")
 
 

@@ -250,11 +250,11 @@ def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(
 BROKEN_PICTURE = {**PICTURE, "source": {**PICTURE["source"], "data": "AAAA"}}
 RESULT_WITH_PICTURE = {
     **TOOL_RESULT,
-    "content": [{"type": "text", "text": "one"}, BROKEN_PICTURE],
+    "content": [{"type": "text", "text": "one"}, PICTURE, BROKEN_PICTURE],
 }
 PICTURES = [
     *BODY["messages"],
-    {"role": "user", "content": [{"type": "text", "text": "two"}, RESULT_WITH_PICTURE]},
+    {"role": "user", "content": [RESULT_WITH_PICTURE, PICTURE, BROKEN_PICTURE]},
 ]
 WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 
@@ -264,7 +264,7 @@ WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
     [
         ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "thinking.budget_tokens"),
         ({"stop_sequences": ["x"] * 40}, "stop_sequences"),
-        ({"messages": PICTURES}, "messages.1.content.1.content.1"),
+        ({"messages": PICTURES}, "messages.1.content.2"),
         ({"tools": [WEB_SEARCH, {"name": "look", "input_schema": 7}]}, "tools.1.input_schema"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": 7}}},

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.protocols import CHAT, WIRE_FORMATS, StreamEncoder
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Header, Headers, Inspected
@@ -55,7 +56,16 @@ class PoemFormat:
     path = PATH
     endpoint = Endpoint.CHAT
 
-    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+    def pdfs(self, raw: bytes) -> AskedPdfs:
+        return AskedPdfs()
+
+    def inspect(
+        self,
+        raw: bytes,
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,
+    ) -> Inspected:
         poem = json.loads(raw)
         message = {"role": "user", "content": f"A poem about {poem['theme']}."}
         chat = {"model": "demo", "messages": [message], "stream": poem.get("stream", False)}

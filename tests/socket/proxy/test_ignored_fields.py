@@ -110,3 +110,18 @@ def test_a_worker_gets_the_allowed_tools_alone(
     assert unknown.status_code == 400
     assert unknown.json()["error"]["param"] == "tool_choice.allowed_tools.tools[0]"
     assert ask(mode="none", tools=tools).json()["error"]["param"] == "tool_choice.allowed_tools"
+
+
+def test_an_engine_that_would_not_go_on_from_the_last_message_gets_none(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    """It would answer it instead; workers of Paceline get the fields only where they matter."""
+    client, turn = gateway_with_worker.client, [{"role": "user", "content": "Sing"}]
+    begun = [*turn, {"role": "assistant", "content": "La"}]
+    prefill = {"model": "demo", "max_tokens": 9, "messages": begun}
+    assert client.post("/v1/messages", json=prefill).status_code == 200
+    names = {"add_generation_prompt", "continue_final_message"}
+    assert names <= worker.requests[-1].body.keys()
+    plain = chat_body(messages=begun, add_generation_prompt=True, continue_final_message=False)
+    assert client.post("/v1/chat/completions", json=plain).status_code == 200
+    assert not names & worker.requests[-1].body.keys()

@@ -381,3 +381,32 @@ def test_an_answer_stands_between_a_result_and_a_picture(renderer: PromptRendere
 def test_messages_stay_as_they_are_where_the_template_takes_them(renderer: PromptRenderer) -> None:
     text = with_template(renderer, PLAIN).chat([SYSTEM, *HISTORY[:1], SYSTEM, *HISTORY[:1]])
     assert text == "system: Be brief.;user: Add.;system: Be brief.;user: Add.;"
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_an_answer_goes_on_within_the_last_message_or_behind_it(renderer: PromptRenderer) -> None:
+    """A prefill ends where its client ends it, and no end mark stands behind it."""
+    renderer = with_template(renderer, CHATML)
+    messages = [{"role": "user", "content": "Sing"}, {"role": "assistant", "content": "La la "}]
+    closed = "<|user|>Sing<|end|><|assistant|>La la <|end|>"
+    assert renderer.chat(messages) == f"{closed}<|assistant|>"
+    assert renderer.chat(messages, add_generation_prompt=False) == closed
+    ending: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    assert renderer.chat(messages, **ending) == closed.removesuffix("<|end|>")
+    said = {"role": "assistant", "content": [{"type": "text", "text": "La"}]}
+    assert renderer.chat([messages[0], said], **ending).endswith("<|assistant|>La")
+
+
+def test_a_template_that_cannot_go_on_refuses_by_the_name_of_the_field(
+    renderer: PromptRenderer,
+) -> None:
+    renderer = with_template(renderer, "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": "Sing"}, {"role": "assistant", "content": "La"}]
+    with pytest.raises(InvalidGeneration, match="cannot go on") as refused:
+        renderer.chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert refused.value.param == "continue_final_message"

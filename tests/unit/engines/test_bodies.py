@@ -34,6 +34,12 @@ def test_engines_of_mlx_get_no_token_ids(kind: str) -> None:
     assert {Feature.LOGIT_BIAS, Feature.STOP_TOKENS} <= KINDS[kind].lacks
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_paceline_goes_on_from_a_last_message(kind: str) -> None:
+    """Others write a new answer behind it, and their clients would never know."""
+    assert (Feature.CONTINUATION in KINDS[kind].lacks) == (kind != "paceline")
+
+
 def test_mlx_lm_gets_no_negative_seed() -> None:
     """It closes the connection at one, as if it had died."""
     assert sent("mlx-lm", seed=-1) == {"seed": 2**63 - 1}

@@ -40,7 +40,6 @@ def test_fields_that_change_no_answer_are_accepted_and_listed_in_their_order() -
         ("use_beam_search", True),
         ("include_stop_str_in_output", True),
         ("skip_special_tokens", False),
-        ("continue_final_message", True),
         ("bad_words", ["no"]),
         ("allowed_token_ids", [1]),
         ("functions", [{"name": "f"}]),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gateway.engines.refusals import read_refusal
 from gateway.errors import GatewayError, RefusedByWorker
 from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.documents import Document, Readable
 from gateway.protocols.event_stream import StreamScanner
 from gateway.protocols.history import words_for
 from gateway.protocols.messages import MessagesFormat, error_body
@@ -22,10 +23,12 @@ from gateway.protocols.messages.response import MessageEncoder
 from gateway.protocols.openai import encode_json
 from gateway.protocols.sealing import Sealer
 from policies.request.fields import FieldError
+from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
 
 SEALER = Sealer(b"secret")
 MESSAGES = MessagesFormat(SEALER)
+PICTURE = data_url(png_header(8, 8))
 
 
 def sign(reasoning: str) -> str:
@@ -115,7 +118,7 @@ def test_a_system_message_in_the_middle_keeps_its_place() -> None:
 
 
 def test_calls_and_results_become_messages_of_a_chat_in_their_order() -> None:
-    picture = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    picture = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
     results = [
         {"type": "tool_result", "tool_use_id": "call00001", "content": "one"},
         {
@@ -140,7 +143,7 @@ def test_calls_and_results_become_messages_of_a_chat_in_their_order() -> None:
         {"role": "tool", "tool_call_id": "call00002", "content": "Error: two"},
         user(
             [
-                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+                {"type": "image_url", "image_url": {"url": PICTURE}},
                 {"type": "text", "text": "Go on."},
             ]
         ),
@@ -163,11 +166,68 @@ def test_words_stand_for_what_tools_of_anthropics_servers_did() -> None:
     )
 
 
+PDF = {
+    "type": "document",
+    "title": "Terms",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0x"},
+}
+PAGES = {"JVBERi0x": Document("[Page 1]\nOne", 1, (PICTURE,))}
+PDF_TEXT = "[The text of the PDF document 'Terms', 1 pages:]\n[Page 1]\nOne"
+
+
+def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
+    call = {"role": "assistant", "content": [CALL]}
+    result = {"type": "tool_result", "tool_use_id": "call00001", "content": [PDF]}
+    image = {"type": "image_url", "image_url": {"url": PICTURE}}
+    turn = [user([PDF]), call, user([result])]
+    sent = to_chat({"messages": turn}, is_ours, Readable(documents=PAGES))
+    first, _, told, behind = sent.body["messages"]
+    assert first == user([{"type": "text", "text": PDF_TEXT}, image])
+    assert (told["content"], behind) == (PDF_TEXT, user([image]))
+    assert not sent.replaced
+    assert sent.param("messages[3].content[0].image_url") == "messages.2.content.0.content.0"
+
+    secret = {"JVBERi0x": Document(problem="it is encrypted")}
+    sent = to_chat({"messages": turn[1:]}, is_ours, Readable(documents=secret))
+    assert "encrypted" in sent.body["messages"][1]["content"]
+    assert sent.replaced == ("messages.1.content.0.content.0:document",)
+    with pytest.raises(FieldError, match=r"messages\.0\.content\.0\.source: .*encrypted"):
+        to_chat({"messages": [user([PDF])]}, is_ours, Readable(documents=secret))
+    scanned = Readable(frozenset(), {"JVBERi0x": Document(page_count=3)})
+    assert (
+        "sees no pictures"
+        in to_chat({"messages": turn}, is_ours, scanned).body["messages"][2]["content"]
+    )
+
+
+def test_words_stand_for_pictures_of_a_history_that_no_worker_sees() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
+    image["source"]["data"] = PICTURE.partition(",")[2]  # type: ignore[index]
+    result = {"type": "tool_result", "tool_use_id": "call00001", "content": [image]}
+    turn = [user([image]), {"role": "assistant", "content": [CALL]}, user([result, image])]
+    sent = to_chat({"messages": turn}, is_ours, Readable(frozenset()))
+    first, _, told, new = sent.body["messages"]
+    assert (first["content"], told["content"]) == (words_for("image"),) * 2
+    assert new["content"][0]["type"] == "image_url", "a new picture is refused by its own name"
+
+
+def test_an_answer_goes_on_from_a_last_message_of_the_assistant() -> None:
+    turn = [user("Sing"), {"role": "assistant", "content": [{"type": "text", "text": "La"}]}]
+    sent = to_chat({"messages": turn}, is_ours)
+    assert sent.body["continue_final_message"] is True
+    assert sent.body["add_generation_prompt"] is False
+    assert sent.param("continue_final_message") == "messages.1"
+    assert "continue_final_message" not in to_chat({"messages": turn[:1]}, is_ours).body
+    with pytest.raises(FieldError, match="tool calls") as refused:
+        to_chat({"messages": [*turn, {"role": "assistant", "content": [CALL]}]}, is_ours)
+    assert refused.value.param == "messages.2"
+
+
 UNKNOWN = {"type": "container_upload", "file_id": "f"}
 LINK = {"type": "image", "source": {"type": "url", "url": "https://x/a.png"}}
 
 
-def test_no_block_of_a_history_ends_a_conversation() -> None:
+def test_f64_no_block_of_a_history_ends_a_conversation() -> None:
     """A block that no model reads is refused once, where the user says it; then words stand."""
     result = {"type": "tool_result", "tool_use_id": "call00001", "content": [UNKNOWN, LINK]}
     reply = {"role": "assistant", "content": [CALL, {"type": "new, kind"}]}
@@ -394,7 +454,8 @@ def test_an_answer_that_comes_back_is_the_message_that_it_was(
             frames.append(chunk({"tool_calls": [rest_of_call]}))
     assert content_of(events(*frames, chunk({}, finish_reason="stop"))) == content
 
-    back = chat(user("?"), {"role": "assistant", "content": content})["messages"][1:]
+    turn = [user("?"), {"role": "assistant", "content": content}, user("And?")]
+    back = chat(*turn)["messages"][1:-1]
     assert back == ([message] if text or calls or reasoning else [])
 
 

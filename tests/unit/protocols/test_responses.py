@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, ToolUnserved, WorkerLost
 from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.documents import Document
+from gateway.protocols.history import words_for
 from gateway.protocols.responses import ResponsesFormat, Sealer
 from gateway.routing.view import FleetView
 from policies.document import PolicyDocument
@@ -165,6 +167,114 @@ def test_items_become_messages_of_a_chat_in_their_order() -> None:
     ]
 
 
+PDF_URL = "data:application/pdf;base64,"
+UNREADABLE = [
+    {"type": "input_file", "file_id": "f"},
+    {"type": "input_image", "image_url": "https://x/a.png"},
+    {"type": "new, kind"},
+]
+WORDS = "\n\n".join(map(words_for, ("input_file", "input_image", "new, kind")))
+
+
+def test_f64_no_item_of_a_history_ends_a_conversation() -> None:
+    """A part that no model reads is refused once, where the user says it; then words stand."""
+    called = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": UNREADABLE}
+    items: list[Any] = [
+        user(UNREADABLE),
+        {"type": "item_reference", "id": "msg_gone"},
+        {"role": "assistant", "content": [{"type": "output_audio"}]},
+        called,
+        {"type": "computer_call", "call_id": "c2"},
+        {"type": "computer_call_output", "call_id": "c2", "output": {}},
+        {**result, "output": [*UNREADABLE, 7]},
+        user("And?"),
+    ]
+    exchange = wire(input=items)
+    inspected = exchange.inspect(b"", POLICY, FLEET)
+    first, reply, output, behind = inspected.body["messages"]
+    assert first["content"] == WORDS
+    assert reply["content"] == "".join(
+        map(words_for, ("item_reference", "output_audio", "computer_call"))
+    )
+    assert [one["id"] for one in reply["tool_calls"]] == ["c1"]
+    assert (output["role"], output["content"]) == ("tool", f"{WORDS}\n\n{words_for('unknown')}")
+    words = words_for("computer_call_output")
+    assert behind == user(f"{words}\n\nAnd?"), "a result stands next to its call"
+    assert inspected.profile.replaced == (
+        "input[0].content[0]:input_file",
+        "input[0].content[1]:input_image",
+        "input[0].content[2]:new%2C%20kind",
+        "input[1]:item_reference",
+        "input[2].content[0]:output_audio",
+        "input[4]:computer_call",
+        "input[5]:computer_call_output",
+        "input[6].output[0]:input_file",
+        "input[6].output[1]:input_image",
+        "input[6].output[2]:new%2C%20kind",
+        "input[6].output[3]:unknown",
+    )
+    with pytest.raises(FieldInvalid) as refused:
+        wire(input=[*items, user(UNREADABLE)])
+    assert refused.value.param == "input[8].content[0].type"
+
+
+def test_pictures_that_are_too_many_are_named_as_the_client_sent_them() -> None:
+    picture = {"type": "input_image", "image_url": PICTURE}
+    items = [user([picture] * 33), {"role": "assistant", "content": "Hm"}, user("And?")]
+    replaced = wire(input=items).inspect(b"", POLICY, FLEET).profile.replaced
+    assert replaced == tuple(f"input[0].content[{place}]:image_url" for place in range(8))
+
+
+def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
+    exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
+    exchange.history = [{"type": "message", **user(UNREADABLE)}]
+    raw = json.dumps({"model": "m", "input": "Hi", "conversation": "conv_1"}).encode()
+    inspected = exchange.inspect(raw, POLICY, FLEET)
+    assert inspected.body["messages"] == [user(f"{WORDS}\n\nHi")]
+    assert inspected.profile.replaced[0] == "conversation.content[0]:input_file"
+    ResponsesFormat.check_items([{"type": "shell_call"}], "items")
+    with pytest.raises(FieldInvalid, match="input_file"):
+        ResponsesFormat.check_items(exchange.history, "items")
+
+
+def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
+    """In an output the pages follow as the user's; the places of later parts stay."""
+    pdf = {"type": "input_file", "filename": "a\nb", "file_data": f"{PDF_URL}JVBERi0x"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": [pdf]}
+    items = [user([pdf, {"type": "input_image", "image_url": PICTURE}]), output]
+    exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
+    raw = json.dumps({"model": "m", "input": items}).encode()
+    assert exchange.pdfs(raw) == ("m", ("JVBERi0x",) * 2)
+    read = {"JVBERi0x": Document("One", 1, (PICTURE,))}
+    first, told, behind = exchange.inspect(raw, POLICY, FLEET, read).body["messages"]
+    text = "[The text of the PDF document 'a b', 1 pages:]\nOne"
+    assert [one.get("text") for one in first["content"]] == [text, None, None]
+    assert told["content"] == text
+    assert [one["type"] for one in behind["content"]] == ["image_url"]
+    error = RefusedByWorker(400, "No.", param="messages[0].content[2].image_url", code="x")
+    assert exchange.named(error).param == "input[0].content[1].image_url"
+    with pytest.raises(FieldInvalid, match="was not read") as refused:
+        exchange.inspect(raw, POLICY, FLEET)
+    assert refused.value.param == "input[0].content[0].file_data"
+    ResponsesFormat.check_items([{"type": "message", **user([pdf])}], "items")
+
+
+def test_an_invalid_picture_from_a_tool_is_named_at_its_own_place() -> None:
+    output = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": PICTURE}]
+    items = [
+        {"type": "function_call_output", "call_id": f"c{index}", "output": output}
+        for index in range(2)
+    ]
+    exchange = wire(input=items)
+    for name, place in (
+        ("messages[2].content[1].image_url", "input[1].output[1].image_url"),
+        ("messages[1].content", "input[1].content"),
+    ):
+        error = exchange.named(RefusedByWorker(400, "No.", param=name, code="x"))
+        assert error.param == place
+
+
 def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
     fields = {"tools": [LOOK, PATCH, MAIL, {"type": "web_search"}]}
     sent = chat(**fields, parallel_tool_calls=False)
@@ -268,7 +378,10 @@ def test_form_reasoning_and_logprobs() -> None:
             {"input": [user([{"type": "input_image", "image_url": "https://x/y.png"}])]},
             "input[0].content[0].image_url",
         ),
-        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        (
+            {"input": [user([{"type": "input_image", "file_id": "f"}])]},
+            "input[0].content[0].image_url",
+        ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"instructions": 7}, "instructions"),
@@ -467,8 +580,10 @@ def test_an_answer_that_comes_back_is_the_message_that_it_was(
     events = streamed(wire(**fields), *frames, valid=False)
     assert events[-1]["response"] == response
 
-    if text or calls:
-        assert chat(*response["output"], **fields)["messages"] == [message]
+    if text or calls or reasoning:
+        assert chat(*response["output"], **fields)["messages"] == [
+            message if text or calls else {**message, "content": ""}
+        ]
 
 
 def test_an_answer_of_another_shape_is_malformed() -> None:

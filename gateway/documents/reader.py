@@ -1,0 +1,195 @@
+"""Read PDFs, each in a process of its own, and remember them: a history comes with each turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from pydantic_core import from_json
+
+from gateway.documents import pdf_process
+from gateway.protocols.documents import UNREAD, Document, decoded
+
+log = logging.getLogger(__name__)
+
+PAGES_LIMIT = 8
+"""The pages of one document that become pictures."""
+REQUEST_PAGES_LIMIT = 16
+"""Those of all documents of one request; a request may have pictures of its own."""
+_NEW_LIMIT = 16
+"""Documents that are read for one request."""
+_NEW_LIMIT_BYTES = 64 * 1024 * 1024
+_OUTPUT_LIMIT_BYTES = 64 * 1024 * 1024
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""The rest may hold secrets."""
+_DAMAGED = Document(problem="it is damaged")
+_TOO_LARGE = Document(problem="it is too large")
+_UNREAD = Document(problem=UNREAD)
+
+
+class ReaderLimits(NamedTuple):
+    """How much the reading of documents may take."""
+
+    processes: int = 2
+    """At a time; a client has one of them."""
+    wall_s: float = 45.0
+    """For one document, once it has a process."""
+    request_s: float = 60.0
+    """For all documents of a request; the next request goes on."""
+    cache_bytes: int = 64 * 1024 * 1024
+
+
+class DocumentReader:
+    """Reads the PDFs of requests. A client's documents wait for each other."""
+
+    def __init__(self, limits: ReaderLimits = ReaderLimits()) -> None:  # noqa: B008
+        self._limits = limits
+        self._processes = asyncio.Semaphore(limits.processes)
+        self._clients: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._read: OrderedDict[tuple[bytes, bool], Document] = OrderedDict()
+        """By digest, with pictures of their pages or without; the last used is the last."""
+        self._read_bytes = 0
+        self.started = 0
+        """Processes since the start."""
+
+    async def read(
+        self, client: str, pdfs: Sequence[str], *, pictures: bool
+    ) -> Mapping[str, Document]:
+        """Return the documents of a request by their base64 texts."""
+        found: dict[str, Document] = {}
+        new = new_bytes = 0
+        now_s = asyncio.get_running_loop().time
+        ends_s = now_s() + self._limits.request_s
+        for pdf in dict.fromkeys(pdfs):
+            content = await asyncio.to_thread(decoded, pdf)
+            if not content:
+                found[pdf] = _DAMAGED
+                continue
+            if len(content) > pdf_process.INPUT_LIMIT_BYTES:
+                found[pdf] = _TOO_LARGE
+                continue
+            digest = (await asyncio.to_thread(sha256, content)).digest()
+            document = self._known(digest, pictures=pictures)
+            if document is None:
+                new, new_bytes = new + 1, new_bytes + len(content)
+                if new > _NEW_LIMIT or new_bytes > _NEW_LIMIT_BYTES or now_s() > ends_s:
+                    document = _UNREAD
+                else:
+                    document = await self._read_new(client, digest, content, pictures=pictures)
+            found[pdf] = document
+        return _within_pages(pdfs, found)
+
+    def _known(self, digest: bytes, *, pictures: bool) -> Document | None:
+        if (document := self._read.get((digest, pictures))) is not None:
+            self._read.move_to_end((digest, pictures))
+        return document
+
+    async def _read_new(
+        self, client: str, digest: bytes, content: bytes, *, pictures: bool
+    ) -> Document:
+        lock = self._clients.setdefault(client, asyncio.Lock())
+        async with lock, self._processes:
+            # Another request may have brought it meanwhile.
+            if (document := self._known(digest, pictures=pictures)) is not None:
+                return document
+            try:
+                document, ended = await self._run(content, PAGES_LIMIT if pictures else 0)
+            except OSError as error:
+                log.warning("document.unread error=%r", error)
+                return _UNREAD
+            if ended:  # else the machine is busy, and a later turn may get more of it
+                self._remember((digest, pictures), document)
+            return document
+
+    def _remember(self, key: tuple[bytes, bool], document: Document) -> None:
+        self._read[key] = document
+        self._read_bytes += document.size_bytes
+        while self._read_bytes > self._limits.cache_bytes:
+            _, oldest = self._read.popitem(last=False)
+            self._read_bytes -= oldest.size_bytes
+
+    async def _run(self, content: bytes, pages: int) -> tuple[Document, bool]:
+        """Read a document in a process of its own, which ends with this call.
+
+        Return also whether the process ended by itself, or by its own limits.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", pdf_process.__name__, str(pages)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C on the terminal of a gateway is not for it
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        )
+        self.started += 1
+        output = bytearray()
+        ended = False
+        try:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(self._limits.wall_s):
+                    await _exchange(process, content, output)
+                    ended = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        try:
+            return await asyncio.to_thread(_document_of, bytes(output)), ended
+        except (ValueError, TypeError, AttributeError):  # of a process that a document has taken
+            return _DAMAGED, True
+
+
+async def _exchange(process: asyncio.subprocess.Process, content: bytes, output: bytearray) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(content)
+    process.stdin.write_eof()
+    while len(output) < _OUTPUT_LIMIT_BYTES and (piece := await process.stdout.read(1 << 20)):
+        output += piece
+
+
+def _document_of(output: bytes) -> Document:
+    """Return what the lines of a process tell; the last one may be cut off."""
+    texts: list[str] = []
+    pages: list[str] = []
+    known: dict[str, Any] = {}
+    for line in output.split(b"\n")[:-1]:
+        told = from_json(line)
+        if "text" in told:
+            texts.append(told["text"])
+        elif "picture" in told:
+            pages.append(told["picture"])
+        else:
+            known |= told
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    if not all(page.startswith(pdf_process.PICTURE) for page in pages):
+        raise ValueError
+    if "problem" in known:
+        return Document(problem=known["problem"])
+    if not (texts or pages):
+        return _DAMAGED if "ended" in known else Document(problem="it takes too long to read")
+    text = "\n\n".join(f"[Page {at}]\n{text}" for at, text in enumerate(texts, 1) if text)
+    count = known.get("page_count", len(pages))
+    return Document(text, count, tuple(pages), whole=known.get("whole", False))
+
+
+def _within_pages(pdfs: Sequence[str], found: dict[str, Document]) -> Mapping[str, Document]:
+    """Return the documents with the pictures that a request may have, of the first ones first.
+
+    Later turns have the same ones, so that the beginning of their prompt stays.
+    """
+    room = REQUEST_PAGES_LIMIT
+    for pdf in pdfs:
+        if len(found[pdf].pages) > room:
+            found[pdf] = found[pdf]._replace(pages=())
+        room -= len(found[pdf].pages)
+    return found

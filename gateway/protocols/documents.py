@@ -1,0 +1,145 @@
+"""What stands in a chat for a PDF: its text, and its pages as pictures if the model sees them.
+
+Something else reads the PDFs, before a body is translated: a pure function waits for nothing.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from policies.request.content import (
+    MEDIA_KINDS,
+    PICTURES_LIMIT,
+    PIXELS_LIMIT,
+    PictureInvalid,
+    read_size,
+    source_of,
+)
+
+Json = dict[str, Any]
+
+UNREAD = "it was not read"
+_NO_TEXT = "it has no text, and this model sees no pictures"
+_PDF_URL = "data:application/pdf;base64,"
+_PDF_HEAD = "JVBERi0"
+"""The base64 text of `%PDF-`."""
+PDF_MARKS = (b"application/pdf", b"application\\/pdf", _PDF_HEAD.encode())
+"""No body has a PDF without one of these."""
+_NAME_CHARS = 200
+_ALL_MEDIA = frozenset(MEDIA_KINDS.values())
+
+
+class Document(NamedTuple):
+    """What was read of a PDF."""
+
+    text: str = ""
+    page_count: int = 0
+    pages: tuple[str, ...] = ()
+    """The first pages as `data:` URLs of pictures."""
+    problem: str = ""
+    """Why nothing was read, as the end of a sentence."""
+    whole: bool = True
+    """Whether the text is that of the whole document."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory that it takes."""
+        return len(self.text) * 4 + sum(map(len, self.pages)) + 1000
+
+
+NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
+
+
+class AskedPdfs(NamedTuple):
+    """The PDFs of a body, and who is to read them."""
+
+    model: Any = None
+    """The model's name in the body, whatever it is."""
+    pdfs: tuple[str, ...] = ()
+    """Their base64 texts, in their order."""
+
+
+class DocumentUnreadable(ValueError):
+    """A PDF that the model gets nothing of; the message is the end of a sentence."""
+
+
+class Readable(NamedTuple):
+    """What a model can read, besides text."""
+
+    media: frozenset[str] = _ALL_MEDIA
+    """The kinds of media that its workers take."""
+    documents: Mapping[str, Document] = NO_DOCUMENTS
+    """The PDFs of the request that were read, by their base64 text."""
+    pictures: int = PICTURES_LIMIT
+    """The most pictures of one request."""
+    pixels: int = PIXELS_LIMIT
+    """Those of all its pictures together."""
+
+    def takes(self, part: Mapping[str, Any]) -> bool:
+        """Return whether the model can read a media part, which is valid; none is a link."""
+        kind = MEDIA_KINDS[part["type"]]
+        source = source_of(part)[1]
+        if kind not in self.media:
+            return False
+        if kind == "image":
+            try:
+                return bool(read_size(source or ""))
+            except PictureInvalid:
+                return False
+        return source is None or kind == "file" or source.startswith("data:")
+
+    def document(self, pdf: str, name: object = None) -> list[Json]:
+        """Return the parts of a chat for a PDF; raise `DocumentUnreadable`."""
+        found = self.documents.get(pdf, Document(problem=UNREAD))
+        if found.problem:
+            raise DocumentUnreadable(found.problem)
+        if not (found.text or found.pages):
+            raise DocumentUnreadable(_NO_TEXT)
+        shown = f" {' '.join(name.split())[:_NAME_CHARS]!r}" if isinstance(name, str) else ""
+        text = f"[The text of the PDF document{shown}, {found.page_count} pages:]\n{found.text}"
+        if not found.whole:
+            text += "\n[The rest of the document is left out.]"
+        pictures = [{"type": "image_url", "image_url": {"url": page}} for page in found.pages]
+        return [{"type": "text", "text": text}, *pictures]
+
+
+def words_for_pdf(problem: str) -> str:
+    """Return the words in place of a PDF that the model gets nothing of."""
+    return f"[Here was a PDF document, which cannot be read: {problem}.]"
+
+
+def pdf_of(block: Mapping[str, Any]) -> str | None:
+    """Return the base64 text of a block, part or item that is a PDF; None if it is none."""
+    match block:
+        case {"type": "document", "source": {"type": "base64", "data": str() as data}}:
+            return data
+        case {"type": "file", "file": {"file_data": str() as data}}:
+            pass
+        case {"type": "input_file", "file_data": str() as data}:
+            pass
+        case _:
+            return None
+    if data[: len(_PDF_URL)].lower() == _PDF_URL:
+        return data[len(_PDF_URL) :]
+    return data if data.startswith(_PDF_HEAD) else None
+
+
+def pdfs_in(messages: Any) -> Iterator[str]:
+    """Yield the base64 text of each PDF in messages or items, in their order."""
+    for one in messages if isinstance(messages, list | tuple) else ():
+        if isinstance(one, Mapping):
+            if (pdf := pdf_of(one)) is not None:
+                yield pdf
+            for name in ("content", "output"):
+                yield from pdfs_in(one.get(name))
+
+
+def decoded(pdf: str) -> bytes | None:
+    """Return the bytes of a base64 text; None if it is none."""
+    try:
+        return binascii.a2b_base64(pdf)
+    except ValueError:
+        return None

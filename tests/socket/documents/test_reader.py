@@ -1,0 +1,130 @@
+"""PDFs of clients, read in processes with limits: what is read counts, and nothing else happens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.documents import pdf_process
+from gateway.documents.reader import DocumentReader, ReaderLimits
+from gateway.protocols.documents import Document
+from policies.request.content import read_size
+from tests.support.pdfs import base64_pdf, encrypted_pdf, endless_pdf, inflated_pdf, pdf
+
+
+async def read(reader: DocumentReader, *contents: bytes, pictures: bool = False) -> list[Document]:
+    texts = [*map(base64_pdf, contents)]
+    found = await reader.read("ann", texts, pictures=pictures)
+    return [found[text] for text in texts]
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
+    """Return the processes that readers start."""
+    started = []
+    start = asyncio.create_subprocess_exec
+
+    async def record(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", record)
+    return started
+
+
+async def test_a_document_is_read_once_with_its_pages_where_the_model_sees() -> None:
+    """A history comes again with each turn, at the same time for its tokens to be counted."""
+    reader = DocumentReader()
+    content = pdf("Hello", "World")
+    (told,), (again,) = await asyncio.gather(read(reader, content), read(reader, content))
+    assert told == again == Document("[Page 1]\nHello\n\n[Page 2]\nWorld", 2)
+    assert reader.started == 1
+    ((seen,), (same,)) = [await read(reader, content, pictures=True) for _ in range(2)]
+    assert (seen.text, reader.started) == (told.text, 2)
+    assert [read_size(page) for page in seen.pages] == [(792, 1024)] * 2
+    assert same is seen
+
+
+async def test_the_pictures_of_a_request_are_bounded_and_its_first_documents_keep_theirs() -> None:
+    """Else the beginning of the prompt would change with each document."""
+    contents = [pdf(*(f"{name}{number}" for number in range(9))) for name in "abc"]
+    found = await read(DocumentReader(), *contents, pictures=True)
+    assert [len(one.pages) for one in found] == [8, 8, 0]
+    assert all(one.page_count == 9 and "8" in one.text for one in found)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "damaged"),
+        (b"%PDF-1.7\nnothing", "damaged"),
+        (encrypted_pdf("Secret", "word"), "encrypted"),
+        (inflated_pdf(), "too long"),
+    ],
+    ids=["empty", "damaged", "encrypted", "inflated"],
+)
+async def test_f65_a_document_that_cannot_be_read_has_a_problem_and_never_fails(
+    content: bytes, problem: str, processes: list[asyncio.subprocess.Process]
+) -> None:
+    reader = DocumentReader()
+    ((one,), (again,)) = [await read(reader, content, pictures=True) for _ in range(2)]
+    assert problem in one.problem
+    assert (one.text, one.pages) == ("", ())
+    assert again is one, "nobody reads it twice"
+    assert len(processes) == bool(content)
+
+
+async def test_f65_what_was_read_before_a_limit_counts() -> None:
+    """One page of this document draws a trillion forms."""
+    (one,) = await read(DocumentReader(), endless_pdf("Begun"), pictures=True)
+    assert (one.text, len(one.pages)) == ("[Page 1]\nBegun", 1)
+    (opened,) = await read(DocumentReader(), encrypted_pdf("Open", ""))
+    assert opened.text == "[Page 1]\nOpen", "a document without a password is no secret"
+
+
+async def test_the_memory_of_documents_is_bounded_and_so_is_their_number() -> None:
+    reader = DocumentReader(ReaderLimits(cache_bytes=2500))
+    first, second = pdf("first"), pdf("second")
+    for content, started in ((first, 1), (second, 2), (first, 2), (pdf("third"), 3), (second, 4)):
+        await read(reader, content)
+        assert reader.started == started
+    many = await read(DocumentReader(), *(b"%%PDF-%d" % number for number in range(17)))
+    assert [one.problem for one in many[15:]] == ["it is damaged", "it was not read"]
+
+
+async def test_a_client_that_leaves_ends_the_process_that_reads_for_it(
+    processes: list[asyncio.subprocess.Process],
+) -> None:
+    reader = DocumentReader()
+    reading = asyncio.create_task(read(reader, endless_pdf(), pictures=True))
+    while not reader.started:
+        await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert [one.returncode for one in processes] == [-signal.SIGKILL]
+
+
+async def test_f65_a_process_that_a_document_has_taken_sends_no_links_and_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reader = DocumentReader()
+    for number, line in enumerate(('{"picture": "http://10.0.0.1/"}', "[1]", '{"text": 7}', "{")):
+        (tmp_path / "taken.py").write_text(f"print({line!r})")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(pdf_process, "__name__", "taken")
+        (one,) = await read(reader, b"%%PDF-%d" % number)
+        assert one == Document(problem="it is damaged")
+
+
+async def test_a_document_that_a_busy_machine_has_no_time_for_is_read_again_later() -> None:
+    reader = DocumentReader(ReaderLimits(wall_s=0))
+    content = pdf("Hello")
+    (one,) = await read(reader, content)
+    assert one.problem == "it takes too long to read"
+    reader._limits = ReaderLimits()
+    assert await read(reader, content) == [Document("[Page 1]\nHello", 1)]
