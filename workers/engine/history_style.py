@@ -131,13 +131,13 @@ class HistoryStyle:
     @property
     def changes(self) -> str:
         """Return the fields that say what is changed, for the log."""
-        default = HistoryStyle()
-        changed = (
-            f"{one.name}={getattr(self, one.name)!r}"
-            for one in fields(self)
-            if getattr(self, one.name) != getattr(default, one.name)
+        pairs = ((self, HistoryStyle()), (self.calls, CallStyle()))
+        return " ".join(
+            f"{one.name}={getattr(style, one.name)!r}"
+            for style, default in pairs
+            for one in fields(style)
+            if one.name != "calls" and getattr(style, one.name) != getattr(default, one.name)
         )
-        return " ".join(changed)
 
     def apply(self, messages: Sequence[Message], tool_format: ToolFormat | None) -> list[Message]:
         """Return messages in a form that the template takes; no text or call of them is lost."""

@@ -46,11 +46,11 @@ TEMPLATES = {
         refusing_each("m.role != 'user' and loop.index0 == (roles or 0)").replace(
             "(roles or 0)", "(messages[0].role == 'system') | int"
         ),
-        None,
+        "systems=False opens=False userless=False",
     ),
     "one user": (
         refusing_each("m.role == 'user' and loop.previtem and loop.previtem.role == 'user'"),
-        None,
+        "users=False",
     ),
     "one answer": (
         refusing_each(
@@ -63,7 +63,7 @@ TEMPLATES = {
             "m.role != 'assistant' and loop.previtem and loop.previtem.role == 'tool'"
             " and m.role != 'tool'"
         ),
-        None,
+        "system_inside=False user_after_result=False",
     ),
     "no empty answer": (
         refusing_each("m.role == 'assistant' and not m.content and not m.tool_calls"),
@@ -89,11 +89,11 @@ TEMPLATES = {
 {%- set turn.users = not turn.users -%}{%- endif -%}"""
         + MESSAGE
         + "{% endfor %}",
-        None,
+        "users=False system_inside=False assistants=False opens=False user_after_result=False",
     ),
     "texts alone": (
         refusing_each("m.role not in ('user', 'assistant') or m.tool_calls"),
-        None,
+        "system=False system_inside=False in_text=True results_in_text=True",
     ),
 }
 
@@ -110,8 +110,7 @@ def test_f67_a_history_is_changed_no_further_than_the_template_needs(
             history = random_history(Random(f"unit {number}"))
             assert not faults(history, rendered(renderer, history)), history.messages
     told = [one.getMessage() for one in caplog.records if "histories_changed" in one.getMessage()]
-    if changes is not None:
-        assert renderer.history_style.changes == changes
+    assert renderer.history_style.changes == changes
     assert len(told) == (lacks != "takes all")
 
 
