@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.documents.reader import DocumentReader
+from tests.support.images import data_url, png_header
 from tests.support.pdfs import base64_pdf, encrypted_pdf, pdf
 from tests.support.running_gateway import RunningGateway, bearer_headers
 from tests.support.scripted_worker import ScriptedWorker
@@ -54,6 +55,19 @@ def test_a_worker_gets_the_text_of_a_pdf_and_its_pages_if_the_model_sees_picture
     refused = gateway.client.post(path, json=bodies(encrypted_pdf("x", "y"))[wire])
     assert refused.status_code == 400
     assert "it is encrypted" in refused.json()["error"]["message"]
+
+
+def test_the_pages_of_a_pdf_leave_room_for_the_pictures_of_the_user(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    """A request takes 32 pictures, and its user has sent as many."""
+    body = bodies(pdf("Hello"))["chat/completions"]
+    picture = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
+    body["messages"][0]["content"] += [picture] * 32
+    answer = gateway_with_worker.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    text, *pictures = worker.requests[-1].body["messages"][0]["content"]
+    assert (text["text"], pictures) == (TEXT, [picture] * 32)
 
 
 def test_a_pdf_that_nobody_can_read_ends_no_session_of_claude_code(

@@ -25,6 +25,18 @@ NAMES = {
 }
 
 
+def test_a_picture_of_a_history_stays_if_one_worker_of_the_model_sees_it(
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    gateway.join(second_worker, sees_pictures=False)
+    gateway.join(worker)
+    said = {"role": "user", "content": [PARTS["chat/completions"]]}
+    turn = [said, {"role": "assistant", "content": "Hm"}, {"role": "user", "content": "And?"}]
+    for _ in range(4):
+        assert gateway.chat(messages=turn).headers["x-paceline-worker"] == worker.worker_id
+    assert worker.requests[-1].body["messages"][0] == said
+
+
 @pytest.mark.parametrize("wire", PARTS)
 def test_f64_a_conversation_goes_on_at_a_model_that_sees_no_pictures(
     gateway: RunningGateway, worker: ScriptedWorker, wire: str

@@ -226,6 +226,16 @@ def test_pictures_that_are_too_many_are_named_as_the_client_sent_them() -> None:
     assert replaced == tuple(f"input[0].content[{place}]:image_url" for place in range(8))
 
 
+def test_replies_and_what_stands_behind_them_keep_their_order() -> None:
+    said = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+    messages = chat(*said, {"type": "computer_call_output", "output": {}}, user("And?"))["messages"]
+    words = words_for("computer_call_output")
+    assert messages == [
+        {"role": "assistant", "content": "One.\n\nTwo."},
+        user(f"{words}\n\nAnd?"),
+    ]
+
+
 def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
     exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
     exchange.history = [{"type": "message", **user(UNREADABLE)}]
