@@ -21,6 +21,7 @@ import threading
 import time
 import zlib
 from io import BytesIO
+from pathlib import Path
 from typing import Any, Final
 
 INPUT_LIMIT_BYTES: Final = 32 << 20
@@ -39,7 +40,6 @@ TEXT_LIMIT_PAGES: Final = 500
 _CHECK_S: Final = 0.01
 _NICENESS: Final = 10
 _SIDES_LIMIT: Final = 20
-_PEAK_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 
 
 def _limit() -> None:
@@ -57,11 +57,19 @@ def _limit() -> None:
 
 
 def _watch_memory() -> None:
-    while True:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
-        if peak > MEMORY_LIMIT_BYTES:
-            os._exit(os.EX_UNAVAILABLE)
+    limit = max(MEMORY_LIMIT_BYTES, _peak_bytes())
+    while _peak_bytes() <= limit:
         time.sleep(_CHECK_S)
+    os._exit(os.EX_UNAVAILABLE)
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # There, the usage of resources begins with that of the gateway, which has forked.
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
 
 
 def _write(**line: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,18 @@ async def test_a_document_is_read_once_with_its_pages_where_the_model_sees() -> 
     assert (seen.text, reader.started) == (told.text, 2)
     assert [read_size(page) for page in seen.pages] == [(792, 1024)] * 2
     assert same is seen
+
+
+def test_a_gateway_with_much_memory_reads_documents() -> None:
+    """The usage of a process begins with that of the one from which it was forked."""
+    program = (
+        "import asyncio, sys; from gateway.documents.reader import DocumentReader\n"
+        f"held = b'x' * {pdf_process.MEMORY_LIMIT_BYTES}\n"
+        "found = asyncio.run(DocumentReader().read('ann', [sys.argv[1]], pictures=False))\n"
+        "print(found[sys.argv[1]].text)"
+    )
+    command = [sys.executable, "-c", program, base64_pdf(pdf("Hello"))]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"[Page 1]\nHello\n"
 
 
 async def test_the_pictures_of_a_request_are_bounded_and_its_first_documents_keep_theirs() -> None:

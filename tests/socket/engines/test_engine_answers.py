@@ -121,7 +121,7 @@ def calls_at_each_wire(gateway: RunningGateway, *, streamed: bool) -> Iterator[l
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_calls_are_the_same_at_each_wire_however_an_engine_tells_them(
+def test_f68_calls_are_the_same_at_each_wire_however_an_engine_tells_them(
     gateway: RunningGateway, worker: ScriptedWorker, *, streamed: bool
 ) -> None:
     given = [piece(0, '{"k":0}', name="f"), {"function": {"name": "g", "arguments": {"k": 1}}}]
@@ -132,7 +132,7 @@ def test_calls_are_the_same_at_each_wire_however_an_engine_tells_them(
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("reason", ["error", "", None, "abort"])
-def test_an_answer_without_a_known_end_is_a_failure_of_the_engine(
+def test_f69_an_answer_without_a_known_end_is_a_failure_of_the_engine(
     gateway: RunningGateway, worker: ScriptedWorker, *, reason: Any, streamed: bool
 ) -> None:
     oops = "Traceback at /Users/ann"
@@ -160,7 +160,7 @@ def test_an_end_by_an_error_after_text_ends_the_stream_with_one(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_prescribed_call_comes_from_an_engine_that_holds_to_it_or_is_an_error_with_its_field(
+def test_f70_a_prescribed_call_comes_from_an_engine_that_holds_to_it_or_is_an_error_with_its_field(
     gateway: RunningGateway,
     worker: ScriptedWorker,
     second_worker: ScriptedWorker,
@@ -187,7 +187,7 @@ def test_a_prescribed_call_comes_from_an_engine_that_holds_to_it_or_is_an_error_
     assert gateway.status()["workers"]["mac-first"]["state"] == "ready", "it answered"
 
 
-def test_what_a_template_refuses_is_the_clients_and_ejects_no_engine(
+def test_f71_what_a_template_refuses_is_the_clients_and_ejects_no_engine(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(status=500, body=TEMPLATE_ERROR)
