@@ -77,6 +77,8 @@ class Readable(NamedTuple):
     """The most pictures of one request."""
     pixels: int = PIXELS_LIMIT
     """Those of all its pictures together."""
+    system_inside: bool = False
+    """Its workers say how they render a system message behind others, which so stays one."""
 
     def takes(self, part: Mapping[str, Any]) -> bool:
         """Return whether the model can read a media part, which is valid; none is a link."""

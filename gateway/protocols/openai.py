@@ -90,10 +90,7 @@ class OpenAIFormat:
                 body = with_tools(body)
             replaced: tuple[str, ...] = ()
             if _has_parts(body.get("messages")):
-                media = readable_media(requested, policy, fleet)
-                limits = policy.media.pictures, policy.media.pixels
-                reading = Readable(media, documents, *limits)
-                body, replaced = readable(body, reading)
+                body, replaced = readable(body, reading_of(requested, policy, fleet, documents))
             if _allows_tools(body.get("tool_choice")):
                 body = _with_allowed_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
@@ -182,13 +179,21 @@ class OpenAIFormat:
         return errors.to_event(error)
 
 
-def readable_media(requested: Any, policy: PolicyDocument, fleet: FleetView) -> frozenset[str]:
-    """Return the kinds of media that a worker of a model takes, and the policy too."""
-    kinds = frozenset(policy.media.kinds)
-    if fleet.takes_all or not isinstance(requested, str):
-        return kinds
-    model = resolve_model(policy, requested, fleet.models_of(Endpoint.CHAT))
-    return frozenset(kind for kind in kinds if fleet.takes(model, MEDIA[kind]))
+def reading_of(
+    requested: Any,
+    policy: PolicyDocument,
+    fleet: FleetView,
+    documents: Mapping[str, Document] = NO_DOCUMENTS,
+) -> Readable:
+    """Return what the workers of a model can read, and the policy allows."""
+    kinds, limits = frozenset(policy.media.kinds), (policy.media.pictures, policy.media.pixels)
+    if not isinstance(requested, str):
+        return Readable(kinds, documents, *limits)
+    served = fleet.models_of(Endpoint.CHAT)
+    model = resolve_model(policy, requested, served)
+    if not fleet.takes_all:
+        kinds = frozenset(kind for kind in kinds if fleet.takes(model, MEDIA[kind]))
+    return Readable(kinds, documents, *limits, system_inside=model in served - fleet.untold)
 
 
 class OpenAIStreamEncoder:

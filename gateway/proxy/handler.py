@@ -23,7 +23,7 @@ from gateway.http.downstream import (
     response_writer,
 )
 from gateway.protocols import WireFormat
-from gateway.protocols.openai import readable_media
+from gateway.protocols.openai import reading_of
 from gateway.proxy.billing import (
     TokenReservation,
     default_max_tokens,
@@ -74,7 +74,7 @@ async def inspect(
     if not pdfs:
         return wire_format.inspect(raw, policy, gateway.fleet.view())
     with reserved_request(rate_limiter, gateway.clock, gateway.wall):
-        pictures = "image" in readable_media(model, policy, gateway.fleet.view())
+        pictures = "image" in reading_of(model, policy, gateway.fleet.view()).media
         documents = await gateway.documents.read(client, pdfs, pictures=pictures)
         try:
             return wire_format.inspect(raw, policy, gateway.fleet.view(), documents)

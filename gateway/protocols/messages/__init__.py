@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from gateway import errors
 from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
-from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
     FIELDS,
@@ -32,7 +32,7 @@ from gateway.protocols.messages.response import (
     message_of,
     stop_of,
 )
-from gateway.protocols.openai import CHAT, encode_json, parse, readable_media
+from gateway.protocols.openai import CHAT, encode_json, parse, reading_of
 from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
@@ -128,8 +128,8 @@ class MessagesFormat:
         if body.get("thread") is not None:
             raise errors.ThreadUnserved
         try:
-            media = readable_media(body.get("model"), policy, fleet)
-            chat = to_chat(body, self._is_ours, Readable(media, documents))
+            reading = reading_of(body.get("model"), policy, fleet, documents)
+            chat = to_chat(body, self._is_ours, reading)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         if chat.left_out and policy.tools.hosted == "refuse":

@@ -191,17 +191,19 @@ class _History:
                 f"{where}.role", f"{where}.role: It must be user, assistant or system."
             )
         content = message.get("content")
+        # A system message in the middle stays at its place: moved to the front, it would change the
+        # beginning of the prompt, which is read already.
+        if role == "system" and not self._reading.system_inside:
+            role = "user"
         if isinstance(content, str):
             if content or role != "assistant":
-                # A system message in the middle stays at its place: moved to the front, it would
-                # change the beginning of the prompt, which is read already.
-                role = "assistant" if role == "assistant" else "user"
                 yield {"role": role, "content": content}, [where]
         elif role == "assistant":
             for one in self._assistant_message(content, f"{where}.content"):
                 yield one, [where]
         else:
-            yield from self._user_messages(content, f"{where}.content", new=index > self._turn)
+            new = index > self._turn
+            yield from self._user_messages(content, f"{where}.content", role, new=new)
 
     def _assistant_message(self, content: Any, where: str) -> Iterator[Json]:
         texts: list[str] = []
@@ -237,7 +239,7 @@ class _History:
             yield message
 
     def _user_messages(
-        self, content: Any, where: str, *, new: bool
+        self, content: Any, where: str, role: str, *, new: bool
     ) -> Iterator[tuple[Json, list[str]]]:
         parts: list[Json] = []
         places = [where]
@@ -253,7 +255,7 @@ class _History:
             parts += [part for _, part in placed]
         if parts and all(part["type"] == "text" for part in parts):
             text = _BETWEEN_TEXTS.join(part["text"] for part in parts)
-            yield {"role": "user", "content": text}, [where]
+            yield {"role": role, "content": text}, [where]
         elif parts:
             yield {"role": "user", "content": parts}, places
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from gateway import errors
 from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
-from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable, pdfs_in
-from gateway.protocols.openai import CHAT, encode_json, parse, readable_media
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, pdfs_in
+from gateway.protocols.openai import CHAT, encode_json, parse, reading_of
 from gateway.protocols.responses.items import shown_item
 from gateway.protocols.responses.request import (
     FIELDS,
@@ -129,8 +129,8 @@ class ResponsesFormat:
             at, _, kind = request.tools.left_out[0].partition(":")
             raise errors.ToolUnserved(kind, param=f"{at}.type")
         try:
-            media = readable_media(request.body.get("model"), policy, fleet)
-            chat = to_chat(request, self._unseal, self.history, Readable(media, documents))
+            reading = reading_of(request.body.get("model"), policy, fleet, documents)
+            chat = to_chat(request, self._unseal, self.history, reading)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         if request.background:

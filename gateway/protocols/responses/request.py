@@ -341,7 +341,8 @@ class _Messages:
         # A system message in the middle stays at its place: moved to the front, it would change
         # the beginning of the prompt, which is read already.
         leading = all(one["role"] == "system" for one in self.messages)
-        system = role != "user" and leading
+        text_alone = all(part["type"] == "text" for _, part in placed)
+        system = role != "user" and (leading or (self._reading.system_inside and text_alone))
         self._add_parts("system" if system else "user", placed, at)
 
     def _read_reasoning(self, item: Item, at: str) -> None:

@@ -115,6 +115,10 @@ def test_only_the_line_that_changes_with_each_request_is_left_out_of_a_text() ->
 def test_a_system_message_in_the_middle_keeps_its_place() -> None:
     given = [user("Hi"), {"role": "system", "content": "Now in French."}]
     assert chat(*given)["messages"] == [user("Hi"), user("Now in French.")]
+    in_blocks = {"role": "system", "content": [{"type": "text", "text": "Now in French."}]}
+    for one in (given, [user("Hi"), in_blocks]):
+        sent = to_chat({"messages": one}, is_ours, Readable(system_inside=True)).body
+        assert sent["messages"] == given, "the worker renders it as its template takes it"
 
 
 def test_calls_and_results_become_messages_of_a_chat_in_their_order() -> None:
