@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,16 @@ from workers.protocol import ExitCode
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway", "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    """Run the command; fail with the stacks of its threads if it hangs, as it was once seen to."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "gateway", "doctor", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, problems = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            pytest.fail(process.communicate()[1])
+    return subprocess.CompletedProcess(command, process.returncode, output, problems)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.support.worker_process import RunningWorker, running_worker
 from workers.engine.engine import Engine
 from workers.engine.prefix_cache import MIN_TOKENS
 
-STREAMS = 8
+STREAMS = 12
 QUESTION = "Count from 1 to 60."
 
 
