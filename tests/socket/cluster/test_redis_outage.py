@@ -361,7 +361,8 @@ def test_f34_a_redis_that_rejects_commands_degrades_the_gateway_and_loses_no_rec
     break_redis(private_redis)
     wait_until(lambda: redis_status(gateway).get("problem") == problem)
     assert gateway.chat().status_code == 200
-    assert gateway.client.get("/readyz").text == f"ready, degraded: {problem}\n"
+    # On a busy machine, a call of an exchange may miss its deadline in between.
+    wait_until(lambda: gateway.client.get("/readyz").text == f"ready, degraded: {problem}\n")
     assert gateway.client.get("/v1/models", headers={"authorization": "none"}).status_code == 401
 
     def rejection_code() -> str:
