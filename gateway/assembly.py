@@ -44,6 +44,7 @@ from gateway.fleet.prefix_deletion import PrefixDeletion
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
+from gateway.inspection_thread import InspectionThread
 from gateway.periodic import Job, WeekClock, periodic_tasks
 from gateway.protocols.responses import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -104,6 +105,10 @@ class Gateway:
     traces: Traces | None
     policy_store: PolicyStore
     policy_file: PolicyFileWatcher
+    lame_duck = False
+    """Load balancers should send requests elsewhere; `/readyz` answers 503."""
+    draining = False
+    """New requests are rejected; running ones go on."""
 
     def __init__(
         self, settings: Settings, redis: RedisClient | None, timing: Timing = TIMING
@@ -114,10 +119,6 @@ class Gateway:
         self.clock = clock = timing.clock
         self.wall = wall = timing.wall
         self.week_clock = WeekClock(wall)
-        self.lame_duck = False
-        """Load balancers should send requests elsewhere; `/readyz` answers 503."""
-        self.draining = False
-        """New requests are rejected; running ones go on."""
         self.exit_stack = AsyncExitStack()
         """Closes the parts, the last one first; Redis is open from the start."""
         self._records = records = _records(settings, redis)
@@ -147,6 +148,7 @@ class Gateway:
             self.accounting.lane_totals, self.accounting.outcomes, clock
         )
         self.recent_requests, self.documents = RecentRequests(), DocumentReader()
+        self.inspection_thread = self.exit_stack.enter_context(InspectionThread())
         take_pending = self.accounting.take_pending
         self.cluster_sync = ClusterSync()
         if redis is None:

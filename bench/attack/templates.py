@@ -36,6 +36,7 @@ from gateway.errors import GatewayError
 from gateway.event_loop import run
 from gateway.protocols.openai import CHAT
 from gateway.routing.view import FleetView
+from gateway.strict_json import parse
 from policies.document import default_policy
 from policies.request.profile import Endpoint
 from tests.support.histories import History, faults, random_history, rendered
@@ -198,7 +199,7 @@ class Models:
         raw = _encode({"model": _MODEL, **body})
         refused = None
         try:
-            inspected = CHAT.inspect(raw, self._policy, self._fleet)
+            inspected = CHAT.inspect(parse(raw), self._policy, self._fleet)
             raw = to_json(inspected.body, inf_nan_mode="null")
         except GatewayError as error:
             # The port of a worker gets such bodies from its own clients.

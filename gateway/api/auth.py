@@ -25,10 +25,10 @@ from gateway.http.downstream import header, read_small_body, response_writer
 from gateway.protocols import CHAT, MESSAGES_PATH
 from gateway.protocols.base import WireFormat
 from gateway.protocols.messages import MessagesFormat
-from gateway.protocols.openai import parse
 from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
 from gateway.proxy.load_shedding import Load
+from gateway.strict_json import parse
 from workers.protocol import MAX_REPORT_BYTES
 
 DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"

@@ -25,7 +25,6 @@ from gateway.errors import (
 from gateway.fleet.health import CHECK_REFUSALS
 from gateway.protocols import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WORKER_PATHS, WireFormat
 from gateway.protocols.messages import MessagesFormat, is_messages
-from gateway.protocols.openai import parse
 from gateway.protocols.responses import ResponsesFormat
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import inspect, routing_request
@@ -34,6 +33,7 @@ from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.select import Candidate, Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
+from gateway.strict_json import parse
 from gateway.types import Inspected
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument
@@ -90,11 +90,13 @@ async def explain(
 ) -> Explanation:
     """Explain where a request with this body would be routed, without running it."""
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
-    wire_format = _wire_format(gateway, request, raw, policy, fleet)
     caller = read_caller(request.scope, policy, api_key)
-    inspected = await inspect(gateway, wire_format, raw, policy, caller.client)
-    api_key.check_model(inspected)
-    routed = routing_request(gateway, request.scope, policy, caller, inspected)
+    async with gateway.inspection_thread.turn(caller.client, raw) as turn:
+        body = await turn.run(parse, raw)
+        wire_format = await turn.run(_wire_format, gateway, request, body, policy, fleet)
+        inspected = await inspect(gateway, wire_format, body, policy, turn)
+        api_key.check_model(inspected)
+        routed = await turn.run(routing_request, gateway, request.scope, policy, caller, inspected)
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())
@@ -117,10 +119,13 @@ async def explain(
 
 
 def _wire_format(
-    gateway: Gateway, request: Request, raw: bytes, policy: PolicyDocument, fleet: FleetView
+    gateway: Gateway,
+    request: Request,
+    body: Mapping[str, Any],
+    policy: PolicyDocument,
+    fleet: FleetView,
 ) -> WireFormat:
     """Return the format of a body, by what only it has, its headers, or what its model serves."""
-    body = parse(raw)
     if "query" in body:
         return RERANK
     if "input" in body:

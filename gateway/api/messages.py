@@ -15,6 +15,7 @@ from gateway.errors import LimitReached, ModelUnknown, Overloaded, RefusedByWork
 from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.handler import inspect
 from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
+from gateway.strict_json import parse
 
 router = data_router()
 
@@ -47,9 +48,11 @@ async def count(
     counter: CurrentCounter,
 ) -> TokenCount:
     """Count the tokens of a message's prompt; a header says if the number is an estimate."""
-    policy = gateway.policy_store.current
+    policy, client = gateway.policy_store.current, api_key.caller.client
     messages_format = MessagesFormat(gateway.sealer)
-    inspected = await inspect(gateway, messages_format, raw, policy, api_key.caller.client)
+    async with gateway.inspection_thread.turn(client, raw) as turn:
+        body = await turn.run(parse, raw)
+        inspected = await inspect(gateway, messages_format, body, policy, turn)
     api_key.check_model(inspected)
     try:
         count = await counter.count(inspected)

@@ -15,7 +15,6 @@ from gateway import errors
 from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, CurrentLoad, data_router
 from gateway.api.messages import CurrentCounter
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.protocols.openai import encode_json, parse
 from gateway.protocols.responses import (
     Item,
     Json,
@@ -29,6 +28,7 @@ from gateway.proxy.kept_items import named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService
 from gateway.proxy.token_count import ESTIMATE_HEADER
+from gateway.strict_json import parse
 from policies.evaluate import ANY_MODEL
 from policies.request.fields import FieldError
 
@@ -113,13 +113,13 @@ async def count_tokens(
     service: CurrentService,
 ) -> InputTokens:
     """Count the tokens of a request's prompt; a header says if the number is an estimate."""
-    body = {"model": ANY_MODEL, "input": []} | {
-        name: value for name, value in parse(raw).items() if name != "personality"
-    }
     exchange = service.exchange()
-    await exchange.open(encode_json(body), api_key.caller.key)
     policy, client = gateway.policy_store.current, api_key.caller.client
-    inspected = await inspect(gateway, exchange.format, b"", policy, client)
+    async with gateway.inspection_thread.turn(client, raw) as turn:
+        body = {"model": ANY_MODEL, "input": []} | await turn.run(parse, raw)
+        body.pop("personality", None)
+        await exchange.open(body, api_key.caller.key)
+        inspected = await inspect(gateway, exchange.format, body, policy, turn)
     api_key.check_model(inspected)
     try:
         count = await counter.count(inspected)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from gateway import event_loop
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import local_url, secret_source
-from gateway.server import Listening, serve, settle_collector
+from gateway.server import Listening, serve, settle_interpreter
 from workers.lifecycle import Shutdown
 
 _UNKEYED = (
@@ -21,7 +21,7 @@ _UNKEYED = (
 
 def run(*, settings: Settings) -> int:
     """Serve until Ctrl-C or SIGTERM, then let running requests finish."""
-    settle_collector()
+    settle_interpreter()
     event_loop.run(_serve(settings))
     return 0
 

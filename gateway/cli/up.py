@@ -26,7 +26,7 @@ from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import local_url, secret_source
-from gateway.server import Listening, settle_collector
+from gateway.server import Listening, settle_interpreter
 from gateway.server import serve as serve_gateway
 from workers.addresses import base_url, is_loopback
 from workers.lifecycle import Shutdown
@@ -66,7 +66,7 @@ _CONSOLE = Console(highlight=False, soft_wrap=True)
 
 def run(*, settings: Settings, model: str | None, config: str | None) -> int:
     """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot run."""
-    settle_collector()
+    settle_interpreter()
     worker_flags = (
         *(("--model", model) if model else ()),
         *(("--config", config) if config else ()),

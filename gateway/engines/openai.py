@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic_core import to_json
-
 from gateway.engines.base import (
     Ask,
     Engine,
@@ -27,6 +25,7 @@ from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
+from gateway.strict_json import encode_body
 from workers.protocol import NodeSource, WorkerReport
 
 # What a request asks of Paceline alone. Other engines answer without these fields all the same; the
@@ -138,7 +137,7 @@ class OpenAIEngine(Engine):
         """Return the key alone: no other header is of use to it."""
         return self.authorization
 
-    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:
         """Return the body with the engine's name of the model and the fields that it knows."""
         sent = {
             name: value
@@ -151,7 +150,7 @@ class OpenAIEngine(Engine):
         if salt and self.isolation is Isolation.CACHE_SALT:
             sent["cache_salt"] = salt
         self.adapt(sent, salt)
-        return to_json(sent, inf_nan_mode="null")
+        return encode_body(sent, len(body))
 
     def adapt(self, fields: dict[str, Any], salt: str) -> None:
         """Change the fields of a request that this kind spells in another way."""

@@ -23,6 +23,7 @@ from gateway.errors import GatewayError
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
+from gateway.strict_json import encode_body
 from workers.protocol import (
     KEYS_HEADER,
     NO_PREFIX,
@@ -121,7 +122,7 @@ class PacelineGateway(_Paceline, OpenAIEngine):
     def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
         """Return the whole body with the draft counts requested, which this gateway counts."""
         model = self.names.get(fields["model"], fields["model"])
-        return to_json({"metrics": "summary", **fields, "model": model}, inf_nan_mode="null")
+        return encode_body({"metrics": "summary", **fields, "model": model}, len(body))
 
 
 def _keys_text(prefix: PrefixKeys) -> str:

@@ -120,20 +120,17 @@ class WireFormat(Protocol):
     def endpoint(self) -> Endpoint:
         """The endpoint of the worker that generates the response."""
 
-    def pdfs(self, raw: bytes) -> AskedPdfs:
-        """Return the PDFs of a body and the model that is to read them.
-
-        Raise a `RequestRefused` for a body that is no JSON.
-        """
+    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
+        """Return the PDFs of a body and the model that is to read them."""
 
     def inspect(
         self,
-        raw: bytes,
+        body: Mapping[str, Any],
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
     ) -> Inspected:
-        """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
+        """Return the profile of a body and the body for workers; raise a `RequestRefused`."""
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
         """Return whether a body of status 200 is a whole answer: some engines send errors so."""

@@ -13,9 +13,10 @@ from pydantic_core import to_json
 from gateway import errors
 from gateway.protocols.base import StreamEncoder, object_in, objects_in
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
-from gateway.protocols.openai import RERANK, encode_json, parse
+from gateway.protocols.openai import RERANK
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
+from gateway.strict_json import encode_json
 from gateway.types import Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
@@ -53,24 +54,23 @@ class CohereRerankFormat:
     path = "/v2/rerank"
     endpoint = Endpoint.RERANK
 
-    def pdfs(self, raw: bytes) -> AskedPdfs:  # noqa: ARG002
+    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:  # noqa: ARG002
         """Return none: documents for a rerank are text."""
         return AskedPdfs()
 
     def inspect(
         self,
-        raw: bytes,
+        body: Mapping[str, Any],
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,  # noqa: ARG002
     ) -> Inspected:
         """Translate a body, and inspect that; raise a `RequestRefused`."""
-        body = parse(raw)
         for name in body:
             if name not in SCHEMA["properties"]:
                 raise errors.FieldInvalid(f"Unknown field '{name[:100]}'.", param=name[:100])
         given = {name: value for name, value in body.items() if value is not None}
-        return RERANK.inspect_body({**_DEFAULTS, **given, "truncate": True}, policy, fleet)
+        return RERANK.inspect_translated({**_DEFAULTS, **given, "truncate": True}, policy, fleet)
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
         """Return whether the answer has results."""

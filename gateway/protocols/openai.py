@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
-
-from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.protocols.base import WORKER_PATHS, object_in
 from gateway.protocols.documents import (
     NO_DOCUMENTS,
-    PDF_MARKS,
     AskedPdfs,
     Document,
     Readable,
@@ -23,6 +21,7 @@ from gateway.protocols.legacy_functions import as_function_call, with_tools
 from gateway.routing.features import MEDIA
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
+from gateway.strict_json import ITEMS_LIMIT, encode_json
 from gateway.types import Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
@@ -39,7 +38,6 @@ Message = Mapping[str, Any]
 _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
-_VALUES_LIMIT = 1_000_000
 _ANSWER_FIELDS = {
     Endpoint.CHAT: "choices",
     Endpoint.COMPLETIONS: "choices",
@@ -56,31 +54,35 @@ class OpenAIFormat:
         self.path = WORKER_PATHS[endpoint]
         self.endpoint = endpoint
 
-    def pdfs(self, raw: bytes) -> AskedPdfs:
+    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
         """Return the PDFs of the messages of a body, and its model."""
-        if self.endpoint is not Endpoint.CHAT or not any(mark in raw for mark in PDF_MARKS):
+        if self.endpoint is not Endpoint.CHAT or not _has_parts(body.get("messages")):
             return AskedPdfs()
-        body = parse(raw)
-        return AskedPdfs(body.get("model"), tuple(pdfs_in(body.get("messages"))))
+        return AskedPdfs(body.get("model"), tuple(pdfs_in(body["messages"])))
 
     def inspect(
-        self,
-        raw: bytes,
-        policy: PolicyDocument,
-        fleet: FleetView,
-        documents: Mapping[str, Document] = NO_DOCUMENTS,
-    ) -> Inspected:
-        """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
-        return self.inspect_body(parse(raw), policy, fleet, documents)
-
-    def inspect_body(
         self,
         body: Mapping[str, Any],
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
     ) -> Inspected:
-        """Inspect a parsed body; raise a `RequestRefused`."""
+        """Return the profile of a body and the body for workers; raise a `RequestRefused`."""
+        messages = body.get("messages")
+        if isinstance(messages, list) and len(messages) > ITEMS_LIMIT:
+            raise errors.FieldInvalid(
+                f"'messages' may have at most {ITEMS_LIMIT} messages.", param="messages"
+            )
+        return self.inspect_translated(body, policy, fleet, documents)
+
+    def inspect_translated(
+        self,
+        body: Mapping[str, Any],
+        policy: PolicyDocument,
+        fleet: FleetView,
+        documents: Mapping[str, Document] = NO_DOCUMENTS,
+    ) -> Inspected:
+        """Do the same for the body of another format, which has bounds of its own."""
         requested = body.get("model")
         served = fleet.models_of(self.endpoint)
         model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
@@ -333,27 +335,6 @@ def _function_name(tool: Any) -> str | None:
     return None
 
 
-def parse(raw: bytes) -> dict[str, Any]:
-    """Parse one strict JSON object: UTF-8, no NaN, no infinity, bounded depth and values."""
-    # An empty list takes two bytes here and seventy when it is parsed.
-    if len(raw) > _VALUES_LIMIT and sum(raw.count(one) for one in b"[{,") > _VALUES_LIMIT:
-        raise errors.BodyNotJson(f"The body may have at most {_VALUES_LIMIT:,} values.")
-    try:
-        # The client's own bytes are never passed on: a duplicate key could mean one thing to the
-        # gateway and another to the worker. The worker's body is encoded from this parse.
-        body = from_json(raw, allow_inf_nan=False)
-    except ValueError:
-        raise errors.BodyNotJson from None
-    if not isinstance(body, dict):
-        raise errors.BodyNotJson
-    return body
-
-
-def encode_json(value: object) -> bytes:
-    """Return strict JSON: a number too large for a float reads as infinite, and becomes null."""
-    return to_json(value, inf_nan_mode="null")
-
-
 def _for_worker(
     body: Mapping[str, Any], profile: RequestProfile, *, in_place: bool
 ) -> dict[str, Any]:
@@ -435,30 +416,26 @@ def _system_content(messages: Sequence[Message]) -> str | list[Any]:
 
 def _merge_adjacent(messages: Sequence[Message]) -> list[Message]:
     merged: list[Message] = []
-    for message in messages:
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last["role"] == message["role"]
-            and _plain(last)
-            and _plain(message)
-        ):
-            content = last["content"] + _BETWEEN_MESSAGES + message["content"]
-            merged[-1] = {"role": message["role"], "content": content}
+    for role, run in groupby(messages, key=_merging_role):
+        first, *others = run
+        if role is None or not others:
+            merged += [first, *others]
         else:
-            merged.append(message)
+            content = _BETWEEN_MESSAGES.join(one["content"] for one in (first, *others))
+            merged.append({"role": role, "content": content})
     return merged
 
 
-def _plain(message: Message) -> bool:
-    """Return whether a message is text alone: no parts, tool calls, names or other fields."""
-    return (
+def _merging_role(message: Message) -> str | None:
+    """Return the role of a message of text alone: no parts, tool calls, names or other fields."""
+    plain = (
         message["role"] in _MERGING_ROLES
         and isinstance(message.get("content"), str)
         and not any(
             value is not None for name, value in message.items() if name not in ("role", "content")
         )
     )
+    return message["role"] if plain else None
 
 
 CHAT = OpenAIFormat(Endpoint.CHAT)

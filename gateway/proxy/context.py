@@ -52,6 +52,8 @@ class RequestContext(RequestRecord):
     body_read_s: float = 0.0
     caller: Caller = ANONYMOUS.caller
     routing_request: RoutingRequest | None = None
+    encoded: bytes = b""
+    """The body for workers."""
     reservation: TokenReservation | None = None
     """The tokens reserved for the request, if its key has limits."""
     read_slowly: bool = False
@@ -120,6 +122,7 @@ class RequestContext(RequestRecord):
                 profile=self.inspected.profile._replace(max_tokens=max_tokens),
                 body={**self.inspected.body, "max_tokens": max_tokens},
             )
+            self.encoded = b'%b,"max_tokens":%d}' % (self.encoded[:-1], max_tokens)
 
     def record_decision(self, decision: Decision) -> None:
         """Record the first decision; those of further attempts exclude workers."""

@@ -106,6 +106,7 @@ class Forwarder:
         self._prefix_hasher = gateway.prefix_hasher
         self._clock = gateway.clock
         self._control = gateway.control
+        self._thread = gateway.inspection_thread
         self._relays: set[StreamRelay] = set()
         self._checks: set[asyncio.Task[None]] = set()
         self._check_slots = asyncio.Semaphore(_MAX_CHECKS)
@@ -117,9 +118,7 @@ class Forwarder:
 
     async def forward(self, context: RequestContext, writer: AnswerWriter) -> None:
         """Relay the response of the first worker that takes the request; raise a `GatewayError`."""
-        assert context.inspected is not None, "the request has not been inspected"
-        # A number too large for a float reads as infinite, and JSON has no literal for that.
-        body = to_json(context.inspected.body, inf_nan_mode="null")
+        body = context.encoded
         if self.quarantine.holds(body, self._clock()):
             raise errors.Quarantined
         self.retries.active += 1
@@ -328,14 +327,14 @@ class Forwarder:
         left = absence is not None and absence[0] == "left"
         return isinstance(error, errors.WorkerMoved) or lease.state.report.draining or left
 
-    def _body_for(self, lease: Lease, body: bytes, context: RequestContext) -> bytes:
+    async def _body_for(self, lease: Lease, body: bytes, context: RequestContext) -> bytes:
         """Return the body for one worker."""
         assert context.inspected is not None
         backend, fields = lease.state.backend, context.inspected.body
         salt = ""
         if not backend.sends_reports:
             salt = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix)
-        body = backend.body(body, fields, salt)
+        body = await self._thread.run(len(body), backend.body, body, fields, salt)
         profile, more = context.profile, []
         if not backend.continues_streams or profile.endpoint not in GENERATING:
             return body
@@ -382,7 +381,7 @@ class Forwarder:
         backend, fields = lease.state.backend, context.inspected.body
         if not context.relayed:
             self._prepare_progress(lease, body, context)
-        body = self._body_for(lease, body, context)
+        body = await self._body_for(lease, body, context)
         timer = None
         if turn is not None:
             read_s = lease.candidate.prefill_s + _READ_MARGIN_S

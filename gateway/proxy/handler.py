@@ -7,13 +7,14 @@ import contextlib
 import functools
 import logging
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.types import Receive, Scope
 
 from gateway import errors
 from gateway.assembly import Gateway
 from gateway.auth.origins import comes_from_foreign_page
-from gateway.auth.rate_limits import RateLimiter
 from gateway.http.downstream import (
     AnswerWriter,
     CancelScope,
@@ -22,7 +23,9 @@ from gateway.http.downstream import (
     read_body,
     response_writer,
 )
+from gateway.inspection_thread import Turn, is_large
 from gateway.protocols import WireFormat
+from gateway.protocols.documents import NO_DOCUMENTS, PDF_MARKS
 from gateway.protocols.openai import reading_of
 from gateway.proxy.billing import (
     TokenReservation,
@@ -36,6 +39,7 @@ from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
 from gateway.proxy.responses import ResponseExchange
 from gateway.routing.select import RoutingRequest
+from gateway.strict_json import encode_body, parse
 from gateway.types import Caller, Headers, Inspected
 from policies.document import PolicyDocument
 
@@ -56,34 +60,33 @@ def routing_request(
     return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
 
 
+def takes_long(raw: bytes) -> bool:
+    """Return whether reading a body may take longer than a request may cost nothing for."""
+    return is_large(raw) or any(mark in raw for mark in PDF_MARKS)
+
+
 async def inspect(
     gateway: Gateway,
     wire_format: WireFormat,
-    raw: bytes,
+    body: Mapping[str, Any],
     policy: PolicyDocument,
-    client: str,
-    *,
-    rate_limiter: RateLimiter | None = None,
+    turn: Turn,
 ) -> Inspected:
-    """Parse a body, read its documents, and inspect it; raise a `RequestRefused`.
-
-    The size of the body and the key have been checked; `rate_limiter` is that of a request which
-    is not charged yet.
-    """
-    model, pdfs = wire_format.pdfs(raw)
-    if not pdfs:
-        return wire_format.inspect(raw, policy, gateway.fleet.view())
-    with reserved_request(rate_limiter, gateway.clock, gateway.wall):
-        pictures = "image" in reading_of(model, policy, gateway.fleet.view()).media
-        documents = await gateway.documents.read(client, pdfs, pictures=pictures)
-        try:
-            return wire_format.inspect(raw, policy, gateway.fleet.view(), documents)
-        except errors.FieldInvalid:
-            if not any(document.pages for document in documents.values()):
-                raise
-            # The pages may be too many beside the pictures of the request itself.
-            texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
-            return wire_format.inspect(raw, policy, gateway.fleet.view(), texts)
+    """Read the documents of a parsed body, and inspect it; raise a `RequestRefused`."""
+    policy_and_fleet = policy, gateway.fleet.view()
+    model, pdfs = await turn.run(wire_format.pdfs, body)
+    documents = NO_DOCUMENTS
+    if pdfs:
+        pictures = "image" in reading_of(model, *policy_and_fleet).media
+        documents = await gateway.documents.read(turn.client, pdfs, pictures=pictures)
+    try:
+        return await turn.run(wire_format.inspect, body, *policy_and_fleet, documents)
+    except errors.FieldInvalid:
+        if not any(document.pages for document in documents.values()):
+            raise
+        # The pages may be too many beside the pictures of the request itself.
+        texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
+        return await turn.run(wire_format.inspect, body, *policy_and_fleet, texts)
 
 
 class ProxyHandler:
@@ -206,19 +209,24 @@ class ProxyHandler:
         last.cancel(errors.Overloaded())
         return True
 
-    async def _inspect(self, scope: Scope, body: bytes, context: RequestContext) -> None:
+    async def _inspect(self, scope: Scope, raw: bytes, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
-        gateway, policy = self._gateway, context.policy
-        if context.exchange is not None:
-            await context.exchange.open(body, context.api_key.caller.key)
-        context.caller = read_caller(scope, policy, context.api_key)
-        client, rate_limiter = context.caller.client, context.api_key.rate_limiter
-        context.inspected = await inspect(
-            gateway, context.wire_format, body, policy, client, rate_limiter=rate_limiter
-        )
-        context.api_key.check_model(context.inspected)
-        request = routing_request(gateway, scope, policy, context.caller, context.inspected)
-        context.routing_request = request
+        gateway, policy, api_key = self._gateway, context.policy, context.api_key
+        context.caller = caller = read_caller(scope, policy, api_key)
+        rate_limiter = api_key.rate_limiter if takes_long(raw) else None
+        with reserved_request(rate_limiter, gateway.clock, gateway.wall):
+            async with gateway.inspection_thread.turn(caller.client, raw) as turn:
+                body = await turn.run(parse, raw)
+                if context.exchange is not None:
+                    await context.exchange.open(body, api_key.caller.key)
+                context.inspected = inspected = await inspect(
+                    gateway, context.wire_format, body, policy, turn
+                )
+                api_key.check_model(inspected)
+                request = await turn.run(routing_request, gateway, scope, policy, caller, inspected)
+                context.routing_request = request
+                size_bytes = max(len(raw), inspected.profile.text_chars)
+                context.encoded = await turn.run(encode_body, inspected.body, size_bytes)
         gateway.recent_requests.add(request)
 
     def _reserved_tokens(

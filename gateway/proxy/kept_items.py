@@ -14,8 +14,10 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway import errors
+from gateway.inspection_thread import InspectionThread
 from gateway.protocols.responses import Item, Json, ResponsesRequest
 from gateway.storage.expiring import ExpiringRecords
+from gateway.strict_json import ITEMS_LIMIT
 
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
 _CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{48}")
@@ -31,9 +33,8 @@ _PREFIXES = {
 }
 _ENDED = ("completed", "incomplete")
 _ANCESTORS_LIMIT = 1000
-_ITEMS_LIMIT = 10_000
 _HISTORY_LIMIT_BYTES = 32 * 1024 * 1024
-"""Of all records that one request goes on from: they are parsed between other requests."""
+"""Of all records that one request goes on from."""
 _WRITES = 5
 """Attempts to add to a conversation to which others add at the same time."""
 
@@ -46,9 +47,12 @@ def new_id(prefix: str) -> str:
 class KeptItems:
     """The kept responses and conversations. `now_s` returns seconds since 1970."""
 
-    def __init__(self, records: ExpiringRecords, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, records: ExpiringRecords, now_s: Callable[[], float], thread: InspectionThread
+    ) -> None:
         self._records = records
         self._now_s = now_s
+        self._thread = thread
 
     async def open(self, owner: str, request: ResponsesRequest) -> tuple[Sequence[Item], Json]:
         """Return the items before those of a request, and the record of what it goes on from.
@@ -186,16 +190,21 @@ class KeptItems:
         if not names:
             return []
         found = await self._records.get(owner, names)
-        if sum(len(data) for data in found if data) > _HISTORY_LIMIT_BYTES:
+        size_bytes = sum(len(data) for data in found if data)
+        if size_bytes > _HISTORY_LIMIT_BYTES:
             raise errors.FieldInvalid(
                 f"A conversation may have at most {_HISTORY_LIMIT_BYTES} bytes."
             )
-        return [None if data is None else from_json(data) for data in found]
+        return await self._thread.run(size_bytes, _parsed, found)
 
 
 def named_items(items: Sequence[Item]) -> list[Item]:
     """Return items with ids of their own."""
     return [*map(_named, items)]
+
+
+def _parsed(found: Sequence[bytes | None]) -> list[Json | None]:
+    return [None if data is None else from_json(data) for data in found]
 
 
 def _named(item: Item) -> Item:
@@ -211,9 +220,9 @@ def _prefix(item: Item) -> str:
 
 
 def _extend(kept: list[Item], items: Sequence[Item]) -> None:
-    if len(kept) + len(items) > _ITEMS_LIMIT:
+    if len(kept) + len(items) > ITEMS_LIMIT:
         raise errors.FieldInvalid(
-            f"A conversation may have at most {_ITEMS_LIMIT} items.", param="items"
+            f"A conversation may have at most {ITEMS_LIMIT} items.", param="items"
         )
     kept += items
 

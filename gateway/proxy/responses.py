@@ -205,10 +205,10 @@ class ResponseExchange:
         """Return the response as it is now."""
         return self.format.builder.response
 
-    async def open(self, raw: bytes, owner: str) -> None:
-        """Read a body and what it goes on from; raise a `RequestRefused`."""
+    async def open(self, body: Json, owner: str) -> None:
+        """Read a parsed body and what it goes on from; raise a `RequestRefused`."""
         self.owner = owner
-        request = self.format.read(raw)
+        request = self.format.read(body)
         kept = self._service.kept
         self.format.history, self._after = await kept.open(owner, request)
         self.format.request = request._replace(items=await kept.resolve(owner, request.items))
@@ -292,7 +292,7 @@ class ResponsesService:
     def __init__(self, gateway: Gateway, limits: LogLimits = LogLimits()) -> None:  # noqa: B008
         self._gateway = gateway
         self.limits = limits
-        self.kept = KeptItems(gateway.expiring_records, gateway.wall)
+        self.kept = KeptItems(gateway.expiring_records, gateway.wall, gateway.inspection_thread)
         self.view_timeout_s = gateway.settings.idle_timeout_s
         self.keepalive_s = gateway.settings.keepalive_s
         self._exchanges: OrderedDict[str, ResponseExchange] = OrderedDict()

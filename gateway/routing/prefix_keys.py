@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
+from gateway.strict_json import encode_body, encode_pieces
 from gateway.types import Caller, Inspected
 from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS
 from policies.sections import PrefixPolicy
@@ -164,13 +165,15 @@ def _canonical(message: Mapping[str, Any]) -> tuple[bytes, int]:
     """
     role, content = message["role"], message.get("content")
     if len(message) == 2 and isinstance(content, str):
-        return to_json((role, content)), 0
+        return encode_body((role, content), len(content)), 0
     texts = [message.get(name) or None for name in MESSAGE_TEXTS]
-    text = to_json((role, content, *texts, message.get("tool_calls")), inf_nan_mode="null")
+    text = b"".join(encode_pieces([role, content, *texts, message.get("tool_calls")]))
     if not isinstance(content, list):
         return text, 0
     media = [part for part in content if part.get("type") in MEDIA_KINDS]
-    return text, len(to_json(media)) - len(media) * _MEDIA_BYTES if media else 0
+    if not media:
+        return text, 0
+    return text, sum(map(len, encode_pieces(media))) - len(media) * _MEDIA_BYTES
 
 
 def _blocks(text: str) -> Iterator[bytes]:

@@ -32,10 +32,11 @@ from gateway.protocols.messages.response import (
     message_of,
     stop_of,
 )
-from gateway.protocols.openai import CHAT, encode_json, parse, reading_of
+from gateway.protocols.openai import CHAT, reading_of
 from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
+from gateway.strict_json import encode_json
 from gateway.types import Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.request.compatibility import IGNORED, NEUTRAL
@@ -112,19 +113,18 @@ class MessagesFormat:
         self._sealer = sealer
         self._chat = MessagesChat({})
 
-    def pdfs(self, raw: bytes) -> AskedPdfs:
+    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
         """Return the PDFs of the messages of a body, and its model."""
-        return CHAT.pdfs(raw)
+        return CHAT.pdfs(body)
 
     def inspect(
         self,
-        raw: bytes,
+        body: Mapping[str, Any],
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
     ) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
-        body = parse(raw)
         if body.get("thread") is not None:
             raise errors.ThreadUnserved
         try:
@@ -136,7 +136,7 @@ class MessagesFormat:
             at, _, kind = chat.left_out[0].partition(":")
             raise errors.ToolUnserved(kind, param=f"{at}.type")
         try:
-            inspected = CHAT.inspect_body(chat.body, policy, fleet)
+            inspected = CHAT.inspect_translated(chat.body, policy, fleet)
         except errors.FieldInvalid as error:
             raise renamed(error, chat.param) from None
         self._chat = chat

@@ -10,7 +10,7 @@ from gateway.protocols.documents import DocumentUnreadable, Readable, pdf_of, wo
 from gateway.protocols.history import named, unreadable_pdf, words_for
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.openai import encode_json
+from gateway.strict_json import ITEMS_LIMIT, encode_json
 from policies.request.fields import FieldError, Fields
 from policies.request.profile import REASONING_EFFORTS
 
@@ -105,6 +105,8 @@ def to_chat(
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", "messages: A non-empty list is required.")
+    if len(messages) > ITEMS_LIMIT:
+        raise FieldError("messages", f"messages: At most {ITEMS_LIMIT} messages are allowed.")
     applied = None
     if body.get(CONTEXT_MANAGEMENT) is not None:
         messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)

@@ -12,7 +12,7 @@ from typing import Any
 from gateway import errors
 from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, pdfs_in
-from gateway.protocols.openai import CHAT, encode_json, parse, reading_of
+from gateway.protocols.openai import CHAT, reading_of
 from gateway.protocols.responses.items import shown_item
 from gateway.protocols.responses.request import (
     FIELDS,
@@ -34,6 +34,7 @@ from gateway.protocols.responses.response import (
 from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
+from gateway.strict_json import encode_json
 from gateway.types import Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.request.fields import FieldError
@@ -103,28 +104,28 @@ class ResponsesFormat:
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
 
-    def read(self, raw: bytes) -> ResponsesRequest:
+    def read(self, body: Mapping[str, Any]) -> ResponsesRequest:
         """Read a body; raise a `RequestRefused`."""
         try:
-            self.request = read_request(parse(raw))
+            self.request = read_request(body)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         return self.request
 
-    def pdfs(self, raw: bytes) -> AskedPdfs:
+    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
         """Return the PDFs of the input and of what stands before it, and the model."""
-        request = self.request or self.read(raw)
+        request = self.request or self.read(body)
         return AskedPdfs(request.body.get("model"), tuple(pdfs_in([*self.history, *request.items])))
 
     def inspect(
         self,
-        raw: bytes,
+        body: Mapping[str, Any],
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
     ) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
-        request = self.request or self.read(raw)
+        request = self.request or self.read(body)
         if request.tools.left_out and policy.tools.hosted == "refuse":
             at, _, kind = request.tools.left_out[0].partition(":")
             raise errors.ToolUnserved(kind, param=f"{at}.type")
@@ -136,7 +137,7 @@ class ResponsesFormat:
         if request.background:
             chat.body["stream"] = True  # so that its events can be followed
         try:
-            inspected = CHAT.inspect_body(chat.body, policy, fleet)
+            inspected = CHAT.inspect_translated(chat.body, policy, fleet)
         except errors.FieldInvalid as error:
             raise renamed(error, chat.param) from None
         self._chat = chat

@@ -20,7 +20,6 @@ from gateway.protocols.documents import (
     words_for_pdf,
 )
 from gateway.protocols.history import named, unreadable_pdf, words_for
-from gateway.protocols.openai import encode_json
 from gateway.protocols.responses.tools import (
     TextGrammar,
     ToolSet,
@@ -29,6 +28,7 @@ from gateway.protocols.responses.tools import (
     kind_of,
     read_tools,
 )
+from gateway.strict_json import ITEMS_LIMIT, encode_json
 from policies.request.constraint import TOOL_GRAMMARS
 from policies.request.fields import FieldError, Fields
 from policies.request.profile import REASONING_EFFORTS
@@ -69,7 +69,6 @@ _FORMATS = ("text", "json_object", "json_schema")
 _TRUNCATIONS = ("auto", "disabled")
 _METADATA_LIMIT, _METADATA_NAME_CHARS, _METADATA_CHARS = 16, 64, 512
 _ID_CHARS = 128
-_ITEMS_LIMIT = 10_000
 _BETWEEN_TEXTS = "\n\n"
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -184,9 +183,9 @@ def read_items(given: Any, where: str) -> Iterator[Item]:
     if isinstance(given, str):
         yield {"type": "message", "role": "user", "content": given}
         return
-    if not isinstance(given, list) or len(given) > _ITEMS_LIMIT:
+    if not isinstance(given, list) or len(given) > ITEMS_LIMIT:
         raise FieldError(
-            where, f"'{where}' must be a string or a list of at most {_ITEMS_LIMIT} items."
+            where, f"'{where}' must be a string or a list of at most {ITEMS_LIMIT} items."
         )
     for index, item in enumerate(given):
         if isinstance(item, Mapping) and item.get("type") is None and "role" in item:
@@ -271,6 +270,8 @@ class _Messages:
 
     def __init__(self, unseal: Callable[[str], str | None], reading: Readable) -> None:
         self.messages: list[Json] = []
+        self._leading = True
+        """Whether all messages so far are system messages."""
         self.places: list[list[str]] = []
         self.replaced: list[str] = []
         self._unseal = unseal
@@ -283,6 +284,7 @@ class _Messages:
         """Add a message with its place and those of its parts."""
         self.messages.append(message)
         self.places.append(places)
+        self._leading &= message["role"] == "system"
 
     def read_new(self, items: Sequence[Item], where: str) -> None:
         """Add the messages of the items of a request."""
@@ -340,9 +342,8 @@ class _Messages:
         self._end_reply()
         # A system message in the middle stays at its place: moved to the front, it would change
         # the beginning of the prompt, which is read already.
-        leading = all(one["role"] == "system" for one in self.messages)
         text_alone = all(part["type"] == "text" for _, part in placed)
-        system = role != "user" and (leading or (self._reading.system_inside and text_alone))
+        system = role != "user" and (self._leading or (self._reading.system_inside and text_alone))
         self._add_parts("system" if system else "user", placed, at)
 
     def _read_reasoning(self, item: Item, at: str) -> None:

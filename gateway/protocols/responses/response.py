@@ -10,9 +10,9 @@ from typing import Any
 from gateway import errors
 from gateway.protocols.base import AnswerMalformed, choice_of, object_in, objects_in, text_in
 from gateway.protocols.event_stream import read_usage
-from gateway.protocols.openai import encode_json
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.protocols.responses.tools import custom_input
+from gateway.strict_json import encode_json
 from policies.request.profile import Sampling
 
 Json = dict[str, Any]

@@ -194,7 +194,7 @@ def test_a_conversation_keeps_its_items_in_their_order(
 def test_a_conversation_has_at_most_10000_items(
     gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.proxy.kept_items._ITEMS_LIMIT", 2)
+    monkeypatch.setattr("gateway.proxy.kept_items.ITEMS_LIMIT", 2)
     client = gateway_with_worker.client
     item = {"role": "user", "content": "Hi"}
     made = client.post("/v1/conversations", json={"items": [item]}).json()

@@ -56,20 +56,19 @@ class PoemFormat:
     path = PATH
     endpoint = Endpoint.CHAT
 
-    def pdfs(self, raw: bytes) -> AskedPdfs:
+    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
         return AskedPdfs()
 
     def inspect(
         self,
-        raw: bytes,
+        body: Mapping[str, Any],
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
     ) -> Inspected:
-        poem = json.loads(raw)
-        message = {"role": "user", "content": f"A poem about {poem['theme']}."}
-        chat = {"model": "demo", "messages": [message], "stream": poem.get("stream", False)}
-        return CHAT.inspect(json.dumps(chat).encode(), policy, fleet)
+        message = {"role": "user", "content": f"A poem about {body['theme']}."}
+        chat = {"model": "demo", "messages": [message], "stream": body.get("stream", False)}
+        return CHAT.inspect(chat, policy, fleet)
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
         return CHAT.is_complete(answer)

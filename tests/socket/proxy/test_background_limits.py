@@ -39,9 +39,8 @@ async def respond(
     With `until`, the end of the answer waits for the event.
     """
     exchange = service.exchange()
-    raw = json.dumps(BODY).encode()
-    await exchange.open(raw, "ann")
-    exchange.format.inspect(raw, POLICY, FLEET)
+    await exchange.open(BODY, "ann")
+    exchange.format.inspect(BODY, POLICY, FLEET)
     client: Any = EventLog("req-1", 60.0, 1 << 20)
     event_log: EventLog = client
     try:

@@ -20,8 +20,8 @@ from gateway.protocols.history import words_for
 from gateway.protocols.messages import MessagesFormat, error_body
 from gateway.protocols.messages.request import to_chat
 from gateway.protocols.messages.response import MessageEncoder
-from gateway.protocols.openai import encode_json
 from gateway.protocols.sealing import Sealer
+from gateway.strict_json import encode_json
 from policies.request.fields import FieldError
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values

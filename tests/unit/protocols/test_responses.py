@@ -54,15 +54,15 @@ FLEET = FleetView.of((), frozenset())
 def wire(**fields: Any) -> ResponsesFormat:
     """Return a request that has been inspected."""
     exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
-    exchange.inspect(json.dumps({"model": "m", "input": "Hi", **fields}).encode(), POLICY, FLEET)
+    exchange.inspect({"model": "m", "input": "Hi", **fields}, POLICY, FLEET)
     return exchange
 
 
 def chat(*items: Any, **fields: Any) -> dict[str, Any]:
     """Return the chat for a request with these items."""
     exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
-    raw = json.dumps({"model": "m", "input": list(items) or "Hi", **fields}).encode()
-    return dict(exchange.inspect(raw, POLICY, FLEET).body)
+    body = {"model": "m", "input": list(items) or "Hi", **fields}
+    return dict(exchange.inspect(body, POLICY, FLEET).body)
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_f64_no_item_of_a_history_ends_a_conversation() -> None:
         user("And?"),
     ]
     exchange = wire(input=items)
-    inspected = exchange.inspect(b"", POLICY, FLEET)
+    inspected = exchange.inspect({}, POLICY, FLEET)
     first, reply, output, behind = inspected.body["messages"]
     assert first["content"] == WORDS
     assert reply["content"] == "".join(
@@ -222,7 +222,7 @@ def test_f64_no_item_of_a_history_ends_a_conversation() -> None:
 def test_pictures_that_are_too_many_are_named_as_the_client_sent_them() -> None:
     picture = {"type": "input_image", "image_url": PICTURE}
     items = [user([picture] * 33), {"role": "assistant", "content": "Hm"}, user("And?")]
-    replaced = wire(input=items).inspect(b"", POLICY, FLEET).profile.replaced
+    replaced = wire(input=items).inspect({}, POLICY, FLEET).profile.replaced
     assert replaced == tuple(f"input[0].content[{place}]:image_url" for place in range(8))
 
 
@@ -239,8 +239,8 @@ def test_replies_and_what_stands_behind_them_keep_their_order() -> None:
 def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
     exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
     exchange.history = [{"type": "message", **user(UNREADABLE)}]
-    raw = json.dumps({"model": "m", "input": "Hi", "conversation": "conv_1"}).encode()
-    inspected = exchange.inspect(raw, POLICY, FLEET)
+    body = {"model": "m", "input": "Hi", "conversation": "conv_1"}
+    inspected = exchange.inspect(body, POLICY, FLEET)
     assert inspected.body["messages"] == [user(f"{WORDS}\n\nHi")]
     assert inspected.profile.replaced[0] == "conversation.content[0]:input_file"
     ResponsesFormat.check_items([{"type": "shell_call"}], "items")
@@ -254,10 +254,10 @@ def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
     output = {"type": "function_call_output", "call_id": "c1", "output": [pdf]}
     items = [user([pdf, {"type": "input_image", "image_url": PICTURE}]), output]
     exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
-    raw = json.dumps({"model": "m", "input": items}).encode()
-    assert exchange.pdfs(raw) == ("m", ("JVBERi0x",) * 2)
+    body = {"model": "m", "input": items}
+    assert exchange.pdfs(body) == ("m", ("JVBERi0x",) * 2)
     read = {"JVBERi0x": Document("One", 1, (PICTURE,))}
-    first, told, behind = exchange.inspect(raw, POLICY, FLEET, read).body["messages"]
+    first, told, behind = exchange.inspect(body, POLICY, FLEET, read).body["messages"]
     text = "[The text of the PDF document 'a b', 1 pages:]\nOne"
     assert [one.get("text") for one in first["content"]] == [text, None, None]
     assert told["content"] == text
@@ -265,7 +265,7 @@ def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
     error = RefusedByWorker(400, "No.", param="messages[0].content[2].image_url", code="x")
     assert exchange.named(error).param == "input[0].content[1].image_url"
     with pytest.raises(FieldInvalid, match="was not read") as refused:
-        exchange.inspect(raw, POLICY, FLEET)
+        exchange.inspect(body, POLICY, FLEET)
     assert refused.value.param == "input[0].content[0].file_data"
     ResponsesFormat.check_items([{"type": "message", **user([pdf])}], "items")
 
@@ -306,9 +306,9 @@ def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
 def test_a_policy_may_refuse_hosted_tools_by_name() -> None:
     strict = PolicyDocument.model_validate({**single_pool_policy(), "tools": {"hosted": "refuse"}})
     exchange = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
-    raw = json.dumps({"model": "m", "input": "Hi", "tools": [LOOK, {"type": "mcp"}]}).encode()
+    body = {"model": "m", "input": "Hi", "tools": [LOOK, {"type": "mcp"}]}
     with pytest.raises(ToolUnserved) as refused:
-        exchange.inspect(raw, strict, FLEET)
+        exchange.inspect(body, strict, FLEET)
     assert refused.value.param == "tools[1].type"
 
 

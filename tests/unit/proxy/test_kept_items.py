@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from gateway.errors import FieldInvalid, PreviousUnknown
+from gateway.inspection_thread import InspectionThread
 from gateway.protocols.responses import ResponsesFormat, ResponsesRequest, Sealer
 from gateway.proxy import kept_items
 from gateway.proxy.kept_items import KeptItems, new_id
@@ -17,7 +17,7 @@ from tests.support.fake_clock import FakeClock
 
 def request(text: str, **fields: Any) -> ResponsesRequest:
     body = {"model": "m", "input": text, **fields}
-    return ResponsesFormat("resp_1", Sealer(b"x"), lambda: 0.0).read(json.dumps(body).encode())
+    return ResponsesFormat("resp_1", Sealer(b"x"), lambda: 0.0).read(body)
 
 
 async def keep(kept: KeptItems, given: ResponsesRequest, status: str = "completed") -> str:
@@ -36,7 +36,7 @@ async def keep(kept: KeptItems, given: ResponsesRequest, status: str = "complete
 async def test_a_request_goes_on_from_whole_conversations_within_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0)
+    kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0, InspectionThread())
     first = await keep(kept, request("one"))
     second = await keep(kept, request("two", previous_response_id=first))
     then = request("three", previous_response_id=second)
@@ -48,7 +48,7 @@ async def test_a_request_goes_on_from_whole_conversations_within_a_limit(
 
 
 async def test_a_request_does_not_go_on_from_a_response_that_has_not_ended() -> None:
-    kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0)
+    kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0, InspectionThread())
     running = await keep(kept, request("one"), status="in_progress")
     for name in (running, new_id("resp"), "resp_../x"):
         with pytest.raises(PreviousUnknown):

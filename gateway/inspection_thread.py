@@ -1,0 +1,89 @@
+"""The thread that inspects large bodies, so that the event loop goes on.
+
+CPython runs the thread and the event loop by turns (`server.py` sets how long one is), so one body
+that is inspected delays other requests by little, and several would delay them by more: the thread
+inspects one at a time. `gateway.strict_json` keeps the calls short that nothing interrupts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, ParamSpec, Protocol, Self, TypeVar
+from weakref import WeakValueDictionary
+
+_SMALL_BYTES = 16 * 1024
+_LARGE_BYTES = 512 * 1024
+_LARGE_CONTAINERS = 1000
+"""Objects and lists that take a few milliseconds."""
+_REFERENCES = (b"previous_response_id", b"conversation", b"item_reference")
+"""Without one of these no body goes on from what is kept, which may be large."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """Runs a function for one body, here or in the thread."""
+
+    def __call__(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
+        """Return what the function returns."""
+
+
+async def _run_here(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    return work(*args, **kwargs)
+
+
+class Turn(NamedTuple):
+    """The inspection of one body."""
+
+    client: str
+    run: Run
+
+
+class InspectionThread:
+    """The turns of large bodies: one at a time, and those of a client after each other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inspection")
+        self._clients: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: str, raw: bytes) -> AsyncIterator[Turn]:
+        """Yield the turn of a body of this client."""
+        if not is_large(raw):
+            yield Turn(client, _run_here)
+            return
+        async with self._clients.setdefault(client, asyncio.Lock()):
+            yield Turn(client, self._run_in_thread)
+
+    async def run(
+        self, size_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return what a function returns whose time grows with a number of bytes."""
+        run = _run_here if size_bytes <= _LARGE_BYTES else self._run_in_thread
+        return await run(work, *args, **kwargs)
+
+    async def _run_in_thread(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, functools.partial(work, *args, **kwargs)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread after what it does now."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def is_large(raw: bytes) -> bool:
+    """Return whether a body, with what it goes on from, may take long to inspect."""
+    if len(raw) > _SMALL_BYTES and (
+        len(raw) > _LARGE_BYTES or raw.count(b"{") + raw.count(b"[") > _LARGE_CONTAINERS
+    ):
+        return True
+    return any(name in raw for name in _REFERENCES)

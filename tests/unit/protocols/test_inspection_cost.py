@@ -1,0 +1,94 @@
+"""The time to inspect a body grows with its size, and not with a power of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.protocols import CHAT
+from gateway.protocols.base import WireFormat
+from gateway.protocols.messages import MessagesFormat
+from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.sealing import Sealer
+from gateway.routing.prefix_keys import PrefixHasher
+from gateway.routing.view import FleetView
+from gateway.types import Caller
+from policies.document import PolicyDocument
+from tests.support.images import data_url, png_header
+from tests.support.policies import single_pool_policy
+
+POLICY = PolicyDocument.model_validate(single_pool_policy())
+FLEET = FleetView.of((), frozenset())
+SEALER = Sealer(b"secret")
+HASHER = PrefixHasher(b"secret")
+SMALL, LARGE = 500, 8_000
+LINEAR = LARGE / SMALL
+"""A square would be 256."""
+
+USER, ANSWER = {"role": "user", "content": "x" * 20}, {"role": "assistant", "content": "y"}
+SYSTEM, TEXT = {"role": "system", "content": "x"}, {"type": "text", "text": "x"}
+PICTURE = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
+CALL = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
+
+
+def responses() -> WireFormat:
+    return ResponsesFormat("resp_1", SEALER, lambda: 0.0)
+
+
+def messages() -> WireFormat:
+    return MessagesFormat(SEALER)
+
+
+def chats() -> WireFormat:
+    return CHAT
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def called(index: int) -> list[dict[str, Any]]:
+    use = {"type": "tool_use", "id": f"c{index}", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": f"c{index}", "content": "r"}
+    return [{"role": "assistant", "content": [use]}, user([result])]
+
+
+@pytest.mark.parametrize(
+    ("wire_format", "field", "build"),
+    [
+        (chats, "messages", lambda n: [USER] * n),
+        (chats, "messages", lambda n: [USER, ANSWER] * (n // 2)),
+        (chats, "messages", lambda n: [*[SYSTEM] * n, USER]),
+        (chats, "messages", lambda n: [USER, SYSTEM] * (n // 2)),
+        (chats, "messages", lambda n: [user([TEXT] * n)]),
+        (chats, "messages", lambda n: [user([PICTURE, TEXT]), ANSWER] * (n // 2) + [USER]),
+        (chats, "messages", lambda n: [user([{"type": "new"}]), ANSWER] * (n // 2) + [USER]),
+        (responses, "input", lambda n: [USER] * n),
+        (responses, "input", lambda n: [*[SYSTEM] * n, USER]),
+        (responses, "input", lambda n: [*[ANSWER] * n, USER]),
+        (responses, "input", lambda n: [*[CALL] * n, USER]),
+        (responses, "input", lambda n: [*[{"type": "new_call"}] * n, USER]),
+        (messages, "messages", lambda n: [USER] * n),
+        (messages, "messages", lambda n: [user([TEXT] * n)]),
+        (messages, "messages", lambda n: [one for at in range(n // 2) for one in called(at)]),
+    ],
+)
+def test_c16_inspection_is_linear(
+    wire_format: Callable[[], WireFormat], field: str, build: Callable[[int], list[Any]]
+) -> None:
+    """Sixteen times as many parts take at most 40 times the CPU: caches and noise need some."""
+
+    def cpu_s(parts: int) -> float:
+        body = {"model": "m", field: build(parts)}
+        if wire_format is messages:
+            body["max_tokens"] = 1
+        began_s = time.thread_time()
+        inspected = wire_format().inspect(body, POLICY, FLEET)
+        HASHER.prefix_keys(inspected, Caller(), POLICY.prefix)
+        return time.thread_time() - began_s
+
+    small_s = min(cpu_s(SMALL) for _ in range(5))
+    assert min(cpu_s(LARGE) for _ in range(3)) <= 2.5 * LINEAR * small_s
