@@ -36,7 +36,7 @@ def parse(raw: bytes) -> dict[str, Any]:
     Raise `BodyNotJson`.
     """
     if len(raw) > _UNCHECKED_BYTES:
-        _check_bounds(raw)
+        check_bounds(raw)
     try:
         # The client's own bytes are never passed on: a duplicate key could mean one thing to the
         # gateway and another to the worker. The worker's body is encoded from this parse.
@@ -48,7 +48,8 @@ def parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _check_bounds(raw: bytes) -> None:
+def check_bounds(raw: bytes) -> None:
+    """Raise `BodyNotJson` for a text that would take long to parse."""
     counts = [0] * len(_BOUNDS)
     wide_bytes = 0
     for begin in range(0, len(raw), _CHUNK_BYTES):

@@ -166,27 +166,35 @@ async def load_of(request: Request) -> Load:
 CurrentLoad = Annotated[Load, Depends(load_of)]
 
 
-async def _bounded_body(
-    request: Request, gateway: CurrentGateway, api_key: CurrentKey, load: CurrentLoad
-) -> AsyncIterator[bytes]:
-    settings = gateway.settings
+async def _hold(load: CurrentLoad) -> AsyncIterator[Callable[[int], None]]:
     with load.counted() as hold:
-        if (rate_limiter := api_key.rate_limiter) is not None:
-            try:
-                count_request(rate_limiter, gateway.clock, gateway.wall)
-            finally:
-                unix_s = gateway.wall()
-                states = rate_limiter.states(gateway.clock(), unix_s)
-                wire_format = client_format(request.scope, gateway.sealer)
-                limits = wire_format.limit_headers(states, unix_s)
-                response_writer(request.scope).add_headers(limits)
-        yield await read_small_body(
-            request.scope,
-            request.receive,
-            limit_bytes=settings.body_limit_bytes,
-            timeout_s=settings.body_timeout_s,
-            hold=hold,
-        )
+        yield hold
+
+
+CurrentHold = Annotated[Callable[[int], None], Depends(_hold)]
+"""Counts bytes that a request holds, which counts among the running requests."""
+
+
+async def _bounded_body(
+    request: Request, gateway: CurrentGateway, api_key: CurrentKey, hold: CurrentHold
+) -> bytes:
+    settings = gateway.settings
+    if (rate_limiter := api_key.rate_limiter) is not None:
+        try:
+            count_request(rate_limiter, gateway.clock, gateway.wall)
+        finally:
+            unix_s = gateway.wall()
+            states = rate_limiter.states(gateway.clock(), unix_s)
+            wire_format = client_format(request.scope, gateway.sealer)
+            limits = wire_format.limit_headers(states, unix_s)
+            response_writer(request.scope).add_headers(limits)
+    return await read_small_body(
+        request.scope,
+        request.receive,
+        limit_bytes=settings.body_limit_bytes,
+        timeout_s=settings.body_timeout_s,
+        hold=hold,
+    )
 
 
 CountedBody = Annotated[bytes, Depends(_bounded_body)]

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import Body, Depends, Query
+from fastapi import Depends, Query
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from gateway import errors
-from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, CurrentLoad, data_router
+from gateway.api.auth import (
+    CountedBody,
+    CurrentGateway,
+    CurrentHold,
+    CurrentKey,
+    CurrentLoad,
+    data_router,
+)
 from gateway.api.messages import CurrentCounter
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.protocols.responses import (
@@ -24,7 +31,7 @@ from gateway.protocols.responses import (
     shown_item,
 )
 from gateway.proxy.handler import inspect
-from gateway.proxy.kept_items import named_items
+from gateway.proxy.kept_items import KeptItems, named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService
 from gateway.proxy.token_count import ESTIMATE_HEADER
@@ -32,8 +39,11 @@ from gateway.strict_json import parse
 from policies.evaluate import ANY_MODEL
 from policies.request.fields import FieldError
 
-_KEPT = (*FOR_CLIENTS, errors.ResponseUnknown, errors.FieldInvalid, errors.RecordsUnwritable)
-_CHANGED = (*_KEPT, *WITH_BODY)
+_KEPT = (
+    *(*FOR_CLIENTS, errors.ResponseUnknown, errors.FieldInvalid, errors.RecordsUnwritable),
+    errors.Overloaded,
+)
+_CHANGED = (*_KEPT, *WITH_BODY, errors.LimitReached)
 _ENCRYPTED = "reasoning.encrypted_content"
 _NEW_ITEMS_LIMIT = 20
 """As at OpenAI."""
@@ -42,7 +52,6 @@ router = data_router("/v1/responses")
 conversations = data_router("/v1/conversations")
 
 Include = Annotated[list[str], Query(max_length=16)]
-Fields = Annotated[dict[str, Any], Body()]
 
 
 async def service_of(request: Request) -> ResponsesService:
@@ -52,6 +61,22 @@ async def service_of(request: Request) -> ResponsesService:
 
 
 CurrentService = Annotated[ResponsesService, Depends(service_of)]
+
+
+async def _kept(service: CurrentService, hold: CurrentHold) -> KeptItems:
+    return service.kept(hold)
+
+
+CurrentKept = Annotated[KeptItems, Depends(_kept)]
+
+
+async def _fields(raw: CountedBody, gateway: CurrentGateway, api_key: CurrentKey) -> Json:
+    async with gateway.inspection_thread.turn(api_key.caller.client, raw) as turn:
+        return await turn.run(parse, raw or b"{}")
+
+
+Fields = Annotated[dict[str, Any], Depends(_fields)]
+_FIELDS = takes({"type": "object"})
 
 
 class PageRequest(BaseModel):
@@ -100,7 +125,7 @@ async def compact() -> None:
 
 @router.post(
     "/input_tokens",
-    responses=failures(*_CHANGED, errors.ModelUnknown, errors.LimitReached, errors.Overloaded),
+    responses=failures(*_CHANGED, errors.ModelUnknown),
     openapi_extra=takes(ref("responses")),
 )
 async def count_tokens(
@@ -111,6 +136,7 @@ async def count_tokens(
     api_key: CurrentKey,
     counter: CurrentCounter,
     service: CurrentService,
+    hold: CurrentHold,
 ) -> InputTokens:
     """Count the tokens of a request's prompt; a header says if the number is an estimate."""
     exchange = service.exchange()
@@ -118,7 +144,7 @@ async def count_tokens(
     async with gateway.inspection_thread.turn(client, raw) as turn:
         body = {"model": ANY_MODEL, "input": []} | await turn.run(parse, raw)
         body.pop("personality", None)
-        await exchange.open(body, api_key.caller.key)
+        await exchange.open(body, api_key.caller.key, hold, len(raw))
         inspected = await inspect(gateway, exchange.format, body, policy, turn)
     api_key.check_model(inspected)
     try:
@@ -132,7 +158,7 @@ async def count_tokens(
 
 @router.get(
     "/{response_id}",
-    responses=failures(*_KEPT, errors.Overloaded),
+    responses=failures(*_KEPT),
     response_model=dict[str, Any],
 )
 async def show(
@@ -140,6 +166,7 @@ async def show(
     api_key: CurrentKey,
     *,
     service: CurrentService,
+    kept: CurrentKept,
     load: CurrentLoad,
     include: Include = [],  # noqa: B006 - FastAPI copies it
     stream: bool = False,
@@ -150,7 +177,7 @@ async def show(
     running = service.background(owner, response_id)
     if stream:
         if running is None or running.log is None:
-            await service.kept.response(owner, response_id)
+            await kept.response(owner, response_id)
             raise errors.FieldInvalid(
                 "Only a response in the background of this gateway can be streamed again.",
                 param="stream",
@@ -161,27 +188,31 @@ async def show(
         return StreamingResponse(events, media_type="text/event-stream")
     if running is not None and running.log is not None and not running.log.closed:
         return running.response
-    return _shown_response(await service.kept.response(owner, response_id), include)
+    return _shown_response(await kept.response(owner, response_id), include)
 
 
 @router.delete("/{response_id}", responses=failures(*_KEPT))
-async def delete(response_id: str, api_key: CurrentKey, service: CurrentService) -> Deleted:
+async def delete(
+    response_id: str, api_key: CurrentKey, service: CurrentService, kept: CurrentKept
+) -> Deleted:
     """Delete a kept response; one that still runs in the background is cancelled."""
     owner = api_key.caller.key
     if (running := service.background(owner, response_id)) is not None:
         await running.cancel()
         service.forget(running)
-    await service.kept.delete_response(owner, response_id)
+    await kept.delete_response(owner, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/{response_id}/cancel", responses=failures(*_KEPT), response_model=dict[str, Any])
-async def cancel(response_id: str, api_key: CurrentKey, service: CurrentService) -> Json:
+async def cancel(
+    response_id: str, api_key: CurrentKey, service: CurrentService, kept: CurrentKept
+) -> Json:
     """Cancel a response in the background."""
     owner = api_key.caller.key
     if (running := service.background(owner, response_id)) is not None:
         await running.cancel()
-    record = await service.kept.response(owner, response_id)
+    record = await kept.response(owner, response_id)
     if not record["response"]["background"]:
         raise errors.FieldInvalid(
             "Only a response in the background can be cancelled.", param="response_id"
@@ -198,40 +229,46 @@ async def cancel(response_id: str, api_key: CurrentKey, service: CurrentService)
 async def input_items(
     response_id: str,
     api_key: CurrentKey,
-    service: CurrentService,
+    kept: CurrentKept,
     page: Annotated[PageRequest, Query()],
 ) -> ItemList:
     """List the items of a response's input."""
-    record = await service.kept.response(api_key.caller.key, response_id)
+    record = await kept.response(api_key.caller.key, response_id)
     return _page(record["input"], page)
 
 
-@conversations.post("", responses=failures(*_CHANGED), response_model=dict[str, Any])
+@conversations.post(
+    "",
+    responses=failures(*_CHANGED),
+    openapi_extra=_FIELDS,
+    response_model=dict[str, Any],
+)
 async def create_conversation(
     api_key: CurrentKey,
-    service: CurrentService,
-    fields: Fields = {},  # noqa: B006
+    kept: CurrentKept,
+    fields: Fields,
 ) -> Json:
     """Create a conversation, with items or without."""
     _check_names(fields, "items", "metadata")
     items = _new_items(fields.get("items") or [])
     metadata = _metadata(fields)
-    return _shown(await service.kept.create_conversation(api_key.caller.key, items, metadata))
+    return _shown(await kept.create_conversation(api_key.caller.key, items, metadata))
 
 
 @conversations.get("/{conversation_id}", responses=failures(*_KEPT), response_model=dict[str, Any])
-async def show_conversation(
-    conversation_id: str, api_key: CurrentKey, service: CurrentService
-) -> Json:
+async def show_conversation(conversation_id: str, api_key: CurrentKey, kept: CurrentKept) -> Json:
     """Show a conversation."""
-    return _shown(await service.kept.conversation(api_key.caller.key, conversation_id))
+    return _shown(await kept.conversation(api_key.caller.key, conversation_id))
 
 
 @conversations.post(
-    "/{conversation_id}", responses=failures(*_CHANGED), response_model=dict[str, Any]
+    "/{conversation_id}",
+    responses=failures(*_CHANGED),
+    openapi_extra=_FIELDS,
+    response_model=dict[str, Any],
 )
 async def update_conversation(
-    conversation_id: str, api_key: CurrentKey, service: CurrentService, fields: Fields
+    conversation_id: str, api_key: CurrentKey, kept: CurrentKept, fields: Fields
 ) -> Json:
     """Replace the metadata of a conversation."""
     _check_names(fields, "metadata")
@@ -240,15 +277,15 @@ async def update_conversation(
     def replace(conversation: Json) -> None:
         conversation["metadata"] = metadata
 
-    return _shown(await service.kept.change(api_key.caller.key, conversation_id, replace))
+    return _shown(await kept.change(api_key.caller.key, conversation_id, replace))
 
 
 @conversations.delete("/{conversation_id}", responses=failures(*_KEPT))
 async def delete_conversation(
-    conversation_id: str, api_key: CurrentKey, service: CurrentService
+    conversation_id: str, api_key: CurrentKey, kept: CurrentKept
 ) -> Deleted:
     """Delete a conversation; the responses in it stay."""
-    await service.kept.delete_conversation(api_key.caller.key, conversation_id)
+    await kept.delete_conversation(api_key.caller.key, conversation_id)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
@@ -256,26 +293,30 @@ async def delete_conversation(
 async def list_items(
     conversation_id: str,
     api_key: CurrentKey,
-    service: CurrentService,
+    kept: CurrentKept,
     page: Annotated[PageRequest, Query()],
 ) -> ItemList:
     """List the items of a conversation."""
-    conversation = await service.kept.conversation(api_key.caller.key, conversation_id)
+    conversation = await kept.conversation(api_key.caller.key, conversation_id)
     return _page(conversation["items"], page)
 
 
-@conversations.post("/{conversation_id}/items", responses=failures(*_CHANGED))
+@conversations.post(
+    "/{conversation_id}/items",
+    responses=failures(*_CHANGED),
+    openapi_extra=_FIELDS,
+)
 async def add_items(
     conversation_id: str,
     api_key: CurrentKey,
-    service: CurrentService,
+    kept: CurrentKept,
     fields: Fields,
     include: Include = [],  # noqa: B006
 ) -> ItemList:
     """Add items to a conversation."""
     _check_names(fields, "items")
     items = named_items(_new_items(fields.get("items")))
-    await service.kept.add_items(api_key.caller.key, conversation_id, items)
+    await kept.add_items(api_key.caller.key, conversation_id, items)
     return _page(items, PageRequest(limit=100, order="asc", include=include))
 
 
@@ -288,11 +329,11 @@ async def show_item(
     conversation_id: str,
     item_id: str,
     api_key: CurrentKey,
-    service: CurrentService,
+    kept: CurrentKept,
     include: Include = [],  # noqa: B006
 ) -> Json:
     """Show an item of a conversation."""
-    conversation = await service.kept.conversation(api_key.caller.key, conversation_id)
+    conversation = await kept.conversation(api_key.caller.key, conversation_id)
     found = conversation["items"][_place(conversation["items"], item_id)]
     return shown_item(found, encrypted=_ENCRYPTED in include)
 
@@ -303,14 +344,14 @@ async def show_item(
     response_model=dict[str, Any],
 )
 async def delete_item(
-    conversation_id: str, item_id: str, api_key: CurrentKey, service: CurrentService
+    conversation_id: str, item_id: str, api_key: CurrentKey, kept: CurrentKept
 ) -> Json:
     """Delete an item of a conversation."""
 
     def drop(conversation: Json) -> None:
         del conversation["items"][_place(conversation["items"], item_id)]
 
-    return _shown(await service.kept.change(api_key.caller.key, conversation_id, drop))
+    return _shown(await kept.change(api_key.caller.key, conversation_id, drop))
 
 
 async def _follow(log: EventLog, after: int, load: Load) -> AsyncIterator[bytes]:

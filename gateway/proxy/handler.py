@@ -181,15 +181,16 @@ class ProxyHandler:
         self.load.admit(functools.partial(self._make_room, context.caller.client))
         cancel_scope.limit(settings.body_timeout_s, errors.BodyTooSlow)
 
-        def hold(part_bytes: int) -> None:
-            context.body_bytes += part_bytes
-            self.load.hold(part_bytes)
-
+        hold = functools.partial(self._hold, context)
         body = await read_body(scope, receive, limit_bytes=settings.body_limit_bytes, hold=hold)
         time_s = context.policy.limits.request_time_s(settings.request_timeout_s)
         cancel_scope.limit(time_s, errors.RequestTooLong)
         context.body_read_s = gateway.clock()
         return body
+
+    def _hold(self, context: RequestContext, size_bytes: int) -> None:
+        context.body_bytes += size_bytes
+        self.load.hold(size_bytes)
 
     def _make_room(self, client: str) -> bool:
         """Reject the last request of the client with the most, if this client has fewer.
@@ -218,7 +219,8 @@ class ProxyHandler:
             async with gateway.inspection_thread.turn(caller.client, raw) as turn:
                 body = await turn.run(parse, raw)
                 if context.exchange is not None:
-                    await context.exchange.open(body, api_key.caller.key)
+                    hold = functools.partial(self._hold, context)
+                    await context.exchange.open(body, api_key.caller.key, hold, len(raw))
                 context.inspected = inspected = await inspect(
                     gateway, context.wire_format, body, policy, turn
                 )

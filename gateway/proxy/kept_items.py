@@ -11,13 +11,13 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from gateway import errors
 from gateway.inspection_thread import InspectionThread
-from gateway.protocols.responses import Item, Json, ResponsesRequest
+from gateway.protocols.responses import Item, Json, ResponsesRequest, known_fields
 from gateway.storage.expiring import ExpiringRecords
-from gateway.strict_json import ITEMS_LIMIT
+from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body
 
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
 _CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{48}")
@@ -45,14 +45,25 @@ def new_id(prefix: str) -> str:
 
 
 class KeptItems:
-    """The kept responses and conversations. `now_s` returns seconds since 1970."""
+    """The kept responses and conversations, for one request.
+
+    `now_s` returns seconds since 1970. `hold` counts the bytes that the request reads beside the
+    `size_bytes` of its body, and may raise.
+    """
 
     def __init__(
-        self, records: ExpiringRecords, now_s: Callable[[], float], thread: InspectionThread
+        self,
+        records: ExpiringRecords,
+        now_s: Callable[[], float],
+        thread: InspectionThread,
+        hold: Callable[[int], None],
+        size_bytes: int = 0,
     ) -> None:
         self._records = records
         self._now_s = now_s
         self._thread = thread
+        self._hold_bytes = hold
+        self._size_bytes = size_bytes
 
     async def open(self, owner: str, request: ResponsesRequest) -> tuple[Sequence[Item], Json]:
         """Return the items before those of a request, and the record of what it goes on from.
@@ -108,7 +119,7 @@ class KeptItems:
                 return False
         stem = response["id"].removeprefix("resp_")
         named = [
-            {"id": f"{_prefix(item)}_{stem}{index:04x}i", **_without_id(item)}
+            {"id": f"{_prefix(item)}_{stem}{index:04x}i", **known_fields(item)}
             for index, item in enumerate(request.items)
         ]
         record = {
@@ -118,7 +129,8 @@ class KeptItems:
             "ancestors": ancestors,
             "encrypted": request.encrypted,
         }
-        kept = await self._records.put(owner, response["id"], to_json(record))
+        data = await self._encoded(record)
+        kept = bool(data) and await self._records.put(owner, response["id"], data)
         if kept and response["conversation"] and response["status"] in _ENDED:
             try:
                 await self.add_items(owner, response["conversation"]["id"], [*named, *output])
@@ -148,7 +160,8 @@ class KeptItems:
             "metadata": metadata,
             "items": [*map(_named, items)],
         }
-        if not await self._records.put(owner, conversation["id"], to_json(conversation)):
+        data = await self._encoded(conversation)
+        if not data or not await self._records.put(owner, conversation["id"], data):
             raise errors.FieldInvalid("The conversation is too large.", param="items")
         return conversation
 
@@ -170,9 +183,11 @@ class KeptItems:
             before = (await self._records.get(owner, [name]))[0]
             if before is None or not _CONVERSATION_ID.fullmatch(name):
                 raise errors.ResponseUnknown("Conversation", name)
-            conversation: Json = from_json(before)
+            self._hold(len(before))
+            conversation: Json = await self._thread.run(len(before), from_json, before)
             change(conversation)
-            if await self._records.put(owner, name, to_json(conversation), replaces=before):
+            data = await self._encoded(conversation)
+            if data and await self._records.put(owner, name, data, replaces=before):
                 return conversation
         raise errors.FieldInvalid(
             "The conversation is too large, or others change it at the same time.",
@@ -182,6 +197,14 @@ class KeptItems:
     async def add_items(self, owner: str, name: str, items: Sequence[Item]) -> None:
         """Add items to a conversation; raise `ResponseUnknown`, or `FieldInvalid` for too many."""
         await self.change(owner, name, lambda one: _extend(one["items"], items))
+
+    def _hold(self, size_bytes: int) -> None:
+        self._size_bytes += size_bytes
+        self._hold_bytes(size_bytes)
+
+    async def _encoded(self, record: Json) -> bytes:
+        """Return a record to store; nothing if it has too many values to be read again."""
+        return await self._thread.run(self._size_bytes, _encode, record, self._size_bytes)
 
     async def _response(self, owner: str, name: str) -> Json | None:
         return (await self._read(owner, [name]))[0] if _RESPONSE_ID.fullmatch(name) else None
@@ -195,6 +218,7 @@ class KeptItems:
             raise errors.FieldInvalid(
                 f"A conversation may have at most {_HISTORY_LIMIT_BYTES} bytes."
             )
+        self._hold(size_bytes)
         return await self._thread.run(size_bytes, _parsed, found)
 
 
@@ -203,16 +227,21 @@ def named_items(items: Sequence[Item]) -> list[Item]:
     return [*map(_named, items)]
 
 
+def _encode(record: Json, size_bytes: int) -> bytes:
+    data = encode_body(record, size_bytes)
+    try:
+        check_bounds(data)
+    except errors.BodyNotJson:
+        return b""
+    return data
+
+
 def _parsed(found: Sequence[bytes | None]) -> list[Json | None]:
     return [None if data is None else from_json(data) for data in found]
 
 
 def _named(item: Item) -> Item:
-    return {"id": new_id(_prefix(item)), **_without_id(item)}
-
-
-def _without_id(item: Item) -> Json:
-    return {name: value for name, value in item.items() if name != "id"}
+    return {"id": new_id(_prefix(item)), **known_fields(item)}
 
 
 def _prefix(item: Item) -> str:

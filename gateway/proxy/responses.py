@@ -190,6 +190,7 @@ class ResponseExchange:
         self.log: EventLog | None = None
         """Of a response in the background."""
         self._service = service
+        self._kept: KeptItems | None = None
         self._after: Json = {}
         self._viewer: asyncio.Task[None] | None = None
         self._cancelled = False
@@ -205,11 +206,16 @@ class ResponseExchange:
         """Return the response as it is now."""
         return self.format.builder.response
 
-    async def open(self, body: Json, owner: str) -> None:
-        """Read a parsed body and what it goes on from; raise a `RequestRefused`."""
+    async def open(
+        self, body: Json, owner: str, hold: Callable[[int], None], size_bytes: int
+    ) -> None:
+        """Read a parsed body of this size and what it goes on from; raise a `RequestRefused`.
+
+        `hold` counts the bytes of what it goes on from.
+        """
         self.owner = owner
         request = self.format.read(body)
-        kept = self._service.kept
+        self._kept = kept = self._service.kept(hold, size_bytes)
         self.format.history, self._after = await kept.open(owner, request)
         self.format.request = request._replace(items=await kept.resolve(owner, request.items))
 
@@ -276,7 +282,8 @@ class ResponseExchange:
     async def _keep(self, response: Json) -> bool:
         output = self.format.builder.kept_output()
         try:
-            kept = await self._service.kept.keep_response(
+            assert self._kept is not None, "the request has not been read"
+            kept = await self._kept.keep_response(
                 self.owner, response, self.request, output, self._after
             )
         except errors.RecordsUnwritable:
@@ -292,11 +299,17 @@ class ResponsesService:
     def __init__(self, gateway: Gateway, limits: LogLimits = LogLimits()) -> None:  # noqa: B008
         self._gateway = gateway
         self.limits = limits
-        self.kept = KeptItems(gateway.expiring_records, gateway.wall, gateway.inspection_thread)
         self.view_timeout_s = gateway.settings.idle_timeout_s
         self.keepalive_s = gateway.settings.keepalive_s
         self._exchanges: OrderedDict[str, ResponseExchange] = OrderedDict()
         """Those in the background by the id of the response, and the last ones that have ended."""
+
+    def kept(self, hold: Callable[[int], None], size_bytes: int = 0) -> KeptItems:
+        """Return what is kept, for one request."""
+        gateway = self._gateway
+        return KeptItems(
+            gateway.expiring_records, gateway.wall, gateway.inspection_thread, hold, size_bytes
+        )
 
     def exchange(self) -> ResponseExchange:
         """Return the exchange of a new request."""

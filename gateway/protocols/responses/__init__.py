@@ -13,7 +13,7 @@ from gateway import errors
 from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, pdfs_in
 from gateway.protocols.openai import CHAT, reading_of
-from gateway.protocols.responses.items import shown_item
+from gateway.protocols.responses.items import known_fields, shown_item
 from gateway.protocols.responses.request import (
     FIELDS,
     Chat,
@@ -50,6 +50,7 @@ __all__ = [
     "ResponsesRequest",
     "Sealer",
     "check_metadata",
+    "known_fields",
     "read_items",
     "shown_item",
 ]

@@ -1,4 +1,4 @@
-"""Items as the lists of OpenAI show them, whatever short form the client sent."""
+"""Items as they are kept, and as the lists of OpenAI show them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,35 @@ from typing import Any
 
 Json = dict[str, Any]
 _OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
+
+_FIELDS = {
+    "message": ("role", "content", "phase"),
+    "reasoning": ("summary", "content", "encrypted_content"),
+    "function_call": ("call_id", "namespace", "name", "arguments"),
+    "custom_tool_call": ("call_id", "namespace", "name", "input"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call_output": ("call_id", "output"),
+}
+"""The fields of each type that the gateway reads, beside those of all."""
+_PART_FIELDS = frozenset(
+    "type text refusal annotations logprobs image_url detail file_data filename file_id".split()
+)
+
+
+def known_fields(item: Mapping[str, Any]) -> Json:
+    """Return an item without its id and without the fields that nothing reads."""
+    names = ("type", "status", *_FIELDS.get(item["type"], ("call_id",)))
+    known = {name: item[name] for name in names if name in item}
+    for name in ("content", "output", "summary"):
+        if isinstance(parts := known.get(name), list):
+            known[name] = [_known_part(part) for part in parts]
+    return known
+
+
+def _known_part(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return None if isinstance(part, list) else part
+    return {name: value for name, value in part.items() if name in _PART_FIELDS}
 
 
 def shown_item(item: Mapping[str, Any], *, encrypted: bool) -> Json:

@@ -39,7 +39,7 @@ async def respond(
     With `until`, the end of the answer waits for the event.
     """
     exchange = service.exchange()
-    await exchange.open(BODY, "ann")
+    await exchange.open(BODY, "ann", lambda _bytes: None, 0)
     exchange.format.inspect(BODY, POLICY, FLEET)
     client: Any = EventLog("req-1", 60.0, 1 << 20)
     event_log: EventLog = client
@@ -83,7 +83,7 @@ async def test_a_response_beyond_the_limit_of_its_events_fails(tmp_path: Path) -
     *_, error, failed = events_of(exchange)
     assert (error["code"], failed["type"]) == ("response_too_large", "response.failed")
     assert exchange.response["status"] == "failed"
-    kept = await service.kept.response("ann", exchange.response["id"])
+    kept = await service.kept(lambda _bytes: None).response("ann", exchange.response["id"])
     assert kept["response"]["status"] == "failed"
 
 

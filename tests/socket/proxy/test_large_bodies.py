@@ -6,14 +6,24 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.proxy import handler
+from gateway import strict_json
+from gateway.proxy import handler, load_shedding
+from gateway.strict_json import _BOUNDS as BOUNDS
 from gateway.strict_json import parse
-from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
+from tests.support.running_gateway import (
+    RunningGateway,
+    chat_body,
+    make_settings,
+    status_and_code,
+    wait_until,
+)
+from tests.support.scripted_worker import ScriptedWorker
 
 LARGE = chat_body(messages=[{"role": "user", "content": "Hi"}] * 2_000)
 MANY = chat_body(messages=[{"role": "user", "content": "Hi"}] * 10_001)
@@ -95,3 +105,64 @@ def test_a_request_has_at_most_10000_messages(
     refused = gateway_with_worker.client.post(path, content=json.dumps(body))
     assert refused.status_code == 400
     assert "10000" in refused.json()["error"]["message"]
+
+
+def converse(gateway: RunningGateway, *contents: Any, **fields: Any) -> httpx.Response:
+    items = [{"role": "user", "content": content, **fields} for content in contents]
+    return gateway.client.post("/v1/conversations", json={"items": items})
+
+
+def test_c16_what_a_short_request_goes_on_from_counts_as_its_body(
+    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = converse(gateway_with_worker, "word " * 20_000).json()
+    body = {"model": LARGE["model"], "input": "Hi", "conversation": made["id"]}
+    monkeypatch.setattr(load_shedding, "BODIES_LIMIT_BYTES", 50_000)
+    client = gateway_with_worker.client
+    path = f"/v1/conversations/{made['id']}"
+    for refused in (client.post("/v1/responses", json=body), client.get(path)):
+        assert status_and_code(refused) == (503, "gateway_overloaded")
+    monkeypatch.undo()
+    assert client.get(path).status_code == 200
+    assert client.post("/v1/responses", json=body).status_code == 200
+
+
+def test_c16_conversations_are_shed_as_requests(tmp_path: Path, worker: ScriptedWorker) -> None:
+    worker.script.hang_after = 2
+    with RunningGateway(make_settings(tmp_path, requests_limit=1)) as gateway:
+        gateway.send_heartbeat(worker)
+        made = converse(gateway, "Hi").json()
+        path = f"/v1/conversations/{made['id']}"
+        with gateway.stream() as running:
+            chunks = running.iter_raw()
+            next(chunks)
+            for refused in (converse(gateway, "Hi"), gateway.client.get(path)):
+                assert status_and_code(refused) == (503, "gateway_overloaded")
+
+
+def test_c16_kept_items_have_the_fields_of_their_type_alone(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    part = {"type": "input_text", "text": "Hi", "padding": [[]] * 9}
+    made = converse(gateway_with_worker, [part], padding=[[]] * 9).json()
+    path = f"/v1/conversations/{made['id']}/items"
+    new = {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}}
+    assert gateway_with_worker.client.post(path, json={"items": [new]}).status_code == 200
+    call, item = gateway_with_worker.client.get(path).json()["data"]
+    assert call == {"id": call["id"], "type": "shell_call", "call_id": "c1"}
+    assert item["content"] == [{"type": "input_text", "text": "Hi"}]
+    assert item.keys() == {"id", "type", "role", "content", "status"}
+
+
+def test_c16_a_conversation_has_the_bounds_of_a_body(
+    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many bodies within the bounds would else make one record that takes long to read."""
+    made = converse(gateway_with_worker, "word " * 20_000).json()
+    bounds = [(marks, limit if marks != b"," else 20, name) for marks, limit, name in BOUNDS]
+    monkeypatch.setattr(strict_json, "_BOUNDS", bounds)
+    path = f"/v1/conversations/{made['id']}/items"
+    item = {"role": "user", "content": "a,b," * 20}
+    refused = gateway_with_worker.client.post(path, json={"items": [item]})
+    assert status_and_code(refused) == (400, "invalid_value")
+    assert len(gateway_with_worker.client.get(path).json()["data"]) == 1

@@ -82,7 +82,7 @@ def test_c16_inspection_is_linear(
     """Sixteen times as many parts take at most 40 times the CPU: caches and noise need some."""
 
     def cpu_s(parts: int) -> float:
-        body = {"model": "m", field: build(parts)}
+        body: dict[str, Any] = {"model": "m", field: build(parts)}
         if wire_format is messages:
             body["max_tokens"] = 1
         began_s = time.thread_time()

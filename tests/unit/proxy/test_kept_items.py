@@ -36,7 +36,9 @@ async def keep(kept: KeptItems, given: ResponsesRequest, status: str = "complete
 async def test_a_request_goes_on_from_whole_conversations_within_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0, InspectionThread())
+    kept = KeptItems(
+        MemoryRecords(FakeClock()), lambda: 0.0, InspectionThread(), lambda _bytes: None
+    )
     first = await keep(kept, request("one"))
     second = await keep(kept, request("two", previous_response_id=first))
     then = request("three", previous_response_id=second)
@@ -48,7 +50,9 @@ async def test_a_request_goes_on_from_whole_conversations_within_a_limit(
 
 
 async def test_a_request_does_not_go_on_from_a_response_that_has_not_ended() -> None:
-    kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0, InspectionThread())
+    kept = KeptItems(
+        MemoryRecords(FakeClock()), lambda: 0.0, InspectionThread(), lambda _bytes: None
+    )
     running = await keep(kept, request("one"), status="in_progress")
     for name in (running, new_id("resp"), "resp_../x"):
         with pytest.raises(PreviousUnknown):
