@@ -533,6 +533,20 @@ RUNNING_USAGE_TOKENS = 32
 """A stream of a worker reports its usage so far at least as often, if the request asks for it."""
 KEEPALIVE_S = 10.0
 """A stream that has sent nothing for so long sends a comment, or its head if it has not begun."""
+_CONTROLS = bytes((*range(32), 127))
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+
+
+def header_value(value: bytes) -> bytes:
+    """Return the value of a header, or of a comment in a stream, without control characters.
+
+    It may hold a client's text, which would end its line; such characters are percent-encoded.
+    """
+    if len(value.translate(None, _CONTROLS)) == len(value):
+        return value
+    return _CONTROL.sub(lambda found: b"%%%02X" % found[0][0], value)
+
+
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """An `x-request-id` of a client that is safe to log and to send on."""
 

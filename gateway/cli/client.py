@@ -22,7 +22,7 @@ from gateway.cli import CommandError
 from gateway.config.settings import load_settings
 from gateway.config.startup_checks import local_url, secret_file
 from gateway.types import fits_header
-from workers.addresses import is_loopback
+from workers.addresses import WILDCARDS, is_loopback
 from workers.terminal import printable
 
 if TYPE_CHECKING:
@@ -151,9 +151,9 @@ class Gateway:
         secret = os.environ.get(self.key_variable, "")
         if secret or self.key_variable != _ADMIN_KEY:
             return secret, self.key_variable
-        host, settings = self._address()[0], load_settings()
-        if not is_loopback(host) and host not in (settings.host, settings.admin_host):
+        if not _is_own(self._address()[0]):
             return "", _ADMIN_KEY
+        settings = load_settings()
         if settings.admin_key is not None:
             return settings.admin_key.get_secret_value(), _ADMIN_KEY
         path = secret_file(settings, "admin_key")
@@ -252,6 +252,20 @@ def _printable(value: Any) -> Any:
     return value
 
 
+def _is_own(host: str) -> bool:
+    """Return whether a host is this machine, of which all addresses can be listened on."""
+    if host in WILDCARDS or is_loopback(host):
+        return True
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
 def _own_address(*, admin: bool) -> str:
     """Return the address of a gateway that runs here with the same settings."""
     settings = load_settings()
@@ -260,4 +274,9 @@ def _own_address(*, admin: bool) -> str:
         host, port = settings.admin_host, settings.admin_port
     if not port:
         raise CommandError("the settings let the gateway take any free port; name it with --url.")
+    if not _is_own(host):
+        # Those of the working folder may be another person's: no key goes where they say.
+        raise CommandError(
+            f"the settings name the host {host!r}, which is not this machine; name it with --url."
+        )
     return local_url(host, port)

@@ -17,7 +17,13 @@ from pydantic_core import from_json, to_json
 from gateway.protocols.base import AnswerMalformed, StreamEncoder
 from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
 from gateway.types import Drafts, Header, Usage
-from workers.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, DraftSource
+from workers.protocol import (
+    MAX_DRAFT_TOKENS,
+    MORE_LINE,
+    TOKENS_LINE,
+    DraftSource,
+    header_value,
+)
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 
@@ -328,7 +334,7 @@ def _is_utf8(data: bytes) -> bool:
 
 def comment_of(headers: Iterable[Header]) -> bytes:
     """Return a comment with headers that came too late for the head; none without headers."""
-    lines = [b": %b: %b\n" % header for header in headers]
+    lines = [b": %b: %b\n" % (name, header_value(value)) for name, value in headers]
     return b"".join((*lines, b"\n")) if lines else b""
 
 

@@ -5,17 +5,18 @@
 import { copyButton } from "./copy.js";
 import { make } from "./elements.js";
 
-// Longer paragraphs stay plain: no pattern below is worth a minute of a browser.
+// Longer paragraphs stay plain. Each pattern below stops at the next mark of its own kind, so that
+// the time grows with the length of a text and not with its square.
 const INLINE_LIMIT = 20_000;
 const DEPTH_LIMIT = 6;
-const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n`]*$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})(?!.*`)[ \t]*([\w+#.-]*)/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+/;
 const QUOTE = /^ {0,3}> ?/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const TABLE_RULE = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
 const INLINE =
-  /(`+)((?:(?!\1)[^\n]|\n)+?)\1(?!`)|\*\*(?=\S)([^\n]*?\S)\*\*|\*(?=[^\s*])([^\n*]*[^\s*])\*|(?<!\w)_(?=[^\s_])([^\n_]*[^\s_])_(?!\w)|\[([^\]\n]+)\]\((https?:\/\/[^\s()]+)\)|https?:\/\/[^\s<>()"'`]*[^\s<>()"'`.,;:!?*_]|\\([\\`*_{}[\]()#+\-.!>|])/dg;
+  /(?<!`)`(?!`)([^`]+)`(?!`)|(?<!`)``(?!`)((?:[^`]|`(?!`))+)``(?!`)|\*\*(?=\S)((?:[^\n*]|\*(?!\*))+)(?<=\S)\*\*|\*(?=[^\s*])([^\n*]*[^\s*])\*|(?<!\w)_(?=[^\s_])([^\n_]*[^\s_])_(?!\w)|\[([^[\]\n]+)\]\((https?:\/\/[^\s()]+)\)|https?:\/\/[^\s<>()"'`]*[^\s<>()"'`.,;:!?*_]|\\([\\`*_{}[\]()#+\-.!>|])/dg;
 
 export class MarkdownView {
   #element;
@@ -180,8 +181,8 @@ function inline(text, start, end, put, depth = 0) {
     const range = (group) => [start + match.indices[group][0], start + match.indices[group][1]];
     const inside = (group) => inline(text, ...range(group), put, depth + 1);
     nodes.push(...put(at, start + match.index));
-    const [whole, , literal, bold, star, underscore, , target, escaped] = match;
-    if (literal !== undefined) nodes.push(make("code", {}, put(...range(2))));
+    const [whole, code, padded, bold, star, underscore, , target, escaped] = match;
+    if (code !== undefined || padded !== undefined) nodes.push(make("code", {}, put(...range(code === undefined ? 2 : 1))));
     else if (bold !== undefined) nodes.push(make("strong", {}, inside(3)));
     else if (star !== undefined) nodes.push(make("em", {}, inside(4)));
     else if (underscore !== undefined) nodes.push(make("em", {}, inside(5)));

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway.cli import main
+from gateway.cli import client, main
 from tests.support.running_gateway import RunningGateway, make_settings
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -140,11 +140,23 @@ def test_c3_commands_send_the_stored_admin_key_to_this_machine_only(
 
 
 def test_c3_commands_send_the_stored_admin_key_to_no_other_machine(
-    gateway: RunningGateway,
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    not_loopback = gateway.url.replace("127.0.0.1", "0.0.0.0")
+    monkeypatch.setattr(client, "_is_own", lambda _host: False)
     with pytest.raises(SystemExit, match=r"reads it from PACELINE_ADMIN_KEY\.$"):
-        main(["keys", "list", "--url", not_loopback])
+        main(["keys", "list", "--url", gateway.url])
+
+
+@pytest.mark.parametrize("name", ["host", "admin_host"])
+def test_a9_settings_of_the_working_folder_send_no_key_to_another_machine(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", "admin-key")
+    ports = "admin_port: 8001\n" if name == "admin_host" else ""
+    Path("paceline.yaml").write_text(f"{name}: 192.0.2.1\n{ports}")
+    for command in (["keys", "list"], ["policy", "show"]):
+        with pytest.raises(SystemExit, match=r"'192.0.2.1', which is not this machine; name it"):
+            main(command)
 
 
 def test_a_rejection_is_one_message_with_the_field(

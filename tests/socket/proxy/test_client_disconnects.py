@@ -3,6 +3,7 @@ none."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
@@ -51,16 +52,28 @@ def test_f07_a_disconnect_during_a_stream_frees_the_worker_and_ejects_none(
 
 
 @each_disconnect
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chars", [1, 70_000, 3_000_000])
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [("/v1/chat/completions", False), ("/v1/messages", True), ("/v1/responses", True)],
+)
 def test_f08_a_disconnect_before_the_first_byte_frees_the_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     disconnect: Callable[[RawClient], None],
+    *,
     stream: bool,
+    path: str,
+    chars: int,
 ) -> None:
+    """Also behind a body so large that the gateway paused while it read it."""
     worker.script.hang = True
+    prompt = "input" if path == "/v1/responses" else "messages"
+    messages = [{"role": "user", "content": "x" * chars}]
+    limit = {"max_tokens": 5} if path == "/v1/messages" else {}
+    body = {"model": "demo", prompt: messages, "stream": stream, **limit}
     with raw_client(gateway_with_worker) as client:
-        client.send_chat(stream=stream)
+        client.send(request_bytes(json.dumps(body).encode(), path=path))
         assert worker.request_received.wait(60)
         disconnect(client)
         wait_until(lambda: worker.in_flight == 0)
