@@ -33,7 +33,7 @@ from gateway.api.auth import client_format
 from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gateway
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
-from gateway.http.downstream import ClientDisconnected, response_writer
+from gateway.http.downstream import ClientDisconnected, replaced_body, response_writer
 from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
 from gateway.protocols import MESSAGES_PATH, RESPONSES_PATH, WIRE_FORMATS
@@ -190,8 +190,10 @@ async def _render(request: Request, error: Exception) -> Response:
     """Render any exception of a route as an error, in the shape that its client reads."""
     answer = _as_gateway_error(request, error)
     to_body = error_body if "anthropic-version" in request.headers else errors.to_body
-    response = Response(to_body(answer), status_code=answer.status)
+    body = to_body(answer)
+    response = Response(body, status_code=answer.status)
     response.raw_headers.extend(errors.to_headers(answer))
+    response.raw_headers.extend(replaced_body(request.scope, answer.status, body))
     return response
 
 

@@ -23,6 +23,9 @@ from workers.http import BoundedProtocol, encode_head
 from workers.protocol import REQUEST_ID
 
 _RESPONSE = "paceline.response"  # the ASGI extension that holds the writer of the response
+RESEND = b"x-paceline-resend"
+"""A request header of `deploy/nginx.conf`, which sends the request elsewhere after a 503."""
+_REPLACED = (401, 403, 413, 500, 502, 504)
 _CLOSE = (b"connection", b"close")
 _CHUNKED = (b"transfer-encoding", b"chunked")
 _OF_BODIES = frozenset((b"content-type", b"connection"))
@@ -241,7 +244,9 @@ class ResponseWriter:
         elif self.started:
             self.end(error_event(error))
         else:
-            await self.whole(error.status, all_headers, error_body(error))
+            body = error_body(error)
+            replaced = replaced_body(self._cycle.scope, error.status, body)
+            await self.whole(error.status, [*all_headers, *replaced], body)
 
     def attach(self, cancel_scope: CancelScope | None) -> None:
         """Cancel this scope when the client disconnects; None: cancel nothing."""
@@ -401,6 +406,12 @@ def header(scope: Mapping[str, Any], name: bytes) -> bytes | None:
         if key == name:
             return value
     return None
+
+
+def replaced_body(scope: Mapping[str, Any], status: int, body: bytes) -> Headers:
+    """Return the header from which `deploy/nginx.conf` takes the body of an error."""
+    replaced = status in _REPLACED and header(scope, RESEND)
+    return [(b"x-paceline-error", body)] if replaced else []
 
 
 def request_id(scope: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from gateway import errors
 from gateway.assembly import Gateway
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.http.downstream import (
+    RESEND,
     AnswerWriter,
     CancelScope,
     ClientDisconnected,
@@ -44,9 +45,6 @@ from gateway.types import Caller, Headers, Inspected
 from policies.document import PolicyDocument
 
 log = logging.getLogger(__name__)
-
-_RESEND = b"x-paceline-resend"
-"""A request header of `deploy/nginx.conf`: it sends the request elsewhere after a 503."""
 
 
 def routing_request(
@@ -120,7 +118,7 @@ class ProxyHandler:
             policy=gateway.policy_store.current,
             began_s=gateway.clock(),
             exchange=exchange,
-            resends_503=bool(header(scope, _RESEND)),
+            resends_503=bool(header(scope, RESEND)),
             trace=gateway.traces.begin(scope) if gateway.traces is not None else None,
         )
         self.load.begin()

@@ -14,10 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gateway.errors import KeyRefused
 from tests.support.compose_file import SECRETS
+from tests.support.compose_stack import AS_CLIENT
 from tests.support.front import PATH, PORT, NginxClient, running_front
 from tests.support.private_network import require_namespaces
 from tests.support.running_gateway import chat_body, status_and_code, wait_until
@@ -128,7 +131,7 @@ def test_a_killed_gateway_fails_its_running_request_and_no_new_one(
             response = executor.submit(nginx.chat)
             assert nginx.worker.request_received.wait(60)
             nginx.kill(nginx.serving_gateway())
-            assert response.result().status_code == 502
+            assert status_and_code(response.result()) == (502, "gateway_unreachable")
         nginx.worker.resume.set()
         assert len(nginx.worker.requests) == 1
         assert [nginx.chat().status_code for _ in range(20)] == [200] * 20
@@ -140,17 +143,53 @@ def test_metrics_of_a_single_gateway_are_not_served(nginx: NginxClient) -> None:
     assert nginx.client.get("/livez").status_code == 200
 
 
-def test_c12_a_body_over_the_limit_is_rejected_before_it_is_stored(
-    nginx: NginxClient,
-) -> None:
-    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {40 * 1024 * 1024}\r\n\r\n"
+def answer_to(nginx: NginxClient, path: str, size_mb: int, key: str = "") -> tuple[bytes, Any]:
+    """Return status line and body of the response to a head without its body."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size_mb << 20}\r\n{key}\r\n"
+    )
     with socket.create_connection((nginx.machine.address, PORT), timeout=30) as raw:
-        raw.sendall(head.encode())
+        raw.sendall(f"{head}{key}\r\n".encode())
         received = b""
         while not received.endswith(b"}") and (piece := raw.recv(4096)):
             received += piece
-    assert received.startswith(b"HTTP/1.1 413 ")
-    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_large"
+    return received.partition(b"\r\n")[0], json.loads(received.partition(b"\r\n\r\n")[2])
+
+
+@pytest.mark.parametrize(
+    ("path", "size_mb", "status", "told"),
+    [
+        (PATH, 40, b"413", ("code", "body_too_large")),
+        ("/v1/messages", 40, b"413", ("type", "request_too_large")),
+        ("/admin/v1/policy", 2, b"413", ("code", "body_too_large")),
+        (PATH, 30, b"401", ("code", "invalid_api_key")),
+        ("/v1/messages", 30, b"401", ("type", "authentication_error")),
+    ],
+)
+def test_c12_a_body_is_not_stored_before_a_gateway_has_admitted_its_head(
+    nginx: NginxClient, path: str, size_mb: int, status: bytes, told: tuple[str, str]
+) -> None:
+    wait_until(lambda: nginx.client.get("/livez").status_code == 200)
+    line, body = answer_to(nginx, path, size_mb)
+    assert line.startswith(b"HTTP/1.1 " + status)
+    assert body["error"][told[0]] == told[1]
+
+
+def test_c12_the_large_bodies_of_an_address_fit_the_disk(nginx: NginxClient) -> None:
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {30 << 20}\r\n"
+        f"authorization: {AS_CLIENT['authorization']}\r\nexpect: 100-continue\r\n\r\n"
+    )
+    with contextlib.ExitStack() as connections:
+        for _ in range(8):
+            address = (nginx.machine.address, PORT)
+            connection = connections.enter_context(socket.create_connection(address, timeout=30))
+            connection.sendall(head.encode())
+            assert connection.recv(64).startswith(b"HTTP/1.1 100 "), "nginx stores it"
+        key = f"authorization: {AS_CLIENT['authorization']}\r\n"
+        line, body = answer_to(nginx, PATH, 30, key)
+        assert (line[9:12], body["error"]["code"]) == (b"429", "connections_exceeded")
+        assert nginx.client.get("/livez").status_code == 200
 
 
 def test_c12_an_address_has_a_hundred_connections_at_most(nginx: NginxClient) -> None:
@@ -228,3 +267,12 @@ def forced_to_end(process: subprocess.Popen[str]) -> bool:
     """Request the end of running requests too; return whether the process has ended."""
     process.send_signal(signal.SIGINT)
     return process.poll() is not None
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/resp_x", "/v1/status"])
+def test_errors_of_a_gateway_pass_with_their_own_words(nginx: NginxClient, path: str) -> None:
+    wait_until(lambda: nginx.client.get("/livez").status_code == 200)
+    told = nginx.client.get(path, headers={"authorization": "Bearer pk-wrong"})
+    assert status_and_code(told) == (401, "invalid_api_key")
+    assert told.json()["error"]["message"] == KeyRefused.message
+    assert told.headers["content-type"] == "application/json"
