@@ -148,7 +148,7 @@ def test_c3_commands_send_the_stored_admin_key_to_no_other_machine(
 
 
 @pytest.mark.parametrize("name", ["host", "admin_host"])
-def test_a9_settings_of_the_working_folder_send_no_key_to_another_machine(
+def test_l13_settings_of_the_working_folder_send_no_key_to_another_machine(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "admin-key")

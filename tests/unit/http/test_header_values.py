@@ -10,7 +10,7 @@ from workers.http import encode_head
 
 
 @given(st.lists(st.text(st.characters(max_codepoint=200))))
-def test_a11_no_text_ends_its_line(texts: list[str]) -> None:
+def test_l14_no_text_ends_its_line(texts: list[str]) -> None:
     headers = [(b"x-text", text.encode()) for text in texts]
     status, *lines, last, end = encode_head(200, headers).split(b"\r\n")
     assert (status, last, end) == (b"HTTP/1.1 200 OK", b"", b"")
