@@ -9,12 +9,12 @@ Json = dict[str, Any]
 _OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
 
 _FIELDS = {
-    "message": ("role", "content", "phase"),
-    "reasoning": ("summary", "content", "encrypted_content"),
-    "function_call": ("call_id", "namespace", "name", "arguments"),
-    "custom_tool_call": ("call_id", "namespace", "name", "input"),
-    "function_call_output": ("call_id", "output"),
-    "custom_tool_call_output": ("call_id", "output"),
+    "message": "role content phase".split(),
+    "reasoning": "summary content encrypted_content".split(),
+    "function_call": "call_id namespace name arguments".split(),
+    "custom_tool_call": "call_id namespace name input".split(),
+    "function_call_output": "call_id output".split(),
+    "custom_tool_call_output": "call_id output".split(),
 }
 """The fields of each type that the gateway reads, beside those of all."""
 _PART_FIELDS = frozenset(
