@@ -267,6 +267,34 @@ def test_a_deferred_tool_is_none_until_a_search_finds_it() -> None:
     assert [one["function"]["name"] for one in sent["tools"]] == ["b", "search"]
 
 
+def test_tools_change_in_the_middle_of_a_conversation() -> None:
+    """Claude Code adds the tools of a server that connects late."""
+
+    def change(kind: str, **tool: Any) -> dict[str, Any]:
+        return {"type": f"tool_{kind}", "tool": tool}
+
+    tools = [{"name": "a", "input_schema": {}, "defer_loading": True}, {"name": "b"}]
+    text = {"type": "text", "text": "Tools have changed."}
+    added = change("addition", type="tool_reference", name="a")
+    removed = change("removal", type="tool_reference", name="b")
+    defined = change("addition", type="tool_definition", definition={"name": "c"})
+    for blocks, names in (
+        ([added], ["a", "b"]),
+        ([added, removed], ["a"]),
+        ([added, removed, defined], ["a", "c"]),
+        ([removed, change("addition", type="tool_reference", name="b")], ["b"]),
+        ([defined, change("removal", type="tool_reference", name="c")], ["b"]),
+    ):
+        system = {"role": "system", "content": [text, *blocks]}
+        translated = to_chat({"messages": [user("?"), system], "tools": tools}, is_ours)
+        assert [one["function"]["name"] for one in translated.body["tools"]] == names
+        assert translated.body["messages"] == [user("?"), user("Tools have changed.")]
+        assert translated.replaced == ()
+    unknown = {"role": "system", "content": [change("addition", type="mcp_toolset_reference")]}
+    with pytest.raises(FieldError, match="tool_addition"):
+        to_chat({"messages": [user("?"), unknown], "tools": tools}, is_ours)
+
+
 def test_a_search_result_is_its_text() -> None:
     block = {"type": "search_result", "title": "T", "source": "s", "content": [
         {"type": "text", "text": "found"}]}  # fmt: skip
