@@ -335,6 +335,7 @@ def test_tools_that_the_client_finds_are_tools_of_the_chat() -> None:
     }
     text = "Tool: mail__look\n\nTool: mail__code"
     assert found == again == {"role": "tool", "tool_call_id": "c1", "content": text}
+    assert "tools" not in chat(user("Summarise."), SEARCH_CALL, SEARCH_OUTPUT)
     later = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
     later.history = [SEARCH_CALL, SEARCH_OUTPUT]
     raw = json.dumps({"model": "m", "input": "Hi", "tools": [SEARCH]}).encode()
