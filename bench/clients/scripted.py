@@ -3,8 +3,8 @@
 The worker speaks chat alone. It calls the client's own tools if the question says `CALL`, one after
 another, and then answers with the end of the last result; it calls the tool that it must call; it
 writes slowly without an end if the question says `SLOWLY`, and refuses a prompt beyond its context.
-Lines such as `PLAY Read {"file_path": "a.png"}` name the calls themselves; a client that asks for a
-summary of its conversation gets one with the lines that are left.
+Behind `PLAY:`, lines such as `PLAY Read {"file_path": "a.png"}` name the calls themselves; a client
+that asks for a summary of its conversation gets one with the lines that are left.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _ECHO: Final = "echo paceline-$((40+2))"
 NOTE: Final = "note.txt"
 """The file that it reads, in the client's folder."""
 _CITY: Final = {"city": "Paris"}
+_SCRIPT: Final = "PLAY:"
 _PLAY: Final = re.compile(r"^PLAY (\S+) (\{.*\})$", re.MULTILINE)
 _SUMMARISE: Final = re.compile("create a detailed summary|CONTEXT CHECKPOINT COMPACTION")
-_SUMMARY: Final = "This is the summary of the script.\nPLAY what is left:"
+_SUMMARY: Final = "This is the summary of the script."
 _PICTURE: Final = re.compile(r"data:image/[^\"]*")
 _ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Read": {"file_path": NOTE},
@@ -106,16 +107,16 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _played(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the message for a chat whose user says `PLAY`; None for another chat."""
+    """Return the message for a chat with a script; None for another chat."""
     said = [(at, _text(one)) for at, one in enumerate(messages) if one["role"] == "user"]
-    scripts = [(at, text) for at, text in said if re.search(r"^PLAY ", text, re.MULTILINE)]
+    scripts = [(at, text) for at, text in said if _SCRIPT in text]
     if not scripts:
         return None
-    at, script = scripts[-1]
+    at, text = scripts[-1]
     done = sum(one["role"] == "tool" for one in messages[at:])
-    left = _PLAY.findall(script)[done:]
+    left = _PLAY.findall(text.rpartition(_SCRIPT)[2])[done:]
     if _SUMMARISE.search(said[-1][1]):
-        lines = [_SUMMARY, *(f"PLAY {name} {arguments}" for name, arguments in left)]
+        lines = [_SUMMARY, _SCRIPT, *(f"PLAY {name} {arguments}" for name, arguments in left)]
         return {"content": "<summary>\n" + "\n".join(lines) + "\n</summary>"}
     return _call(*left[0]) if left else {"content": "The script has ended."}
 

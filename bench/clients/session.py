@@ -26,8 +26,8 @@ MCP_SERVER = Path(__file__).with_name("mcp_server.py")
 PDF, PDF_TEXT = "report.pdf", "The otter swims at dawn."
 PICTURE = "picture.png"
 LONG = "long.txt"
-ENDED = "The script has ended."
-"""What the model says after its last call."""
+ENDED, SUMMARY = "The script has ended.", "This is the summary of the script."
+"""What the model says after its last call, and when it is to summarise."""
 
 
 def write_files() -> None:
@@ -41,7 +41,7 @@ def play(run: Callable[[str], str], *calls: Call) -> list[Chat]:
     """Return the chats that the model receives in a turn in which it makes these calls."""
     earlier = [chat["id"] for chat in _received()]
     lines = [f"PLAY {name} {json.dumps(arguments)}" for name, arguments in calls]
-    printed = run("\n".join(["Go on.", *lines]))
+    printed = run("\n".join(["PLAY:", *lines]))
     check(ENDED in printed, printed[-300:])
     return [chat for chat in _received() if chat["id"] not in earlier]
 

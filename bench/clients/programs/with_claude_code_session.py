@@ -19,6 +19,7 @@ from bench.clients.session import (
     PDF,
     PDF_TEXT,
     PICTURE,
+    SUMMARY,
     compactions,
     pictures_of,
     play,
@@ -92,7 +93,7 @@ def compacts(_: Mode) -> str:
 @case("is continued after its end, and had no request refused (scripted: the answer)", ONCE)
 def continued(_: Mode) -> str:
     told = play(go_on)[-1]
-    check("This is the summary of the script." in text_of(told), text_of(told)[:300])
+    check(SUMMARY in text_of(told), text_of(told)[:300])
     check(refusals() == refused, f"{refusals() - refused} requests refused")
     return "the model got the summary and what followed it"
 

@@ -84,7 +84,8 @@ def read_tools(
 ) -> ToolSet:
     """Read the tools of a body and the choice among them; raise `FieldError`.
 
-    `items` are those of the chat, each with its place: they have the tools that the client found.
+    `items` are those of the chat, each with its place: they have the tools that the client found,
+    which a request without the search does not want, such as one for a summary.
     """
     tools = body.get("tools")
     if tools is None:
@@ -109,7 +110,7 @@ def read_tools(
         by_name[one.name] = one
     if len(by_name) > _TOOLS_LIMIT:
         raise FieldError("tools", f"'tools' may contain at most {_TOOLS_LIMIT} functions.")
-    for at, item in items:
+    for at, item in items if any(map(_is_clients, declared)) else ():
         for one in _found_tools(item, at):
             if len(by_name) < _TOOLS_LIMIT:
                 by_name.setdefault(one.name, one)
