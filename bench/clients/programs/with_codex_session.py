@@ -3,10 +3,7 @@
 # npm = ["@openai/codex@0.171.0"]
 # scripted = true
 # ///
-"""Codex, on Responses: one long session, in which a script plays the model.
-
-It reads no PDF: its protocol has texts, pictures and sound alone.
-"""
+"""Codex, on Responses: one long session, in which a script plays the model."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from bench.clients.mcp_server import NEST, TOOL
 from bench.clients.session import (
     LONG,
     MCP_SERVER,
+    PDF,
     PICTURE,
     SUMMARY,
     compactions,
@@ -40,6 +38,14 @@ def reads_picture(_: Mode) -> str:
     asked, told = play(begin, ("view_image", {"path": PICTURE}))
     check(pictures_of(told) and not pictures_of(asked), text_of(told)[-300:])
     return "the model got it as a picture"
+
+
+@case("has no way to send a PDF: its protocol has none (scripted: the call of view_image)", ONCE)
+def reads_no_pdf(_: Mode) -> str:
+    told = text_of(play(go_on, ("view_image", {"path": PDF}))[-1])
+    found = "unable to process image"
+    check(found in told, told[-300:])
+    return f"the model got its words: {found}"
 
 
 @case("searches its tools, and calls what it found (scripted: both calls)", ONCE)
