@@ -258,7 +258,7 @@ def test_a_deferred_tool_is_none_until_a_search_finds_it() -> None:
     found = {"type": "tool_reference", "tool_name": "a"}
     result = {"type": "tool_result", "tool_use_id": "call00001", "content": [found]}
     turns = [[user("?")], [user("?"), {"role": "assistant", "content": [CALL]}, user([result])]]
-    for messages, names in zip(turns, (["search"], ["a", "search"]), strict=True):
+    for messages, names in zip(turns, (["search"], ["search", "a"]), strict=True):
         sent = to_chat({"messages": messages, "tools": tools}, is_ours).body
         assert [one["function"]["name"] for one in sent["tools"]] == names
     assert sent["messages"][-1]["content"] == "Tool: a"
@@ -279,7 +279,7 @@ def test_tools_change_in_the_middle_of_a_conversation() -> None:
     removed = change("removal", type="tool_reference", name="b")
     defined = change("addition", type="tool_definition", definition={"name": "c"})
     for blocks, names in (
-        ([added], ["a", "b"]),
+        ([added], ["b", "a"]),
         ([added, removed], ["a"]),
         ([added, removed, defined], ["a", "c"]),
         ([removed, change("addition", type="tool_reference", name="b")], ["b"]),
