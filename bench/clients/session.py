@@ -1,6 +1,7 @@
 """A long session of an agent, in which a script plays the model: its files, and what arrives.
 
-Each turn is a process of its own that continues the session.
+Each turn is a process of its own that continues the session. The programs have no Python packages
+of their own, and so run where the project is installed.
 """
 
 from __future__ import annotations
