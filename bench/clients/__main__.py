@@ -140,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if any(client.scripted and client.name in chosen for client in known):
         with running_scripted() as at:
-            keys = {"BENCH_KEY": at.key, "BENCH_LIMITED_KEY": at.limited_key}
-            run_all(at.url, SCRIPTED_MODEL, scripted=True, **keys)
+            own = {"BENCH_KEY": at.key, "BENCH_LIMITED_KEY": at.limited_key}
+            run_all(at.url, SCRIPTED_MODEL, scripted=True, BENCH_WORKER_URL=at.worker_url, **own)
     if options.url:
         run_all(options.url, options.model)
     elif any(not client.scripted and client.name in chosen for client in known):

@@ -126,9 +126,10 @@ def command(*words: str | Path, stdin: str = "", expected_codes: tuple[int, ...]
     return process.stdout or process.stderr
 
 
-def get(path: str) -> str:
+def get(path: str, **headers: str) -> str:
     """Return what the gateway answers to a GET."""
-    request = urllib.request.Request(URL + path, headers={"authorization": f"Bearer {KEY}"})
+    headers["authorization"] = f"Bearer {KEY}"
+    request = urllib.request.Request(URL + path, headers=headers)
     with urllib.request.urlopen(request, timeout=30) as response:
         return str(response.read().decode())
 

@@ -12,7 +12,7 @@ from bench.clients.cases import KEY, MODEL, URL, check
 _TIMEOUT_S = 900.0
 
 
-def environment_of(key: str = KEY) -> dict[str, str]:
+def environment_of(key: str = KEY, **more: str) -> dict[str, str]:
     """Return the environment by which Claude Code finds the gateway and its model."""
     return {
         "PATH": os.environ["PATH"],
@@ -25,18 +25,19 @@ def environment_of(key: str = KEY) -> dict[str, str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "200",
         "CLAUDE_CODE_MAX_RETRIES": "2",
+        **more,
     }
 
 
-def ask(prompt: str, *options: str, key: str = KEY, stdin: str = "") -> dict[str, Any]:
-    """Return the result of one run, however it ended."""
+def ask(prompt: str, *options: str, key: str = KEY, stdin: str = "", **more: str) -> dict[str, Any]:
+    """Return the result of one run, however it ended; `more` is added to its environment."""
     process = subprocess.run(
         ["claude", "-p", prompt, *options, "--output-format", "json"],
         input=stdin,
         capture_output=True,
         text=True,
         check=False,
-        env=environment_of(key),
+        env=environment_of(key, **more),
         timeout=_TIMEOUT_S,
     )
     lines = process.stdout.splitlines()

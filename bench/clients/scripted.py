@@ -3,16 +3,21 @@
 The worker speaks chat alone. It calls the client's own tools if the question says `CALL`, one after
 another, and then answers with the end of the last result; it calls the tool that it must call; it
 writes slowly without an end if the question says `SLOWLY`, and refuses a prompt beyond its context.
+Behind `PLAY:`, lines such as `PLAY Read {"file_path": "a.png"}` name the calls themselves; a client
+that asks for a summary of its conversation gets one with the lines that are left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
+import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,12 +26,18 @@ from gateway.config.static_workers import StaticWorker
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 
 MODEL: Final = "scripted"
-CONTEXT_CHARS: Final = 150_000
+CONTEXT_TOKENS: Final = 37_500
+_TOKEN_CHARS: Final = 4
 _PIECE_S: Final = 0.05
 _ECHO: Final = "echo paceline-$((40+2))"
 NOTE: Final = "note.txt"
 """The file that it reads, in the client's folder."""
 _CITY: Final = {"city": "Paris"}
+_SCRIPT: Final = "PLAY:"
+_PLAY: Final = re.compile(r"^PLAY (\S+) (\{.*\})$", re.MULTILINE)
+_SUMMARISE: Final = re.compile("create a detailed summary|CONTEXT CHECKPOINT COMPACTION")
+_SUMMARY: Final = "This is the summary of the script."
+_PICTURE: Final = re.compile(r"data:image/[^\"]*")
 _ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Read": {"file_path": NOTE},
     "Bash": {"command": _ECHO, "description": "echo"},
@@ -36,19 +47,15 @@ _ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "shell_command": {"command": _ECHO},
     "get_weather": _CITY,
 }
-_USAGE: Final = {
-    "prompt_tokens": 100,
-    "completion_tokens": 9,
-    "total_tokens": 109,
-    "prompt_tokens_details": {"cached_tokens": 60},
-    "completion_tokens_details": {"reasoning_tokens": 2},
-}
+_received: deque[Mapping[str, Any]] = deque(maxlen=100)
+"""The last bodies; a client's program reads them at `/received`."""
 
 
 class Scripted(NamedTuple):
     """Where clients find the gateway, with a key, and with one that has one request a minute."""
 
     url: str
+    worker_url: str
     key: str
     limited_key: str
 
@@ -58,10 +65,11 @@ def running_scripted() -> Iterator[Scripted]:
     """Run the worker and a gateway."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Worker)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    worker_url = f"http://127.0.0.1:{server.server_address[1]}"
     worker = StaticWorker(
         id="scripted",
         kind="openai",
-        url=f"http://127.0.0.1:{server.server_address[1]}",
+        url=worker_url,
         models=(MODEL,),
         pools=("text-mtp", "vlm"),
         slots=16,
@@ -73,7 +81,7 @@ def running_scripted() -> Iterator[Scripted]:
         key = gateway.create_key(name="clients")["secret"]
         limited = gateway.create_key(name="limited", requests_a_minute=1)["secret"]
         wait_until(lambda: gateway.client.get("/readyz").is_success, within_s=30)
-        yield Scripted(gateway.url, key, limited)
+        yield Scripted(gateway.url, worker_url, key, limited)
     server.shutdown()
 
 
@@ -86,11 +94,11 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
     asked = any("CALL" in str(one["content"]) for one in messages if one["role"] == "user")
     choice = body.get("tool_choice")
     if choice == "required":
-        return _call(calls[0] if calls else min(tools), len(results))
+        return _call(calls[0] if calls else min(tools))
     if isinstance(choice, dict):
-        return _call(choice["function"]["name"], len(results))
+        return _call(choice["function"]["name"])
     if asked and len(results) < len(calls):
-        return _call(calls[len(results)], len(results))
+        return _call(calls[len(results)])
     if results:
         return {"content": f"The tool said: {str(results[-1]).strip()[-40:]}"}
     if (body.get("response_format") or {}).get("type") == "json_schema":
@@ -98,9 +106,32 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"content": "Hello from the script."}
 
 
-def _call(name: str, number: int) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(_ARGUMENTS.get(name, _CITY))}
-    call = {"id": f"call_{number + 1}", "type": "function", "index": 0, "function": function}
+def _played(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the message for a chat with a script; None for another chat."""
+    said = [(at, _text(one)) for at, one in enumerate(messages) if one["role"] == "user"]
+    scripts = [(at, text) for at, text in said if _SCRIPT in text]
+    if not scripts:
+        return None
+    at, text = scripts[-1]
+    done = sum(one["role"] == "tool" for one in messages[at:])
+    left = _PLAY.findall(text.rpartition(_SCRIPT)[2])[done:]
+    if _SUMMARISE.search(said[-1][1]):
+        lines = [_SUMMARY, _SCRIPT, *(f"PLAY {name} {arguments}" for name, arguments in left)]
+        return {"content": "<summary>\n" + "\n".join(lines) + "\n</summary>"}
+    return _call(*left[0]) if left else {"content": "The script has ended."}
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "\n".join(part["text"] for part in parts if "text" in part)
+
+
+def _call(name: str, arguments: str = "") -> dict[str, Any]:
+    arguments = arguments or json.dumps(_ARGUMENTS.get(name, _CITY))
+    function = {"name": name, "arguments": arguments}
+    call_id = f"call_{secrets.token_hex(4)}"
+    call = {"id": call_id, "type": "function", "index": 0, "function": function}
     return {"content": None, "tool_calls": [call]}
 
 
@@ -111,20 +142,30 @@ class _Worker(BaseHTTPRequestHandler):
         """Print nothing."""
 
     def do_GET(self) -> None:
-        self._whole(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        if self.path == "/received":
+            self._whole(200, [*_received])
+            return
+        model = {"id": MODEL, "object": "model", "max_model_len": CONTEXT_TOKENS}
+        self._whole(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        chars = len(json.dumps(body["messages"]))
-        if chars > CONTEXT_CHARS:
+        body["id"] = f"chatcmpl-{secrets.token_hex(8)}"
+        tokens = _tokens(body)
+        _received.append({**body, "prompt_tokens": tokens})
+        if tokens > CONTEXT_TOKENS:
             text = (
-                f"This model's maximum context length is {CONTEXT_CHARS // 4} tokens. However, "
-                f"your messages resulted in {chars // 4} tokens."
+                f"This model's maximum context length is {CONTEXT_TOKENS} tokens. However, "
+                f"your messages resulted in {tokens} tokens."
             )
             error = {"message": text, "type": "invalid_request_error", "param": "messages"}
             self._whole(400, {"error": {**error, "code": "context_length_exceeded"}})
             return
-        message = {"role": "assistant", "reasoning_content": "Hm.", **_answer(body)}
+        message = {
+            "role": "assistant",
+            "reasoning_content": "Hm.",
+            **(_played(body["messages"]) or _answer(body)),
+        }
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         if body.get("stream"):
             self._stream(body, message, reason)
@@ -132,7 +173,7 @@ class _Worker(BaseHTTPRequestHandler):
         for call in message.get("tool_calls", ()):
             del call["index"]
         choice = {"index": 0, "message": message, "finish_reason": reason}
-        self._whole(200, {**_head(body), "choices": [choice], "usage": _USAGE})
+        self._whole(200, {**_head(body), "choices": [choice], "usage": _usage(body)})
 
     def _whole(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()
@@ -166,7 +207,7 @@ class _Worker(BaseHTTPRequestHandler):
             for piece in (message["content"] or "").partition(" "):
                 send({"content": piece})
             send({}, reason)
-            self._send({**_head(body), "choices": [], "usage": _USAGE})
+            self._send({**_head(body), "choices": [], "usage": _usage(body)})
             self._send(None)
         except OSError:
             self.close_connection = True  # the gateway has cancelled the request
@@ -177,5 +218,22 @@ class _Worker(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%b\r\n%b" % (len(data), data, end))
 
 
+def _tokens(body: Mapping[str, Any]) -> int:
+    """Return about how many tokens a prompt has, without its pictures."""
+    text = json.dumps([body["messages"], body.get("tools")])
+    return len(_PICTURE.sub("", text)) // _TOKEN_CHARS
+
+
+def _usage(body: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = max(100, _tokens(body))
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": 9,
+        "total_tokens": prompt + 9,
+        "prompt_tokens_details": {"cached_tokens": 60},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    }
+
+
 def _head(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": body["model"]}
+    return {**{k: body[k] for k in ("id", "model")}, "object": "chat.completion", "created": 0}

@@ -64,7 +64,7 @@ def readable(
         if parts != content:
             changed[index] = parts
         replaced += names
-    replaced += _within_limits([*messages], changed, turn, reading)
+    replaced += _within_limits(messages, roles, changed, turn, reading)
     if not changed:
         return body, ()
     kept = [
@@ -75,11 +75,16 @@ def readable(
 
 
 def _within_limits(
-    messages: list[Any], changed: dict[int, list[Any]], turn: int, reading: Readable
+    messages: Sequence[Any],
+    roles: Sequence[Any],
+    changed: dict[int, list[Any]],
+    turn: int,
+    reading: Readable,
 ) -> list[str]:
     """Replace the oldest pictures of the history, if those of the request are too many.
 
-    Eight at a time, so that the next pictures do not change the beginning of the prompt again.
+    Eight at a time, so that the next pictures do not change the beginning of the prompt again. What
+    tools have just shown, also in the user's message behind their results, is history too.
     """
     found = []
     for index, message in enumerate(messages):
@@ -98,7 +103,7 @@ def _within_limits(
         first += _PICTURES_STEP
     replaced = []
     for index, place, part, _ in found[:first]:
-        if index <= turn:
+        if index <= turn or "tool" in roles[max(index - 1, 0) : index + 1]:
             parts = changed.setdefault(index, [*messages[index]["content"]])
             parts[place] = {"type": "text", "text": words_for(part["type"])}
             replaced.append(named(f"messages[{index}].content[{place}]", part["type"]))

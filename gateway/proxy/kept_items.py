@@ -30,6 +30,8 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "function_call_output": "fco",
     "custom_tool_call_output": "cto",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
 }
 _ENDED = ("completed", "incomplete")
 _ANCESTORS_LIMIT = 1000

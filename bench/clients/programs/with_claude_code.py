@@ -1,6 +1,6 @@
 # /// script
 # [tool.paceline]
-# npm = ["@anthropic-ai/claude-code@2.1.197", "node@22.23.3"]
+# npm = ["@anthropic-ai/claude-code@2.1.332", "node@22.23.3"]
 # scripted = true
 # ///
 """Claude Code, on Anthropic's Messages: a loop of its tools, an interrupt, and limits."""

@@ -1,6 +1,6 @@
 # /// script
 # [tool.paceline]
-# npm = ["@openai/codex@0.169.0"]
+# npm = ["@openai/codex@0.171.0"]
 # scripted = true
 # ///
 """Codex, on Responses: it answers, runs a command, is interrupted, and meets limits."""

@@ -123,7 +123,7 @@ def to_chat(
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    tools, tool_places, left_out = _tools_of(body, history.referenced)
+    tools, tool_places, left_out = _tools_of(body, history)
     chat |= tools | _reasoning_of(body) | _form_of(body)
     all_places = [places for _, places in placed]
     return MessagesChat(chat, applied, left_out, tuple(history.replaced), all_places, tool_places)
@@ -173,8 +173,10 @@ class _History:
         self, messages: Sequence[Any], is_ours: Callable[[str, str], bool], reading: Readable
     ) -> None:
         self.replaced: list[str] = []
-        self.referenced: set[str] = set()
-        """The deferred tools that a search has found."""
+        self.available: dict[str, bool] = {}
+        """By name, the tools that a search has found, or that a message adds or removes."""
+        self.defined: dict[str, tuple[str, Any]] = {}
+        """By name, the tools that messages define, each with its place."""
         self._is_ours = is_ours
         self._reading = reading
         roles = [one.get("role") if isinstance(one, Mapping) else None for one in messages]
@@ -246,6 +248,8 @@ class _History:
         parts: list[Json] = []
         places = [where]
         for at, block in _blocks_of(content, where):
+            if self._changes_tools(block, at):
+                continue
             if block["type"] == "tool_result":
                 placed = self._result_parts(block, at)
                 yield _result_of(block, placed, at), [at]
@@ -270,8 +274,23 @@ class _History:
         for inner_at, inner in _blocks_of(given, f"{at}.content"):
             placed += [(inner_at, part) for part in self._readable(inner, inner_at, new=False)]
             if inner["type"] == _REFERENCE:
-                self.referenced.add(inner["tool_name"])
+                self.available[inner["tool_name"]] = True
         return placed
+
+    def _changes_tools(self, block: Mapping[str, Any], at: str) -> bool:
+        """Return whether a block adds or removes a tool that the model can have; do so."""
+        match block:
+            case {
+                "type": "tool_addition" | "tool_removal" as kind,
+                "tool": {"name": str() as name},
+            }:
+                self.available[name] = kind == "tool_addition"
+            case {"type": "tool_addition", "tool": {"definition": {"name": str() as name} as tool}}:
+                self.available[name] = True
+                self.defined[name] = (f"{at}.tool.definition", tool)
+            case _:
+                return False
+        return True
 
     def _readable(self, block: Mapping[str, Any], at: str, *, new: bool) -> list[Json]:
         """Return the parts of a chat for a block, or words in its place."""
@@ -358,11 +377,12 @@ def _unsupported(block: Mapping[str, Any], at: str) -> FieldError:
 
 
 def _tools_of(
-    body: Mapping[str, Any], referenced: Set[str]
+    body: Mapping[str, Any], history: _History
 ) -> tuple[Json, list[str], tuple[str, ...]]:
     """Return the tools and the choice among them, their places, and the tools left out.
 
-    A deferred tool is none until a search has found it, or the request chooses it.
+    A deferred tool is none until a search has found it, a message adds it, or the request chooses
+    it.
     """
     tools = body.get("tools") or []
     choice = body.get("tool_choice")
@@ -370,12 +390,16 @@ def _tools_of(
     functions: list[Json] = []
     places = []
     left_out = []
-    for at, tool in _named(tools):
+    # Tools that were found follow the others, whose part of the prompt stays the same.
+    order = {name: number for number, name in enumerate(history.available)}
+    placed = [*_named(tools), *history.defined.values()]
+    for at, tool in sorted(placed, key=lambda one: order.get(one[1]["name"], -1)):
         if tool.get("type") not in (None, "custom"):
             left_out.append(named(at, str(tool["type"])))
             continue
         name = tool["name"]
-        if tool.get("defer_loading") and name not in referenced and name != chosen_name:
+        available = history.available.get(name, not tool.get("defer_loading"))
+        if not available and name != chosen_name:
             continue
         function: Json = {"name": name, "parameters": tool.get("input_schema") or {}}
         function |= {name: tool[name] for name in ("description", "strict") if name in tool}

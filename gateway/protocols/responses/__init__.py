@@ -132,6 +132,7 @@ class ResponsesFormat:
             raise errors.ToolUnserved(kind, param=f"{at}.type")
         try:
             reading = reading_of(request.body.get("model"), policy, fleet, documents)
+            request = request.after(self.history)
             chat = to_chat(request, self._unseal, self.history, reading)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None

@@ -49,7 +49,7 @@ def shown_item(item: Mapping[str, Any], *, encrypted: bool) -> Json:
         shown["status"] = shown.get("status") or "completed"
         if isinstance(shown["output"], list):
             shown["output"] = _shown_parts(shown["output"], by_user=True)
-    elif kind == "function_call":
+    elif kind in ("function_call", "tool_search_call", "tool_search_output"):
         shown["status"] = shown.get("status") or "completed"
     elif kind == "reasoning":
         shown["summary"] = shown.get("summary") or []

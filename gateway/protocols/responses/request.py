@@ -25,6 +25,7 @@ from gateway.protocols.responses.tools import (
     ToolSet,
     custom_arguments,
     flat_name,
+    found_names,
     kind_of,
     read_tools,
 )
@@ -98,6 +99,14 @@ class ResponsesRequest(NamedTuple):
     summarised: bool
     """Reasoning comes as its summary, as the request asks for one."""
 
+    def after(self, history: Sequence[Item]) -> ResponsesRequest:
+        """Return the request with the tools that its client found earlier; raise `FieldError`."""
+        if not history:
+            return self
+        earlier = "previous_response_id" if self.previous_id else "conversation"
+        items = [*((earlier, item) for item in history), *_placed(self.items)]
+        return self._replace(tools=read_tools(self.body, items))
+
     @property
     def ignored(self) -> tuple[str, ...]:
         """Return the fields and tools that change no answer."""
@@ -161,14 +170,15 @@ def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
     _one_of(text.get("verbosity"), "text.verbosity", _VERBOSITIES)
     previous_id, conversation_id = _previous_of(body)
     include = _include_of(body)
+    items = tuple(read_items(body.get("input"), "input"))
     store = fields.choice("store") is not False
     background = fields.flag("background")
     if background and not store:
         raise FieldError("background", "'background' needs 'store': true.")
     return ResponsesRequest(
         body=body,
-        items=tuple(read_items(body.get("input"), "input")),
-        tools=read_tools(body),
+        items=items,
+        tools=read_tools(body, _placed(items)),
         previous_id=previous_id,
         conversation_id=conversation_id,
         store=store,
@@ -312,6 +322,14 @@ class _Messages:
                 self._read_call(item, _text(item, "arguments", at), at)
             case "custom_tool_call":
                 self._read_call(item, custom_arguments(_text(item, "input", at)), at)
+            case "tool_search_call" if isinstance(item.get("call_id"), str):
+                arguments = item.get("arguments")
+                text = arguments if isinstance(arguments, str) else encode_json(arguments).decode()
+                self._read_call({**item, "name": "tool_search"}, text, at)
+            case "tool_search_output" if isinstance(item.get("call_id"), str):
+                self._end_reply()
+                text = _BETWEEN_TEXTS.join(f"Tool: {name}" for name in found_names(item, at))
+                self.add({"role": "tool", "tool_call_id": item["call_id"], "content": text}, [at])
             case _ if kind in _OUTPUTS:
                 self._end_reply()
                 self._read_output(item, at)
@@ -442,6 +460,10 @@ class _Messages:
             self.add({"role": role, "content": text}, [at])
         else:
             self.add({"role": role, "content": parts}, [at, *(place for place, _ in placed)])
+
+
+def _placed(items: Sequence[Item]) -> Iterator[tuple[str, Item]]:
+    return ((f"input[{index}]", item) for index, item in enumerate(items))
 
 
 def _is_clients(item: Item) -> bool:

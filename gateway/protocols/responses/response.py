@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 from gateway import errors
 from gateway.protocols.base import AnswerMalformed, choice_of, object_in, objects_in, text_in
 from gateway.protocols.event_stream import read_usage
@@ -24,6 +26,7 @@ _PREFIXES = {
     "reasoning": "rs",
     "function_call": "fc",
     "custom_tool_call": "ctc",
+    "tool_search_call": "tsc",
 }
 
 
@@ -169,7 +172,9 @@ class ResponseBuilder:
         if name := text_in(function, "name"):
             yield from self._close_item("completed")
             origin = self._request.tools.origin(name)
-            fields = {"call_id": text_in(call, "id"), "name": origin.name}
+            fields = {"call_id": text_in(call, "id")}
+            if origin.kind != "tool_search_call":
+                fields["name"] = origin.name
             if origin.namespace:
                 fields["namespace"] = origin.namespace
             yield from self._begin_item(origin.kind, **fields)
@@ -334,11 +339,28 @@ class _OpenCustomCall(_OpenFunctionCall):
         yield self.ended()
 
 
+class _OpenSearch(_OpenCustomCall):
+    """The call of a search for tools, whose arguments are an object."""
+
+    def begin(self) -> Iterator[Event]:
+        self.item |= {"execution": "client", "arguments": {}, "status": "in_progress"}
+        yield self.added()
+
+    def end(self, status: str, seal: Callable[[str], str]) -> Iterator[Event]:  # noqa: ARG002
+        try:
+            arguments = from_json(self.text or "{}")
+        except ValueError:
+            arguments = self.text  # the client tells the model what is wrong
+        self.item |= {"arguments": arguments, "status": status}
+        yield self.ended()
+
+
 _ITEMS: Mapping[str, type[_OpenItem]] = {
     "message": _OpenMessage,
     "reasoning": _OpenReasoning,
     "function_call": _OpenFunctionCall,
     "custom_tool_call": _OpenCustomCall,
+    "tool_search_call": _OpenSearch,
 }
 
 

@@ -1,12 +1,14 @@
 """The tools of a Responses request as functions of a chat, and the calls of a chat as items again.
 
 A custom tool, whose input is plain text, becomes a function with one string argument. A namespace
-becomes a prefix of its functions' names.
+becomes a prefix of its functions' names. A search for tools that the client runs is a function, and
+the tools that it finds are tools of the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
@@ -23,6 +25,13 @@ HOSTED_TOOLS = frozenset(
 """Tools that run on OpenAI's servers, or whose calls only OpenAI's models write."""
 INPUT = "input"
 """The argument that holds the text for a custom tool."""
+_SEARCH = "tool_search"
+_CALLS = {
+    "function": "function_call",
+    "custom": "custom_tool_call",
+    _SEARCH: "tool_search_call",
+}
+"""The types of the items that call a tool, by its type."""
 _JOINT = "__"
 _TOOLS_LIMIT = 128
 _NAME_CHARS = 128
@@ -43,14 +52,10 @@ class Origin(NamedTuple):
 
     name: str
     namespace: str = ""
-    custom: bool = False
+    kind: str = "function_call"
+    """The type of the items that call it."""
     place: str = ""
     """The field of the request that declares it."""
-
-    @property
-    def kind(self) -> str:
-        """Return the type of the items that call it."""
-        return "custom_tool_call" if self.custom else "function_call"
 
 
 class ToolSet(NamedTuple):
@@ -74,37 +79,54 @@ class ToolSet(NamedTuple):
         return self.origins.get(function) or Origin(function)
 
 
-def read_tools(body: Mapping[str, Any]) -> ToolSet:
-    """Read the tools of a body and the choice among them; raise `FieldError`."""
+def read_tools(
+    body: Mapping[str, Any], items: Iterable[tuple[str, Mapping[str, Any]]] = ()
+) -> ToolSet:
+    """Read the tools of a body and the choice among them; raise `FieldError`.
+
+    `items` are those of the chat, each with its place: they have the tools that the client found,
+    which a request without the search does not want, such as one for a summary.
+    """
     tools = body.get("tools")
     if tools is None:
         tools = []
     if not isinstance(tools, list):
         raise FieldError("tools", "'tools' must be a list.")
     declared: list[Mapping[str, Any]] = []
-    functions: list[Json] = []
-    origins: dict[str, Origin] = {}
-    grammars: dict[str, TextGrammar] = {}
+    read: list[_Tool] = []
     left_out: list[str] = []
     for index, tool in enumerate(tools):
         at = f"tools[{index}]"
-        if kind_of(tool, at) in HOSTED_TOOLS:
+        if kind_of(tool, at) in HOSTED_TOOLS and not _is_clients(tool):
             left_out.append(f"{at}:{tool['type']}")
             continue
         declared.append(tool)
-        for inner_at, inner, namespace in _members(tool, at):
-            function, origin = _function_of(inner, namespace, inner_at)
-            name = function["function"]["name"]
-            if name in origins:
-                raise FieldError(f"{inner_at}.name", f"Two tools are called '{name[:100]}'.")
-            functions.append(function)
-            origins[name] = origin
-            if origin.custom and (grammar := _grammar_of(inner, f"{inner_at}.format")):
-                grammars[name] = grammar
-    if len(functions) > _TOOLS_LIMIT:
+        read += _tools_in(tool, at)
+    by_name: dict[str, _Tool] = {}
+    for one in read:
+        if one.name in by_name:
+            place = f"{one.origin.place}.name"
+            raise FieldError(place, f"Two tools are called '{one.name[:100]}'.")
+        by_name[one.name] = one
+    if len(by_name) > _TOOLS_LIMIT:
         raise FieldError("tools", f"'tools' may contain at most {_TOOLS_LIMIT} functions.")
-    found = ToolSet(tuple(declared), tuple(functions), origins, grammars, tuple(left_out))
+    for at, item in items if any(map(_is_clients, declared)) else ():
+        for one in _found_tools(item, at):
+            if len(by_name) < _TOOLS_LIMIT:
+                by_name.setdefault(one.name, one)
+    found = ToolSet(
+        declared=tuple(declared),
+        functions=tuple(one.function for one in by_name.values()),
+        origins={name: one.origin for name, one in by_name.items()},
+        grammars={name: one.grammar for name, one in by_name.items() if one.grammar},
+        left_out=tuple(left_out),
+    )
     return _chosen(found, body.get("tool_choice"))
+
+
+def found_names(item: Mapping[str, Any], at: str) -> list[str]:
+    """Return the names of the functions for the tools that a search of the client found."""
+    return [one.name for one in _found_tools(item, at)]
 
 
 def kind_of(value: Any, at: str) -> str:
@@ -148,6 +170,42 @@ def custom_input(arguments: str) -> str:
     return arguments
 
 
+class _Tool(NamedTuple):
+    """A tool as a function of a chat."""
+
+    function: Json
+    origin: Origin
+    grammar: TextGrammar | None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the function."""
+        return str(self.function["function"]["name"])
+
+
+def _is_clients(tool: Mapping[str, Any]) -> bool:
+    return tool["type"] == _SEARCH and tool.get("execution") == "client"
+
+
+def _found_tools(item: Mapping[str, Any], at: str) -> Iterator[_Tool]:
+    """Yield the tools that an item has; those that a chat cannot have are left out."""
+    tools = item.get("tools") if item["type"] == f"{_SEARCH}_output" else None
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        with contextlib.suppress(FieldError):
+            place = f"{at}.tools[{index}]"
+            kind_of(tool, place)
+            yield from _tools_in(tool, place)
+
+
+def _tools_in(tool: Mapping[str, Any], at: str) -> Iterator[_Tool]:
+    """Yield a tool, or those of a namespace."""
+    for inner_at, inner, namespace in _members(tool, at):
+        function, origin = _function_of(inner, namespace, inner_at)
+        custom = inner["type"] == "custom"
+        grammar = _grammar_of(inner, f"{inner_at}.format") if custom else None
+        yield _Tool(function, origin, grammar)
+
+
 def _members(tool: Mapping[str, Any], at: str) -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """Yield each tool of a namespace with its place and namespace; any other tool as it is."""
     if tool["type"] != "namespace":
@@ -164,12 +222,13 @@ def _members(tool: Mapping[str, Any], at: str) -> Iterator[tuple[str, Mapping[st
 
 
 def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json, Origin]:
-    kind, name = tool["type"], _name(tool, at)
+    kind = tool["type"]
+    name = _SEARCH if kind == _SEARCH else _name(tool, at)
     description = tool.get("description")
     if not isinstance(description, str | None):
         raise FieldError(f"{at}.description", f"'{at}.description' must be a string.")
     function: Json = {"name": flat_name(name, namespace)}
-    if kind == "function":
+    if kind in ("function", _SEARCH):
         parameters = tool.get("parameters")
         if not isinstance(parameters, Mapping | None):
             raise FieldError(f"{at}.parameters", f"'{at}.parameters' must be a JSON Schema.")
@@ -191,7 +250,7 @@ def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json
         )
     if description:
         function["description"] = description
-    origin = Origin(name, namespace, kind == "custom", at)
+    origin = Origin(name, namespace, _CALLS[kind], at)
     return {"type": "function", "function": function}, origin
 
 

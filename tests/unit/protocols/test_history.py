@@ -93,6 +93,21 @@ def test_the_oldest_pictures_of_a_history_make_room_for_new_ones(count: int, lef
     assert body["messages"][2]["content"] == [PICTURE]
 
 
+@pytest.mark.parametrize("behind", [True, False])
+def test_the_oldest_pictures_of_new_results_of_tools_make_room_too(behind: bool) -> None:
+    """A refusal would end the conversation: an agent sends the same results again."""
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "c", "content": "" if behind else [PICTURE] * 33}
+    shown = [{"role": "user", "content": [PICTURE] * 33}] if behind else []
+    body, replaced = readable({"messages": [*asked, result, *shown]}, Readable())
+    kinds = [part["type"] for part in body["messages"][-1]["content"]]
+    assert kinds == ["text"] * 8 + ["image_url"] * 25
+    assert len(replaced) == 8
+    said = {"role": "user", "content": [PICTURE] * 33}
+    assert readable({"messages": [said]}, Readable())[0]["messages"] == [said]
+
+
 def test_large_pictures_make_room_too_and_those_of_this_turn_stay() -> None:
     large = {"type": "image_url", "image_url": {"url": data_url(png_header(4000, 4000))}}
     turn = [{"role": "user", "content": [large] * 4}, {"role": "assistant", "content": "Hm"}]

@@ -258,13 +258,41 @@ def test_a_deferred_tool_is_none_until_a_search_finds_it() -> None:
     found = {"type": "tool_reference", "tool_name": "a"}
     result = {"type": "tool_result", "tool_use_id": "call00001", "content": [found]}
     turns = [[user("?")], [user("?"), {"role": "assistant", "content": [CALL]}, user([result])]]
-    for messages, names in zip(turns, (["search"], ["a", "search"]), strict=True):
+    for messages, names in zip(turns, (["search"], ["search", "a"]), strict=True):
         sent = to_chat({"messages": messages, "tools": tools}, is_ours).body
         assert [one["function"]["name"] for one in sent["tools"]] == names
     assert sent["messages"][-1]["content"] == "Tool: a"
     choice = {"type": "tool", "name": "b"}
     sent = to_chat({"messages": turns[0], "tools": tools, "tool_choice": choice}, is_ours).body
     assert [one["function"]["name"] for one in sent["tools"]] == ["b", "search"]
+
+
+def test_tools_change_in_the_middle_of_a_conversation() -> None:
+    """Claude Code adds the tools of a server that connects late."""
+
+    def change(kind: str, **tool: Any) -> dict[str, Any]:
+        return {"type": f"tool_{kind}", "tool": tool}
+
+    tools = [{"name": "a", "input_schema": {}, "defer_loading": True}, {"name": "b"}]
+    text = {"type": "text", "text": "Tools have changed."}
+    added = change("addition", type="tool_reference", name="a")
+    removed = change("removal", type="tool_reference", name="b")
+    defined = change("addition", type="tool_definition", definition={"name": "c"})
+    for blocks, names in (
+        ([added], ["b", "a"]),
+        ([added, removed], ["a"]),
+        ([added, removed, defined], ["a", "c"]),
+        ([removed, change("addition", type="tool_reference", name="b")], ["b"]),
+        ([defined, change("removal", type="tool_reference", name="c")], ["b"]),
+    ):
+        system = {"role": "system", "content": [text, *blocks]}
+        translated = to_chat({"messages": [user("?"), system], "tools": tools}, is_ours)
+        assert [one["function"]["name"] for one in translated.body["tools"]] == names
+        assert translated.body["messages"] == [user("?"), user("Tools have changed.")]
+        assert translated.replaced == ()
+    unknown = {"role": "system", "content": [change("addition", type="mcp_toolset_reference")]}
+    with pytest.raises(FieldError, match="tool_addition"):
+        to_chat({"messages": [user("?"), unknown], "tools": tools}, is_ours)
 
 
 def test_a_search_result_is_its_text() -> None:

@@ -45,6 +45,26 @@ CODE: dict[str, Any] = {
     "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"},
 }
 MAIL = {"type": "namespace", "name": "mail", "description": "Mail.", "tools": [LOOK, CODE]}
+SEARCH = {
+    "type": "tool_search",
+    "execution": "client",
+    "description": "Find tools.",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+}
+SEARCH_CALL = {
+    "type": "tool_search_call",
+    "call_id": "c1",
+    "execution": "client",
+    "status": "completed",
+    "arguments": {"query": "mail"},
+}
+SEARCH_OUTPUT = {
+    "type": "tool_search_output",
+    "call_id": "c1",
+    "execution": "client",
+    "status": "completed",
+    "tools": [MAIL, {"type": "function"}, {"type": "web_search"}],
+}
 REQUEST: Any = None
 PICTURE = data_url(png_header(8, 8))
 POLICY = PolicyDocument.model_validate(single_pool_policy())
@@ -301,6 +321,50 @@ def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
     assert exchange.request is not None
     assert exchange.request.ignored == ("tools[3]:web_search",)
     assert len(read_response(whole(exchange, {"content": "Hi"})).tools) == 3
+
+
+def test_tools_that_the_client_finds_are_tools_of_the_chat() -> None:
+    sent = chat(user("Hi"), SEARCH_CALL, SEARCH_OUTPUT, SEARCH_OUTPUT, tools=[LOOK, SEARCH])
+    functions = [one["function"] for one in sent["tools"]]
+    assert [one["name"] for one in functions] == ["look", "tool_search", "mail__look", "mail__code"]
+    assert functions[1]["parameters"] == SEARCH["parameters"]
+    _, asked, found, again = sent["messages"]
+    assert asked["tool_calls"][0]["function"] == {
+        "name": "tool_search",
+        "arguments": '{"query":"mail"}',
+    }
+    text = "Tool: mail__look\n\nTool: mail__code"
+    assert found == again == {"role": "tool", "tool_call_id": "c1", "content": text}
+    assert "tools" not in chat(user("Summarise."), SEARCH_CALL, SEARCH_OUTPUT)
+    later = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
+    later.history = [SEARCH_CALL, SEARCH_OUTPUT]
+    raw = json.dumps({"model": "m", "input": "Hi", "tools": [SEARCH]}).encode()
+    names = [one["function"]["name"] for one in later.inspect(raw, POLICY, FLEET).body["tools"]]
+    assert names == ["tool_search", "mail__look", "mail__code"]
+    call = {"id": "c2", "function": {"name": "mail__look", "arguments": "{}"}}
+    item = whole(later, {"tool_calls": [call]})["output"][0]
+    assert (item["name"], item["namespace"]) == ("look", "mail")
+
+
+def test_a_search_for_tools_is_a_call_that_the_client_answers() -> None:
+    calls = [{"id": "c1", "function": {"name": "tool_search", "arguments": '{"query": "mail"}'}}]
+    exchange = wire(tools=[SEARCH])
+    assert exchange.request is not None
+    assert exchange.request.ignored == ()
+    response = whole(exchange, {"tool_calls": calls}, "tool_calls")
+    read_response(response)
+    item = response["output"][0]
+    assert {**item, "id": ""} == {**SEARCH_CALL, "id": ""}
+    events = streamed(
+        wire(tools=[SEARCH]),
+        chunk(call(0, name="tool_search", arguments='{"query":')),
+        chunk(call(0, arguments=' "mail"}')),
+        chunk({}, finish_reason="tool_calls"),
+    )
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *("created", "in_progress", "output_item.added", "output_item.done", "completed")
+    ]
+    assert events[3]["item"] == {**item, "call_id": "call0"}
 
 
 def test_a_policy_may_refuse_hosted_tools_by_name() -> None:
