@@ -13,6 +13,8 @@ _FIELDS = {
     "reasoning": "summary content encrypted_content".split(),
     "function_call": "call_id namespace name arguments".split(),
     "custom_tool_call": "call_id namespace name input".split(),
+    "tool_search_call": "call_id execution arguments".split(),
+    "tool_search_output": "call_id execution tools".split(),
     "function_call_output": "call_id output".split(),
     "custom_tool_call_output": "call_id output".split(),
 }

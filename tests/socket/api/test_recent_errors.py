@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.proxy.handler import _RESEND
+from gateway.http.downstream import RESEND
 from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.running_gateway import RunningGateway, bearer_headers, chat_body, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
@@ -74,7 +74,7 @@ def test_answers_and_requests_that_a_proxy_sends_elsewhere_are_no_errors(
 ) -> None:
     assert gateway_with_worker.chat().status_code == 200
     gateway_with_worker.remove_worker(worker)
-    resend = {_RESEND.decode(): "1"}
+    resend = {RESEND.decode(): "1"}
     for headers in (resend, {}):
         response = gateway_with_worker.client.post(
             "/v1/chat/completions", json=chat_body(), headers=headers

@@ -338,8 +338,8 @@ def test_tools_that_the_client_finds_are_tools_of_the_chat() -> None:
     assert "tools" not in chat(user("Summarise."), SEARCH_CALL, SEARCH_OUTPUT)
     later = ResponsesFormat(f"resp_{STEM}", SEALER, lambda: 1000.0)
     later.history = [SEARCH_CALL, SEARCH_OUTPUT]
-    raw = json.dumps({"model": "m", "input": "Hi", "tools": [SEARCH]}).encode()
-    names = [one["function"]["name"] for one in later.inspect(raw, POLICY, FLEET).body["tools"]]
+    body = {"model": "m", "input": "Hi", "tools": [SEARCH]}
+    names = [one["function"]["name"] for one in later.inspect(body, POLICY, FLEET).body["tools"]]
     assert names == ["tool_search", "mail__look", "mail__code"]
     call = {"id": "c2", "function": {"name": "mail__look", "arguments": "{}"}}
     item = whole(later, {"tool_calls": [call]})["output"][0]
