@@ -15,6 +15,7 @@ from tests.support.gateway_fixtures import (  # noqa: F401
     make_gateway,
     module_gateway,
     module_worker,
+    open_redis,
     private_redis,
     proxy,
     redis,
@@ -22,5 +23,6 @@ from tests.support.gateway_fixtures import (  # noqa: F401
     session_redis,
     shared_gateway,
     start_gateway,
+    start_joined,
     worker,
 )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,26 @@ import pytest
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, WriteUnconfirmed
+from tests.support.gateway_fixtures import OpenRedis
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 
+KEYS = "paceline:{keys}:records"
 OpenRecords = Callable[..., tuple[RedisRecords, RedisClient]]
 
 
 @pytest.fixture
-async def open_records(tmp_path: Path) -> AsyncIterator[OpenRecords]:
+def open_records(open_redis: OpenRedis, tmp_path: Path) -> OpenRecords:
     """Open the records as one gateway does; all share a state folder."""
-    async with AsyncExitStack() as stack:
 
-        def open_one(
-            server: RedisServer,
-            deadline_s: float = TEST_DEADLINE_S,
-            admin_deadline_s: float = TEST_DEADLINE_S,
-        ) -> tuple[RedisRecords, RedisClient]:
-            client = RedisClient(server.url, deadline_s, admin_deadline_s)
-            stack.push_async_callback(client.close)
-            return RedisRecords(client, tmp_path), client
+    def open_one(
+        server: RedisServer,
+        deadline_s: float = TEST_DEADLINE_S,
+        admin_deadline_s: float = TEST_DEADLINE_S,
+    ) -> tuple[RedisRecords, RedisClient]:
+        client = open_redis(server, deadline_s, admin_deadline_s)
+        return RedisRecords(client, tmp_path), client
 
-        yield open_one
+    return open_one
 
 
 async def check_redis(client: RedisClient) -> None:
@@ -146,26 +145,25 @@ async def test_an_older_redis_state_does_not_reactivate_a_revoked_key(
 ) -> None:
     records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
-    before = private_redis.client.dump("paceline:{keys}:records")
+    before = private_redis.client.dump(KEYS)
     assert before is not None
     await records.add("keys", "a/revoked", "2")
     assert set(await records.all("keys")) == {"a", "a/revoked"}
-    private_redis.client.restore("paceline:{keys}:records", 0, before, replace=True)
+    private_redis.client.restore(KEYS, 0, before, replace=True)
+    for one in (records, open_records(private_redis)[0]):
+        assert set(await one.all("keys")) == {"a", "a/revoked"}
 
-    assert set(await records.all("keys")) == {"a", "a/revoked"}
-    assert set(await open_records(private_redis)[0].all("keys")) == {"a", "a/revoked"}
 
-
-@pytest.mark.parametrize("value", ["not one of ours", "[7,half", "[]"])
 async def test_a_foreign_value_is_returned_as_a_string_and_breaks_no_record(
-    redis: RedisServer, open_records: OpenRecords, value: str
+    redis: RedisServer, open_records: OpenRecords
 ) -> None:
     records, client = open_records(redis)
     await records.add("keys", "a", "1")
-    redis.client.hset("paceline:{keys}:records", "odd", value)
-    records_read = await records.all("keys")
-    assert records_read["a"] == "1"
-    assert records_read["odd"].startswith('"')
+    for value in ("not one of ours", "[7,half", "[]"):
+        redis.client.hset(KEYS, "odd", value)
+        records_read = await records.all("keys")
+        assert records_read["a"] == "1"
+        assert records_read["odd"].startswith('"')
     assert not client.problem
 
 
@@ -175,14 +173,13 @@ async def test_a_key_of_another_type_is_a_failure_and_not_an_empty_table(
     records, client = open_records(redis)
     await records.add("keys", "a", "1")
     await records.all("keys")
-    redis.client.set("paceline:{keys}:records", "a string")
-
+    redis.client.set(KEYS, "a string")
     assert await records.all("keys") == {"a": "1"}
     assert client.problem == "A Redis key of Paceline has another type."
-    redis.client.delete("paceline:{keys}:records")
+    redis.client.delete(KEYS)
     assert await records.all("keys") == {"a": "1"}
     assert not client.problem
-    assert redis.client.hexists("paceline:{keys}:records", "a")
+    assert redis.client.hexists(KEYS, "a")
 
 
 async def test_a_full_redis_rejects_edits_and_stays_readable(

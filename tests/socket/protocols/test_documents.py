@@ -11,7 +11,7 @@ import pytest
 from gateway.documents.reader import DocumentReader
 from tests.support.images import data_url, png_header
 from tests.support.pdfs import base64_pdf, encrypted_pdf, pdf
-from tests.support.running_gateway import RunningGateway, bearer_headers
+from tests.support.running_gateway import RunningGateway, bearer_headers, said
 from tests.support.scripted_worker import ScriptedWorker
 
 TEXT = "[The text of the PDF document, 1 pages:]\n[Page 1]\nHello"
@@ -74,18 +74,14 @@ def test_a_pdf_that_nobody_can_read_ends_no_session_of_claude_code(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """It reads files by a tool, and sends the result again with each turn."""
-    client = gateway_with_worker.client
     body = bodies(encrypted_pdf("x", "y"))["messages"]
-    (said,) = body["messages"]
+    (sent,) = body["messages"]
     call = {"type": "tool_use", "id": "call00001", "name": "Read", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "call00001", **said}
-    del result["role"]
-    body["messages"] = [
-        {"role": "user", "content": "Read it."},
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-    ]
-    answer = client.post("/v1/messages", json=body)
+    result = {"type": "tool_result", "tool_use_id": "call00001", "content": sent["content"]}
+    called = {"role": "assistant", "content": [call]}
+    asked = said("Read it.")["messages"]
+    body["messages"] = [*asked, called, {"role": "user", "content": [result]}]
+    answer = gateway_with_worker.client.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
     replaced = "messages.2.content.0.content.0:document"
     assert answer.headers["x-paceline-replaced"] == replaced

@@ -101,24 +101,19 @@ def poem_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stream_of(gateway: RunningGateway) -> bytes:
-    with gateway.client.stream("POST", PATH, json=POEM) as response:
-        return response.read()
+    return gateway.client.post(PATH, json=POEM).content
 
 
-def test_each_event_of_the_engine_becomes_events_of_the_format(
+def test_each_event_of_the_engine_becomes_events_of_the_format_and_the_request_is_accounted(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    assert stream_of(gateway_with_worker) == b"".join(
-        (
-            own_event("start", model="demo"),
-            *(own_event("line", text=text) for text in ("one", " two", " three")),
-            own_event("usage", tokens=3),
-            own_event("end"),
-        )
-    )
+    lines = b"".join(own_event("line", text=text) for text in worker.script.tokens)
+    begin, end = own_event("start", model="demo"), own_event("usage", tokens=3) + own_event("end")
+    assert stream_of(gateway_with_worker) == begin + lines + end
     request = worker.requests[-1]
     assert request.path == "/v1/chat/completions"
     assert request.body["messages"][0]["content"] == "A poem about a lighthouse."
+    wait_until(lambda: gateway_with_worker.status()["outcomes"] == {"completed": 1})
 
 
 def test_a_response_is_encoded(gateway_with_worker: RunningGateway) -> None:
@@ -141,8 +136,3 @@ def test_a_broken_stream_ends_with_the_error_event_of_the_format(
 def test_an_error_has_the_body_of_the_format(gateway: RunningGateway) -> None:
     response = gateway.client.post(PATH, json=POEM)
     assert (response.status_code, response.json()) == (503, {"failed": "no_worker"})
-
-
-def test_requests_of_every_format_are_accounted(gateway_with_worker: RunningGateway) -> None:
-    stream_of(gateway_with_worker)
-    wait_until(lambda: gateway_with_worker.status()["outcomes"] == {"completed": 1})

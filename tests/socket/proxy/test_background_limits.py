@@ -34,10 +34,7 @@ async def service_of(state_dir: Path) -> ResponsesService:
 async def respond(
     service: ResponsesService, *texts: str, until: asyncio.Event | None = None
 ) -> ResponseExchange:
-    """Answer a request in the background with these pieces, as the handler does.
-
-    With `until`, the end of the answer waits for the event.
-    """
+    """Answer a request in the background with these pieces, as the handler does; wait to end it."""
     exchange = service.exchange()
     raw = json.dumps(BODY).encode()
     await exchange.open(raw, "ann")

@@ -20,81 +20,63 @@ from tests.support.raw_client import (
 from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, stream_events
 
-DISCONNECTS: dict[str, Callable[[RawClient], None]] = {
-    "close": RawClient.close,
-    "reset": RawClient.reset,
-}
-each_disconnect = pytest.mark.parametrize("disconnect", DISCONNECTS.values(), ids=DISCONNECTS)
+DISCONNECTS = {"close": RawClient.close, "reset": RawClient.reset}
 
 
-@each_disconnect
-@pytest.mark.parametrize("events", range(1, 6))
+@pytest.fixture(params=DISCONNECTS)
+def disconnect(request: pytest.FixtureRequest) -> Callable[[RawClient], None]:
+    """Return each way to end a connection."""
+    return DISCONNECTS[request.param]
+
+
 def test_f07_a_disconnect_during_a_stream_frees_the_worker_and_ejects_none(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     disconnect: Callable[[RawClient], None],
-    events: int,
 ) -> None:
-    worker.script.hang_after = events
-    sent = stream_events(worker.script.tokens)[:events]
-    # The gateway removes the usage chunk that was not requested; the mark is the event before it.
-    mark = sent[min(events, 5) - 1].strip()
-    with raw_client(gateway_with_worker) as client:
-        client.send_chat(stream=True)
-        client.read_until(mark)
-        disconnect(client)
-        wait_until(lambda: worker.in_flight == 0)
-    wait_for_outcomes(gateway_with_worker, client_left=1)
+    sent = stream_events(worker.script.tokens)
+    for events in range(1, 6):
+        worker.script.hang_after = events
+        with raw_client(gateway_with_worker) as client:
+            client.send_chat(stream=True)
+            client.read_until(sent[events - 1].strip())
+            disconnect(client)
+            wait_until(lambda: worker.in_flight == 0)
+    wait_for_outcomes(gateway_with_worker, client_left=5)
     assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"
     worker.script = Script()
     assert gateway_with_worker.chat().status_code == 200
 
 
-@each_disconnect
-@pytest.mark.parametrize("stream", [False, True])
-def test_f08_a_disconnect_before_the_first_byte_frees_the_worker(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    disconnect: Callable[[RawClient], None],
-    stream: bool,
-) -> None:
-    worker.script.hang = True
-    with raw_client(gateway_with_worker) as client:
-        client.send_chat(stream=stream)
-        assert worker.request_received.wait(60)
-        disconnect(client)
-        wait_until(lambda: worker.in_flight == 0)
-    wait_for_outcomes(gateway_with_worker, client_left=1)
-
-
-@each_disconnect
-def test_f08_a_disconnect_after_the_response_headers_frees_the_worker(
+def test_f08_a_disconnect_before_the_first_event_frees_the_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     disconnect: Callable[[RawClient], None],
 ) -> None:
-    worker.script = Script(events=(b'{"choices": [',), hang_after=1)
-    with raw_client(gateway_with_worker) as client:
-        client.send_chat(stream=True)
-        assert worker.request_received.wait(60)
-        disconnect(client)
-        wait_until(lambda: worker.in_flight == 0)
-    wait_for_outcomes(gateway_with_worker, client_left=1)
+    head_alone = Script(events=(b'{"choices": [',), hang_after=1)
+    asked = ((False, Script(hang=True)), (True, Script(hang=True)), (True, head_alone))
+    for stream, script in asked:
+        worker.script = script
+        worker.request_received.clear()
+        with raw_client(gateway_with_worker) as client:
+            client.send_chat(stream=stream)
+            assert worker.request_received.wait(60)
+            disconnect(client)
+            wait_until(lambda: worker.in_flight == 0)
+    wait_for_outcomes(gateway_with_worker, client_left=len(asked))
 
 
-@each_disconnect
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.99])
 def test_f08_a_disconnect_within_the_request_reaches_no_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     disconnect: Callable[[RawClient], None],
-    fraction: float,
 ) -> None:
     request = request_bytes(b'{"model":"demo","messages":[{"role":"user","content":"x"}]}')
-    with raw_client(gateway_with_worker) as client:
-        client.send(request[: int(len(request) * fraction)])
-        disconnect(client)
-    wait_until(lambda: in_flight(gateway_with_worker) == 0)
+    for fraction in (0.0, 0.3, 0.99):
+        with raw_client(gateway_with_worker) as client:
+            client.send(request[: int(len(request) * fraction)])
+            disconnect(client)
+        wait_until(lambda: in_flight(gateway_with_worker) == 0)
     assert gateway_with_worker.chat().status_code == 200
     assert len(worker.requests) == 1
 
