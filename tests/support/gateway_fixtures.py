@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,25 @@ def gateway_with_worker(gateway: RunningGateway, worker: ScriptedWorker) -> Runn
     return gateway
 
 
+@dataclass(frozen=True)
+class Served:
+    """A gateway, and the scripted worker that has joined it."""
+
+    gateway: RunningGateway
+    worker: ScriptedWorker
+
+
+@pytest.fixture
+def served(gateway_with_worker: RunningGateway, worker: ScriptedWorker) -> Served:
+    return Served(gateway_with_worker, worker)
+
+
+@pytest.fixture
+def shared(shared_gateway: RunningGateway, module_worker: ScriptedWorker) -> Served:
+    """Return `shared_gateway` with `module_worker`."""
+    return Served(shared_gateway, module_worker)
+
+
 @pytest.fixture(scope="module")
 def module_worker() -> Iterator[ScriptedWorker]:
     """Run a worker for all tests of a file that change nothing at it."""
@@ -250,19 +269,29 @@ def gateway_behind_proxy(
     return gateway
 
 
+def ready_workers(gateway: RunningGateway) -> set[str]:
+    workers = gateway.status()["workers"]
+    return {name for name, worker in workers.items() if worker["state"] == "ready"}
+
+
 @pytest.fixture
 def make_gateway(tmp_path: Path) -> Iterator[MakeGateway]:
-    """Return a function that starts a gateway with given settings until the end of the test."""
+    """Return a function that starts a gateway with given settings until the end of the test.
+
+    It returns the gateway once the scripted and the static workers have joined.
+    """
     with ExitStack() as running:
 
         def make(
-            *workers: ScriptedWorker, check_s: float = CHECK_S, **settings: object
+            *workers: ScriptedWorker, check_s: float = CHECK_S, **settings: Any
         ) -> RunningGateway:
             timing = replace(TIMING, check_s=check_s)
             gateway = RunningGateway(make_settings(tmp_path, **settings), timing)
             started = running.enter_context(gateway)
             for worker_ in workers:
                 started.join(worker_)
+            if gateway_workers := settings.get("workers"):
+                wait_until(lambda: ready_workers(started) == {one.id for one in gateway_workers})
             return started
 
         yield make

@@ -20,7 +20,7 @@ from tests.support.redis_server import RedisServer
 
 DONE: CounterKey = ("outcomes", "completed")
 COUNTS = "paceline:{counters}:totals"
-OpenCounters = Callable[[RedisServer], "GatewayCounters"]
+OpenCounters = Callable[..., "GatewayCounters"]
 
 
 class GatewayCounters:
@@ -49,8 +49,8 @@ class GatewayCounters:
 
 
 @pytest.fixture
-def open_counters(open_redis: OpenRedis) -> OpenCounters:
-    return lambda server: GatewayCounters(open_redis(server))
+def open_counters(redis: RedisServer, open_redis: OpenRedis) -> OpenCounters:
+    return lambda server=redis: GatewayCounters(open_redis(server))
 
 
 def make_old(redis: RedisServer, counters: GatewayCounters) -> str:
@@ -68,16 +68,16 @@ async def sync(*gateways: GatewayCounters, times: int = 1) -> None:
 
 
 async def test_counts_of_all_gateways_add_up_after_any_number_of_syncs(
-    redis: RedisServer, open_counters: OpenCounters
+    open_counters: OpenCounters,
 ) -> None:
-    first, second = open_counters(redis), open_counters(redis)
+    first, second = open_counters(), open_counters()
     first.count({DONE: 2, ("retries",): 1})
     second.count({DONE: 3})
     await sync(first, second, times=3)
     assert await first.counts() == await second.counts() == {DONE: 5, ("retries",): 1}
     first.count({DONE: 1})
     await first.sync()
-    assert await open_counters(redis).counts() == {DONE: 6, ("retries",): 1}
+    assert await open_counters().counts() == {DONE: 6, ("retries",): 1}
 
 
 async def test_counts_during_an_outage_are_written_later_and_once(
@@ -101,11 +101,11 @@ async def test_an_old_process_is_folded_and_counts_once(
     redis: RedisServer, open_counters: OpenCounters
 ) -> None:
     for count in (2, 3):
-        ended = open_counters(redis)
+        ended = open_counters()
         ended.count({DONE: count})
         await ended.sync()
         make_old(redis, ended)
-    first, second = open_counters(redis), open_counters(redis)
+    first, second = open_counters(), open_counters()
     for _ in range(4):
         assert await first.counts() == await second.counts() == {DONE: 5}
     names = set(redis.client.hkeys(COUNTS)) - {"created_ms", "folds"}
@@ -118,7 +118,7 @@ async def test_an_old_process_is_folded_and_counts_once(
 async def test_a_process_folded_while_disconnected_continues_and_counts_once(
     redis: RedisServer, open_counters: OpenCounters
 ) -> None:
-    cut_off, other = open_counters(redis), open_counters(redis)
+    cut_off, other = open_counters(), open_counters()
     cut_off.count({DONE: 2})
     await cut_off.sync()
     process_id = make_old(redis, cut_off)
@@ -132,7 +132,7 @@ async def test_a_process_folded_while_disconnected_continues_and_counts_once(
 async def test_gateways_restore_the_counts_of_ended_processes_to_an_emptied_redis(
     redis: RedisServer, open_counters: OpenCounters
 ) -> None:
-    ended, running = open_counters(redis), open_counters(redis)
+    ended, running = open_counters(), open_counters()
     ended.count({DONE: 4})
     await ended.store.store_report(boot_report("a", 5))
     await ended.sync()
@@ -141,33 +141,31 @@ async def test_gateways_restore_the_counts_of_ended_processes_to_an_emptied_redi
     redis.client.flushall()
 
     assert await running.counts() == {DONE: 5}
-    later = open_counters(redis)
+    later = open_counters()
     assert await later.counts() == {DONE: 5}
     assert [report.lanes[0].requests for report in await later.store.reports()] == [5]
 
 
-async def test_an_outdated_report_does_not_decrease_counts(
-    redis: RedisServer, open_counters: OpenCounters
-) -> None:
-    first, second = open_counters(redis), open_counters(redis)
+async def test_an_outdated_report_does_not_decrease_counts(open_counters: OpenCounters) -> None:
+    first, second = open_counters(), open_counters()
     await first.store.store_report(boot_report("a", 5))
     await first.sync()
     await second.store.store_report(boot_report("a", 3))
     await second.sync()
-    for gateway in (first, second, open_counters(redis)):
+    for gateway in (first, second, open_counters()):
         await gateway.sync()
         assert [report.lanes[0].requests for report in await gateway.store.reports()] == [5]
 
 
 async def test_sums_over_many_boots_are_exact_and_stored_reports_are_bounded(
-    redis: RedisServer, open_counters: OpenCounters
+    open_counters: OpenCounters,
 ) -> None:
-    first, second = open_counters(redis), open_counters(redis)
+    first, second = open_counters(), open_counters()
     for boot in range(40):
         await (first, second)[boot % 2].store.store_report(boot_report(f"boot-{boot}", boot))
         await sync(first, second)
     await sync(first, second, times=30)
-    for gateway in (first, second, open_counters(redis)):
+    for gateway in (first, second, open_counters()):
         await gateway.sync()
         reports = await gateway.store.reports()
         assert sum(report.lanes[0].requests for report in reports) == sum(range(40))
@@ -179,7 +177,7 @@ async def test_sums_over_many_boots_are_exact_and_stored_reports_are_bounded(
 async def test_foreign_data_in_the_hash_is_a_failure_and_no_count(
     redis: RedisServer, open_counters: OpenCounters, text: str
 ) -> None:
-    counters = open_counters(redis)
+    counters = open_counters()
     counters.count({DONE: 1})
     await counters.sync()
     redis.client.hset(COUNTS, "odd", text)

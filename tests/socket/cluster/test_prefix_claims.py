@@ -17,14 +17,7 @@ from gateway.routing.prefix_affinity import MAX_PENDING_CLAIMS, NOTHING_EXPECTED
 from gateway.types import Usage
 from policies.sections import PrefixPolicy
 from tests.support.gateway_fixtures import OpenRedis
-from tests.support.prefix_claims import (
-    LAPTOP,
-    RULES,
-    STUDIO,
-    key_of,
-    prefix_holders,
-    system_prompt,
-)
+from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, key_of, prefix_holders, system_prompt
 from tests.support.redis_server import RedisServer
 
 STREAM = "paceline:{prefixes}:claims"

@@ -39,8 +39,8 @@ class Gateway:
 
 
 @pytest.fixture
-def open_gateway(open_redis: OpenRedis) -> OpenGateway:
-    return lambda server, used_today=0: Gateway(open_redis(server), used_today)
+def open_gateway(redis: RedisServer, open_redis: OpenRedis) -> OpenGateway:
+    return lambda server=redis, used_today=0: Gateway(open_redis(server), used_today)
 
 
 async def exchange(*gateways: Gateway) -> None:
@@ -48,10 +48,8 @@ async def exchange(*gateways: Gateway) -> None:
         await gateway.shared.exchange()
 
 
-async def test_each_gateway_charges_requests_of_the_other_once(
-    redis: RedisServer, open_gateway: OpenGateway
-) -> None:
-    first, second = open_gateway(redis), open_gateway(redis)
+async def test_each_gateway_charges_requests_of_the_other_once(open_gateway: OpenGateway) -> None:
+    first, second = open_gateway(), open_gateway()
     await exchange(first, second)
     first.use(2, 100)
     for _ in range(2):
@@ -65,9 +63,9 @@ async def test_each_gateway_charges_requests_of_the_other_once(
 
 
 async def test_running_requests_count_at_both_gateways_and_are_refunded(
-    redis: RedisServer, open_gateway: OpenGateway
+    open_gateway: OpenGateway,
 ) -> None:
-    first, second = open_gateway(redis), open_gateway(redis)
+    first, second = open_gateway(), open_gateway()
     await second.shared.exchange()
     running = first.limiter.reserve(300, START_S, NOON)
     await exchange(first, second)
@@ -80,9 +78,9 @@ async def test_running_requests_count_at_both_gateways_and_are_refunded(
 
 
 async def test_tokens_reserved_at_a_gateway_after_midnight_count_not_today(
-    redis: RedisServer, open_gateway: OpenGateway
+    open_gateway: OpenGateway,
 ) -> None:
-    first, second = open_gateway(redis), open_gateway(redis)
+    first, second = open_gateway(), open_gateway()
     await second.shared.exchange()
     first.limiter.reserve(300, START_S, NOON + DAY_S)
     await exchange(first, second)
@@ -90,9 +88,9 @@ async def test_tokens_reserved_at_a_gateway_after_midnight_count_not_today(
 
 
 async def test_running_requests_of_a_gateway_that_leaves_are_refunded(
-    redis: RedisServer, open_gateway: OpenGateway
+    open_gateway: OpenGateway,
 ) -> None:
-    first, second = open_gateway(redis), open_gateway(redis)
+    first, second = open_gateway(), open_gateway()
     first.limiter.reserve(300, START_S, NOON)
     await exchange(first, second)
     assert second.limiter._remote_running == 1
@@ -103,13 +101,11 @@ async def test_running_requests_of_a_gateway_that_leaves_are_refunded(
     assert second.shared.gateways == 1
 
 
-async def test_a_started_gateway_charges_earlier_usage_once(
-    redis: RedisServer, open_gateway: OpenGateway
-) -> None:
-    first = open_gateway(redis)
+async def test_a_started_gateway_charges_earlier_usage_once(open_gateway: OpenGateway) -> None:
+    first = open_gateway()
     first.use(2, 100)
     await first.shared.exchange()
-    started = open_gateway(redis, used_today=200)
+    started = open_gateway(used_today=200)
     await started.shared.exchange()
     assert started.remaining() == (6, 600, 1800)
     first.use(1, 100)
@@ -149,7 +145,7 @@ async def test_without_any_exchange_a_gateway_assumes_another_one(
 async def test_c14_any_number_of_gateways_is_charged_once(
     redis: RedisServer, open_gateway: OpenGateway, gateways: int
 ) -> None:
-    gateway = open_gateway(redis)
+    gateway = open_gateway()
     await gateway.shared.exchange()
     totals = json.dumps({"key-a": [1, 2, day_of(NOON), 2, 0, 0]})
     now_ms = int(time.time() * 1000)

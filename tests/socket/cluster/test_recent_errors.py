@@ -74,14 +74,6 @@ async def test_the_time_of_an_error_follows_the_clock_of_the_gateway_that_lists_
     assert merged.unix_s <= second.now_s - 30
 
 
-async def test_a_gateway_that_starts_lists_the_errors_of_before(two_gateways: Pair) -> None:
-    early, late = two_gateways
-    for number in range(3):
-        early.fail(f"req-{number}")
-    await sync(early, late)
-    assert late.request_ids() == ["req-0", "req-1", "req-2"]
-
-
 async def test_after_a_reconnect_no_error_is_listed_twice(
     two_gateways: Pair, redis: RedisServer
 ) -> None:

@@ -19,11 +19,11 @@ OpenRecords = Callable[..., tuple[RedisRecords, RedisClient]]
 
 
 @pytest.fixture
-def open_records(open_redis: OpenRedis, tmp_path: Path) -> OpenRecords:
+def open_records(redis: RedisServer, open_redis: OpenRedis, tmp_path: Path) -> OpenRecords:
     """Open the records as one gateway does; all share a state folder."""
 
     def open_one(
-        server: RedisServer,
+        server: RedisServer = redis,
         deadline_s: float = TEST_DEADLINE_S,
         admin_deadline_s: float = TEST_DEADLINE_S,
     ) -> tuple[RedisRecords, RedisClient]:
@@ -38,10 +38,8 @@ async def check_redis(client: RedisClient) -> None:
     await client.call("exchange", client.script("return 1"))
 
 
-async def test_a_change_of_another_gateway_is_in_the_next_read(
-    redis: RedisServer, open_records: OpenRecords
-) -> None:
-    (first, _), (second, _) = open_records(redis), open_records(redis)
+async def test_a_change_of_another_gateway_is_in_the_next_read(open_records: OpenRecords) -> None:
+    (first, _), (second, _) = open_records(), open_records()
     assert await first.all("keys") == {}
     await second.add("keys", "a", '{"n":1}')
     await second.add("keys", "b", '{"n":2}')
@@ -52,9 +50,9 @@ async def test_a_change_of_another_gateway_is_in_the_next_read(
 
 
 async def test_a_removed_record_stays_removed_while_a_gateway_opens_more_connections(
-    redis: RedisServer, open_records: OpenRecords
+    open_records: OpenRecords,
 ) -> None:
-    (first, client), (second, _) = open_records(redis), open_records(redis)
+    (first, client), (second, _) = open_records(), open_records()
     await second.add("cordons", "a", "{}")
     assert set(await first.all("cordons")) == {"a"}
     await asyncio.gather(*(check_redis(client) for _ in range(3)))
@@ -62,10 +60,8 @@ async def test_a_removed_record_stays_removed_while_a_gateway_opens_more_connect
     assert await first.all("cordons") == await second.all("cordons") == {}
 
 
-async def test_one_of_many_concurrent_adds_of_a_name_succeeds(
-    redis: RedisServer, open_records: OpenRecords
-) -> None:
-    gateways, clients = zip(*(open_records(redis) for _ in range(4)), strict=True)
+async def test_one_of_many_concurrent_adds_of_a_name_succeeds(open_records: OpenRecords) -> None:
+    gateways, clients = zip(*(open_records() for _ in range(4)), strict=True)
     # As in a running gateway, connections exist before the first edit.
     await asyncio.gather(*(check_redis(client) for client in clients for _ in range(3)))
     await gateways[0].add("policy", "6", "{}")
@@ -97,7 +93,7 @@ async def test_records_stay_readable_and_are_restored_after_redis_loses_its_data
 async def test_f60_records_are_restored_where_an_edit_or_a_second_loss_comes_first(
     redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    (first, _), (second, _) = open_records(redis), open_records(redis)
+    (first, _), (second, _) = open_records(), open_records()
     await first.add("keys", "a", "{}")
     await first.add("keys", "a/revoked", "{}")
     expected = {"a", "a/revoked"}
@@ -157,7 +153,7 @@ async def test_an_older_redis_state_does_not_reactivate_a_revoked_key(
 async def test_a_foreign_value_is_returned_as_a_string_and_breaks_no_record(
     redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    records, client = open_records(redis)
+    records, client = open_records()
     await records.add("keys", "a", "1")
     for value in ("not one of ours", "[7,half", "[]"):
         redis.client.hset(KEYS, "odd", value)
@@ -170,7 +166,7 @@ async def test_a_foreign_value_is_returned_as_a_string_and_breaks_no_record(
 async def test_a_key_of_another_type_is_a_failure_and_not_an_empty_table(
     redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    records, client = open_records(redis)
+    records, client = open_records()
     await records.add("keys", "a", "1")
     await records.all("keys")
     redis.client.set(KEYS, "a string")

@@ -40,9 +40,7 @@ async def test_calls_do_not_use_asyncio_wait_for(
     assert await client.call("tests", lambda: client.script("return 7")([], [])) == 7
 
 
-def test_a_reply_received_while_the_process_was_suspended_is_in_time(
-    redis: RedisServer,
-) -> None:
+def test_a_reply_received_while_the_process_was_suspended_is_in_time(redis: RedisServer) -> None:
     async def call_while_suspended(client: RedisClient) -> bool:
         # The machine sleeps between call and reply and wakes up after every deadline.
         asyncio.get_running_loop().call_later(0.01, time.sleep, 0.5)

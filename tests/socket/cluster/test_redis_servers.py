@@ -23,7 +23,7 @@ from tests.support.certificates import write_certificate
 from tests.support.fault_proxy import running_proxy
 from tests.support.gateway_fixtures import QUICK, StartGateway
 from tests.support.redis_server import RedisServer, free_port
-from tests.support.redis_status import is_connected, redis_status
+from tests.support.redis_status import is_connected, redis_status, remaining
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
@@ -67,11 +67,6 @@ def may_use(gateway: RunningGateway, key: Mapping[str, str]) -> bool:
 
 def completed(gateway: RunningGateway) -> int:
     return int(gateway.status()["outcomes"].get("completed", 0))
-
-
-def remaining(gateway: RunningGateway) -> int:
-    headers = gateway.client.post("/v1/chat/completions", json={}).headers
-    return int(headers["x-ratelimit-remaining-tokens"])
 
 
 def wait_for_exchange(*gateways: RunningGateway) -> None:
@@ -299,8 +294,13 @@ def _lose_each_key(server: RedisServer) -> None:
         threading.Event().wait(0.005)
 
 
-@pytest.mark.parametrize("lose", [_flush, _evict, _lose_each_key])
-def test_f60_lost_keys_come_back_and_open_nothing(
+def _restart(server: RedisServer) -> None:
+    server.kill()
+    server.start()
+
+
+@pytest.mark.parametrize("lose", [_flush, _evict, _lose_each_key, _restart])
+def test_f33_f60_lost_keys_come_back_and_open_nothing(
     private_redis: RedisServer,
     start_gateway: StartGateway,
     start_joined: StartGateway,

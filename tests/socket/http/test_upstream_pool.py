@@ -15,7 +15,7 @@ import uvloop
 from gateway.errors import Overloaded, WorkerSilent
 from gateway.http.upstream import ConnectionPool, retry_after_s
 from tests.support.fault_proxy import Fault, FaultProxy, unresponsive_port
-from tests.support.gateway_fixtures import MakeClusterGateway, MakeGateway
+from tests.support.gateway_fixtures import MakeClusterGateway, MakeGateway, Served
 from tests.support.peer_gateway import share_heartbeat
 from tests.support.raw_client import wait_for_outcomes
 from tests.support.redis_server import RedisServer
@@ -118,12 +118,12 @@ async def test_f05_a_response_that_is_silent_ends_if_its_worker_is(worker: Scrip
 
 @pytest.mark.parametrize("invalid", [b"nothing like HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
 def test_f14_an_invalid_response_on_a_reused_connection_is_not_retried(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, invalid: bytes
+    served: Served, invalid: bytes
 ) -> None:
-    assert gateway_with_worker.chat().status_code == 200
-    worker.script.raw = invalid
-    assert gateway_with_worker.chat().status_code == 502
-    assert len(worker.requests) == 2
+    assert served.gateway.chat().status_code == 200
+    served.worker.script.raw = invalid
+    assert served.gateway.chat().status_code == 502
+    assert len(served.worker.requests) == 2
 
 
 def test_f56_a_host_name_that_does_not_resolve_is_a_refused_connection(

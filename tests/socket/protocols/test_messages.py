@@ -16,6 +16,7 @@ from anthropic.pagination import SyncPage
 from anthropic.types import ErrorResponse, Message, MessageTokensCount, ModelInfo
 from anthropic.types.beta import BetaMessage, BetaRawMessageStreamEvent
 
+from tests.support.gateway_fixtures import Served
 from tests.support.images import data_url, png_header
 from tests.support.maker_types import read_message_events, read_strictly
 from tests.support.policies import PolicyAdmin
@@ -48,15 +49,13 @@ def count_tokens(gateway: RunningGateway) -> httpx.Response:
     return gateway.client.post(COUNT, json={"model": "demo", "messages": HI})
 
 
-def test_a_message_is_answered_by_a_chat_of_a_worker(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
-    response = post(shared_gateway, "/v1/messages?beta=true")
+def test_a_message_is_answered_by_a_chat_of_a_worker(shared: Served) -> None:
+    response = post(shared.gateway, "/v1/messages?beta=true")
     assert response.headers["request-id"] == response.headers["x-request-id"]
     expected = {"type": "message", "role": "assistant", "stop_reason": "end_turn"}
     content = [{"type": "text", "text": "one two three"}]
     assert {**response.json(), **expected, "content": content} == response.json()
-    assert module_worker.requests[-1].path == "/v1/chat/completions"
+    assert shared.worker.requests[-1].path == "/v1/chat/completions"
 
 
 def test_a_stream_of_a_message_ends_with_its_last_event(shared_gateway: RunningGateway) -> None:
@@ -67,18 +66,16 @@ def test_a_stream_of_a_message_ends_with_its_last_event(shared_gateway: RunningG
     assert (data[0]["type"], data[-1]["type"]) == ("message_start", "message_stop")
 
 
-def test_a_comment_of_the_worker_reaches_the_client_with_a_ping(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    """Anthropic's clients count no comments, whether or not the worker tells its tokens."""
+def test_a_comment_of_the_worker_reaches_the_client_with_a_ping(served: Served) -> None:
+    """Anthropic's clients count no comments, whether or not the served.worker tells its tokens."""
     comment = b": read 2048 of 9000 tokens of the prompt\n\n"
-    worker.script.events = (comment, *stream_events(worker.script.tokens))
+    served.worker.script.events = (comment, *stream_events(served.worker.script.tokens))
     for fingerprint in ("", "a" * 16):
-        worker.fingerprint = fingerprint
-        gateway_with_worker.send_heartbeat(worker)
-        received = post(gateway_with_worker, stream=True).content
+        served.worker.fingerprint = fingerprint
+        served.gateway.send_heartbeat(served.worker)
+        received = post(served.gateway, stream=True).content
         assert received.startswith(comment + b"event: ping\n")
-        assert ("x-paceline-progress" in worker.requests[-1].headers) is bool(fingerprint)
+        assert ("x-paceline-progress" in served.worker.requests[-1].headers) is bool(fingerprint)
 
 
 def test_errors_have_anthropics_shape_and_name_its_fields(shared_gateway: RunningGateway) -> None:
@@ -104,9 +101,7 @@ def test_tokens_are_counted_as_an_estimate_that_is_called_one(
     assert (invalid.status_code, invalid.json()["type"]) == (400, "error")
 
 
-def test_a_message_is_explained_as_the_chat_that_it_becomes(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
+def test_a_message_is_explained_as_the_chat_that_it_becomes(shared: Served) -> None:
     for headers, fields in (
         ({}, {"system": "Be brief."}),
         ({}, {"stop_sequences": ["x"]}),
@@ -119,14 +114,14 @@ def test_a_message_is_explained_as_the_chat_that_it_becomes(
         (VERSION, {}),
     ):
         body = {**BODY, "temperature": 0, **fields}
-        module_worker.reset()
-        explained = shared_gateway.client.post(EXPLAIN, json=body, headers=headers).json()
-        assert not module_worker.requests
-        answered = post(shared_gateway, **body)
+        shared.worker.reset()
+        explained = shared.gateway.client.post(EXPLAIN, json=body, headers=headers).json()
+        assert not shared.worker.requests
+        answered = post(shared.gateway, **body)
         assert explained["servable"], fields
         for name in ("worker", "pool", "reason"):
             assert explained[name] == answered.headers[f"x-paceline-{name}"], fields
-        sent = module_worker.requests[0].body["messages"]
+        sent = shared.worker.requests[0].body["messages"]
         assert explained["profile"]["messages"] == len(sent), fields
 
 
@@ -178,17 +173,15 @@ def test_a_route_of_the_makers_that_is_not_served_is_no_404(
     assert refused.json()["error"]["details"] == {"error_code": "endpoint_not_served"}
 
 
-def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(served: Served) -> None:
     texts = (chunk({"content": text}) for text in ("one", 7))
-    worker.script.events = (*texts, chunk({}, "stop"), DONE)
-    *_, name, last = post(gateway_with_worker, stream=True).text.strip().splitlines()
+    served.worker.script.events = (*texts, chunk({}, "stop"), DONE)
+    *_, name, last = post(served.gateway, stream=True).text.strip().splitlines()
     assert (name, json.loads(last[6:])["error"]["type"]) == ("event: error", "api_error")
-    worker.script.body = json.dumps({"choices": [{"message": "one"}]}).encode()
-    whole = post(gateway_with_worker)
+    served.worker.script.body = json.dumps({"choices": [{"message": "one"}]}).encode()
+    whole = post(served.gateway)
     assert (whole.status_code, whole.json()["error"]["type"]) == (502, "api_error")
-    wait_for_outcomes(gateway_with_worker, failed=2)
+    wait_for_outcomes(served.gateway, failed=2)
 
 
 BROKEN_PICTURE = {**PICTURE, "source": {**PNG, "data": "AAAA"}}
@@ -196,10 +189,7 @@ RESULT_WITH_PICTURE = {
     **TOOL_RESULT,
     "content": [{"type": "text", "text": "one"}, PICTURE, BROKEN_PICTURE],
 }
-PICTURES = [
-    *HI,
-    {"role": "user", "content": [RESULT_WITH_PICTURE, PICTURE, BROKEN_PICTURE]},
-]
+PICTURES = [*HI, {"role": "user", "content": [RESULT_WITH_PICTURE, PICTURE, BROKEN_PICTURE]}]
 NO_SCHEMA = {"format": {"type": "json_schema", "schema": 7}}
 
 
@@ -221,22 +211,18 @@ def test_the_words_of_an_error_name_the_field_that_the_client_sent(
             assert words.startswith((f"{place}: ", f"'{place}' ")), words
 
 
-def test_what_a_worker_refuses_is_named_as_the_client_sent_it(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
+def test_what_a_worker_refuses_is_named_as_the_client_sent_it(shared: Served) -> None:
     error = {"message": "It is no PNG.", "param": "messages[3].content[1].image_url"}
-    module_worker.script.status = 400
-    module_worker.script.body = json.dumps({"error": error}).encode()
+    shared.worker.script.status = 400
+    shared.worker.script.body = json.dumps({"error": error}).encode()
     messages = [*HI, {"role": "user", "content": [TOOL_RESULT, PICTURE, PICTURE]}]
     for path in (MESSAGES, COUNT):
-        refused = post(shared_gateway, path, system="Be brief.", messages=messages)
+        refused = post(shared.gateway, path, system="Be brief.", messages=messages)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"] == "messages.1.content.2: It is no PNG."
 
 
-def test_every_response_to_a_client_of_anthropics_has_an_id(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_every_response_to_a_client_of_anthropics_has_an_id(shared_gateway: RunningGateway) -> None:
     client = shared_gateway.client
     for response, status in (
         (count_tokens(shared_gateway), 200),
@@ -265,14 +251,14 @@ def test_a_count_of_tokens_tells_what_remains_of_the_limit_that_it_spends(
 
 
 def test_a_worker_counts_the_tokens_of_a_prompt_or_the_gateway_estimates_them(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    served: Served,
 ) -> None:
-    worker.script.body = b'{"count": 1234, "max_model_len": 4096}'
-    counted = count_tokens(gateway_with_worker)
+    served.worker.script.body = b'{"count": 1234, "max_model_len": 4096}'
+    counted = count_tokens(served.gateway)
     assert (counted.status_code, counted.json()) == (200, {"input_tokens": 1234})
     assert "x-paceline-estimate" not in counted.headers
-    assert worker.requests[-1].path == "/tokenize"
-    assert worker.requests[-1].body["messages"] == HI
+    assert served.worker.requests[-1].path == "/tokenize"
+    assert served.worker.requests[-1].body["messages"] == HI
     for status, body in (
         (500, b"{}"),
         (503, b"{}"),
@@ -280,11 +266,11 @@ def test_a_worker_counts_the_tokens_of_a_prompt_or_the_gateway_estimates_them(
         (200, b'{"count": -1}'),
         (200, b"["),
     ):
-        worker.script.status, worker.script.body = status, body
-        gateway_with_worker.rejoin(worker)
-        asked = len(worker.requests)
-        counted = count_tokens(gateway_with_worker)
-        assert len(worker.requests) == asked + 1
+        served.worker.script.status, served.worker.script.body = status, body
+        served.gateway.rejoin(served.worker)
+        asked = len(served.worker.requests)
+        counted = count_tokens(served.gateway)
+        assert len(served.worker.requests) == asked + 1
         assert counted.status_code == 200
         assert counted.headers["x-paceline-estimate"] == "true"
 
@@ -322,10 +308,7 @@ def chat_answer(finish_reason: str, **message: Any) -> bytes:
 @pytest.fixture
 def anthropic_client(shared_gateway: RunningGateway) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(
-        base_url=shared_gateway.url,
-        api_key="none",
-        max_retries=0,
-        _strict_response_validation=True,
+        base_url=shared_gateway.url, api_key="none", max_retries=0, _strict_response_validation=True
     ) as client:
         yield client
 
@@ -419,14 +402,12 @@ def test_models_are_of_the_own_types_of_the_makers(
     assert (one.max_input_tokens, one.max_tokens) == (4096, 4096)
 
 
-def test_counts_and_errors_are_of_anthropics_own_types(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    assert read_strictly(MessageTokensCount, count_tokens(gateway_with_worker).content, NONE)
-    unknown = post(gateway_with_worker, model="claude")
+def test_counts_and_errors_are_of_anthropics_own_types(served: Served) -> None:
+    assert read_strictly(MessageTokensCount, count_tokens(served.gateway).content, NONE)
+    unknown = post(served.gateway, model="claude")
     assert read_strictly(ErrorResponse, unknown.content, NONE).error.type == "not_found_error"
-    worker.script.cut_after = 3
-    streamed = post(gateway_with_worker, stream=True).content
+    served.worker.script.cut_after = 3
+    streamed = post(served.gateway, stream=True).content
     *events, error = streamed.removesuffix(b"\n\n").split(b"\n\n")
     assert read_message_events(b"\n\n".join(events) + b"\n\n")
     name, data = error.split(b"\n")

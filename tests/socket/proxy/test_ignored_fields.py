@@ -6,22 +6,21 @@ from typing import Any
 
 import pytest
 
+from tests.support.gateway_fixtures import Served
 from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import ScriptedWorker
 
 
-def test_the_header_lists_ignored_fields_and_a_worker_gets_no_neutral_one(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_the_header_lists_ignored_fields_and_a_worker_gets_no_neutral_one(served: Served) -> None:
     """Strict workers reject fields that they do not know; a hint such as verbosity is theirs."""
     ignored = {"verbosity": "low", "best_of": 1, "modalities": ["text"], "store": None}
     for stream in (False, True):
-        answer = gateway_with_worker.chat(stream=stream, **ignored)
+        answer = served.gateway.chat(stream=stream, **ignored)
         assert answer.headers["x-paceline-ignored"] == "verbosity, best_of, modalities"
-        sent = worker.requests[-1].body
+        sent = served.worker.requests[-1].body
         assert sent["verbosity"] == "low"
         assert not {"best_of", "modalities", "store"} & sent.keys()
-    assert "x-paceline-ignored" not in gateway_with_worker.chat().headers
+    assert "x-paceline-ignored" not in served.gateway.chat().headers
 
 
 def test_the_header_lists_what_a_worker_cannot_hold_calls_to(
@@ -80,17 +79,15 @@ def test_other_wires_list_these_fields_by_their_own_names(
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_a_worker_gets_the_allowed_tools_alone(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, mode: str
-) -> None:
+def test_a_worker_gets_the_allowed_tools_alone(served: Served, mode: str) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("look", "go", "stop")]
 
     def ask(**allowed: Any) -> Any:
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
-        return gateway_with_worker.chat(tools=tools, tool_choice=choice)
+        return served.gateway.chat(tools=tools, tool_choice=choice)
 
     assert ask(mode=mode, tools=[tools[2], tools[0]]).status_code == 200
-    sent = worker.requests[-1].body
+    sent = served.worker.requests[-1].body
     assert (sent["tools"], sent["tool_choice"]) == ([tools[0], tools[2]], mode)
     unknown = ask(mode=mode, tools=[{"type": "function", "function": {"name": "fly"}}])
     assert unknown.status_code == 400
@@ -98,15 +95,13 @@ def test_a_worker_gets_the_allowed_tools_alone(
     assert ask(mode="none", tools=tools).json()["error"]["param"] == "tool_choice.allowed_tools"
 
 
-def test_an_engine_that_would_not_go_on_from_the_last_message_gets_none(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_an_engine_that_would_not_go_on_from_the_last_message_gets_none(served: Served) -> None:
     """It would answer it instead; workers of Paceline get the fields only where they matter."""
     roles = {"user": "Sing", "assistant": "La"}
     begun = [{"role": role, "content": text} for role, text in roles.items()]
     prefill = chat_body(messages=begun, max_tokens=9)
-    assert gateway_with_worker.client.post("/v1/messages", json=prefill).status_code == 200
+    assert served.gateway.client.post("/v1/messages", json=prefill).status_code == 200
     fields = {"add_generation_prompt": True, "continue_final_message": False}
-    assert fields.keys() <= worker.requests[-1].body.keys()
-    assert gateway_with_worker.chat(messages=begun, **fields).status_code == 200
-    assert not fields.keys() & worker.requests[-1].body.keys()
+    assert fields.keys() <= served.worker.requests[-1].body.keys()
+    assert served.gateway.chat(messages=begun, **fields).status_code == 200
+    assert not fields.keys() & served.worker.requests[-1].body.keys()

@@ -7,45 +7,20 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.support.compose_stack import free_port
 from tests.support.gateway_fixtures import MakeGateway
-from tests.support.nginx import nginx_process, require_nginx
 from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
-from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
+from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report, stream_events
 
 KEEPALIVE_S = 0.3
 CHECK_S = 0.1
-NGINX = """
-daemon off;
-pid {folder}/nginx.pid;
-error_log /dev/stderr warn;
-events {{}}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    server {{
-        listen 127.0.0.1:{port};
-        location / {{
-            proxy_pass {url};
-            proxy_http_version 1.1;
-            proxy_read_timeout {read_timeout_s}s;
-        }}
-    }}
-}}
-"""
 
 
 @pytest.fixture
@@ -252,28 +227,3 @@ def test_the_openai_client_reads_comments_late_headers_and_late_errors(
     with pytest.raises(openai.APIError) as raised:
         list(stream)
     assert raised.value.code == "worker_lost"
-
-
-def test_a_silent_stream_outlives_the_read_timeout_of_an_nginx(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, tmp_path: Path
-) -> None:
-    require_nginx()
-    port, read_timeout_s = free_port(), 2
-    configuration = NGINX.format(
-        folder=tmp_path, port=port, url=keep_alive_gateway.url, read_timeout_s=read_timeout_s
-    )
-    keep_alive_gateway.send_heartbeat(worker)
-    worker.script.hang_after = 1
-    url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    with (
-        nginx_process(configuration, tmp_path, port),
-        httpx.stream("POST", url, json=chat_body(stream=True), timeout=20) as response,
-    ):
-        parts = response.iter_raw()
-        received = next(parts)
-        silent_until_s = time.monotonic() + 1.25 * read_timeout_s
-        while time.monotonic() < silent_until_s:
-            received += next(parts)
-        worker.resume.set()
-        received += b"".join(parts)
-    assert received.endswith(DONE)

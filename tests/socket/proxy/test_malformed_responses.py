@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.support.gateway_fixtures import Served
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, said, status_and_code
 from tests.support.scripted_worker import (
@@ -53,16 +54,14 @@ UNUSUAL = {
 }
 
 
-def test_f15_unusual_but_valid_events_are_relayed(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f15_unusual_but_valid_events_are_relayed(served: Served) -> None:
     for name, events in UNUSUAL.items():
-        worker.script.events = events
-        response = gateway_with_worker.chat(stream=True)
+        served.worker.script.events = events
+        response = served.gateway.chat(stream=True)
         assert response.status_code == 200, name
         assert b"[DONE]" in response.content, name
         assert text_of(response.content) == text_of(b"".join(events)), name
-    wait_for_outcomes(gateway_with_worker, completed=len(UNUSUAL))
+    wait_for_outcomes(served.gateway, completed=len(UNUSUAL))
 
 
 def text_of(stream: bytes) -> str:
@@ -148,63 +147,46 @@ def test_f21_an_unexpected_worker_response_becomes_a_502_with_a_fixed_message(
         }
 
 
-def test_f21_a_400_in_openais_error_format_is_relayed(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f21_a_400_in_openais_error_format_is_relayed(served: Served) -> None:
     error = {
         "message": "Too long.",
         "type": "invalid_request_error",
         "param": "messages",
         "code": "context_length_exceeded",
     }
-    worker.script = Script(status=400, body=json.dumps({"error": error}).encode())
-    response = gateway_with_worker.chat()
+    served.worker.script = Script(status=400, body=json.dumps({"error": error}).encode())
+    response = served.gateway.chat()
     assert (response.status_code, response.json()["error"]) == (400, error)
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
 def test_l11_text_that_is_no_utf_8_ends_the_stream_in_an_error_event(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, pause_s: float
+    served: Served, pause_s: float
 ) -> None:
     broken = chunk({"content": "a-b"}).replace(b"a-b", b"a\xffb")
-    worker.script.pause_s = pause_s
-    worker.script.events = (FIRST, TEXT, TEXT, broken, TEXT, STOP, DONE)
-    response = gateway_with_worker.chat(stream=True)
+    served.worker.script.pause_s = pause_s
+    served.worker.script.events = (FIRST, TEXT, TEXT, broken, TEXT, STOP, DONE)
+    response = served.gateway.chat(stream=True)
     assert response.status_code == 200
     assert b"\xff" not in response.content
     assert stream_error_code(response.content) == "worker_failed"
 
 
-def test_f57_an_http_1_0_worker_is_relayed(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.http_1_0 = True
+def test_f57_an_http_1_0_worker_is_relayed(served: Served) -> None:
+    served.worker.script.http_1_0 = True
     for _ in range(3):
-        response = gateway_with_worker.chat(stream=True)
+        response = served.gateway.chat(stream=True)
         assert (response.status_code, response.content[-len(DONE) :]) == (200, DONE)
-        assert gateway_with_worker.chat().status_code == 200
+        assert served.gateway.chat().status_code == 200
 
 
-def test_f57_informational_responses_are_skipped(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    body = json.dumps(chat_completion("here")).encode()
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    for informational in (b"100 Continue", b"103 Early"):
-        worker.script.raw = b"HTTP/1.1 %b\r\n\r\n" % informational + head % len(body) + body
-        response = gateway_with_worker.chat()
-        assert response.json()["choices"][0]["message"]["content"] == "here"
-
-
-def test_f57_trailers_do_not_reach_the_client(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f57_trailers_do_not_reach_the_client(served: Served) -> None:
     events = b"".join(stream_events(("one",)))
-    worker.script.raw = (
+    served.worker.script.raw = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
         b"trailer: x-secret\r\n\r\n%x\r\n%b\r\n0\r\nx-secret: 1\r\n\r\n" % (len(events), events)
     )
-    response = gateway_with_worker.chat(stream=True)
+    response = served.gateway.chat(stream=True)
     assert response.content.endswith(DONE)
     assert "x-secret" not in response.headers
 

@@ -17,6 +17,7 @@ from policies.document import read_policy
 from policies.routes import DAYS
 from policies.sections import MetricsRules
 from tests.support.chat_bodies import TOOL
+from tests.support.gateway_fixtures import Served
 from tests.support.images import data_url, png_header
 from tests.support.policies import DEFAULT_ROUTE, PolicyAdmin, gateway_with_policy
 from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
@@ -90,15 +91,15 @@ def test_a_route_matches_requests_that_meet_its_conditions(
 
 
 def test_the_policy_makes_the_answers_of_a_model_exact_unless_a_request_says_otherwise(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
+    served: Served, admin: PolicyAdmin
 ) -> None:
     admin.use(models={"demo": {"exact": True}})
-    gateway, long = gateway_with_worker, messages_of("x" * 400)
+    gateway, long = served.gateway, messages_of("x" * 400)
     response = gateway.chat(temperature=0, **long)
     assert response.headers["x-paceline-reason"] == "exact"
     assert response.headers["x-paceline-prefix"] == "none"
     gateway.chat(temperature=0, exact=False, **long)
-    assert [one.body.get("exact") for one in worker.requests] == [True, False]
+    assert [one.body.get("exact") for one in served.worker.requests] == [True, False]
     assert gateway.status()["decisions"]["bypass_counts"]["exact"] == 1
     status, param, message = error_of(gateway.chat(draft_tokens=2))
     assert (status, param) == (400, "draft_tokens")
@@ -167,39 +168,26 @@ def test_a_pool_contains_only_workers_with_its_labels(
         assert 'paceline_pool_slots{pool="vlm"} 4.0' in gateway.client.get("/metrics").text
 
 
-def test_a_worker_with_more_weight_gets_more_requests(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
-    with gateway_with_policy(tmp_path, worker, second_worker, pools=PREFERRED) as gateway:
-        for _ in range(10):
-            gateway.chat()
-    assert (len(worker.requests), len(second_worker.requests)) in ((10, 0), (9, 1))
-
-
-def test_a_pool_runs_no_more_requests_than_its_slots(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
-) -> None:
+def test_a_pool_runs_no_more_requests_than_its_slots(served: Served, admin: PolicyAdmin) -> None:
     admin.use(pools={"vlm": {"lanes": "vlm", "slots": 2}})
-    worker.script = Script(hang=True)
-    pool = lambda: gateway_with_worker.status()["pools"]["vlm"]  # noqa: E731
+    served.worker.script = Script(hang=True)
+    pool = lambda: served.gateway.status()["pools"]["vlm"]  # noqa: E731
     with ThreadPoolExecutor(3) as executor:
-        responses = [executor.submit(gateway_with_worker.chat) for _ in range(3)]
+        responses = [executor.submit(served.gateway.chat) for _ in range(3)]
         wait_until(lambda: pool()["waiting"] == 1)
-        assert worker.in_flight == pool()["slots"] == pool()["in_flight"] == 2
-        worker.resume.set()
+        assert served.worker.in_flight == pool()["slots"] == pool()["in_flight"] == 2
+        served.worker.resume.set()
         assert {response.result().status_code for response in responses} == {200}
 
 
-def test_limits_of_the_policy_limit_requests(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
-) -> None:
-    gateway = gateway_with_worker
+def test_limits_of_the_policy_limit_requests(served: Served, admin: PolicyAdmin) -> None:
+    gateway = served.gateway
     admin.use(limits={"max_tokens": 99})
     too_many = (400, "max_tokens", "'max_tokens' may be at most 99.")
     assert error_of(gateway.chat(max_tokens=100)) == too_many
     assert error_of(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
     assert gateway.chat().status_code == gateway.chat(max_completion_tokens=7).status_code == 200
-    assert [received.body.get("max_tokens") for received in worker.requests] == [99, None]
+    assert [received.body.get("max_tokens") for received in served.worker.requests] == [99, None]
 
     admin.use(limits={"prompt_chars": 20})
     assert gateway.chat(**messages_of("x" * 20)).status_code == 200
@@ -210,13 +198,11 @@ def test_limits_of_the_policy_limit_requests(
     assert error_of(prompt)[:2] == (400, "prompt")
 
     admin.use(limits={"request_timeout_s": 0.1})
-    worker.script = Script(hang=True)
+    served.worker.script = Script(hang=True)
     assert status_and_code(gateway.chat()) == (504, "request_timeout")
 
 
-def test_media_outside_the_policys_limits_are_rejected(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
-) -> None:
+def test_media_outside_the_policys_limits_are_rejected(served: Served, admin: PolicyAdmin) -> None:
     small = (2, 2)
     for number, (media, images, expected) in enumerate(
         (
@@ -227,11 +213,11 @@ def test_media_outside_the_policys_limits_are_rejected(
         )
     ):
         admin.use(media=media)
-        status, param, message = error_of(gateway_with_worker.chat(**with_images(*images)))
+        status, param, message = error_of(served.gateway.chat(**with_images(*images)))
         assert (status, param) == (400, "messages")
         assert expected in message
-        assert gateway_with_worker.chat().status_code == 200
-        assert len(worker.requests) == number + 1
+        assert served.gateway.chat().status_code == 200
+        assert len(served.worker.requests) == number + 1
 
 
 def test_a_policy_without_retries_denies_them(
@@ -377,9 +363,7 @@ def test_the_shipped_policy_includes_metrics_with_usage(
     assert last_chunk(gateway_with_worker, **WITH_USAGE)["metrics"] == METRICS
 
 
-def test_invalid_metrics_of_a_worker_are_relayed_and_corrupt_no_sum(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_invalid_metrics_of_a_worker_are_relayed_and_corrupt_no_sum(served: Served) -> None:
     answer = {"choices": [{"message": {"content": "x"}}], "usage": USAGE}
     invalid: tuple[Any, ...] = (
         5,
@@ -391,7 +375,7 @@ def test_invalid_metrics_of_a_worker_are_relayed_and_corrupt_no_sum(
         {"speculative_decoding": {}, "draft_sources": {"head": 5, "lookup": {"accepted": 9}}},
     )
     for metrics in invalid:
-        worker.script.body = json.dumps({**answer, "metrics": metrics}).encode()
-        assert gateway_with_worker.chat(temperature=0).json()["metrics"] == metrics
-        mtp = gateway_with_worker.status()["recent"]["mtp"]
+        served.worker.script.body = json.dumps({**answer, "metrics": metrics}).encode()
+        assert served.gateway.chat(temperature=0).json()["metrics"] == metrics
+        mtp = served.gateway.status()["recent"]["mtp"]
         assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]

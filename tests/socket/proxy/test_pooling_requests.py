@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -36,6 +36,17 @@ def script(answer: Any) -> Script:
     return Script(body=json.dumps(answer).encode())
 
 
+class Fleet(NamedTuple):
+    """A gateway with a worker that chats, an embedder and a reranker."""
+
+    gateway: RunningGateway
+    embedder: ScriptedWorker
+    reranker: ScriptedWorker
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.gateway.client.post(path, json=body)
+
+
 @pytest.fixture
 def embedder() -> Iterator[ScriptedWorker]:
     fields = {"model": "bge", "lanes": ("embeddings",), "script": script(VECTORS)}
@@ -44,56 +55,38 @@ def embedder() -> Iterator[ScriptedWorker]:
 
 
 @pytest.fixture
-def reranker() -> Iterator[ScriptedWorker]:
+def fleet(gateway_with_worker: RunningGateway, embedder: ScriptedWorker) -> Iterator[Fleet]:
     fields = {"model": "reranker", "lanes": ("rerank",), "script": script(RANKING)}
-    with running_worker("reranker", **fields) as scripted:
-        yield scripted
+    with running_worker("reranker", **fields) as reranker:
+        for scripted in (embedder, reranker):
+            gateway_with_worker.join(scripted)
+        yield Fleet(gateway_with_worker, embedder, reranker)
 
 
-@pytest.fixture
-def fleet(
-    gateway_with_worker: RunningGateway, embedder: ScriptedWorker, reranker: ScriptedWorker
-) -> RunningGateway:
-    """Return a gateway with a worker that chats, an embedder and a reranker."""
-    for scripted in (embedder, reranker):
-        gateway_with_worker.join(scripted)
-    return gateway_with_worker
-
-
-def post(gateway: RunningGateway, path: str, **body: Any) -> httpx.Response:
-    return gateway.client.post(path, json=body)
-
-
-def test_vectors_come_from_the_embedder_as_it_sends_them(
-    fleet: RunningGateway, embedder: ScriptedWorker
-) -> None:
-    answer = post(fleet, "/v1/embeddings", model="bge", input=[[1, 2]], dimensions=2, user=None)
+def test_vectors_come_from_the_embedder_as_it_sends_them(fleet: Fleet) -> None:
+    answer = fleet.post("/v1/embeddings", model="bge", input=[[1, 2]], dimensions=2, user=None)
     assert answer.json() == VECTORS
     assert answer.headers["x-paceline-worker"] == "embedder"
-    [request] = embedder.requests
+    [request] = fleet.embedder.requests
     assert request.path == "/v1/embeddings"
     assert request.body == {"model": "bge", "input": [[1, 2]], "dimensions": 2}
     assert request.headers["x-paceline-lane"] == "embeddings"
 
 
-def test_a_ranking_has_jinas_shape_or_coheres(
-    fleet: RunningGateway, reranker: ScriptedWorker
-) -> None:
-    assert post(fleet, "/v1/rerank", **RANK, top_n=2).json() == RANKING
-    cohere = post(fleet, "/v2/rerank", **RANK, priority=3)
+def test_a_ranking_has_jinas_shape_or_coheres(fleet: Fleet) -> None:
+    assert fleet.post("/v1/rerank", **RANK, top_n=2).json() == RANKING
+    cohere = fleet.post("/v2/rerank", **RANK, priority=3)
     tokens = {"input_tokens": 9, "output_tokens": 0}
     meta = {"api_version": {"version": "2"}, "tokens": tokens}
     assert cohere.json() == {"results": RANKING["results"], "meta": meta}
-    jina, translated = (request.body for request in reranker.requests)
+    jina, translated = (request.body for request in fleet.reranker.requests)
     assert jina == {**RANK, "top_n": 2}
     defaults = {"truncate": True, "return_documents": False, "max_tokens_per_doc": 4096}
     assert translated == {**RANK, "priority": 3, **defaults}
-    assert {request.path for request in reranker.requests} == {"/v1/rerank"}
+    assert {request.path for request in fleet.reranker.requests} == {"/v1/rerank"}
 
 
-def test_a_model_that_does_not_serve_an_endpoint_is_a_400_with_a_code(
-    fleet: RunningGateway,
-) -> None:
+def test_a_model_that_does_not_serve_an_endpoint_is_a_400_with_a_code(fleet: Fleet) -> None:
     unsuited: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("/v1/embeddings", "demo", {"input": "x"}),
         ("/v1/embeddings", "reranker", {"input": "x"}),
@@ -104,19 +97,19 @@ def test_a_model_that_does_not_serve_an_endpoint_is_a_400_with_a_code(
         ("/v1/responses", "bge", {"input": "x"}),
     )
     for path, model, fields in unsuited:
-        response = post(fleet, path, model=model, **fields)
+        response = fleet.post(path, model=model, **fields)
         assert status_and_code(response) == (400, "model_not_supported"), path
         assert response.json()["error"]["param"] == "model"
 
 
-def test_the_errors_of_each_format_have_its_shape(fleet: RunningGateway) -> None:
+def test_the_errors_of_each_format_have_its_shape(fleet: Fleet) -> None:
     for path in ("/v1/rerank", "/v2/rerank"):
-        unknown = post(fleet, path, **RANK | {"model": "nothing"})
+        unknown = fleet.post(path, **RANK | {"model": "nothing"})
         assert status_and_code(unknown) == (404, "model_not_found")
     assert unknown.json()["message"] == unknown.json()["error"]["message"]
-    refused = post(fleet, "/v1/messages", model="bge", max_tokens=1, **said("x"))
+    refused = fleet.post("/v1/messages", model="bge", max_tokens=1, **said("x"))
     assert (refused.status_code, refused.json()["type"]) == (400, "error")
-    assert fleet.client.get("/v1/embeddings").status_code == 405
+    assert fleet.gateway.client.get("/v1/embeddings").status_code == 405
 
 
 INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -140,60 +133,54 @@ INVALID: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
-def test_an_invalid_field_is_named_and_reaches_no_worker(
-    fleet: RunningGateway, embedder: ScriptedWorker, reranker: ScriptedWorker
-) -> None:
+def test_an_invalid_field_is_named_and_reaches_no_worker(fleet: Fleet) -> None:
     for path, fields, param in INVALID:
         model = "bge" if path == "/v1/embeddings" else "reranker"
-        response = post(fleet, path, **{"model": model, **fields})
+        response = fleet.post(path, **{"model": model, **fields})
         found = response.json()["error"]["param"]
         assert (response.status_code, found) == (400, param), (path, param)
-    assert [*embedder.requests, *reranker.requests] == []
+    assert [*fleet.embedder.requests, *fleet.reranker.requests] == []
 
 
-def test_an_answer_without_vectors_or_ranking_is_an_error_of_the_worker(
-    fleet: RunningGateway, embedder: ScriptedWorker, reranker: ScriptedWorker
-) -> None:
+def test_an_answer_without_vectors_or_ranking_is_an_error_of_the_worker(fleet: Fleet) -> None:
     answers: tuple[Any, ...] = ({"error": {"message": "no"}}, {"choices": [{}]}, {"data": []})
     for answer in answers:
-        embedder.script = script(answer)
-        failed = post(fleet, "/v1/embeddings", model="bge", input="x")
+        fleet.embedder.script = script(answer)
+        failed = fleet.post("/v1/embeddings", model="bge", input="x")
         assert status_and_code(failed) == (502, "worker_failed")
-    reranker.script = script({"results": ["first"]})
-    assert status_and_code(post(fleet, "/v2/rerank", **RANK)) == (502, "worker_failed")
+    fleet.reranker.script = script({"results": ["first"]})
+    assert status_and_code(fleet.post("/v2/rerank", **RANK)) == (502, "worker_failed")
 
 
 def test_default_is_the_one_model_that_serves_the_endpoint(
-    fleet: RunningGateway, embedder: ScriptedWorker, worker: ScriptedWorker
+    fleet: Fleet, worker: ScriptedWorker
 ) -> None:
-    assert post(fleet, "/v1/embeddings", model="default", input="x").status_code == 200
-    assert embedder.requests[-1].body["model"] == "bge"
-    assert fleet.chat(model="default").status_code == 200
+    assert fleet.post("/v1/embeddings", model="default", input="x").status_code == 200
+    assert fleet.embedder.requests[-1].body["model"] == "bge"
+    assert fleet.gateway.chat(model="default").status_code == 200
     assert worker.requests[-1].body["model"] == "demo"
 
 
-def test_models_are_listed_with_what_they_serve(fleet: RunningGateway) -> None:
-    listed = {one["id"]: one for one in fleet.client.get("/v1/models").json()["data"]}
+def test_models_are_listed_with_what_they_serve(fleet: Fleet) -> None:
+    listed = {one["id"]: one for one in fleet.gateway.client.get("/v1/models").json()["data"]}
     endpoints = {name: one["endpoints"] for name, one in listed.items()}
     assert endpoints["bge"] == ["embeddings"]
     assert endpoints["reranker"] == ["rerank"]
     assert endpoints["demo"] == endpoints["default"] == ["chat", "completions"]
     headers = {"anthropic-version": "2023-06-01"}
-    chats = fleet.client.get("/v1/models", headers=headers).json()["data"]
+    chats = fleet.gateway.client.get("/v1/models", headers=headers).json()["data"]
     assert "demo" in [one["id"] for one in chats]
     assert "bge" not in [one["id"] for one in chats]
 
 
-def test_a_key_pays_the_tokens_that_the_worker_reports(
-    fleet: RunningGateway, embedder: ScriptedWorker
-) -> None:
-    fleet.use_key(fleet.create_key(tokens_a_day=1000)["secret"])
-    first, second = (post(fleet, "/v1/embeddings", model="bge", input="x" * 30) for _ in range(2))
+def test_a_key_pays_the_tokens_that_the_worker_reports(fleet: Fleet) -> None:
+    fleet.gateway.use_key(fleet.gateway.create_key(tokens_a_day=1000)["secret"])
+    first, second = (fleet.post("/v1/embeddings", model="bge", input="x" * 30) for _ in range(2))
     # 10 tokens of text and 16 for what a model puts around it are reserved, and 5 are paid.
     assert first.headers["x-ratelimit-remaining-tokens"] == str(1000 - 26)
     assert second.headers["x-ratelimit-remaining-tokens"] == str(1000 - 26 - 5)
-    assert embedder.requests[-1].headers["x-paceline-token-limit"] == "26"
-    large = post(fleet, "/v1/rerank", **RANK | {"query": "x" * 3000})
+    assert fleet.embedder.requests[-1].headers["x-paceline-token-limit"] == "26"
+    large = fleet.post("/v1/rerank", **RANK | {"query": "x" * 3000})
     assert status_and_code(large) == (400, "tokens_over_limit")
 
 
@@ -207,14 +194,15 @@ def test_a_policy_routes_by_the_endpoint(
     ]
     pools = {"small": {"lanes": ["embeddings"]}, "vlm": {"lanes": ["vlm", "embeddings"]}}
     with gateway_with_policy(tmp_path, embedder, worker, routes=routes, pools=pools) as gateway:
-        answer = post(gateway, "/v1/embeddings", model="bge", input="x")
+        answer = gateway.client.post("/v1/embeddings", json={"model": "bge", "input": "x"})
         assert answer.headers["x-paceline-pool"] == "small"
         for model, field, route, pool, endpoint in (
             ("bge", "input", "vectors", "small", "embeddings"),
             ("demo", "prompt", "texts", "vlm", "completions"),
             ("demo", "input", "rest", "vlm", "chat"),
         ):
-            told = post(gateway, "/v1/route/explain", model=model, **{field: "x"}).json()
+            asked = {"model": model, field: "x"}
+            told = gateway.client.post("/v1/route/explain", json=asked).json()
             found = (told["route"], told["pool"], told["profile"]["endpoint"])
             assert found == (route, pool, endpoint)
 
@@ -228,7 +216,7 @@ def test_a_server_of_another_kind_gets_what_it_knows(
     policy = default_policy().model_dump(mode="json")
     with gateway_with_policy(tmp_path, static_workers=(static,), **policy) as gateway:
         body = {"model": "bge", "input": "x", "truncate": True, "encoding_format": "float"}
-        assert post(gateway, "/v1/embeddings", **body).status_code == 200
+        assert gateway.client.post("/v1/embeddings", json=body).status_code == 200
         del body["truncate"]
         assert embedder.requests[-1].body == body
         assert status_and_code(gateway.chat(model="bge")) == (400, "model_not_supported")

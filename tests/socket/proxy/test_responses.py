@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from gateway.proxy import forward
+from tests.support.gateway_fixtures import Served
 from tests.support.images import data_url, png_header
 from tests.support.running_gateway import RunningGateway, chat_body, status_and_code
 from tests.support.scripted_worker import (
@@ -21,8 +22,8 @@ from tests.support.scripted_worker import (
 )
 
 
-def test_a_sampled_request_runs_on_vlm_with_its_reason(gateway_with_worker: RunningGateway) -> None:
-    response = gateway_with_worker.chat()
+def test_a_sampled_request_runs_on_vlm_with_its_reason(shared_gateway: RunningGateway) -> None:
+    response = shared_gateway.chat()
     assert response.status_code == 200
     assert response.json()["choices"][0]["message"]["content"] == "one two three"
     told = {name.removeprefix("x-paceline-"): value for name, value in response.headers.items()}
@@ -33,32 +34,30 @@ def test_a_sampled_request_runs_on_vlm_with_its_reason(gateway_with_worker: Runn
 
 
 def test_a_greedy_text_request_runs_on_the_mtp_lane_and_one_with_an_image_on_vlm(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    shared: Served,
 ) -> None:
-    response = gateway_with_worker.chat(temperature=0)
+    response = shared.gateway.chat(temperature=0)
     assert response.headers["x-paceline-pool"] == "text-mtp"
     assert response.headers["x-paceline-reason"] == "eligible"
     assert response.json()["metrics"] == METRICS
-    assert worker.requests[0].headers["x-paceline-lane"] == "text-mtp"
+    assert shared.worker.requests[0].headers["x-paceline-lane"] == "text-mtp"
     image = {"url": data_url(png_header(8, 8) + b"ABC" * 1_000_000)}
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": image}]}]
-    response = gateway_with_worker.chat(temperature=0, messages=messages)
+    response = shared.gateway.chat(temperature=0, messages=messages)
     assert response.headers["x-paceline-pool"] == "vlm"
     assert response.headers["x-paceline-reason"] == "media"
-    assert worker.requests[1].body["messages"] == messages, "unchanged, though it is large"
+    assert shared.worker.requests[1].body["messages"] == messages, "unchanged, though it is large"
 
 
-def test_the_worker_gets_effective_values_and_no_client_headers(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_the_worker_gets_effective_values_and_no_client_headers(shared: Served) -> None:
     body = chat_body(model="gpt-4o-mini", top_k=None, seed=5, stream=True)
     headers = {
         "authorization": "Bearer secret-of-client",
         "cookie": "a=b",
         "x-request-id": "client-id",
     }
-    gateway_with_worker.client.post("/v1/chat/completions", json=body, headers=headers)
-    received = worker.requests[0]
+    shared.gateway.client.post("/v1/chat/completions", json=body, headers=headers)
+    received = shared.worker.requests[0]
     assert received.body == {
         "model": "demo",
         "messages": body["messages"],
@@ -76,48 +75,42 @@ def test_the_worker_gets_effective_values_and_no_client_headers(
 
 
 def test_a_stream_is_relayed_byte_for_byte_without_unrequested_usage(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
     events = stream_events(("one", " two", " three"))
-    response = gateway_with_worker.chat(stream=True)
+    response = shared_gateway.chat(stream=True)
     assert response.content == b"".join(event for event in events if event != usage_chunk())
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["x-paceline-pool"] == "vlm"
-    response = gateway_with_worker.chat(stream=True, stream_options={"include_usage": True})
+    response = shared_gateway.chat(stream=True, stream_options={"include_usage": True})
     assert response.content == b"".join(events)
 
 
-def test_the_first_event_arrives_before_the_last_is_generated(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.hang_after = 2
-    with gateway_with_worker.stream() as response:
+def test_the_first_event_arrives_before_the_last_is_generated(shared: Served) -> None:
+    shared.worker.script.hang_after = 2
+    with shared.gateway.stream() as response:
         chunks = response.iter_raw()
         received = next(chunks)
         while chunk({"content": "one"}) not in received:
             received += next(chunks)
         assert DONE not in received
-        worker.resume.set()
+        shared.worker.resume.set()
         assert b"".join(chunks).endswith(DONE)
 
 
-def test_completions_are_relayed(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_completions_are_relayed(shared: Served) -> None:
     body = {"model": "demo", "prompt": "Say"}
-    response = gateway_with_worker.client.post("/v1/completions", json=body)
+    response = shared.gateway.client.post("/v1/completions", json=body)
     assert response.status_code == 200
-    assert worker.requests[0].path == "/v1/completions"
-    assert worker.requests[0].body["prompt"] == "Say"
+    assert shared.worker.requests[0].path == "/v1/completions"
+    assert shared.worker.requests[0].body["prompt"] == "Say"
 
 
-def test_models_lists_served_models_and_their_aliases(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    names = {entry["id"] for entry in gateway_with_worker.client.get("/v1/models").json()["data"]}
+def test_models_lists_served_models_and_their_aliases(shared_gateway: RunningGateway) -> None:
+    names = {entry["id"] for entry in shared_gateway.client.get("/v1/models").json()["data"]}
     assert names == {"demo", "default", "gpt-4o-mini"}
-    assert gateway_with_worker.client.get("/v1/models/default").json()["root"] == "demo"
-    assert gateway_with_worker.client.get("/v1/models/other").status_code == 404
+    assert shared_gateway.client.get("/v1/models/default").json()["root"] == "demo"
+    assert shared_gateway.client.get("/v1/models/other").status_code == 404
 
 
 def test_a_models_own_sampling_values_apply_where_neither_policy_nor_request_has_any(
@@ -147,10 +140,8 @@ def test_default_is_an_alias_of_the_only_model(
     assert names == {"Qwen/Qwen3.5-4B", "default"}
 
 
-def test_explain_returns_the_decision_without_running_the_request(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    explanation = gateway_with_worker.client.post(
+def test_explain_returns_the_decision_without_running_the_request(shared: Served) -> None:
+    explanation = shared.gateway.client.post(
         "/v1/route/explain", json=chat_body(temperature=0, n=2)
     ).json()
     assert explanation["bypass"] == ["multiple_choices"]
@@ -158,17 +149,17 @@ def test_explain_returns_the_decision_without_running_the_request(
     assert {**expected, "reason": "multiple_choices"}.items() <= explanation.items()
     assert explanation["candidates"][0]["load"] == 0.0
     assert explanation["profile"]["sampling"]["temperature"] == 0.0
-    assert not worker.requests
+    assert not shared.worker.requests
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_openai_client_reads_responses_and_streams(
-    gateway_with_worker: RunningGateway, temperature: float
+    shared_gateway: RunningGateway, temperature: float
 ) -> None:
     asked: Any = {"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
     asked["temperature"] = temperature
     with openai.OpenAI(
-        base_url=f"{gateway_with_worker.url}/v1", api_key="unused", max_retries=0
+        base_url=f"{shared_gateway.url}/v1", api_key="unused", max_retries=0
     ) as client:
         create: Any = client.chat.completions.create
         completion = create(**asked)
@@ -179,8 +170,8 @@ def test_the_openai_client_reads_responses_and_streams(
     assert chunks[-1].usage.total_tokens == 10
 
 
-def test_a_preflight_request_gets_no_cors_headers(gateway_with_worker: RunningGateway) -> None:
-    response = gateway_with_worker.client.options(
+def test_a_preflight_request_gets_no_cors_headers(shared_gateway: RunningGateway) -> None:
+    response = shared_gateway.client.options(
         "/v1/chat/completions",
         headers={"origin": "http://evil.example", "access-control-request-method": "POST"},
     )
@@ -189,12 +180,12 @@ def test_a_preflight_request_gets_no_cors_headers(gateway_with_worker: RunningGa
 
 
 def test_an_oversized_response_becomes_a_502(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert forward._WHOLE_LIMIT_BYTES == 64 * 1024 * 1024
     monkeypatch.setattr(forward, "_WHOLE_LIMIT_BYTES", 64 * 1024)
     body = b'{"choices": [{"message": {"content": "one"}}]}'
-    worker.script.body = body + b" " * 64 * 1024
-    assert status_and_code(gateway_with_worker.chat()) == (502, "worker_failed")
-    worker.script.body = body
-    assert gateway_with_worker.chat().status_code == 200
+    served.worker.script.body = body + b" " * 64 * 1024
+    assert status_and_code(served.gateway.chat()) == (502, "worker_failed")
+    served.worker.script.body = body
+    assert served.gateway.chat().status_code == 200

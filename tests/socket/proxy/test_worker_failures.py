@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.support.fault_proxy import Fault, FaultProxy
-from tests.support.gateway_fixtures import MakeGateway
-from tests.support.raw_client import in_flight, raw_client, stream_error_code, wait_for_outcomes
+from tests.support.gateway_fixtures import MakeGateway, Served
+from tests.support.raw_client import (
+    RawClient,
+    in_flight,
+    raw_client,
+    stream_error_code,
+    wait_for_outcomes,
+)
 from tests.support.running_gateway import (
     RunningGateway,
     running_worker,
@@ -28,15 +35,10 @@ from tests.support.scripted_worker import (
     lane_report,
     stream_events,
 )
-from tests.support.scripted_worker_process import scripted_worker_process
+from tests.support.scripted_worker_process import ScriptedWorkerProcess, scripted_worker_process
 
 WHOLE = stream_events(Script().tokens)
 HEAD = WHOLE[0]
-
-
-def error_code(gateway: RunningGateway, text: str = "Say a word.") -> str:
-    """Return the code of the error event that ends a stream."""
-    return stream_error_code(gateway.chat(stream=True, **said(text)).content)
 
 
 def join_as_busy(gateway: RunningGateway, worker: ScriptedWorker) -> None:
@@ -44,14 +46,23 @@ def join_as_busy(gateway: RunningGateway, worker: ScriptedWorker) -> None:
     gateway.join(worker, lanes=[lane_report(name, waiting=40) for name in worker.lanes])
 
 
-def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+@contextlib.contextmanager
+def asked(
+    gateway: RunningGateway, **script: Any
+) -> Iterator[tuple[ScriptedWorkerProcess, RawClient]]:
+    """Yield a worker that a stream has reached, and the client of the stream."""
     with scripted_worker_process() as process, raw_client(gateway) as client:
-        process.fault(hang=True)
+        process.fault(**script)
         process.join(gateway)
         client.send_chat(stream=True)
         wait_until(lambda: process.answering() == 1)
+        yield process, client
+
+
+def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    with asked(gateway, hang=True) as (process, client):
         gateway.send_heartbeat(worker)
         process.kill()
         received = client.read_until(DONE)
@@ -63,11 +74,7 @@ def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(
 
 
 def test_f02_without_another_worker_the_response_is_502(gateway: RunningGateway) -> None:
-    with scripted_worker_process() as process, raw_client(gateway) as client:
-        process.fault(hang=True)
-        process.join(gateway)
-        client.send_chat()
-        wait_until(lambda: process.answering() == 1)
+    with asked(gateway, hang=True) as (process, client):
         process.kill()
         received = client.read_until(b'"code":"worker_lost"')
     assert received.startswith(b"HTTP/1.1 502")
@@ -128,22 +135,26 @@ def test_f02_a_body_above_8_mb_goes_to_one_worker_only(
     assert len(worker.requests) + len(second_worker.requests) == 1
 
 
-def test_f03_a_worker_killed_during_a_stream_ends_it_in_an_error_event_without_done(
+def test_f03_f25_a_killed_worker_ends_all_its_streams_in_an_error_event_without_done(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    with scripted_worker_process() as process, raw_client(gateway) as client:
+    with scripted_worker_process() as process, contextlib.ExitStack() as stack:
         process.fault(hang_after=3)
         process.join(gateway)
-        client.send_chat(stream=True)
-        client.read_until(b" two")
+        clients = [stack.enter_context(raw_client(gateway)) for _ in range(4)]
+        for client in clients:
+            client.send_chat(stream=True)
+            client.read_until(b" two")
+        assert in_flight(gateway) == 8, "four requests, four slots"
         gateway.send_heartbeat(worker)
         process.kill()
-        rest = client.read_until(b"\r\n0\r\n\r\n")
-    assert b'"code":"worker_lost"' in rest
-    assert b"[DONE]" not in rest
-    assert b'"finish_reason":"' not in rest
+        for client in clients:
+            rest = client.read_until(b"\r\n0\r\n\r\n")
+            assert b'"code":"worker_lost"' in rest
+            assert b"[DONE]" not in rest
+            assert b'"finish_reason":"' not in rest
     assert worker.requests == []
-    wait_for_outcomes(gateway, failed=1)
+    wait_for_outcomes(gateway, failed=4)
 
 
 def test_f03_after_a_reset_the_stream_has_its_events_and_an_error_event(
@@ -184,12 +195,8 @@ def test_f04_a_worker_that_never_responds_returns_504_and_is_disconnected(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     gateway = make_gateway(answer_timeout_s=0.2)
-    head_alone = Script(hang_after=0)
-    for stream, script in (
-        (False, Script(hang=True)),
-        (True, Script(hang=True)),
-        (True, head_alone),
-    ):
+    hangs, sends_a_head = Script(hang=True), Script(hang_after=0)
+    for stream, script in ((False, hangs), (True, hangs), (True, sends_a_head)):
         worker.script = script
         gateway.rejoin(worker)
         assert status_and_code(gateway.chat(stream=stream)) == (504, "worker_timeout")
@@ -216,7 +223,7 @@ def test_f05_a_stalled_stream_ends_in_an_error_event_and_frees_the_worker(
 ) -> None:
     worker.script.hang_after = 2
     gateway = make_gateway(worker, idle_timeout_s=0.2)
-    assert error_code(gateway) == "worker_stalled"
+    assert stream_error_code(gateway.chat(stream=True).content) == "worker_stalled"
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway, failed=1)
 
@@ -242,35 +249,21 @@ def test_f06_a_slow_stream_is_relayed_unchanged(
         assert response.content == b"".join(stream_events(worker.script.tokens))
 
 
-def test_f17_done_without_a_finish_reason_is_an_error(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.events = (HEAD, chunk({"content": "half"}), DONE)
-    assert error_code(gateway_with_worker) == "worker_failed"
-
-
-def test_f17_a_worker_lost_before_its_first_event_returns_502(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.cut_after = 0
-    assert status_and_code(gateway_with_worker.chat(stream=True)) == (502, "worker_lost")
-
-
 def test_f17_done_completes_a_stream_whether_worker_or_client_stay_or_leave_then(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    served: Served,
 ) -> None:
-    """The gateway does not wait for a worker that has said it."""
+    """The gateway does not wait for a served.worker that has said it."""
     for script in (Script(cut_after=len(WHOLE)), Script(hang_after=len(WHOLE))):
-        worker.script = script
-        assert gateway_with_worker.chat(stream=True).content.endswith(DONE)
-        wait_until(lambda: worker.in_flight == 0)
-    with gateway_with_worker.stream() as response:
+        served.worker.script = script
+        assert served.gateway.chat(stream=True).content.endswith(DONE)
+        wait_until(lambda: served.worker.in_flight == 0)
+    with served.gateway.stream() as response:
         received = b""
         for part in response.iter_raw():
             received += part
             if DONE in received:
                 break
-    wait_for_outcomes(gateway_with_worker, completed=3)
+    wait_for_outcomes(served.gateway, completed=3)
 
 
 def test_f17_a_response_cut_in_its_body_returns_502(
@@ -283,43 +276,28 @@ def test_f17_a_response_cut_in_its_body_returns_502(
         assert status_and_code(gateway_behind_proxy.chat()) == (502, "worker_lost")
 
 
-def test_f18_an_error_frame_becomes_an_error_event_without_the_workers_message(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+def test_f17_f18_a_stream_that_is_not_whole_ends_in_an_error_without_the_workers_message(
+    served: Served,
 ) -> None:
-    for frame in (
+    half = (HEAD, chunk({"content": "half"}))
+    frames: tuple[dict[str, Any], ...] = (
         {"error": {"message": "/Users/me/model exploded at 0x7f", "code": "x"}},
         {"error": "/Users/me/model exploded at 0x7f"},
         {"object": "error", "error": {"message": "exploded"}, "choices": []},
-    ):
-        worker.script.events = (HEAD, chunk({"content": "half"}), event(frame), DONE)
-        received = gateway_with_worker.chat(stream=True).content
+    )
+    for ends in ([], *([event(frame)] for frame in frames)):
+        served.worker.script.events = (*half, *ends, DONE)
+        received = served.gateway.chat(stream=True).content
         assert stream_error_code(received) == "worker_failed"
         assert b"exploded" not in received
-    wait_for_outcomes(gateway_with_worker, failed=3)
+    wait_for_outcomes(served.gateway, failed=4)
 
 
-def test_f18_an_error_frame_as_the_first_event_returns_502(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.events = (event({"error": {"message": "out of memory"}}), DONE)
-    assert status_and_code(gateway_with_worker.chat(stream=True)) == (502, "worker_failed")
-
-
-def test_f25_all_streams_of_a_killed_worker_end_in_an_error_event(
-    gateway: RunningGateway,
-) -> None:
-    with scripted_worker_process() as process, contextlib.ExitStack() as stack:
-        process.fault(hang_after=2)
-        process.join(gateway)
-        clients = [stack.enter_context(raw_client(gateway)) for _ in range(4)]
-        for client in clients:
-            client.send_chat(stream=True)
-            client.read_until(b"one")
-        assert in_flight(gateway) == 8, "four requests, four slots"
-        process.kill()
-        for client in clients:
-            assert b'"code":"worker_lost"' in client.read_until(b"\r\n0\r\n\r\n")
-    wait_for_outcomes(gateway, failed=4)
+def test_f17_f18_a_worker_that_fails_before_its_first_event_returns_502(served: Served) -> None:
+    served.worker.script = Script(cut_after=0)
+    assert status_and_code(served.gateway.chat(stream=True)) == (502, "worker_lost")
+    served.worker.script = Script(events=(event({"error": {"message": "out of memory"}}), DONE))
+    assert status_and_code(served.gateway.chat(stream=True)) == (502, "worker_failed")
 
 
 def test_f25_a_replacement_worker_gets_409_until_the_old_boot_expires(

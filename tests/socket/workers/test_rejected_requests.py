@@ -10,12 +10,7 @@ import httpx
 import pytest
 
 from policies.request.profile import Bypass
-from tests.support.scripted_engine import (
-    ScriptedEngine,
-    StubPrompts,
-    text_events,
-    worker_client,
-)
+from tests.support.scripted_engine import ScriptedEngine, StubPrompts, text_events, worker_client
 from workers.engine.types import LaneName
 from workers.server import request
 

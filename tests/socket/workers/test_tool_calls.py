@@ -47,10 +47,7 @@ TOOLS: Any = tools_of({"type": "integer"})
 
 
 def split(
-    chunks: list[str],
-    limit: int | None = None,
-    tools: Any = TOOLS,
-    family: str = "qwen3_coder",
+    chunks: list[str], limit: int | None = None, tools: Any = TOOLS, family: str = "qwen3_coder"
 ) -> list[str | tuple[str, Any]]:
     """Feed chunks to a splitter; return the content, and then the calls."""
     read = read_calls(FORMATS[family], chunks, tools, limit=limit)

@@ -18,8 +18,7 @@ def answer(text: str = "x") -> list[Event]:
     """Return an answer of 100 tokens, each in a delta of its own; `text` is of those after one."""
     deltas: list[Event] = [
         Delta(
-            text=text if number > 1 else "x",
-            usage=Usage(prompt_tokens=7, completion_tokens=number),
+            text=text if number > 1 else "x", usage=Usage(prompt_tokens=7, completion_tokens=number)
         )
         for number in range(1, TOKENS + 1)
     ]
