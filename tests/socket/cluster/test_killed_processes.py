@@ -126,7 +126,7 @@ class Cluster:
             while not self._stop.is_set():
                 for name in ("a", "b"):
                     self.send_request(client, name)
-                self._stop.wait(0.05)
+                self._stop.wait(0.2)
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:

@@ -92,6 +92,19 @@ async def test_a_report_with_equal_counts_replaces_the_one_before(
     assert reports.reports() == (draining,)
 
 
+async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
+    reports: SharedWorkerReports,
+) -> None:
+    boots = [boot_report(str(number), 3) for number in range(MAX_BOOTS + 1)]
+    for boot in boots:
+        reports.store(boot)
+        assert await reports.exchange([], []) == []
+    assert await reports.exchange([], []) == [], "no worker left"
+    for boot in boots:
+        reports.store(boot)
+    assert sum(report.lanes[0].requests for report in reports.reports()) == 3 * len(boots)
+
+
 async def test_the_running_boot_of_a_worker_with_many_boots_at_once_is_not_folded(
     reports: SharedWorkerReports, redis: RedisServer, open_redis: OpenRedis
 ) -> None:

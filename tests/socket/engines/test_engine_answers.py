@@ -113,9 +113,8 @@ def calls_at_each_wire(gateway: RunningGateway, *, streamed: bool) -> Iterator[l
         yield [(one["name"], one["input"]) for one in message.json()["content"]]
     flat = [{"type": "function", **one} for one in tools]
     response = posted("/v1/responses", json={**body, "input": "Hi", "tools": flat})
-    whole = events_of(response)[-1]["response"] if streamed else response.json()
-    output = whole["output"]
-    yield [(one["name"], json.loads(one["arguments"])) for one in output]
+    answered = events_of(response)[-1]["response"] if streamed else response.json()
+    yield [(one["name"], json.loads(one["arguments"])) for one in answered["output"]]
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -16,7 +16,7 @@ import pytest
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
-from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
+from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report, stream_events
 
 KEEPALIVE_S = 0.3
@@ -24,7 +24,8 @@ CHECK_S = 0.1
 
 
 @pytest.fixture
-def keep_alive_gateway(make_gateway: MakeGateway) -> RunningGateway:
+def gateway(make_gateway: MakeGateway) -> RunningGateway:
+    """Run a gateway that keeps silent streams alive soon."""
     return make_gateway(check_s=CHECK_S, keepalive_s=KEEPALIVE_S)
 
 
@@ -77,11 +78,11 @@ def chunks(received: bytes) -> list[dict[str, Any]]:
 
 
 def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    keep_alive_gateway.send_heartbeat(worker)
+    gateway.send_heartbeat(worker)
     worker.script.hang_after = 0
-    with opened(keep_alive_gateway) as (response, read_until):
+    with opened(gateway) as (response, read_until):
         assert response.status_code == 200
         assert response.headers["x-paceline-worker"] == "fake-a"
         silent = read_until(b": keepalive\n\n: keepalive\n\n")
@@ -91,30 +92,30 @@ def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(
     events = stream_events(worker.script.tokens)
     assert received.replace(b": keepalive\n\n", b"") == b"".join((*events[:-2], DONE))
     assert b'"headers"' not in received, "the head had them all"
-    wait_for_outcomes(keep_alive_gateway, completed=1)
+    wait_for_outcomes(gateway, completed=1)
 
 
 def test_a_pause_within_an_answer_gets_comments_and_the_first_token_is_none_of_them(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    keep_alive_gateway.send_heartbeat(worker)
+    gateway.send_heartbeat(worker)
     worker.script.hang_after = 1
     began_s = time.monotonic()
-    with opened(keep_alive_gateway) as (_, read_until):
+    with opened(gateway) as (_, read_until):
         read_until(b": keepalive\n\n: keepalive\n\n")
         worker.resume.set()
         assert read_until(DONE).count(b": keepalive") >= 2
     waited_s = time.monotonic() - began_s
-    wait_for_outcomes(keep_alive_gateway, completed=1)
-    metrics = keep_alive_gateway.client.get("/metrics").text
+    wait_for_outcomes(gateway, completed=1)
+    metrics = gateway.client.get("/metrics").text
     (sum_s,) = re.findall(r"\npaceline_time_to_first_token_seconds_sum\S* (\S+)", metrics)
     assert 2 * KEEPALIVE_S <= float(sum_s) <= waited_s
 
 
 def test_a_queued_stream_gets_an_early_head_and_later_the_headers_that_it_lacks(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    with queued(keep_alive_gateway, worker) as (response, read_until):
+    with queued(gateway, worker) as (response, read_until):
         assert response.status_code == 200
         assert response.headers["x-request-id"]
         assert "x-paceline-worker" not in response.headers
@@ -130,11 +131,10 @@ def test_a_queued_stream_gets_an_early_head_and_later_the_headers_that_it_lacks(
 
 
 def test_an_error_after_an_early_head_is_the_last_event(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
 ) -> None:
-    with PolicyAdmin(keep_alive_gateway.url, keep_alive_gateway.admin_key) as admin:
-        admin.use(pools={"vlm": {"lanes": "vlm", "queue": {"timeout_s": 0.6}}})
-    with queued(keep_alive_gateway, worker) as (response, read_until):
+    admin.use(pools={"vlm": {"lanes": "vlm", "queue": {"timeout_s": 0.6}}})
+    with queued(gateway, worker) as (response, read_until):
         assert response.status_code == 200
         received = read_until(b"[DONE]")
         worker.resume.set()
@@ -158,13 +158,13 @@ def test_what_a_worker_would_refuse_is_refused_before_an_early_head(
 
 
 def test_a_check_that_refuses_nothing_leaves_a_stream_in_its_queue(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     not_found = (404, b'{"error": {"message": ""}}')
     answers = ((200, b'{"prompt_tokens": 7}'), (500, b"{}"), not_found, (503, b"{}"))
     for count, answer in enumerate(answers, 1):
         worker.check_answer = answer
-        with queued(keep_alive_gateway, worker) as (response, read_until):
+        with queued(gateway, worker) as (response, read_until):
             wait_until(lambda count=count: len(worker.checks) == count)  # type: ignore[misc]
             read_until(b": queued")
             worker.resume.set()
@@ -174,9 +174,9 @@ def test_a_check_that_refuses_nothing_leaves_a_stream_in_its_queue(
 
 
 def test_after_an_early_head_another_worker_is_asked(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    with queued(keep_alive_gateway, worker, second_worker) as (_, read_until):
+    with queued(gateway, worker, second_worker) as (_, read_until):
         worker.script = Script(status=503, headers=((b"retry-after", b"60"),))
         worker.resume.set()
         wait_until(lambda: len(worker.requests) == 2)
@@ -187,14 +187,14 @@ def test_after_an_early_head_another_worker_is_asked(
 
 
 def test_a_crash_after_comments_alone_counts_for_the_quarantine(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     for member in (worker, second_worker):
         member.script = Script(events=(b": read 1 of 2\n\n",), cut_after=1)
-        keep_alive_gateway.send_heartbeat(member)
+        gateway.send_heartbeat(member)
     codes: list[tuple[int, str]] = []
     while codes[-1:] != [(422, "request_quarantined")]:
-        response = keep_alive_gateway.chat(stream=True)
+        response = gateway.chat(stream=True)
         if response.status_code == 200:
             assert stream_error_code(response.content) == "worker_lost"
         else:
@@ -211,18 +211,18 @@ def test_a_whole_answer_is_not_begun_early(
 
 
 def test_the_openai_client_reads_comments_late_headers_and_late_errors(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    client = openai.OpenAI(base_url=f"{keep_alive_gateway.url}/v1", api_key="none", max_retries=0)
-    messages: Any = [{"role": "user", "content": "Say a word."}]
-    with occupied(keep_alive_gateway, worker):
-        stream = client.chat.completions.create(model="demo", messages=messages, stream=True)
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+    asked: Any = {**chat_body(), "stream": True}
+    with occupied(gateway, worker):
+        stream = client.chat.completions.create(**asked)
         worker.resume.set()
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == "one two three"
     worker.script = Script(hang_after=0, cut_after=1)
     worker.resume.clear()
-    stream = client.chat.completions.create(model="demo", messages=messages, stream=True)
+    stream = client.chat.completions.create(**asked)
     worker.resume.set()
     with pytest.raises(openai.APIError) as raised:
         list(stream)

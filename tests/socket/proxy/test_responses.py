@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -189,3 +190,12 @@ def test_an_oversized_response_becomes_a_502(
     assert status_and_code(served.gateway.chat()) == (502, "worker_failed")
     served.worker.script.body = body
     assert served.gateway.chat().status_code == 200
+
+
+def test_f58_requests_with_one_idempotency_key_are_not_deduplicated(served: Served) -> None:
+    served.gateway.client.headers["idempotency-key"] = "the-same"
+    with ThreadPoolExecutor(2) as executor:
+        responses = [executor.submit(served.gateway.chat) for _ in range(2)]
+    assert [response.result().status_code for response in responses] == [200, 200]
+    assert len(served.worker.requests) == 2
+    assert "idempotency-key" not in served.worker.requests[0].headers

@@ -135,9 +135,7 @@ class Chat:
 
     def __init__(self, gateway: RunningGateway, name: str) -> None:
         self._gateway = gateway
-        self.messages: list[dict[str, Any]] = said(f"{name}: tell me of the harbour. {LONG}")[
-            "messages"
-        ]
+        self.messages: list[Any] = said(f"{name}: tell me of the harbour. {LONG}")["messages"]
 
     def ask(self, path: str = "/v1/chat/completions") -> Response:
         """Send the conversation, and append the answer and the next question."""
