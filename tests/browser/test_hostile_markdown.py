@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.browser_tab import BrowserTab
+from tests.support.running_gateway import RunningGateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -20,8 +21,10 @@ RENDER = """async text => {
     "part",
     ["`", "`` ", "`a", "[", "[a](http://x", "**a ", "*a ", "_a ", "http://....", "`*_[", "***a"],
 )
-async def test_l15_no_text_takes_more_than_linear_time(tab: BrowserTab, part: str) -> None:
+async def test_l15_no_text_takes_more_than_linear_time(
+    gateway_with_worker: RunningGateway, tab: BrowserTab, part: str
+) -> None:
     """With a cube, or a square, of its length the browser would not answer within its timeout."""
-    await tab.open("/try")
+    await tab.page.goto(f"{gateway_with_worker.url}/try")
     text = (part * 20_000)[:19_999]
     assert await tab.page.evaluate(RENDER, text) > len(text) / 2

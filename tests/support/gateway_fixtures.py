@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
 from gateway.assembly import TIMING, Timing
+from gateway.cluster.redis import RedisClient
 from gateway.fleet import health as control
 from tests.support.canary_listener import CanaryListener
 from tests.support.fault_proxy import FaultProxy, running_proxy
@@ -22,7 +24,7 @@ from tests.support.heartbeats import send_heartbeats
 from tests.support.log_capture import LogCapture, capture_logs
 from tests.support.policies import PolicyAdmin
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
-from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
+from tests.support.running_gateway import RunningGateway, make_settings, running_worker, wait_until
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
 from workers.http import CHECK_S
 
@@ -83,10 +85,25 @@ def private_redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
+OpenRedis = Callable[..., RedisClient]
+
+
+@pytest.fixture
+async def open_redis() -> AsyncIterator[OpenRedis]:
+    """Return a function that opens a client of a Redis until the end of the test."""
+    async with AsyncExitStack() as stack:
+
+        def open_one(server: RedisServer, *deadlines_s: float) -> RedisClient:
+            client = RedisClient(server.url, *(deadlines_s or (TEST_DEADLINE_S,)))
+            stack.push_async_callback(client.close)
+            return client
+
+        yield open_one
+
+
 @pytest.fixture
 def worker() -> Iterator[ScriptedWorker]:
-    scripted = ScriptedWorker()
-    with running_server(scripted, sockets=[scripted.socket]):
+    with running_worker() as scripted:
         yield scripted
 
 
@@ -99,8 +116,7 @@ def join_with_heartbeats(worker: ScriptedWorker) -> Iterator[Callable[[RunningGa
 
 @pytest.fixture
 def second_worker() -> Iterator[ScriptedWorker]:
-    scripted = ScriptedWorker(worker_id="fake-b")
-    with running_server(scripted, sockets=[scripted.socket]):
+    with running_worker("fake-b") as scripted:
         yield scripted
 
 
@@ -118,11 +134,29 @@ def gateway_with_worker(gateway: RunningGateway, worker: ScriptedWorker) -> Runn
     return gateway
 
 
+@dataclass(frozen=True)
+class Served:
+    """A gateway, and the scripted worker that has joined it."""
+
+    gateway: RunningGateway
+    worker: ScriptedWorker
+
+
+@pytest.fixture
+def served(gateway_with_worker: RunningGateway, worker: ScriptedWorker) -> Served:
+    return Served(gateway_with_worker, worker)
+
+
+@pytest.fixture
+def shared(shared_gateway: RunningGateway, module_worker: ScriptedWorker) -> Served:
+    """Return `shared_gateway` with `module_worker`."""
+    return Served(shared_gateway, module_worker)
+
+
 @pytest.fixture(scope="module")
 def module_worker() -> Iterator[ScriptedWorker]:
     """Run a worker for all tests of a file that change nothing at it."""
-    scripted = ScriptedWorker()
-    with running_server(scripted, sockets=[scripted.socket]):
+    with running_worker() as scripted:
         yield scripted
 
 
@@ -188,9 +222,9 @@ def make_cluster_gateway(redis: RedisServer, tmp_path: Path) -> Iterator[MakeClu
     with contextlib.ExitStack() as running:
         gateways: list[RunningGateway] = []
 
-        def start(timing: Timing = QUICK) -> RunningGateway:
+        def start(timing: Timing = QUICK, **fields: object) -> RunningGateway:
             folder = tmp_path / f"gateway-{len(gateways)}"
-            settings = make_settings(folder, redis_url=SecretStr(redis.url))
+            settings = make_settings(folder, redis_url=SecretStr(redis.url), **fields)
             gateways.append(running.enter_context(RunningGateway(settings, timing)))
             return gateways[-1]
 
@@ -235,19 +269,29 @@ def gateway_behind_proxy(
     return gateway
 
 
+def ready_workers(gateway: RunningGateway) -> set[str]:
+    workers = gateway.status()["workers"]
+    return {name for name, worker in workers.items() if worker["state"] == "ready"}
+
+
 @pytest.fixture
 def make_gateway(tmp_path: Path) -> Iterator[MakeGateway]:
-    """Return a function that starts a gateway with given settings until the end of the test."""
+    """Return a function that starts a gateway with given settings until the end of the test.
+
+    It returns the gateway once the scripted and the static workers have joined.
+    """
     with ExitStack() as running:
 
         def make(
-            *workers: ScriptedWorker, check_s: float = CHECK_S, **settings: object
+            *workers: ScriptedWorker, check_s: float = CHECK_S, **settings: Any
         ) -> RunningGateway:
             timing = replace(TIMING, check_s=check_s)
             gateway = RunningGateway(make_settings(tmp_path, **settings), timing)
             started = running.enter_context(gateway)
             for worker_ in workers:
                 started.join(worker_)
+            if gateway_workers := settings.get("workers"):
+                wait_until(lambda: ready_workers(started) == {one.id for one in gateway_workers})
             return started
 
         yield make
@@ -265,3 +309,17 @@ def start_gateway(private_redis: RedisServer, tmp_path: Path) -> Iterator[StartG
             return running.enter_context(RunningGateway(settings, timing))
 
         yield start
+
+
+@pytest.fixture
+def start_joined(
+    start_gateway: StartGateway, join_with_heartbeats: JoinWithHeartbeats
+) -> StartGateway:
+    """Return a function that starts a gateway as `start_gateway`, and lets the worker join."""
+
+    def start(*arguments: Any, **fields: Any) -> RunningGateway:
+        gateway = start_gateway(*arguments, **fields)
+        join_with_heartbeats(gateway)
+        return gateway
+
+    return start

@@ -36,6 +36,16 @@ def single_pool_policy(
     }
 
 
+def vlm_policy(**changes: Any) -> dict[str, Any]:
+    """Return a policy of a pool of all `vlm` lanes, with these sections."""
+    return {
+        "version": 1,
+        "routes": [DEFAULT_ROUTE],
+        "pools": {"vlm": {"lanes": "vlm"}},
+        **changes,
+    }
+
+
 def to_yaml(document: Any) -> str:
     return str(yaml.safe_dump(document, sort_keys=False))
 
@@ -58,14 +68,8 @@ def gateway_with_policy(
     **policy: Any,
 ) -> Iterator[RunningGateway]:
     """Run a gateway with this policy; each worker has joined with its name as its label."""
-    document = {
-        "version": 1,
-        "routes": [DEFAULT_ROUTE],
-        "pools": {"vlm": {"lanes": "vlm"}},
-        **policy,
-    }
     file = folder / "policy.yaml"
-    file.write_text(to_yaml(document))
+    file.write_text(to_yaml(vlm_policy(**policy)))
     with RunningGateway(make_settings(folder, policy=file, workers=static_workers)) as gateway:
         for worker in workers:
             worker.status_report = worker.report(labels=[worker.worker_id])
@@ -129,6 +133,11 @@ class PolicyAdmin:
 
     def put(self, document: Any, **headers: str) -> httpx.Response:
         return self.edit("PUT", document, **headers)
+
+    def use(self, **policy: Any) -> None:
+        """Replace the policy by `vlm_policy` with these sections."""
+        response = self.put(vlm_policy(**policy))
+        assert response.is_success, response.text
 
     def patch(self, document: Any, **headers: str) -> httpx.Response:
         return self.edit("PATCH", document, **headers)

@@ -1,4 +1,4 @@
-"""The state of Redis in `/v1/status`."""
+"""The state of Redis in `/v1/status`, and what gateways share by it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ def redis_status(gateway: RunningGateway) -> dict[str, object]:
     """
     status: dict[str, object] = gateway.status().get("store", {})
     return status
+
+
+def remaining(gateway: RunningGateway, what: str = "tokens") -> int:
+    """Return what remains of a limit of the client's key, or -1 without one."""
+    headers = gateway.client.post("/v1/chat/completions", json={}).headers
+    return int(headers.get(f"x-ratelimit-remaining-{what}", "-1"))
 
 
 def is_degraded(gateway: RunningGateway) -> bool:

@@ -8,7 +8,7 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +56,14 @@ def running_server(
     finally:
         loop.call_soon_threadsafe(end_requested.set)
         _await_end(thread, loop)
+
+
+@contextlib.contextmanager
+def running_worker(worker_id: str = "fake-a", **fields: Any) -> Iterator[ScriptedWorker]:
+    """Run a scripted worker with these fields while the context lasts."""
+    scripted = ScriptedWorker(worker_id, **fields)
+    with running_server(scripted, sockets=[scripted.socket]):
+        yield scripted
 
 
 def _await_end(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:
@@ -108,6 +116,11 @@ class RunningGateway:
     def wait_closed(self) -> None:
         _await_end(self._thread, self.loop)
 
+    def shut_down(self) -> None:
+        """Shut down with a drain, and wait for the end."""
+        self.request_shutdown()
+        self.wait_closed()
+
     def send_heartbeat(self, worker: ScriptedWorker, **changes: Any) -> httpx.Response:
         """Send the heartbeat of a worker, which answers the gateway's call back as that boot."""
         report = worker.report(**changes)
@@ -122,6 +135,12 @@ class RunningGateway:
         """Send heartbeats until one is taken, as a worker does: a call back may come too late."""
         answers = (self.send_heartbeat(worker, **changes) for _ in range(_HEARTBEATS))
         assert any(answer.status_code == 200 for answer in answers), worker.worker_id
+
+    def rejoin(self, worker: ScriptedWorker, **changes: Any) -> None:
+        """Let a worker join as another boot, which has no failures."""
+        self.remove_worker(worker)
+        worker.boot_id += "-"
+        self.join(worker, **changes)
 
     def remove_worker(self, worker: ScriptedWorker, **query: bool) -> httpx.Response:
         """Remove a worker, as it does at its shutdown, or its supervisor after its end."""
@@ -177,6 +196,11 @@ def chat_body(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": "Say a word."}], **fields}
 
 
+def said(text: str) -> dict[str, Any]:
+    """Return the messages of a chat in which the user says this."""
+    return {"messages": [{"role": "user", "content": text}]}
+
+
 def bearer_headers(key: Mapping[str, Any]) -> dict[str, str]:
     """Return a header with the secret of a created key."""
     return {"authorization": f"Bearer {key['secret']}"}
@@ -207,3 +231,11 @@ def wait_until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None
             return
         pause.wait(0.02)
     raise AssertionError("the condition did not become true")
+
+
+def wait_until_all(
+    gateways: Iterable[RunningGateway], condition: Callable[[RunningGateway], bool]
+) -> None:
+    """Wait until a condition is true of each gateway."""
+    for gateway in gateways:
+        wait_until(lambda one=gateway: condition(one))  # type: ignore[misc]

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from pydantic import SecretStr
 
 from workers.drain_rate import QueuePlace
@@ -194,6 +195,18 @@ async def serve_worker(
     app = create_app(worker, SecretStr(token) if token else None)
     async with serve_app(app, check_s=check_s) as url:
         yield url
+
+
+@asynccontextmanager
+async def worker_client(
+    engine: ServingEngine, token: str | None = None, **fields: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve a worker around an engine at a real socket; yield a client of it."""
+    async with (
+        serve_worker(make_worker(engine), token) as url,
+        httpx.AsyncClient(base_url=url, timeout=60, **fields) as client,
+    ):
+        yield client
 
 
 @asynccontextmanager

@@ -84,8 +84,12 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
+@cache
 def renderer_of(template: str, *, tools_alone: bool = False) -> PromptRenderer:
-    """Return the demo model's renderer with another template, or with one for tools alone."""
+    """Return the demo model's renderer with another template, or with one for tools alone.
+
+    It finds out once what a template takes, which is most of its work.
+    """
     tokenizer = copy(_tokenizer())
     named = {"default": tokenizer.chat_template, "tool_use": template}
     tokenizer.chat_template = named if tools_alone else template

@@ -18,17 +18,11 @@ from gateway.telemetry.prometheus import GatewayMetrics, exposition
 from tests.support.redis_server import RedisServer
 from tests.support.simulated_fleet import SimulatedGateway, SimulatedRedisGateway, Simulation
 
-EVENTS = st.lists(
-    st.sampled_from(
-        ["answer"] * 6
-        + ["beat"] * 3
-        + ["deliver"] * 3
-        + ["restart worker", "sync", "restart gateway", "jump"]
-    ),
-    max_size=60,
-)
+OFTEN = ["answer"] * 6 + ["beat"] * 3 + ["deliver"] * 3
+SELDOM = ["restart worker", "sync", "restart gateway", "jump"]
+EVENTS = st.lists(st.sampled_from(OFTEN + SELDOM), max_size=60)
 QUICK = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -76,12 +70,9 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
     await simulation.check()
     (gateway,) = simulation.gateways
     totals = list(gateway.accounting.lane_totals().items())
-    for name, total in (
-        ("drafts", sum(lane.drafts for _, lane in totals)),
-        ("attempted", sum(lane.drafted for _, lane in totals)),
-        ("accepted", sum(lane.accepted for _, lane in totals)),
-        ("completion", sum(lane.completion_tokens for _, lane in totals)),
-    ):
+    names = {"drafts": "drafts", "attempted": "drafted", "accepted": "accepted"}
+    for name, field in {**names, "completion": "completion_tokens"}.items():
+        total = sum(getattr(lane, field) for _, lane in totals)
         assert total == simulation.expected_counts["fleet", name], "windows use the same counters"
     text = exposition(GatewayMetrics(gateway.accounting)).decode()
     scraped = {
@@ -103,7 +94,7 @@ async def test_a_report_after_its_boot_was_folded_is_not_counted_again(
     start_gateway = (
         (lambda: SimulatedRedisGateway(redis, wall)) if shared else lambda: SimulatedGateway(wall)
     )
-    simulation.gateways += [start_gateway()] if not shared else [start_gateway(), start_gateway()]
+    simulation.gateways += [start_gateway() for _ in range(1 + shared)]
     simulation.workers = simulation.workers[:1]
     first, *rest = simulation.gateways
     for _ in range(MAX_BOOTS + 4):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -12,17 +11,16 @@ from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
 from gateway.protocols.responses import Sealer
 from gateway.storage.expiring import RECORD_LIMIT_BYTES, TTL_S
-from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
+from tests.support.gateway_fixtures import OpenRedis
+from tests.support.redis_server import RedisServer
 
 NAME = "resp_1"
 LIMIT_BYTES = 3000
 
 
 @pytest.fixture
-async def client(redis: RedisServer) -> AsyncIterator[RedisClient]:
-    client = RedisClient(redis.url, TEST_DEADLINE_S)
-    yield client
-    await client.close()
+def client(redis: RedisServer, open_redis: OpenRedis) -> RedisClient:
+    return open_redis(redis)
 
 
 def records(client: RedisClient, secret: bytes = b"token") -> SharedExpiringRecords:
@@ -71,13 +69,12 @@ async def test_the_records_used_longest_ago_make_room(
 
 
 async def test_without_redis_nothing_is_kept_and_no_request_waits_again(
-    private_redis: RedisServer,
+    private_redis: RedisServer, open_redis: OpenRedis
 ) -> None:
-    client = RedisClient(private_redis.url, TEST_DEADLINE_S)
+    client = open_redis(private_redis)
     kept = records(client)
     private_redis.kill()
     for _ in range(2):
         with pytest.raises(RecordsUnwritable):
             await kept.put("ann", NAME, b"one")
     assert client.unreachable
-    await client.close()

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -102,6 +102,11 @@ class Cluster:
         status: dict[str, Any] = httpx.get(f"{self.urls[name]}/v1/status", timeout=TIMEOUT_S).json()
         return status
 
+    def wait_for_both(self, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until the status of each gateway is as it should be."""
+        for name in ("a", "b"):
+            wait_until(lambda name=name: condition(self.status(name)))  # type: ignore[misc]
+
     def send_request(self, client: httpx.Client, name: str) -> None:
         """Send a request to one gateway and record its outcome."""
         try:
@@ -121,7 +126,7 @@ class Cluster:
             while not self._stop.is_set():
                 for name in ("a", "b"):
                     self.send_request(client, name)
-                self._stop.wait(0.05)
+                self._stop.wait(0.2)
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
@@ -174,8 +179,7 @@ def boots(status: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("workers", "gateways"),
-    [("x", "a"), pytest.param("xyz", "ab", marks=pytest.mark.proof)],
+    ("workers", "gateways"), [("x", "a"), pytest.param("xyz", "ab", marks=pytest.mark.proof)]
 )
 def test_sums_are_exact_after_gateways_and_workers_were_killed(
     cluster: Cluster, workers: str, gateways: str
@@ -186,12 +190,7 @@ def test_sums_are_exact_after_gateways_and_workers_were_killed(
     all_workers = sorted({"x", "y", *workers})
     for name in all_workers:
         cluster.start_worker(name)
-    for name in "ab":
-        wait_until(
-            lambda name=name: (  # type: ignore[misc]
-                len(cluster.status(name)["pools"]["vlm"]["workers"]) == len(all_workers)
-            )
-        )
+    cluster.wait_for_both(lambda status: len(status["pools"]["vlm"]["workers"]) == len(all_workers))
     with cluster.loaded():
         cluster.wait_for_progress("worker", *all_workers)
         for worker, gateway in zip_longest(workers, gateways):
@@ -207,12 +206,9 @@ def test_sums_are_exact_after_gateways_and_workers_were_killed(
 
     # If a gateway was killed before it reported a boot, the worker's next heartbeat reports it.
     expected_boots = {name: 1 + (name in workers) for name in all_workers}
-    for name in "ab":
-        wait_until(lambda name=name: boots(cluster.status(name)) == expected_boots)  # type: ignore[misc]
-    wait_until(lambda: completed(cluster.status("a")) == completed(cluster.status("b")))
-    wait_until(
-        lambda: served_by_workers(cluster.status("a")) == served_by_workers(cluster.status("b"))
-    )
+    cluster.wait_for_both(lambda status: boots(status) == expected_boots)
+    for count in (completed, served_by_workers):
+        wait_until(lambda count=count: count(cluster.status("a")) == count(cluster.status("b")))  # type: ignore[misc]
     status = cluster.status("a")
     reported, successes = completed(status), len(cluster.successes)
     # A killed gateway loses counts that it had not written; it counted responses that it could not
@@ -228,6 +224,6 @@ def test_sums_are_exact_after_gateways_and_workers_were_killed(
         for name in "aabbb":
             cluster.send_request(client, name)
     assert len(cluster.successes) == successes + 5
-    for name in "ab":
-        wait_until(lambda name=name: completed(cluster.status(name)) == reported + 5)  # type: ignore[misc]
-        assert served_by_workers(cluster.status(name)) == generated + 5
+    cluster.wait_for_both(lambda status: completed(status) == reported + 5)
+    assert served_by_workers(cluster.status("a")) == generated + 5
+    assert served_by_workers(cluster.status("b")) == generated + 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -12,20 +11,20 @@ from gateway.cluster.recent_errors import SharedErrors
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
 from gateway.storage.recent_errors import MAX_ERRORS, ErrorRecord, RecentErrors
-from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
+from tests.support.gateway_fixtures import OpenRedis
+from tests.support.redis_server import RedisServer
 
 STREAM = "paceline:{errors}:recent"
 START_S = 1_000_000.0
 
 
 class PeerGateway:
-    """The errors of one gateway, with its Redis client and its clock."""
+    """The errors of one gateway, with its clock and its exchange with others."""
 
-    def __init__(self, url: str, now_s: float = START_S) -> None:
-        self.now_s = now_s
+    def __init__(self, client: RedisClient) -> None:
+        self.now_s = START_S
         self.errors = RecentErrors()
-        self.client = RedisClient(url, TEST_DEADLINE_S)
-        self._shared = SharedErrors(self.client, self.errors, lambda: self.now_s)
+        self._shared = SharedErrors(client, self.errors, lambda: self.now_s)
 
     async def sync(self) -> None:
         await self._shared.exchange()
@@ -33,85 +32,66 @@ class PeerGateway:
     def fail(self, request_id: str, key: str = "") -> None:
         self.now_s += 1
         texts = {"model": "demo", "worker_id": "studio", "reason": "The worker failed."}
-        self.errors.add(
-            ErrorRecord(
-                unix_s=self.now_s,
-                request_id=request_id,
-                key=key,
-                status=502,
-                code="worker_failed",
-                **texts,
-            )
-        )
+        failure = {"request_id": request_id, "key": key, "code": "worker_failed"}
+        self.errors.add(ErrorRecord(unix_s=self.now_s, status=502, **failure, **texts))
 
     def request_ids(self) -> list[str]:
-        return [one.request_id for one in self.errors.newest_first()]
+        return sorted(one.request_id for one in self.errors.newest_first())
+
+
+async def sync(*gateways: PeerGateway) -> None:
+    for gateway in gateways:
+        await gateway.sync()
+
+
+Pair = tuple[PeerGateway, PeerGateway]
 
 
 @pytest.fixture
-async def two_gateways(redis: RedisServer) -> AsyncIterator[tuple[PeerGateway, PeerGateway]]:
-    pair = PeerGateway(redis.url), PeerGateway(redis.url)
-    yield pair
-    for gateway in pair:
-        await gateway.client.close()
+def two_gateways(redis: RedisServer, open_redis: OpenRedis) -> Pair:
+    return PeerGateway(open_redis(redis)), PeerGateway(open_redis(redis))
 
 
-async def test_gateways_list_the_errors_of_each_other_once(
-    two_gateways: tuple[PeerGateway, PeerGateway],
-) -> None:
+async def test_gateways_list_the_errors_of_each_other_once(two_gateways: Pair) -> None:
     first, second = two_gateways
     first.fail("req-1", key="key-1")
     second.fail("req-2")
-    for gateway in (first, second, first, second):
-        await gateway.sync()
-    assert sorted(first.request_ids()) == sorted(second.request_ids()) == ["req-1", "req-2"]
+    await sync(first, second, first, second)
+    assert first.request_ids() == second.request_ids() == ["req-1", "req-2"]
     (merged,) = [one for one in second.errors.newest_first() if one.request_id == "req-1"]
     assert (merged.key, merged.worker_id, merged.status) == ("key-1", "studio", 502)
 
 
 async def test_the_time_of_an_error_follows_the_clock_of_the_gateway_that_lists_it(
-    redis: RedisServer,
+    two_gateways: Pair,
 ) -> None:
-    first, second = PeerGateway(redis.url), PeerGateway(redis.url, now_s=START_S + 3600)
+    first, second = two_gateways
+    second.now_s += 3600
     first.fail("req-1")
     first.now_s += 30  # while Redis was away
-    await first.sync()
-    await second.sync()
+    await sync(first, second)
     (merged,) = second.errors.newest_first()
     assert merged.unix_s <= second.now_s - 30
-    for gateway in (first, second):
-        await gateway.client.close()
-
-
-async def test_a_gateway_that_starts_lists_the_errors_of_before(redis: RedisServer) -> None:
-    early = PeerGateway(redis.url)
-    for number in range(3):
-        early.fail(f"req-{number}")
-    await early.sync()
-    await early.client.close()
-    late = PeerGateway(redis.url)
-    await late.sync()
-    assert sorted(late.request_ids()) == ["req-0", "req-1", "req-2"]
-    await late.client.close()
 
 
 async def test_after_a_reconnect_no_error_is_listed_twice(
-    two_gateways: tuple[PeerGateway, PeerGateway], redis: RedisServer
+    two_gateways: Pair, redis: RedisServer
 ) -> None:
     first, second = two_gateways
     first.fail("req-1")
-    for gateway in (first, second):
-        await gateway.sync()
+    await sync(first, second)
     redis.client.client_kill_filter(_type="normal", skipme=True)
     first.fail("req-2")
     for gateway in (first, second, first, second):
         with contextlib.suppress(RecordsUnwritable):
             await gateway.sync()
-    assert sorted(second.request_ids()) == sorted(first.request_ids()) == ["req-1", "req-2"]
+    assert second.request_ids() == first.request_ids() == ["req-1", "req-2"]
 
 
-async def test_errors_of_an_outage_reach_the_others_after_it(private_redis: RedisServer) -> None:
-    first, second = PeerGateway(private_redis.url), PeerGateway(private_redis.url)
+async def test_errors_of_an_outage_reach_the_others_after_it(
+    private_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    first, second = (PeerGateway(open_redis(private_redis)) for _ in range(2))
     await first.sync()
     private_redis.kill()
     for number in range(MAX_ERRORS + 5):
@@ -120,15 +100,12 @@ async def test_errors_of_an_outage_reach_the_others_after_it(private_redis: Redi
             await first.sync()
     assert len(first.request_ids()) == MAX_ERRORS, "a gateway lists its own errors"
     private_redis.start()
-    await first.sync()
-    await second.sync()
-    assert sorted(second.request_ids()) == sorted(first.request_ids())
-    for gateway in (first, second):
-        await gateway.client.close()
+    await sync(first, second)
+    assert second.request_ids() == first.request_ids()
 
 
 async def test_an_entry_of_another_version_is_skipped_and_the_stream_is_bounded(
-    redis: RedisServer, two_gateways: tuple[PeerGateway, PeerGateway]
+    redis: RedisServer, two_gateways: Pair
 ) -> None:
     first, second = two_gateways
     for text in ("[1]", "{", json.dumps({"age_s": 1e400}), json.dumps({"age_s": "x"}), "{}"):
@@ -138,7 +115,6 @@ async def test_an_entry_of_another_version_is_skipped_and_the_stream_is_bounded(
         first.fail(f"req-{number}")
         if number % MAX_ERRORS == 0:
             await first.sync()
-    await first.sync()
-    await second.sync()
+    await sync(first, second)
     assert len(second.request_ids()) == MAX_ERRORS
     assert redis.client.xlen(STREAM) < 7 * MAX_ERRORS

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,26 @@ import pytest
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, WriteUnconfirmed
+from tests.support.gateway_fixtures import OpenRedis
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 
+KEYS = "paceline:{keys}:records"
 OpenRecords = Callable[..., tuple[RedisRecords, RedisClient]]
 
 
 @pytest.fixture
-async def open_records(tmp_path: Path) -> AsyncIterator[OpenRecords]:
+def open_records(redis: RedisServer, open_redis: OpenRedis, tmp_path: Path) -> OpenRecords:
     """Open the records as one gateway does; all share a state folder."""
-    async with AsyncExitStack() as stack:
 
-        def open_one(
-            server: RedisServer,
-            deadline_s: float = TEST_DEADLINE_S,
-            admin_deadline_s: float = TEST_DEADLINE_S,
-        ) -> tuple[RedisRecords, RedisClient]:
-            client = RedisClient(server.url, deadline_s, admin_deadline_s)
-            stack.push_async_callback(client.close)
-            return RedisRecords(client, tmp_path), client
+    def open_one(
+        server: RedisServer = redis,
+        deadline_s: float = TEST_DEADLINE_S,
+        admin_deadline_s: float = TEST_DEADLINE_S,
+    ) -> tuple[RedisRecords, RedisClient]:
+        client = open_redis(server, deadline_s, admin_deadline_s)
+        return RedisRecords(client, tmp_path), client
 
-        yield open_one
+    return open_one
 
 
 async def check_redis(client: RedisClient) -> None:
@@ -39,10 +38,8 @@ async def check_redis(client: RedisClient) -> None:
     await client.call("exchange", client.script("return 1"))
 
 
-async def test_a_change_of_another_gateway_is_in_the_next_read(
-    redis: RedisServer, open_records: OpenRecords
-) -> None:
-    (first, _), (second, _) = open_records(redis), open_records(redis)
+async def test_a_change_of_another_gateway_is_in_the_next_read(open_records: OpenRecords) -> None:
+    (first, _), (second, _) = open_records(), open_records()
     assert await first.all("keys") == {}
     await second.add("keys", "a", '{"n":1}')
     await second.add("keys", "b", '{"n":2}')
@@ -53,9 +50,9 @@ async def test_a_change_of_another_gateway_is_in_the_next_read(
 
 
 async def test_a_removed_record_stays_removed_while_a_gateway_opens_more_connections(
-    redis: RedisServer, open_records: OpenRecords
+    open_records: OpenRecords,
 ) -> None:
-    (first, client), (second, _) = open_records(redis), open_records(redis)
+    (first, client), (second, _) = open_records(), open_records()
     await second.add("cordons", "a", "{}")
     assert set(await first.all("cordons")) == {"a"}
     await asyncio.gather(*(check_redis(client) for _ in range(3)))
@@ -63,10 +60,8 @@ async def test_a_removed_record_stays_removed_while_a_gateway_opens_more_connect
     assert await first.all("cordons") == await second.all("cordons") == {}
 
 
-async def test_one_of_many_concurrent_adds_of_a_name_succeeds(
-    redis: RedisServer, open_records: OpenRecords
-) -> None:
-    gateways, clients = zip(*(open_records(redis) for _ in range(4)), strict=True)
+async def test_one_of_many_concurrent_adds_of_a_name_succeeds(open_records: OpenRecords) -> None:
+    gateways, clients = zip(*(open_records() for _ in range(4)), strict=True)
     # As in a running gateway, connections exist before the first edit.
     await asyncio.gather(*(check_redis(client) for client in clients for _ in range(3)))
     await gateways[0].add("policy", "6", "{}")
@@ -98,7 +93,7 @@ async def test_records_stay_readable_and_are_restored_after_redis_loses_its_data
 async def test_f60_records_are_restored_where_an_edit_or_a_second_loss_comes_first(
     redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    (first, _), (second, _) = open_records(redis), open_records(redis)
+    (first, _), (second, _) = open_records(), open_records()
     await first.add("keys", "a", "{}")
     await first.add("keys", "a/revoked", "{}")
     expected = {"a", "a/revoked"}
@@ -146,43 +141,41 @@ async def test_an_older_redis_state_does_not_reactivate_a_revoked_key(
 ) -> None:
     records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
-    before = private_redis.client.dump("paceline:{keys}:records")
+    before = private_redis.client.dump(KEYS)
     assert before is not None
     await records.add("keys", "a/revoked", "2")
     assert set(await records.all("keys")) == {"a", "a/revoked"}
-    private_redis.client.restore("paceline:{keys}:records", 0, before, replace=True)
+    private_redis.client.restore(KEYS, 0, before, replace=True)
+    for one in (records, open_records(private_redis)[0]):
+        assert set(await one.all("keys")) == {"a", "a/revoked"}
 
-    assert set(await records.all("keys")) == {"a", "a/revoked"}
-    assert set(await open_records(private_redis)[0].all("keys")) == {"a", "a/revoked"}
 
-
-@pytest.mark.parametrize("value", ["not one of ours", "[7,half", "[]"])
 async def test_a_foreign_value_is_returned_as_a_string_and_breaks_no_record(
-    redis: RedisServer, open_records: OpenRecords, value: str
+    redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    records, client = open_records(redis)
+    records, client = open_records()
     await records.add("keys", "a", "1")
-    redis.client.hset("paceline:{keys}:records", "odd", value)
-    records_read = await records.all("keys")
-    assert records_read["a"] == "1"
-    assert records_read["odd"].startswith('"')
+    for value in ("not one of ours", "[7,half", "[]"):
+        redis.client.hset(KEYS, "odd", value)
+        records_read = await records.all("keys")
+        assert records_read["a"] == "1"
+        assert records_read["odd"].startswith('"')
     assert not client.problem
 
 
 async def test_a_key_of_another_type_is_a_failure_and_not_an_empty_table(
     redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    records, client = open_records(redis)
+    records, client = open_records()
     await records.add("keys", "a", "1")
     await records.all("keys")
-    redis.client.set("paceline:{keys}:records", "a string")
-
+    redis.client.set(KEYS, "a string")
     assert await records.all("keys") == {"a": "1"}
     assert client.problem == "A Redis key of Paceline has another type."
-    redis.client.delete("paceline:{keys}:records")
+    redis.client.delete(KEYS)
     assert await records.all("keys") == {"a": "1"}
     assert not client.problem
-    assert redis.client.hexists("paceline:{keys}:records", "a")
+    assert redis.client.hexists(KEYS, "a")
 
 
 async def test_a_full_redis_rejects_edits_and_stays_readable(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -17,7 +16,7 @@ from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 from gateway.event_loop import run
 from gateway.server import serve
-from tests.support.gateway_fixtures import MakeClusterGateway
+from tests.support.gateway_fixtures import MakeClusterGateway, OpenRedis
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
@@ -28,25 +27,20 @@ SHORT_S = 0.05
 
 
 async def test_calls_do_not_use_asyncio_wait_for(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    redis: RedisServer, open_redis: OpenRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before Python 3.12, `asyncio.wait_for` may swallow a cancellation."""
 
     def fail(*_: object, **__: object) -> NoReturn:
         raise AssertionError("before Python 3.12 wait_for may swallow a cancellation")
 
-    client = RedisClient(redis.url)
+    client = open_redis(redis)
     monkeypatch.setattr(asyncio, "wait_for", fail)
-    try:
-        assert await client.call("tests", client.redis.ping)
-        assert await client.call("tests", lambda: client.script("return 7")([], [])) == 7
-    finally:
-        await client.close()
+    assert await client.call("tests", client.redis.ping)
+    assert await client.call("tests", lambda: client.script("return 7")([], [])) == 7
 
 
-def test_a_reply_received_while_the_process_was_suspended_is_in_time(
-    redis: RedisServer,
-) -> None:
+def test_a_reply_received_while_the_process_was_suspended_is_in_time(redis: RedisServer) -> None:
     async def call_while_suspended(client: RedisClient) -> bool:
         # The machine sleeps between call and reply and wakes up after every deadline.
         asyncio.get_running_loop().call_later(0.01, time.sleep, 0.5)
@@ -66,7 +60,7 @@ def test_a_reply_received_while_the_process_was_suspended_is_in_time(
 
 
 async def test_an_unconfirmed_edit_is_cancelled_later(
-    redis: RedisServer,
+    redis: RedisServer, open_redis: OpenRedis
 ) -> None:
     ended = asyncio.Event()
 
@@ -76,12 +70,10 @@ async def test_an_unconfirmed_edit_is_cancelled_later(
         finally:
             ended.set()
 
-    client = RedisClient(redis.url, SHORT_S, SHORT_S)
     with pytest.raises(WriteUnconfirmed):
-        await client.write(hang)
+        await open_redis(redis, SHORT_S, SHORT_S).write(hang)
     async with asyncio.timeout(60):
         await ended.wait()
-    await client.close()
 
 
 @pytest.mark.parametrize("error", [None, ResponseError("full")])
@@ -107,17 +99,16 @@ async def test_only_a_late_write_that_fails_is_logged(
 
 
 async def test_a_problem_of_several_parts_is_logged_once_and_its_end_once(
-    redis: RedisServer, caplog: pytest.LogCaptureFixture
+    redis: RedisServer, open_redis: OpenRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    client = RedisClient(redis.url)
+    client = open_redis(redis)
     failing = client.script("return redis.error_reply('no')")
     for part in ("keys", "limits", "keys"):
         with pytest.raises(RecordsUnwritable):
             await client.call(part, failing)
     for part in ("keys", "limits", "keys"):
         await client.call(part, client.redis.ping)
-    await client.close()
     events = [record.getMessage().split(" problem=")[0] for record in caplog.records]
     assert [event for event in events if event.startswith("redis.")] == [
         "redis.degraded part=keys",
@@ -126,17 +117,16 @@ async def test_a_problem_of_several_parts_is_logged_once_and_its_end_once(
 
 
 async def test_a_connection_closed_during_a_call_means_redis_is_unreachable(
-    redis: RedisServer,
+    redis: RedisServer, open_redis: OpenRedis
 ) -> None:
     async def raise_like_uvloop() -> NoReturn:
         raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
 
-    client = RedisClient(redis.url)
+    client = open_redis(redis)
     with pytest.raises(RecordsUnwritable):
         await client.call("tests", raise_like_uvloop)
     assert client.unreachable
     assert client.problem == "Redis cannot be reached."
-    await client.close()
 
 
 async def test_a_call_to_a_redis_that_closes_connections_connects_once() -> None:
@@ -171,18 +161,17 @@ async def test_l3_a_gateway_with_another_join_token_does_not_start(
     make_cluster_gateway()
 
 
-async def test_l3_another_join_token_is_reported_once_redis_is_back(redis: RedisServer) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [RedisClient(redis.url) for _ in range(2)]
-        for client in clients:
-            stack.push_async_callback(client.close)
-        token, other = SharedJoinToken(clients[0], "one"), SharedJoinToken(clients[1], "two")
-        await token.exchange()
-        with pytest.raises(RecordsUnwritable):
-            await other.exchange()
-        assert clients[1].problem == "Other gateways on this Redis have another join token."
-        key = "paceline:{join_token}:digest"
-        assert 0 < redis.client.pttl(key) <= 10_000
-        redis.client.delete(key)  # as after the end of the first gateway
+async def test_l3_another_join_token_is_reported_once_redis_is_back(
+    redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    client = open_redis(redis)
+    token, other = SharedJoinToken(open_redis(redis), "one"), SharedJoinToken(client, "two")
+    await token.exchange()
+    with pytest.raises(RecordsUnwritable):
         await other.exchange()
-        assert clients[1].problem == ""
+    assert client.problem == "Other gateways on this Redis have another join token."
+    key = "paceline:{join_token}:digest"
+    assert 0 < redis.client.pttl(key) <= 10_000
+    redis.client.delete(key)  # as after the end of the first gateway
+    await other.exchange()
+    assert client.problem == ""

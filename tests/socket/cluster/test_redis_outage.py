@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
-from tests.support.gateway_fixtures import QUICK, BreakRedis, JoinWithHeartbeats, StartGateway
+from tests.support.gateway_fixtures import QUICK, BreakRedis, StartGateway
 from tests.support.redis_server import RedisServer
-from tests.support.redis_status import is_connected, is_degraded, redis_status
+from tests.support.redis_status import is_connected, is_degraded, redis_status, remaining
 from tests.support.running_gateway import (
     RunningGateway,
-    bearer_headers,
     status_and_code,
     wait_until,
+    wait_until_all,
 )
 
 SHORT_DEADLINE = replace(QUICK, redis_deadline_s=0.5)
+POLICY = "/admin/v1/policy"
+
+
+def policy_version(gateway: RunningGateway) -> str:
+    return gateway.admin.get(POLICY).headers["x-paceline-policy-version"]
+
+
+def redis_url(proxy: FaultProxy) -> str:
+    return proxy.url.replace("http", "redis") + "/0"
+
+
+def use_once_known(key: Mapping[str, str], *gateways: RunningGateway) -> None:
+    """Use a key at gateways that have all read it."""
+    for gateway in gateways:
+        gateway.use_key(key["secret"])
+    wait_until_all(gateways, lambda one: one.client.get("/v1/models").is_success)
 
 
 def metric(gateway: RunningGateway) -> str:
@@ -32,22 +49,17 @@ def local_copy_contains(gateway_folder: Path, text: str) -> bool:
 
 
 def test_f29_a_start_without_redis_serves_stored_keys_and_recovers(
-    private_redis: RedisServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
-    tmp_path: Path,
+    private_redis: RedisServer, start_joined: StartGateway, tmp_path: Path
 ) -> None:
-    before = start_gateway()
+    before = start_joined()
     active, revoked = before.create_key(), before.create_key()
     before.use_key(active["secret"])
     assert before.admin.delete(f"/admin/v1/keys/{revoked['id']}").is_success
     wait_until(lambda: local_copy_contains(tmp_path / "a", "revoked_at"))
-    before.request_shutdown()
-    before.wait_closed()
+    before.shut_down()
     private_redis.kill()
 
-    after = start_gateway()
-    join_with_heartbeats(after)
+    after = start_joined()
     assert after.chat().status_code == 401
     after.use_key(revoked["secret"])
     assert after.chat().status_code == 401, "the key is still revoked"
@@ -55,12 +67,8 @@ def test_f29_a_start_without_redis_serves_stored_keys_and_recovers(
     assert after.chat().status_code == 200
     ready = after.client.get("/readyz")
     assert (ready.status_code, ready.text) == (200, "ready, degraded: Redis cannot be reached.\n")
-    assert redis_status(after) == {
-        "kind": "redis",
-        "state": "degraded",
-        "problem": "Redis cannot be reached.",
-        "gateways": 0,
-    }
+    degraded = {"state": "degraded", "problem": "Redis cannot be reached."}
+    assert redis_status(after) == {"kind": "redis", **degraded, "gateways": 0}
     assert metric(after) == "paceline_store_degraded 1.0"
     rejected = after.admin.post("/admin/v1/keys", json={"name": "not now"})
     assert status_and_code(rejected) == (503, "state_unavailable")
@@ -79,8 +87,7 @@ def test_f29_an_idle_gateway_reconnects_after_an_outage(
     before = start_gateway()
     key = before.create_key()
     wait_until(lambda: local_copy_contains(tmp_path / "a", key["id"]))
-    before.request_shutdown()
-    before.wait_closed()
+    before.shut_down()
     private_redis.kill()
 
     after = start_gateway(timing=replace(QUICK, usage_flush_s=0.02))
@@ -92,38 +99,28 @@ def test_f29_an_idle_gateway_reconnects_after_an_outage(
 
 
 def test_f29_a_gateway_without_any_stored_keys_returns_401_until_redis_is_back(
-    private_redis: RedisServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    private_redis: RedisServer, start_joined: StartGateway
 ) -> None:
     private_redis.kill()
-    gateway = start_gateway()
-    join_with_heartbeats(gateway)
+    gateway = start_joined()
     assert gateway.chat().status_code == 401
     private_redis.start()
     wait_until(lambda: gateway.chat().status_code == 200)
-    wait_until(
-        lambda: gateway.admin.get("/admin/v1/policy").headers["x-paceline-policy-version"] == "1"
-    )
+    wait_until(lambda: policy_version(gateway) == "1")
 
 
-def _kill(redis: RedisServer) -> None:
-    redis.kill()
-
-
-def _freeze(redis: RedisServer) -> None:
-    redis.freeze()
-
-
-@pytest.mark.parametrize("break_redis", [_kill, _freeze])
+@pytest.mark.parametrize(
+    ("break_redis", "mend_redis"),
+    [(RedisServer.kill, RedisServer.start), (RedisServer.freeze, RedisServer.resume)],
+    ids=["kill", "freeze"],
+)
 def test_f30_f31_requests_do_not_wait_for_redis_and_counts_are_written_later(
     private_redis: RedisServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    start_joined: StartGateway,
     break_redis: BreakRedis,
+    mend_redis: BreakRedis,
 ) -> None:
-    gateway = start_gateway(timing=SHORT_DEADLINE)
-    join_with_heartbeats(gateway)
+    gateway = start_joined(timing=SHORT_DEADLINE)
     assert gateway.chat().status_code == 200
     break_redis(private_redis)
     # A frozen Redis never replies, so a request that waited for it would never end.
@@ -131,50 +128,35 @@ def test_f30_f31_requests_do_not_wait_for_redis_and_counts_are_written_later(
     wait_until(lambda: is_degraded(gateway))
     assert gateway.client.get("/readyz").status_code == 200
     assert gateway.status()["outcomes"] == {"completed": 6}
-    if break_redis is _kill:
-        private_redis.start()
-    else:
-        private_redis.resume()
+    mend_redis(private_redis)
     wait_until(lambda: is_connected(gateway))
-    other = start_gateway("b")
+    other = start_joined("b")
     wait_until(lambda: other.status()["outcomes"] == {"completed": 6})
 
 
 def test_f30_without_redis_a_gateway_admits_its_share_of_a_limit(
-    private_redis: RedisServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    private_redis: RedisServer, start_gateway: StartGateway, start_joined: StartGateway
 ) -> None:
-    first, second = start_gateway("a"), start_gateway("b")
-    join_with_heartbeats(first)
+    first, second = start_joined("a"), start_gateway("b")
     key = first.create_key(requests_a_minute=8)
-    wait_until(lambda: second.client.get("/v1/models", headers=bearer_headers(key)).is_success)
-    first.use_key(key["secret"])
-    second.use_key(key["secret"])
+    use_once_known(key, first, second)
     wait_until(lambda: redis_status(first)["gateways"] == redis_status(second)["gateways"] == 2)
     wait_until(lambda: second.client.get("/readyz").status_code == 200)
     private_redis.kill()
     wait_until(lambda: is_degraded(first) and is_degraded(second))
 
-    def remaining(gateway: RunningGateway) -> int:
-        headers = gateway.client.post("/v1/chat/completions", json={}).headers
-        return int(headers["x-ratelimit-remaining-requests"])
-
     # Each periodic exchange notices the outage by itself: limits may follow the status later.
-    wait_until(lambda: max(remaining(first), remaining(second)) <= 4)
+    wait_until(lambda: max(remaining(one, "requests") for one in (first, second)) <= 4)
     for gateway in (first, second):
         served = [gateway.chat().status_code for _ in range(10)].count(200)
         assert 4 <= served <= 5, "half of the limit, and at most one refilled request"
 
 
 def test_f31_a_redis_that_replies_after_the_deadline_counts_as_unreachable(
-    private_redis: RedisServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    private_redis: RedisServer, start_joined: StartGateway
 ) -> None:
     with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
-        gateway = start_gateway("a", redis_url(proxy), SHORT_DEADLINE)
-        join_with_heartbeats(gateway)
+        gateway = start_joined("a", redis_url(proxy), SHORT_DEADLINE)
         proxy.fault = Fault(drip_bytes=65536, drip_pause_s=1.0)
         proxy.reset_all()
         wait_until(lambda: is_degraded(gateway))
@@ -185,35 +167,17 @@ def test_f31_a_redis_that_replies_after_the_deadline_counts_as_unreachable(
         wait_until(lambda: is_connected(gateway))
 
 
-def test_f31_an_admins_edit_waits_for_a_slow_redis(
-    private_redis: RedisServer, start_gateway: StartGateway
-) -> None:
-    with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
-        gateway = start_gateway("a", redis_url(proxy))
-        wait_until(lambda: redis_status(gateway)["gateways"] == 1)
-        proxy.fault = Fault(drip_bytes=65536, drip_pause_s=0.03)
-        path = "/admin/v1/policy"
-        before = gateway.admin.get(path)
-        headers = {"if-match": before.headers["etag"], "x-paceline-note": "slowly"}
-        edited = gateway.admin.put(path, json=before.json(), headers=headers)
-        assert edited.status_code == 200, edited.text
-        assert edited.json()["number"] == 2
-        key = gateway.create_key()
-        assert gateway.admin.delete(f"/admin/v1/keys/{key['id']}").is_success
-
-
 def test_f31_a_repeated_unconfirmed_edit_is_applied_once(
     private_redis: RedisServer, start_gateway: StartGateway
 ) -> None:
     gateway = start_gateway(timing=replace(QUICK, redis_admin_deadline_s=0.3))
-    path = "/admin/v1/policy"
-    wait_until(lambda: gateway.admin.get(path).headers["x-paceline-policy-version"] == "1")
-    before = gateway.admin.get(path)
+    wait_until(lambda: policy_version(gateway) == "1")
+    before = gateway.admin.get(POLICY)
+    document = before.json() | {"prefix": {"max_workers": 2}}
     headers = {"if-match": before.headers["etag"], "x-paceline-note": "two workers"}
 
     def edit() -> tuple[int, str]:
-        document = before.json() | {"prefix": {"max_workers": 2}}
-        response = gateway.admin.put(path, json=document, headers=headers)
+        response = gateway.admin.put(POLICY, json=document, headers=headers)
         return (200, "") if response.is_success else status_and_code(response)
 
     def edit_while_frozen() -> tuple[int, str]:
@@ -226,39 +190,18 @@ def test_f31_a_repeated_unconfirmed_edit_is_applied_once(
     # On a slow machine the gateway may mark Redis unreachable before it sends the edit.
     wait_until(lambda: is_connected(gateway) and edit_while_frozen() == (503, "write_unconfirmed"))
     wait_until(lambda: edit() == (412, "version_conflict"))
-    notes = [version["note"] for version in gateway.admin.get(f"{path}/history").json()["versions"]]
-    assert notes.count("two workers") == 1
-
-
-def redis_url(proxy: FaultProxy) -> str:
-    return proxy.url.replace("http", "redis") + "/0"
+    versions = gateway.admin.get(f"{POLICY}/history").json()["versions"]
+    assert [version["note"] for version in versions].count("two workers") == 1
 
 
 def test_f32_a_disconnected_gateway_admits_its_share_and_sums_converge_later(
-    private_redis: RedisServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    private_redis: RedisServer, start_gateway: StartGateway, start_joined: StartGateway
 ) -> None:
     with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
-        first, second = start_gateway("a"), start_gateway("b", redis_url(proxy))
-        join_with_heartbeats(first)
-        key = first.create_key(tokens_a_day=200)
-        for gateway in (first, second):
-            wait_until(
-                lambda gateway=gateway: (
-                    gateway.client.get(  # type: ignore[misc]
-                        "/v1/models", headers=bearer_headers(key)
-                    ).is_success
-                )
-            )
-            gateway.use_key(key["secret"])
+        first, second = start_joined("a"), start_gateway("b", redis_url(proxy))
+        use_once_known(first.create_key(tokens_a_day=200), first, second)
         wait_until(lambda: redis_status(second)["gateways"] == 2)
         wait_until(lambda: second.client.get("/readyz").status_code == 200)
-
-        def remaining(gateway: RunningGateway) -> int:
-            headers = gateway.client.post("/v1/chat/completions", json={}).headers
-            return int(headers["x-ratelimit-remaining-tokens"])
-
         proxy.refuse()
         # Each periodic exchange notices the outage by itself: limits may follow the status later.
         wait_until(lambda: is_degraded(second) and remaining(second) <= 100)
@@ -272,59 +215,8 @@ def test_f32_a_disconnected_gateway_admits_its_share_and_sums_converge_later(
         proxy.listen()
         wait_until(lambda: is_connected(second))
         total = disconnected + connected
-        for gateway in (first, second):
-            wait_until(
-                lambda gateway=gateway: gateway.status()["outcomes"]["completed"] == total  # type: ignore[misc]
-            )
-
+        wait_until_all((first, second), lambda one: one.status()["outcomes"]["completed"] == total)
         wait_until(lambda: remaining(first) == remaining(second) == 200 - 10 * total)
-
-
-def test_f33_gateways_restore_their_records_to_an_empty_redis(
-    private_redis: RedisServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
-) -> None:
-    first, second = start_gateway("a"), start_gateway("b")
-    join_with_heartbeats(first)
-    active, revoked = first.create_key(), first.create_key()
-    first.admin.delete(f"/admin/v1/keys/{revoked['id']}")
-    for gateway in (first, second):
-        gateway.use_key(active["secret"])
-        wait_until(lambda gateway=gateway: gateway.chat().status_code == 200)  # type: ignore[misc]
-    wait_until(lambda: first.status()["outcomes"] == second.status()["outcomes"])
-    private_redis.kill()
-    private_redis.start()
-
-    # The gateways may not have noticed the outage of a Redis that restarts quickly.
-    wait_until(lambda: private_redis.client.hlen("paceline:{keys}:records") > 3)
-    for gateway in (first, second):
-        wait_until(lambda gateway=gateway: is_connected(gateway))  # type: ignore[misc]
-        assert gateway.chat().status_code == 200
-        rejected = gateway.client.get("/v1/models", headers=bearer_headers(revoked))
-        assert rejected.status_code == 401, "the key is still revoked"
-    third = start_gateway("c")
-    third.use_key(active["secret"])
-    wait_until(lambda: third.chat().status_code == 200)
-    assert third.client.get("/v1/models", headers=bearer_headers(revoked)).status_code == 401
-    assert third.admin.get("/admin/v1/policy").headers["x-paceline-policy-version"] == "1"
-    wait_until(lambda: third.status()["outcomes"] == first.status()["outcomes"])
-
-
-def _fill(redis: RedisServer) -> None:
-    redis.configure("maxmemory", "1")
-
-
-def _free(redis: RedisServer) -> None:
-    redis.configure("maxmemory", "0")
-
-
-def _set_read_only(redis: RedisServer) -> None:
-    redis.client.replicaof("127.0.0.1", 9)
-
-
-def _set_writable(redis: RedisServer) -> None:
-    redis.client.replicaof("no", "one")
 
 
 def _overwrite(redis: RedisServer) -> None:
@@ -334,27 +226,35 @@ def _overwrite(redis: RedisServer) -> None:
             redis.client.set(key, "text of an operator")
 
 
-def _clear(redis: RedisServer) -> None:
-    redis.client.flushall()
-
-
-FAILURES = (
-    (_fill, _free, "Redis is full."),
-    (_set_read_only, _set_writable, "Redis is a read-only replica."),
-    (_overwrite, _clear, "A Redis key of Paceline has another type."),
+@pytest.mark.parametrize(
+    ("break_redis", "mend_redis", "problem"),
+    [
+        (
+            lambda redis: redis.configure("maxmemory", "1"),
+            lambda redis: redis.configure("maxmemory", "0"),
+            "Redis is full.",
+        ),
+        (
+            lambda redis: redis.client.replicaof("127.0.0.1", 9),
+            lambda redis: redis.client.replicaof("no", "one"),
+            "Redis is a read-only replica.",
+        ),
+        (
+            _overwrite,
+            lambda redis: redis.client.flushall(),
+            "A Redis key of Paceline has another type.",
+        ),
+    ],
+    ids=["full", "read-only", "overwritten"],
 )
-
-
-@pytest.mark.parametrize("failure", FAILURES)
 def test_f34_a_redis_that_rejects_commands_degrades_the_gateway_and_loses_no_record(
     private_redis: RedisServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
-    failure: tuple[BreakRedis, BreakRedis, str],
+    start_joined: StartGateway,
+    break_redis: BreakRedis,
+    mend_redis: BreakRedis,
+    problem: str,
 ) -> None:
-    break_redis, mend_redis, problem = failure
-    gateway = start_gateway()
-    join_with_heartbeats(gateway)
+    gateway = start_joined()
     key = gateway.create_key(requests_a_minute=100)
     gateway.use_key(key["secret"])
     assert gateway.chat().status_code == 200
@@ -366,11 +266,9 @@ def test_f34_a_redis_that_rejects_commands_degrades_the_gateway_and_loses_no_rec
     assert gateway.client.get("/v1/models", headers={"authorization": "none"}).status_code == 401
 
     def rejection_code() -> str:
-        status, code = status_and_code(
-            gateway.admin.post("/admin/v1/keys", json={"name": "not now"})
-        )
-        assert status == 503
-        return code
+        rejected = gateway.admin.post("/admin/v1/keys", json={"name": "not now"})
+        assert rejected.status_code == 503
+        return str(rejected.json()["error"]["code"])
 
     # On a slow machine the rejection may arrive after the deadline, as an unconfirmed edit.
     wait_until(lambda: rejection_code() == "state_unavailable")
@@ -378,6 +276,6 @@ def test_f34_a_redis_that_rejects_commands_degrades_the_gateway_and_loses_no_rec
     wait_until(lambda: is_connected(gateway))
     gateway.create_key()
     assert gateway.chat().status_code == 200
-    other = start_gateway("b")
+    other = start_joined("b")
     other.use_key(key["secret"])
     wait_until(lambda: other.status()["outcomes"] == gateway.status()["outcomes"])

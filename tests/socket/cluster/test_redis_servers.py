@@ -21,20 +21,22 @@ from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
 from tests.support.certificates import write_certificate
 from tests.support.fault_proxy import running_proxy
-from tests.support.gateway_fixtures import QUICK, JoinWithHeartbeats, StartGateway
+from tests.support.gateway_fixtures import QUICK, StartGateway
 from tests.support.redis_server import RedisServer, free_port
-from tests.support.redis_status import is_connected, redis_status
+from tests.support.redis_status import is_connected, redis_status, remaining
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
     make_settings,
     wait_until,
+    wait_until_all,
 )
 from tests.support.scripted_worker import ScriptedWorker
 from workers.protocol import EARLIER_BOOTS
 
 ROOT = Path(__file__).parents[3]
 ACL = re.findall(r"^user paceline .*$", (ROOT / "docs/redis.md").read_text(), re.MULTILINE)[0]
+USER = f"{ACL.replace('PASSWORD', 'a/secret')}\n"
 CORDON = "/admin/v1/workers/fake-a/cordon"
 PARTS = {"policy}:records", "keys}:records", "counters}:totals", "workers}:boots"}
 StartServer = Callable[..., RedisServer]
@@ -67,15 +69,27 @@ def completed(gateway: RunningGateway) -> int:
     return int(gateway.status()["outcomes"].get("completed", 0))
 
 
-def remaining(gateway: RunningGateway) -> int:
-    headers = gateway.client.post("/v1/chat/completions", json={}).headers
-    return int(headers["x-ratelimit-remaining-tokens"])
-
-
 def wait_for_exchange(*gateways: RunningGateway) -> None:
     """Wait until the gateways know of each other: later usage counts at all of them."""
+    wait_until_all(gateways, lambda one: redis_status(one).get("gateways") == len(gateways))
+
+
+def use_at(key: Mapping[str, str], *gateways: RunningGateway) -> None:
+    """Use a key at each gateway, and let each answer one request with it.
+
+    Until a gateway reads the first key it is open, and what it answers counts for no key.
+    """
+    wait_until_all(gateways, lambda one: not may_use(one, {"secret": "pk-other"}))
     for gateway in gateways:
-        wait_until(lambda gateway=gateway: redis_status(gateway).get("gateways") == len(gateways))  # type: ignore[misc]
+        gateway.use_key(key["secret"])
+    wait_until_all(gateways, lambda one: one.chat(max_tokens=5).status_code == 200)
+
+
+def tls(folder: Path) -> tuple[int, Path, str]:
+    """Return a free port, a certificate, and the configuration of a server with both."""
+    port, (certificate, key) = free_port(), write_certificate(folder)
+    files = f"tls-cert-file {certificate}\ntls-key-file {key}\ntls-ca-cert-file {certificate}\n"
+    return port, certificate, f"tls-port {port}\n{files}tls-auth-clients no\n"
 
 
 def use_every_part(server: RedisServer, url: str, folder: Path, worker: ScriptedWorker) -> None:
@@ -93,7 +107,7 @@ def use_every_part(server: RedisServer, url: str, folder: Path, worker: Scripted
         wait_until(lambda: may_use(second, key))
         for gateway in (first, second):
             gateway.use_key(key["secret"])
-            wait_until(lambda gateway=gateway: not may_use(gateway, revoked))  # type: ignore[misc]
+        wait_until_all((first, second), lambda one: not may_use(one, revoked))
         for boot in range(18):  # more than Redis keeps of one worker
             assert first.send_heartbeat(worker, boot_id=f"boot-{boot}").is_success
         system = {"role": "system", "content": "You are the clerk of a small harbour. " * 10}
@@ -129,12 +143,8 @@ def use_every_part(server: RedisServer, url: str, folder: Path, worker: Scripted
 def test_a_user_with_the_documented_rights_over_tls_is_enough(
     start_server: StartServer, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
-    certificate, key = write_certificate(tmp_path)
-    port = free_port()
-    server = start_server(
-        f"tls-port {port}\ntls-cert-file {certificate}\ntls-key-file {key}\n"
-        f"tls-auth-clients no\n{ACL.replace('PASSWORD', 'a/secret')}\n"
-    )
+    port, certificate, config = tls(tmp_path)
+    server = start_server(config + USER)
     url = f"rediss://paceline:a%2Fsecret@127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
     server.client.config_resetstat()
     server.client.acl_log_reset()
@@ -157,12 +167,9 @@ async def first_problem(url: str) -> str:
 
 
 async def test_what_redis_refuses_is_named(start_server: StartServer, tmp_path: Path) -> None:
-    certificate, key = write_certificate(tmp_path)
-    tls_port = free_port()
-    server = start_server(
-        f"tls-port {tls_port}\ntls-cert-file {certificate}\ntls-key-file {key}\n"
-        "tls-auth-clients no\nuser paceline on >right ~paceline:* +evalsha +script|load +set\n"
-    )
+    tls_port, _, config = tls(tmp_path)
+    user = "user paceline on >right ~paceline:* +evalsha +script|load +set\n"
+    server = start_server(config + user)
     problems = {
         f"redis://paceline:wrong@127.0.0.1:{server.port}": "Redis does not accept the user or "
         "password.",
@@ -192,15 +199,12 @@ def test_valkey_is_as_good_as_redis(
 
 
 def test_f59_a_gateway_follows_an_address_that_moves_to_the_new_primary(
-    start_server: StartServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    start_server: StartServer, start_joined: StartGateway
 ) -> None:
     old, new = start_server(), start_server()
     new.client.replicaof("127.0.0.1", str(old.port))
     with running_proxy(f"http://127.0.0.1:{old.port}") as proxy:
-        gateway = start_gateway("a", f"redis://127.0.0.1:{proxy.url.rsplit(':')[-1]}/0")
-        join_with_heartbeats(gateway)
+        gateway = start_joined("a", f"redis://127.0.0.1:{proxy.url.rsplit(':')[-1]}/0")
         key = gateway.create_key()
         gateway.use_key(key["secret"])
         new.client.replicaof("NO", "ONE")
@@ -217,9 +221,7 @@ def test_f59_a_gateway_follows_an_address_that_moves_to_the_new_primary(
 
 
 def test_f59_a_gateway_follows_sentinel_to_the_new_primary(
-    start_server: StartServer,
-    start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    start_server: StartServer, start_joined: StartGateway
 ) -> None:
     # By default a primary waits 5 s for more replicas before it sends its data.
     primary, replica = start_server("repl-diskless-sync-delay 0\n"), start_server()
@@ -233,8 +235,7 @@ def test_f59_a_gateway_follows_sentinel_to_the_new_primary(
     )
     wait_until(lambda: len(sentinel.client.sentinel_slaves("paceline")) == 1)
     hosts = f"127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"  # the first is gone
-    gateway = start_gateway("a", f"redis+sentinel://{hosts}/paceline/0")
-    join_with_heartbeats(gateway)
+    gateway = start_joined("a", f"redis+sentinel://{hosts}/paceline/0")
     key = gateway.create_key()
     gateway.use_key(key["secret"])
     assert is_connected(gateway)
@@ -252,16 +253,12 @@ def test_f59_a_gateway_follows_sentinel_to_the_new_primary(
 def test_sentinel_and_the_primary_speak_tls_if_the_url_says_so(
     start_server: StartServer, start_gateway: StartGateway, tmp_path: Path
 ) -> None:
-    certificate, key = write_certificate(tmp_path)
-    port, sentinel_port = free_port(), free_port()
-    files = (
-        f"tls-cert-file {certificate}\ntls-key-file {key}\ntls-ca-cert-file {certificate}\n"
-        "tls-auth-clients no\ntls-replication yes\n"
-    )
-    primary = start_server(f"tls-port {port}\n{files}{ACL.replace('PASSWORD', 'a/secret')}\n")
+    port, certificate, config = tls(tmp_path)
+    config += "tls-replication yes\n"
+    sentinel_port, monitor = free_port(), f"sentinel monitor paceline 127.0.0.1 {port} 1\n"
+    primary = start_server(config + USER)
     sentinel = start_server(
-        f"tls-port {sentinel_port}\n{files}sentinel monitor paceline 127.0.0.1 {port} 1\n",
-        arguments=("--sentinel",),
+        config.replace(str(port), str(sentinel_port)) + monitor, arguments=("--sentinel",)
     )
     url = f"paceline:a%2Fsecret@127.0.0.1:{sentinel_port}/paceline/0?ssl_ca_certs={certificate}"
     gateway = start_gateway("a", f"rediss+sentinel://{url}")
@@ -297,24 +294,24 @@ def _lose_each_key(server: RedisServer) -> None:
         threading.Event().wait(0.005)
 
 
-@pytest.mark.parametrize("lose", [_flush, _evict, _lose_each_key])
-def test_f60_lost_keys_come_back_and_open_nothing(
+def _restart(server: RedisServer) -> None:
+    server.kill()
+    server.start()
+
+
+@pytest.mark.parametrize("lose", [_flush, _evict, _lose_each_key, _restart])
+def test_f33_f60_lost_keys_come_back_and_open_nothing(
     private_redis: RedisServer,
     start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    start_joined: StartGateway,
     lose: Callable[[RedisServer], None],
 ) -> None:
-    first, second = start_gateway("a"), start_gateway("b")
+    gateways = first, second = start_joined("a"), start_gateway("b")
     wait_for_exchange(first, second)
-    join_with_heartbeats(first)
     key, revoked = first.create_key(tokens_a_day=1000), first.create_key()
     first.admin.delete(f"/admin/v1/keys/{revoked['id']}")
-    gateways = (first, second)
-    for gateway in gateways:
-        # Until a gateway reads the first key it is open, and what it answers counts for no key.
-        wait_until(lambda gateway=gateway: not may_use(gateway, revoked))  # type: ignore[misc]
-        gateway.use_key(key["secret"])
-        wait_until(lambda gateway=gateway: gateway.chat(max_tokens=5).status_code == 200)  # type: ignore[misc]
+    wait_until_all(gateways, lambda one: not may_use(one, revoked))
+    use_at(key, first, second)
     without_key: set[int] = set()
     ended = threading.Event()
 
@@ -340,11 +337,9 @@ def test_f60_lost_keys_come_back_and_open_nothing(
     third = start_gateway("c")
     third.use_key(key["secret"])
     wait_until(lambda: completed(third) == 6)
-    for gateway in gateways:
-        wait_until(lambda gateway=gateway: remaining(gateway) == 940)  # type: ignore[misc]
-    for gateway in (*gateways, third):
-        wait_until(lambda gateway=gateway: redis_status(gateway)["gateways"] == 3)  # type: ignore[misc]
-        wait_until(lambda gateway=gateway: is_connected(gateway))  # type: ignore[misc]
+    wait_until_all(gateways, lambda one: remaining(one) == 940)
+    wait_for_exchange(*gateways, third)
+    wait_until_all((*gateways, third), is_connected)
     assert not may_use(third, revoked)
 
 
@@ -368,7 +363,7 @@ def libfaketime() -> dict[str, str] | None:
 def test_f61_gateways_survive_jumps_of_the_clock_of_redis(
     start_server: StartServer,
     start_gateway: StartGateway,
-    join_with_heartbeats: JoinWithHeartbeats,
+    start_joined: StartGateway,
     tmp_path: Path,
 ) -> None:
     # Debian's redis-server does not start under faketime, because of its allocator.
@@ -379,25 +374,18 @@ def test_f61_gateways_survive_jumps_of_the_clock_of_redis(
     server = start_server(
         program=program, environment={**environment, "FAKETIME_TIMESTAMP_FILE": str(clock)}
     )
-    first, second = start_gateway("a", server.url), start_gateway("b", server.url)
+    gateways = first, second = start_joined("a", server.url), start_gateway("b", server.url)
     wait_for_exchange(first, second)
-    join_with_heartbeats(first)
-    key = first.create_key(tokens_a_day=1000)
-    for gateway in (first, second):
-        wait_until(lambda gateway=gateway: not may_use(gateway, {"secret": "pk-other"}))  # type: ignore[misc]
-        gateway.use_key(key["secret"])
-        wait_until(lambda gateway=gateway: gateway.chat(max_tokens=5).status_code == 200)  # type: ignore[misc]
+    use_at(first.create_key(tokens_a_day=1000), first, second)
     at_s = server.client.time()[0]
     for days in (1, 0, -1, 0):
         clock.write_text(f"{days:+}d\n")
         wait_until(lambda: abs(server.client.time()[0] - at_s - days * 86_400) < 3600)  # noqa: B023
-        for gateway in (first, second):
-            assert gateway.chat(max_tokens=5).status_code == 200
-    for gateway in (first, second):
-        wait_until(lambda gateway=gateway: completed(gateway) == 10)  # type: ignore[misc]
-        wait_until(lambda gateway=gateway: remaining(gateway) == 900)  # type: ignore[misc]
-        wait_until(lambda gateway=gateway: redis_status(gateway)["gateways"] == 2)  # type: ignore[misc]
-        wait_until(lambda gateway=gateway: is_connected(gateway))  # type: ignore[misc]
+        assert [one.chat(max_tokens=5).status_code for one in gateways] == [200, 200]
+    wait_until_all(gateways, lambda one: completed(one) == 10)
+    wait_until_all(gateways, lambda one: remaining(one) == 900)
+    wait_for_exchange(first, second)
+    wait_until_all(gateways, is_connected)
 
     def heartbeat_s() -> float:
         boot = json.loads(server.client.hget("paceline:{workers}:boots", "fake-a/boot-1") or "{}")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 import pytest
 
-from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import SharedHash
 from gateway.errors import RecordsUnwritable
-from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
+from tests.support.gateway_fixtures import OpenRedis
+from tests.support.redis_server import RedisServer
 
 _WRITES = """
 local result = ''
@@ -26,32 +24,25 @@ class Text(NamedTuple):
     text: str
 
 
-Hash = SharedHash[Text]
+Pair = tuple[SharedHash[Text], SharedHash[Text]]
 
 
 @pytest.fixture
-async def two_gateways(redis: RedisServer) -> AsyncIterator[tuple[Hash, Hash]]:
+async def two_gateways(redis: RedisServer, open_redis: OpenRedis) -> Pair:
     """Return two copies of one hash, which has the fields x and y."""
-    async with AsyncExitStack() as stack:
-        hashes = []
-        for _ in range(2):
-            client = RedisClient(redis.url, TEST_DEADLINE_S)
-            stack.push_async_callback(client.close)
-            hashes.append(SharedHash(client, "test", "hash", _WRITES, Text))
-        first, second = hashes
-        await first.exchange(["x", "1"])
-        await second.exchange(["y", "2"])
-        for shared in hashes:
-            await shared.exchange([])
-        yield first, second
+    first, second = (SharedHash(open_redis(redis), "test", "hash", _WRITES, Text) for _ in range(2))
+    await first.exchange(["x", "1"])
+    await second.exchange(["y", "2"])
+    await first.exchange([])
+    return first, second
 
 
-async def fold(shared: Hash, name: str, total: str) -> bool:
+async def fold(shared: SharedHash[Text], name: str, total: str) -> bool:
     return await shared.fold(name, "sum", total, tombstone="folded", keep_s=60)
 
 
 async def test_a_fold_is_in_the_own_copy_at_once_and_in_others_after_an_exchange(
-    two_gateways: tuple[Hash, Hash],
+    two_gateways: Pair,
 ) -> None:
     first, second = two_gateways
     assert await fold(first, "x", "1")
@@ -60,9 +51,7 @@ async def test_a_fold_is_in_the_own_copy_at_once_and_in_others_after_an_exchange
     assert second.values == first.values
 
 
-async def test_a_fold_onto_an_outdated_sum_changes_nothing(
-    two_gateways: tuple[Hash, Hash],
-) -> None:
+async def test_a_fold_onto_an_outdated_sum_changes_nothing(two_gateways: Pair) -> None:
     first, second = two_gateways
     assert await fold(second, "y", "2")
     assert not await fold(first, "x", "1")
@@ -71,9 +60,7 @@ async def test_a_fold_onto_an_outdated_sum_changes_nothing(
     assert first.values == {"x": Text("1"), "sum": Text("2")}
 
 
-async def test_a_fold_of_an_outdated_field_changes_nothing(
-    two_gateways: tuple[Hash, Hash],
-) -> None:
+async def test_a_fold_of_an_outdated_field_changes_nothing(two_gateways: Pair) -> None:
     first, second = two_gateways
     await second.exchange(["x", "10"])
     assert not await fold(first, "x", "1")
@@ -82,7 +69,7 @@ async def test_a_fold_of_an_outdated_field_changes_nothing(
 
 
 async def test_a_gateway_reads_all_fields_after_a_reconnect(
-    two_gateways: tuple[Hash, Hash], redis: RedisServer
+    two_gateways: Pair, redis: RedisServer
 ) -> None:
     first, _ = two_gateways
     # Another Redis behind the connection has a field that no gateway has announced.

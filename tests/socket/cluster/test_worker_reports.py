@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from gateway.cluster import worker_reports
-from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.storage.counters import MAX_BOOTS
 from tests.support.boot_reports import boot_report
-from tests.support.gateway_fixtures import MakeClusterGateway
-from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
+from tests.support.gateway_fixtures import MakeClusterGateway, OpenRedis
+from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import wait_until
 from workers.protocol import WorkerReport
 
@@ -42,8 +41,14 @@ def huge_report() -> str:
     return json.dumps(report)
 
 
+@pytest.fixture
+def reports(redis: RedisServer, open_redis: OpenRedis) -> SharedWorkerReports:
+    """Return the reports of a gateway."""
+    return SharedWorkerReports(open_redis(redis))
+
+
 async def test_c5_a_damaged_report_in_redis_counts_as_none(
-    redis: RedisServer, make_cluster_gateway: MakeClusterGateway
+    redis: RedisServer, open_redis: OpenRedis, make_cluster_gateway: MakeClusterGateway
 ) -> None:
     damaged = [
         stored_boot(f"damaged-{number}", **changes)
@@ -53,10 +58,8 @@ async def test_c5_a_damaged_report_in_redis_counts_as_none(
         redis.client.delete(BOOTS)
         for one in (stored_boot("sound"), (name, text)):
             redis.client.hset(BOOTS, *one)
-        client = RedisClient(redis.url, TEST_DEADLINE_S)
-        reports = SharedWorkerReports(client)
+        reports = SharedWorkerReports(open_redis(redis))
         await reports.exchange([], [])
-        await client.close()
         assert [report.boot_id for report in reports.reports()] == ["sound"], text
     redis.client.hset(BOOTS, mapping=dict(damaged))
     gateway = make_cluster_gateway()
@@ -69,35 +72,29 @@ async def test_c5_a_damaged_report_in_redis_counts_as_none(
 
 
 async def test_a_heartbeat_that_is_written_late_replaces_no_report_of_after_it(
-    redis: RedisServer,
+    reports: SharedWorkerReports,
 ) -> None:
-    client = RedisClient(redis.url, TEST_DEADLINE_S)
-    reports = SharedWorkerReports(client)
     idle = boot_report("1", 3)
     busy = idle.model_copy(update={"draining": True})
     await reports.exchange([(busy, 1.0)], [])
     for age_s, shared in ((2.0, busy), (0.5, idle)):
         await reports.exchange([(idle, age_s)], [])
         assert reports.reports() == (shared,)
-    await client.close()
 
 
-async def test_a_report_with_equal_counts_replaces_the_one_before(redis: RedisServer) -> None:
-    client = RedisClient(redis.url, TEST_DEADLINE_S)
-    reports = SharedWorkerReports(client)
+async def test_a_report_with_equal_counts_replaces_the_one_before(
+    reports: SharedWorkerReports,
+) -> None:
     ready = boot_report("1", 3)
     draining = ready.model_copy(update={"draining": True})
     reports.store(ready)
     reports.store(draining)
     assert reports.reports() == (draining,)
-    await client.close()
 
 
 async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
-    redis: RedisServer,
+    reports: SharedWorkerReports,
 ) -> None:
-    client = RedisClient(redis.url, TEST_DEADLINE_S)
-    reports = SharedWorkerReports(client)
     boots = [boot_report(str(number), 3) for number in range(MAX_BOOTS + 1)]
     for boot in boots:
         reports.store(boot)
@@ -106,15 +103,13 @@ async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
     for boot in boots:
         reports.store(boot)
     assert sum(report.lanes[0].requests for report in reports.reports()) == 3 * len(boots)
-    await client.close()
 
 
 async def test_the_running_boot_of_a_worker_with_many_boots_at_once_is_not_folded(
-    redis: RedisServer,
+    reports: SharedWorkerReports, redis: RedisServer, open_redis: OpenRedis
 ) -> None:
     """All boots arrive in one exchange, so Redis has seen none before another."""
-    client, other_client = RedisClient(redis.url, TEST_DEADLINE_S), RedisClient(redis.url, 1.0)
-    reports, other = SharedWorkerReports(client), SharedWorkerReports(other_client)
+    other = SharedWorkerReports(open_redis(redis))
     # Of an empty hash, all fields are read, in any order.
     reports.store(boot_report("other", 3).model_copy(update={"worker_id": "other"}))
     await reports.exchange([], [])
@@ -126,28 +121,23 @@ async def test_the_running_boot_of_a_worker_with_many_boots_at_once_is_not_folde
     for _ in range(4):
         await reports.exchange([], [])
     assert running in [report for report, _ in await other.exchange([(running, 0.0)], [])]
-    await client.close()
-    await other_client.close()
 
 
 async def test_c5_redis_and_the_queue_for_it_hold_a_bounded_number_of_workers(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    reports: SharedWorkerReports, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_reports, "_MAX_STORED_WORKERS", 2)
     monkeypatch.setattr(worker_reports, "_MAX_PENDING", 2)
-    client = RedisClient(redis.url, TEST_DEADLINE_S)
-    shared = SharedWorkerReports(client)
 
     def report_of(worker_id: str, requests: int = 1) -> WorkerReport:
         return boot_report("boot", requests).model_copy(update={"worker_id": worker_id})
 
     for worker_id in ("a", "b", "c"):
-        shared.store(report_of(worker_id))
-    await shared.exchange((), ())
-    shared.store(report_of("c"))
-    shared.store(report_of("a", requests=5))
-    await shared.exchange([(report_of("c"), 0.0)], ())
-    await client.close()
-    counts = {report.worker_id: report.lanes[0].requests for report in shared.reports()}
+        reports.store(report_of(worker_id))
+    await reports.exchange((), ())
+    reports.store(report_of("c"))
+    reports.store(report_of("a", requests=5))
+    await reports.exchange([(report_of("c"), 0.0)], ())
+    counts = {report.worker_id: report.lanes[0].requests for report in reports.reports()}
     assert counts == {"a": 5, "b": 1}
     assert {name for name in redis.client.hkeys(BOOTS) if "/" in name} == {"a/boot", "b/boot"}

@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 
 from gateway.documents import pdf_process
+from gateway.documents import reader as reading
 from gateway.documents.reader import DocumentReader, ReaderLimits
 from gateway.protocols.documents import Document
 from policies.request.content import read_size
 from tests.support.pdfs import base64_pdf, encrypted_pdf, endless_pdf, inflated_pdf, pdf
+
+HURRIED = """
+import sys
+from gateway.documents import pdf_process
+pdf_process._CPU_S = 2
+pdf_process.main(int(sys.argv[1]))
+"""
 
 
 async def read(reader: DocumentReader, *contents: bytes, pictures: bool = False) -> list[Document]:
@@ -92,22 +100,32 @@ async def test_f65_a_document_that_cannot_be_read_has_a_problem_and_never_fails(
     assert len(processes) == bool(content)
 
 
-async def test_f65_what_was_read_before_a_limit_counts() -> None:
+async def test_f65_what_was_read_before_a_limit_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """One page of this document draws a trillion forms."""
+    assert pdf_process._CPU_S == 15
+    (tmp_path / "hurried.py").write_text(HURRIED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(pdf_process, "__name__", "hurried")
     (one,) = await read(DocumentReader(), endless_pdf("Begun"), pictures=True)
     assert (one.text, len(one.pages)) == ("[Page 1]\nBegun", 1)
     (opened,) = await read(DocumentReader(), encrypted_pdf("Open", ""))
     assert opened.text == "[Page 1]\nOpen", "a document without a password is no secret"
 
 
-async def test_the_memory_of_documents_is_bounded_and_so_is_their_number() -> None:
+async def test_the_memory_of_documents_is_bounded_and_so_is_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reader = DocumentReader(ReaderLimits(cache_bytes=2500))
     first, second = pdf("first"), pdf("second")
     for content, started in ((first, 1), (second, 2), (first, 2), (pdf("third"), 3), (second, 4)):
         await read(reader, content)
         assert reader.started == started
-    many = await read(DocumentReader(), *(b"%%PDF-%d" % number for number in range(17)))
-    assert [one.problem for one in many[15:]] == ["it is damaged", "it was not read"]
+    assert reading._NEW_LIMIT == 16
+    monkeypatch.setattr(reading, "_NEW_LIMIT", 2)
+    many = await read(DocumentReader(), *(b"%%PDF-%d" % number for number in range(3)))
+    assert [one.problem for one in many[1:]] == ["it is damaged", "it was not read"]
 
 
 async def test_a_client_that_leaves_ends_the_process_that_reads_for_it(

@@ -8,24 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx import Response
 from openai import OpenAI
 
 from gateway.config.static_workers import StaticWorker
-from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.gateway_fixtures import MakeGateway
+from tests.support.running_gateway import RunningGateway, said
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, event
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in "fg"
 ]
-QUESTION = [{"role": "user", "content": "Hi"}]
+QUESTION = said("Hi")["messages"]
 TEMPLATE_ERROR = b'{"error": "Error rendering prompt with jinja template: /Users/ann"}'
 
 
 @pytest.fixture
 def gateway(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> Iterator[RunningGateway]:
+    tmp_path: Path, make_gateway: MakeGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> RunningGateway:
     """Run a gateway of two engines, the first of which is preferred."""
     policy = tmp_path / "policy.yaml"
     queue = "queue: {timeout_s: 0.5}"
@@ -38,10 +40,7 @@ def gateway(
         StaticWorker(id=f"mac-{pool}", kind="openai", url=one.url, models=("demo",), pools=(pool,))
         for pool, one in (("first", worker), ("second", second_worker))
     )
-    with RunningGateway(make_settings(tmp_path, workers=entries, policy=policy)) as running:
-        for pool in ("first", "second"):
-            wait_until(lambda pool=pool: running.status()["pools"][pool]["workers"])  # type: ignore[misc]
-        yield running
+    return make_gateway(workers=entries, policy=policy)
 
 
 def piece(index: int, arguments: str, **more: Any) -> dict[str, Any]:
@@ -71,6 +70,11 @@ ALTERNATING = (
 CALLS = [("f", {"k": 0}), ("g", {"k": 1})]
 
 
+def events_of(response: Response) -> list[Any]:
+    lines = response.text.split("\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
 def calls_at_each_wire(gateway: RunningGateway, *, streamed: bool) -> Iterator[list[Any]]:
     """Yield the calls of one answer as chat, Messages and Responses have them."""
     body: dict[str, Any] = {"model": "demo", "stream": streamed}
@@ -79,12 +83,11 @@ def calls_at_each_wire(gateway: RunningGateway, *, streamed: bool) -> Iterator[l
     chat = posted("/v1/chat/completions", json={**body, "messages": QUESTION, "tools": TOOLS})
     if streamed:
         calls: dict[int, Any] = {}
-        for data in chat.text.split("\n\n"):
-            choices = json.loads(data[6:])["choices"] if data[6:7] == "{" else []
-            for one in (call for c in choices for call in c["delta"].get("tool_calls", ())):
-                kept = calls.setdefault(one["index"], {"name": "", "arguments": ""})
-                for name, text in one["function"].items():
-                    kept[name] += text
+        choices = (choice for chunk in events_of(chat) for choice in chunk["choices"])
+        for one in (call for each in choices for call in each["delta"].get("tool_calls", ())):
+            kept = calls.setdefault(one["index"], {"name": "", "arguments": ""})
+            for name, text in one["function"].items():
+                kept[name] += text
         assert '"finish_reason":"tool_calls"' in chat.text
         yield [(one["name"], json.loads(one["arguments"])) for one in calls.values()]
     else:
@@ -97,7 +100,7 @@ def calls_at_each_wire(gateway: RunningGateway, *, streamed: bool) -> Iterator[l
         "/v1/messages", json={**body, "messages": QUESTION, "tools": given, "max_tokens": 99}
     )
     if streamed:
-        events = [json.loads(line[6:]) for line in message.text.split("\n") if line[:6] == "data: "]
+        events = events_of(message)
         blocks = [one["content_block"] for one in events if one["type"] == "content_block_start"]
         inputs = ["" for _ in blocks]
         for one in events:
@@ -110,14 +113,8 @@ def calls_at_each_wire(gateway: RunningGateway, *, streamed: bool) -> Iterator[l
         yield [(one["name"], one["input"]) for one in message.json()["content"]]
     flat = [{"type": "function", **one} for one in tools]
     response = posted("/v1/responses", json={**body, "input": "Hi", "tools": flat})
-    if streamed:
-        events = [
-            json.loads(line[6:]) for line in response.text.split("\n") if line[:6] == "data: "
-        ]
-        output = events[-1]["response"]["output"]
-    else:
-        output = response.json()["output"]
-    yield [(one["name"], json.loads(one["arguments"])) for one in output]
+    answered = events_of(response)[-1]["response"] if streamed else response.json()
+    yield [(one["name"], json.loads(one["arguments"])) for one in answered["output"]]
 
 
 @pytest.mark.parametrize("streamed", [False, True])

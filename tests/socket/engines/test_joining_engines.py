@@ -14,20 +14,22 @@ import pytest
 
 from gateway.cli import main
 from gateway.config.static_workers import StaticWorker
-from tests.support.gateway_fixtures import MakeClusterGateway
+from tests.support.chat_bodies import PICTURE
+from tests.support.gateway_fixtures import MakeClusterGateway, MakeGateway
 from tests.support.http_server import Request, ServerConnection
-from tests.support.recorded_engine import RecordedEngine, recorded_engine
+from tests.support.recorded_engine import recorded_engine
 from tests.support.running_gateway import (
     RunningGateway,
     make_settings,
     running_server,
+    said,
     status_and_code,
     wait_until,
 )
 
 PATH = "/admin/v1/engines"
 REQUESTS = 60
-WORD = [{"role": "user", "content": "What is 3 plus 4?"}]
+WORD = said("What is 3 plus 4?")
 
 
 @pytest.fixture
@@ -56,12 +58,12 @@ def test_the_command_joins_lists_and_removes_an_engine(
         assert "Joined mac (ollama), 4 requests" in paceline(
             "join-engine", engine.url, "--id", "mac"
         )
-        assert gateway.chat(model="qwen3:8b", messages=WORD).status_code == 200
+        assert gateway.chat(model="qwen3:8b", **WORD).status_code == 200
         listed = paceline("engines", "list")
         assert "ollama" in listed
         assert "gemma3:4b" in listed
         assert paceline("engines", "remove", "mac") == "Removed mac.\n"
-        assert status_and_code(gateway.chat(model="qwen3:8b", messages=WORD)) == (503, "no_worker")
+        assert status_and_code(gateway.chat(model="qwen3:8b", **WORD)) == (503, "no_worker")
         assert engines(gateway) == {}
         assert status_and_code(gateway.admin.delete(f"{PATH}/mac")) == (404, "engine_not_found")
 
@@ -69,14 +71,8 @@ def test_the_command_joins_lists_and_removes_an_engine(
 def test_a_joined_engine_outlives_the_gateway(tmp_path: Path) -> None:
     with recorded_engine("llama_cpp") as engine:
         with RunningGateway(make_settings(tmp_path)) as gateway:
-            joined = gateway.admin.post(
-                PATH,
-                json={
-                    "url": f"{engine.url}/v1",
-                    "models": {"small": "tiny"},
-                    "labels": ["spare"],
-                },
-            )
+            terms = {"url": f"{engine.url}/v1", "models": {"small": "tiny"}, "labels": ["spare"]}
+            joined = gateway.admin.post(PATH, json=terms)
             assert joined.status_code == 201, joined.text
             details = joined.json()
             assert details["kind"] == "llama.cpp"
@@ -87,7 +83,7 @@ def test_a_joined_engine_outlives_the_gateway(tmp_path: Path) -> None:
             assert "pictures" in model["lacks"]
         with RunningGateway(make_settings(tmp_path)) as gateway:
             wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
-            assert gateway.chat(model="small", messages=WORD).status_code == 200
+            assert gateway.chat(model="small", **WORD).status_code == 200
             assert engine.generated()[-1]["model"] == "tiny"
 
 
@@ -101,7 +97,7 @@ def test_gateways_that_share_redis_share_joined_engines(
         wait_until(lambda: one.admin.post(PATH, json=terms).status_code in (201, 409))
         wait_until(lambda: other.client.get("/readyz").status_code == 200)
         for gateway in (one, other):
-            assert gateway.chat(model="Qwen3.5-9B-4bit", messages=WORD).status_code == 200
+            assert gateway.chat(model="Qwen3.5-9B-4bit", **WORD).status_code == 200
 
         def counted() -> int:
             return int(one.status()["workers"]["mac"]["lanes"]["vlm"]["requests"])
@@ -135,16 +131,18 @@ def test_an_engine_that_cannot_be_used_is_refused_with_a_sentence(
     assert engines(gateway) == {}
 
 
-def test_an_engine_gets_its_own_key_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_gets_its_own_key_alone(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MAC_API_KEY", "sk-of-the-mac")
-    with recorded_engine("lmstudio") as engine, RunningGateway(make_settings(tmp_path)) as gateway:
+    with recorded_engine("lmstudio") as engine:
         gateway.use_key(gateway.create_key()["secret"])
         joined = gateway.admin.post(PATH, json={"url": engine.url, "api_key_env": "MAC_API_KEY"})
         assert joined.status_code == 201, joined.text
-        gateway.chat(model="qwen/qwen3-8b", messages=WORD)
+        gateway.chat(model="qwen/qwen3-8b", **WORD)
         seen = {one.headers.get("authorization") for one in engine.requests}
     assert seen == {"Bearer sk-of-the-mac"}
-    assert "sk-of-the-mac" not in (tmp_path / "state.json").read_text()
+    assert "sk-of-the-mac" not in (gateway.state_dir / "state.json").read_text()
 
 
 def test_no_redirect_takes_the_gateway_elsewhere(gateway: RunningGateway) -> None:
@@ -167,104 +165,93 @@ def test_no_redirect_takes_the_gateway_elsewhere(gateway: RunningGateway) -> Non
     assert reached == []
 
 
-def test_models_are_read_again_when_they_change(tmp_path: Path) -> None:
+def test_models_are_read_again_when_they_change(make_gateway: MakeGateway) -> None:
     with recorded_engine("omlx") as engine:
-        entry = StaticWorker(id="mac", url=engine.url)
-        with RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway:
-            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
-            listed = engine.recording["exchanges"][0]
-            listed["body"] = listed["body"].replace("Qwen3-VL-8B", "Qwen3-VL-30B")
+        gateway = make_gateway(workers=(StaticWorker(id="mac", url=engine.url),))
+        listed = engine.recording["exchanges"][0]
+        listed["body"] = listed["body"].replace("Qwen3-VL-8B", "Qwen3-VL-30B")
 
-            def models() -> set[str]:
-                return {one["id"] for one in gateway.client.get("/v1/models").json()["data"]}
+        def models() -> set[str]:
+            return {one["id"] for one in gateway.client.get("/v1/models").json()["data"]}
 
-            gateway.clock.advance(10)
-            wait_until(lambda: "Qwen3-VL-30B" in models())
-            assert "Qwen3-VL-8B" not in models()
+        gateway.clock.advance(10)
+        wait_until(lambda: "Qwen3-VL-30B" in models())
+        assert "Qwen3-VL-8B" not in models()
+
+
+@pytest.fixture
+def fleet_of(make_gateway: MakeGateway) -> Iterator[Callable[..., RunningGateway]]:
+    """Return a function that starts a gateway of recorded engines, whose models have one name."""
+    with contextlib.ExitStack() as running:
+
+        def start(slots: int | None = None, **models: str) -> RunningGateway:
+            return make_gateway(
+                workers=tuple(
+                    StaticWorker(
+                        id=name,
+                        url=running.enter_context(recorded_engine(name)).url,
+                        models={"team": there},
+                        slots=slots,
+                    )
+                    for name, there in models.items()
+                )
+            )
+
+        yield start
 
 
 def test_a_fleet_of_four_kinds_under_one_name_serves_mixed_requests_at_once(
-    tmp_path: Path,
+    fleet_of: Callable[..., RunningGateway],
 ) -> None:
-    names = {
-        "ollama": "qwen3:8b",
-        "lmstudio": "qwen/qwen3-8b",
-        "omlx": "Qwen3.5-9B-4bit",
-        "llama_cpp": "tiny",
+    models = {"lmstudio": "qwen/qwen3-8b", "omlx": "Qwen3.5-9B-4bit", "llama_cpp": "tiny"}
+    gateway = fleet_of(2, ollama="qwen3:8b", **models)
+
+    def ask(number: int) -> bool:
+        if number % 3 == 2:
+            body = {"model": "team", **WORD, "max_tokens": 9}
+            return gateway.client.post("/v1/messages", json=body).status_code == 200
+        response = gateway.chat(model="team", **WORD, stream=bool(number % 3))
+        return response.status_code == 200 and (
+            not number % 3 or response.text.endswith("data: [DONE]\n\n")
+        )
+
+    with ThreadPoolExecutor(32) as executor:
+        assert all(executor.map(ask, range(REQUESTS)))
+    status = gateway.status()
+    served = {
+        name: worker["lanes"]["vlm"]["requests"] for name, worker in status["workers"].items()
     }
-    with _engines(*names) as running:
-        entries = tuple(
-            StaticWorker(id=name, url=running[name].url, models={"team": there}, slots=2)
-            for name, there in names.items()
-        )
-        with RunningGateway(make_settings(tmp_path, workers=entries)) as gateway:
-            wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 4)
-
-            def ask(number: int) -> bool:
-                messages = {"model": "team", "messages": WORD}
-                if number % 3 == 2:
-                    body = {**messages, "max_tokens": 9}
-                    return gateway.client.post("/v1/messages", json=body).status_code == 200
-                response = gateway.chat(**messages, stream=bool(number % 3))
-                return response.status_code == 200 and (
-                    not number % 3 or response.text.endswith("data: [DONE]\n\n")
-                )
-
-            with ThreadPoolExecutor(32) as executor:
-                assert all(executor.map(ask, range(REQUESTS)))
-            status = gateway.status()
-            lanes = [one["lanes"]["vlm"] for one in status["workers"].values()]
-            assert sum(lane["requests"] for lane in lanes) == REQUESTS
-            assert all(lane["requests"] for lane in lanes), "each engine has served some"
-            written = sum(
-                worker["lanes"]["vlm"]["requests"] * (7 if name == "llama_cpp" else 3)
-                for name, worker in status["workers"].items()
-            )
-            assert status["models"]["team"]["tokens"]["completion"] == written
-            assert status["pools"]["vlm"]["requests"] == REQUESTS
+    assert sum(served.values()) == status["pools"]["vlm"]["requests"] == REQUESTS
+    assert all(served.values()), "each engine has served some"
+    written = sum(count * (7 if name == "llama_cpp" else 3) for name, count in served.items())
+    assert status["models"]["team"]["tokens"]["completion"] == written
 
 
-def test_a_picture_goes_to_the_engine_that_takes_pictures(tmp_path: Path) -> None:
-    picture = [{"type": "image_url", "image_url": {"url": PIXEL}}]
-    with _engines("lmstudio", "llama_cpp") as running:
-        seeing = running["lmstudio"]
-        entries = (
-            StaticWorker(id="blind", url=running["llama_cpp"].url, models={"team": "tiny"}),
-            StaticWorker(id="seeing", url=seeing.url, models={"team": "qwen2-vl-7b-instruct"}),
-        )
-        with RunningGateway(make_settings(tmp_path, workers=entries)) as gateway:
-            wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 2)
-            asked = {"model": "team", "messages": [{"role": "user", "content": picture}]}
-            explained = gateway.client.post("/v1/route/explain", json=asked).json()
-            assert [one["worker_id"] for one in explained["candidates"]] == ["seeing"]
-            assert explained["unavailable"] == {"blind": "lacks pictures"}
-            plain = gateway.client.post(
-                "/v1/route/explain", json={"model": "team", "messages": WORD}
-            ).json()
-            scores = {one["worker_id"]: one["score_s"] for one in plain["candidates"]}
-            assert scores["seeing"] - scores["blind"] > 2, "it would have to load the model"
+def test_a_picture_goes_to_the_engine_that_takes_pictures(
+    fleet_of: Callable[..., RunningGateway],
+) -> None:
+    gateway = fleet_of(llama_cpp="tiny", lmstudio="qwen2-vl-7b-instruct")
+
+    def explain(**asked: Any) -> Any:
+        body = {"model": "team", **asked}
+        return gateway.client.post("/v1/route/explain", json=body).json()
+
+    picture = [{"type": "image_url", "image_url": {"url": PICTURE}}]
+    explained = explain(messages=[{"role": "user", "content": picture}])
+    assert [one["worker_id"] for one in explained["candidates"]] == ["lmstudio"]
+    assert explained["unavailable"] == {"llama_cpp": "lacks pictures"}
+    scores = {one["worker_id"]: one["score_s"] for one in explain(**WORD)["candidates"]}
+    assert scores["lmstudio"] - scores["llama_cpp"] > 2, "it would have to load the model"
 
 
-PIXEL = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
-    "WjR9awAAAABJRU5ErkJggg=="
-)
-
-
-@contextlib.contextmanager
-def _engines(*names: str) -> Iterator[dict[str, RecordedEngine]]:
-    with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(recorded_engine(name)) for name in names}
-
-
-def test_a_second_isolation_scope_ends_the_reuse_of_prompts_at_llama_cpp(tmp_path: Path) -> None:
+def test_a_second_isolation_scope_ends_the_reuse_of_prompts_at_llama_cpp(
+    make_gateway: MakeGateway,
+) -> None:
     with recorded_engine("llama_cpp") as engine:
-        entry = StaticWorker(id="mac", url=engine.url)
-        with RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway:
-            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
-            for team in ("red", "red", "blue", "red"):
-                gateway.use_key(gateway.create_key(team=team)["secret"])
-                assert gateway.chat(model="tiny", messages=WORD).status_code == 200
+        gateway = make_gateway(workers=(StaticWorker(id="mac", url=engine.url),))
+        for team in ("red", "red", "blue", "red"):
+            gateway.use_key(gateway.create_key(team=team)["secret"])
+            assert gateway.chat(model="tiny", **WORD).status_code == 200
         reuses = [body.get("cache_prompt", True) for body in engine.generated()]
     assert reuses == [True, True, False, False]
     assert json.dumps(engine.generated()).count("max_completion_tokens") == 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.config.static_workers import StaticWorker
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.recorded_engine import FOLDER, RecordedEngine, recorded_engine
-from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.running_gateway import RunningGateway, said
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 WORD = "What is 3 plus 4?"
@@ -28,20 +28,17 @@ class Served:
         self.model: str = engine.recording["models"][0]
 
     def chat(self, text: str, **fields: Any) -> Any:
-        messages = [{"role": "user", "content": text}]
-        return self.gateway.chat(model=self.model, messages=messages, **fields)
+        return self.gateway.chat(model=self.model, **said(text), **fields)
 
     def worker(self) -> Any:
         return self.gateway.status()["workers"]["studio"]
 
 
 @pytest.fixture(params=NAMES)
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, make_gateway: MakeGateway) -> Iterator[Served]:
     with recorded_engine(request.param) as engine:
-        entry = StaticWorker(id="studio", url=engine.url)
-        with RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway:
-            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
-            yield Served(request.param, engine, gateway)
+        gateway = make_gateway(workers=(StaticWorker(id="studio", url=engine.url),))
+        yield Served(request.param, engine, gateway)
 
 
 def test_an_engine_of_each_kind_is_found_out_and_serves(served: Served) -> None:
@@ -56,10 +53,7 @@ def test_an_engine_of_each_kind_is_found_out_and_serves(served: Served) -> None:
     assert whole.status_code == 200, whole.text
     message = whole.json()["choices"][0]["message"]
     assert message["content"]
-    with served.gateway.stream(
-        model=served.model, messages=[{"role": "user", "content": WORD}]
-    ) as stream:
-        events = stream.read()
+    events = served.chat(WORD, stream=True).content
     assert events.endswith(b"data: [DONE]\n\n")
     deltas = [
         choice["delta"]
@@ -90,15 +84,13 @@ def test_an_engine_of_each_kind_is_found_out_and_serves(served: Served) -> None:
 
 
 def test_a_model_of_an_engine_that_fails_to_list_any_is_the_one_that_an_admin_names(
-    tmp_path: Path,
+    make_gateway: MakeGateway,
 ) -> None:
     """`mlx_lm.server` lists nothing on a machine without a folder of downloads."""
     with recorded_engine("mlx_lm") as engine:
         entry = StaticWorker(id="studio", url=engine.url, models={"team": "/Users/ann/models/demo"})
-        with RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway:
-            wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
-            messages = [{"role": "user", "content": WORD}]
-            assert gateway.chat(model="team", messages=messages).status_code == 200
+        gateway = make_gateway(workers=(entry,))
+        assert gateway.chat(model="team", **said(WORD)).status_code == 200
         assert engine.generated()[-1]["model"] == "/Users/ann/models/demo"
 
 
@@ -109,19 +101,10 @@ def test_tool_calls_of_each_kind_reach_clients(served: Served) -> None:
     assert "weather" in call["function"]["name"]
     assert json.loads(call["function"]["arguments"])
     assert whole.json()["choices"][0]["finish_reason"] == "tool_calls"
-    with served.gateway.stream(
-        model=served.model, messages=[{"role": "user", "content": WEATHER}], tools=[TOOL]
-    ) as stream:
-        assert b"weather" in stream.read()
-    anthropic = served.gateway.client.post(
-        "/v1/messages",
-        json={
-            "model": served.model,
-            "max_tokens": 50,
-            "messages": [{"role": "user", "content": WEATHER}],
-            "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
-        },
-    )
+    assert b"weather" in served.chat(WEATHER, tools=[TOOL], stream=True).content
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    body = {"model": served.model, "max_tokens": 50, **said(WEATHER), "tools": tools}
+    anthropic = served.gateway.client.post("/v1/messages", json=body)
     assert anthropic.json()["stop_reason"] == "tool_use", anthropic.text
 
 

@@ -61,12 +61,8 @@ class Connection:
 async def port(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[int]:
     """The port of a gateway, then that of a worker."""
     if request.param == "gateway":
-        gateway = RunningGateway(make_settings(tmp_path), OFTEN)
-        await asyncio.to_thread(gateway.__enter__)
-        try:
+        with RunningGateway(make_settings(tmp_path), OFTEN) as gateway:
             yield int(gateway.url.rpartition(":")[2])
-        finally:
-            await asyncio.to_thread(gateway.__exit__)
     else:
         worker = make_worker(ScriptedEngine([]))
         async with serve_worker(worker, "token", check_s=OFTEN.check_s) as url:
@@ -85,11 +81,12 @@ async def connection(port: int) -> AsyncIterator[Connection]:
 @pytest.mark.parametrize(
     "trailers",
     [
-        b"a: b\r\n" * (TRAILERS_LIMIT + 2),  # a header ends where the next begins
-        b"a: " + b"b" * TRAILERS_LIMIT_BYTES + b"\r\n",
-        b"a" * (TRAILERS_LIMIT_BYTES + 1),
+        b"0\r\n" + b"a: b\r\n" * (TRAILERS_LIMIT + 2),  # a header ends where the next begins
+        b"0\r\na: " + b"b" * TRAILERS_LIMIT_BYTES + b"\r\n",
+        b"0\r\n" + b"a" * (TRAILERS_LIMIT_BYTES + 1),
+        b"1;x=" + b"y" * (TRAILERS_LIMIT_BYTES + 1),
     ],
-    ids=["many", "long", "endless"],
+    ids=["many", "long", "endless", "extension of a chunk"],
 )
 async def test_c1_a_connection_with_too_many_trailers_is_closed(
     connection: Connection, trailers: bytes
@@ -97,34 +94,19 @@ async def test_c1_a_connection_with_too_many_trailers_is_closed(
     await connection.send(CHUNKED)
     status, _ = await connection.read_response()
     assert 400 <= status < 500
-    await connection.send(b"0\r\n" + trailers)
+    await connection.send(trailers)
     assert await connection.read_to_end() == b""
 
 
-async def test_c1_the_extension_of_a_chunk_is_bounded_like_a_trailer(
-    connection: Connection,
-) -> None:
-    await connection.send(CHUNKED)
-    await connection.read_response()
-    await connection.send(b"1;x=" + b"y" * (TRAILERS_LIMIT_BYTES + 1))
-    assert await connection.read_to_end() == b""
-
-
-async def test_c1_a_request_with_a_few_trailers_is_served(connection: Connection) -> None:
-    await connection.send(
-        CHUNKED + b"1\r\nx\r\n0\r\n" + b"a: b\r\n" * TRAILERS_LIMIT + b"\r\n" + GET
-    )
-    await connection.read_response()
-    status, _ = await connection.read_response()
-    assert status == 200
-
-
-async def test_c13_a_trailer_is_no_header(connection: Connection) -> None:
+async def test_c1_c13_a_few_trailers_are_served_and_are_no_headers(connection: Connection) -> None:
     trailers = b"x-request-id: from-a-trailer\r\nhost: evil.example\r\nauthorization: Bearer x\r\n"
-    await connection.send(CHUNKED + b"0\r\n" + trailers + b"\r\n")
+    trailers += b"a: b\r\n" * (TRAILERS_LIMIT - 3) + b"\r\n"
+    await connection.send(CHUNKED + b"1\r\nx\r\n0\r\n" + trailers + GET)
     status, response = await connection.read_response()
     assert status != 421
     assert b"from-a-trailer" not in response
+    status, _ = await connection.read_response()
+    assert status == 200
 
 
 async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(
@@ -204,12 +186,10 @@ async def test_c10_a_head_without_end_is_a_431(connection: Connection) -> None:
     assert b"headers_too_large" in await connection.read_to_end()
 
 
-async def slow_app(_scope: Scope, _receive: Receive, _send: Send) -> None:
-    """Answer nothing."""
-    await asyncio.sleep(60)
-
-
 async def test_c2_sixteen_requests_of_a_connection_are_parsed_ahead() -> None:
+    async def slow_app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        await asyncio.sleep(60)
+
     protocol = BoundedProtocol(
         config=Config(slow_app),
         server_state=ServerState(),

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from gateway.documents.reader import DocumentReader
+from tests.support.gateway_fixtures import Served
 from tests.support.images import data_url, png_header
 from tests.support.pdfs import base64_pdf, encrypted_pdf, pdf
-from tests.support.running_gateway import RunningGateway, bearer_headers
+from tests.support.running_gateway import RunningGateway, bearer_headers, said
 from tests.support.scripted_worker import ScriptedWorker
 
 TEXT = "[The text of the PDF document, 1 pages:]\n[Page 1]\nHello"
@@ -57,65 +58,46 @@ def test_a_worker_gets_the_text_of_a_pdf_and_its_pages_if_the_model_sees_picture
     assert "it is encrypted" in refused.json()["error"]["message"]
 
 
-def test_the_pages_of_a_pdf_leave_room_for_the_pictures_of_the_user(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_the_pages_of_a_pdf_leave_room_for_the_pictures_of_the_user(served: Served) -> None:
     """A request takes 32 pictures, and its user has sent as many."""
     body = bodies(pdf("Hello"))["chat/completions"]
     picture = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
     body["messages"][0]["content"] += [picture] * 32
-    answer = gateway_with_worker.client.post("/v1/chat/completions", json=body)
+    answer = served.gateway.client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    text, *pictures = worker.requests[-1].body["messages"][0]["content"]
+    text, *pictures = served.worker.requests[-1].body["messages"][0]["content"]
     assert (text["text"], pictures) == (TEXT, [picture] * 32)
 
 
-def test_a_pdf_that_nobody_can_read_ends_no_session_of_claude_code(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_a_pdf_that_nobody_can_read_ends_no_session_of_claude_code(served: Served) -> None:
     """It reads files by a tool, and sends the result again with each turn."""
-    client = gateway_with_worker.client
     body = bodies(encrypted_pdf("x", "y"))["messages"]
-    (said,) = body["messages"]
+    (sent,) = body["messages"]
     call = {"type": "tool_use", "id": "call00001", "name": "Read", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "call00001", **said}
-    del result["role"]
-    body["messages"] = [
-        {"role": "user", "content": "Read it."},
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-    ]
-    answer = client.post("/v1/messages", json=body)
+    result = {"type": "tool_result", "tool_use_id": "call00001", "content": sent["content"]}
+    called = {"role": "assistant", "content": [call]}
+    asked = said("Read it.")["messages"]
+    body["messages"] = [*asked, called, {"role": "user", "content": [result]}]
+    answer = served.gateway.client.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
     replaced = "messages.2.content.0.content.0:document"
     assert answer.headers["x-paceline-replaced"] == replaced
-    told = worker.requests[-1].body["messages"][2]["content"]
+    told = served.worker.requests[-1].body["messages"][2]["content"]
     assert told == "[Here was a PDF document, which cannot be read: it is encrypted.]"
 
 
-def test_a_kept_response_goes_on_from_its_pdf(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    client = gateway_with_worker.client
+def test_a_kept_response_goes_on_from_its_pdf(served: Served) -> None:
+    client = served.gateway.client
     first = client.post("/v1/responses", json=bodies(pdf("Hello"))["responses"]).json()
     then = {"model": "demo", "input": "And?", "previous_response_id": first["id"]}
     counted = client.post("/v1/responses/input_tokens", json=then)
     assert counted.status_code == 200, counted.text
     assert client.post("/v1/responses", json=then).status_code == 200
-    begun, again = (one.body["messages"][0] for one in worker.requests[-2:])
+    begun, again = (one.body["messages"][0] for one in served.worker.requests[-2:])
     assert begun == again
 
 
-def test_no_pdf_is_read_for_a_client_without_a_key(
-    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway_with_worker.create_key()
-    monkeypatch.delattr(DocumentReader, "read")
-    for wire, body in bodies(pdf("Hello")).items():
-        assert gateway_with_worker.client.post(f"/v1/{wire}", json=body).status_code == 401
-
-
-def test_no_pdf_is_read_for_a_key_at_its_limit_and_one_for_nothing_costs_a_request(
+def test_no_pdf_is_read_without_a_key_or_at_its_limit_and_one_for_nothing_costs_a_request(
     gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = bearer_headers(gateway_with_worker.create_key(requests_a_minute=2))
@@ -125,6 +107,8 @@ def test_no_pdf_is_read_for_a_key_at_its_limit_and_one_for_nothing_costs_a_reque
     assert client.post(path, json=read, headers=headers).status_code == 200
     monkeypatch.delattr(DocumentReader, "read")
     assert client.post(path, json=read, headers=headers).status_code == 429
+    for wire, body in bodies(pdf("Hello")).items():
+        assert client.post(f"/v1/{wire}", json=body).status_code == 401
 
 
 def test_a_gateway_starts_without_the_libraries_that_read_pdfs() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -11,25 +11,45 @@ import pytest
 from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import InputTokenCountResponse, ResponseItemList
 
+from tests.support.gateway_fixtures import MakeGateway, Served
 from tests.support.maker_types import read_event, read_response, read_strictly
 from tests.support.running_gateway import (
     RunningGateway,
-    make_settings,
+    bearer_headers,
+    said,
     status_and_code,
     wait_until,
 )
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import DONE, ScriptedWorker, event
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "demo", "input": "Hi"}
 LOOK: dict[str, Any] = {"type": "function", "name": "look", "parameters": {}, "strict": None}
 
 
+def post(gateway: RunningGateway, path: str = PATH, **fields: Any) -> httpx.Response:
+    """Ask for a response, or send what else has its fields, with these changes."""
+    return gateway.client.post(path, json={**BODY, **fields})
+
+
+def status_and_param(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["param"]
+
+
+def texts_of(worker: ScriptedWorker) -> list[str]:
+    """Return the texts of the last chat."""
+    return [message["content"] for message in worker.requests[-1].body["messages"]]
+
+
+def types_of(events: Sequence[dict[str, Any]]) -> list[str]:
+    return [one["type"] for one in events]
+
+
 def events_of(response: httpx.Response, first: int = 0) -> list[dict[str, Any]]:
     """Return the events of a stream, each valid, under its own name, and numbered."""
     found = []
-    for event in response.read().decode().removesuffix("\n\n").split("\n\n"):
-        name, data = event.split("\n")
+    for one in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = one.split("\n")
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
         read_event(found[-1])
@@ -38,88 +58,68 @@ def events_of(response: httpx.Response, first: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_response_is_answered_by_a_chat_of_a_worker(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    answer = gateway_with_worker.client.post(PATH, json=BODY)
+def test_a_response_is_answered_by_a_chat_of_a_worker(shared: Served) -> None:
+    answer = post(shared.gateway)
     response = read_response(answer.json())
     assert (response.status, response.output_text) == ("completed", "one two three")
-    assert answer.headers["x-paceline-worker"] == worker.worker_id
-    assert worker.requests[-1].path == "/v1/chat/completions"
+    assert answer.headers["x-paceline-worker"] == shared.worker.worker_id
+    assert shared.worker.requests[-1].path == "/v1/chat/completions"
 
 
-def test_a_stream_of_a_response_ends_with_its_last_event(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    client = gateway_with_worker.client
-    with client.stream("POST", PATH, json={**BODY, "stream": True}) as stream:
-        events = events_of(stream)
+def test_a_stream_of_a_response_ends_with_its_last_event(served: Served) -> None:
+    events = events_of(post(served.gateway, stream=True))
     pieces = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
     assert "".join(pieces) == "one two three"
     assert events[-1]["type"] == "response.completed"
 
-    worker.script.cut_after = 3
-    with client.stream("POST", PATH, json={**BODY, "stream": True}) as stream:
-        events = events_of(stream)
-    assert [one["type"] for one in events[-2:]] == ["error", "response.failed"]
+    served.worker.script.cut_after = 3
+    events = events_of(post(served.gateway, stream=True))
+    assert types_of(events[-2:]) == ["error", "response.failed"]
     assert events[-1]["response"]["output"][0]["content"] == []
 
 
-def test_errors_have_openais_shape_and_name_the_field(gateway_with_worker: RunningGateway) -> None:
-    client = gateway_with_worker.client
-    invalid = client.post(PATH, json={**BODY, "top_z": 1})
-    assert (invalid.status_code, invalid.json()["error"]["param"]) == (400, "top_z")
-    unknown = client.post(PATH, json={**BODY, "model": "gpt"})
-    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-    hosted = client.post(PATH, json={**BODY, "tools": [{"type": "web_search"}]})
+def test_errors_have_openais_shape_and_name_the_field(shared_gateway: RunningGateway) -> None:
+    assert status_and_param(post(shared_gateway, top_z=1)) == (400, "top_z")
+    unknown = post(shared_gateway, model="gpt")
+    assert status_and_code(unknown) == (404, "model_not_found")
+    hosted = post(shared_gateway, tools=[{"type": "web_search"}])
     assert hosted.headers["x-paceline-ignored"] == "tools[0]:web_search"
 
 
 def test_the_words_of_an_error_name_the_tool_that_the_client_sent(
-    gateway_with_worker: RunningGateway,
+    shared_gateway: RunningGateway,
 ) -> None:
     """A tool that is left out, and a namespace, change the places of the others."""
-    tools = [
-        {"type": "web_search"},
-        {"type": "namespace", "name": "mail", "tools": [{**LOOK, "strict": "yes"}]},
-        LOOK,
-    ]
-    body = {**BODY, "instructions": "Be brief.", "tools": tools}
+    namespace = {"type": "namespace", "name": "mail", "tools": [{**LOOK, "strict": "yes"}]}
+    tools = [{"type": "web_search"}, namespace, LOOK]
     place = "tools[1].tools[0].strict"
     for path in (PATH, f"{PATH}/input_tokens", "/v1/route/explain"):
-        refused = gateway_with_worker.client.post(path, json=body)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["param"]) == (400, place), path
-        assert place in error["message"]
+        refused = post(shared_gateway, path, instructions="Be brief.", tools=tools)
+        assert status_and_param(refused) == (400, place), path
+        assert place in refused.json()["error"]["message"]
 
 
-def test_what_a_worker_refuses_is_named_as_the_client_sent_it(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_what_a_worker_refuses_is_named_as_the_client_sent_it(shared: Served) -> None:
     error = {"message": "It is unknown.", "param": "tools[1].function.parameters.a"}
-    worker.script.status = 400
-    worker.script.body = json.dumps({"error": error}).encode()
+    shared.worker.script.status = 400
+    shared.worker.script.body = json.dumps({"error": error}).encode()
     tools = [{"type": "web_search"}, LOOK, {**LOOK, "name": "see"}]
     for path in (PATH, f"{PATH}/input_tokens"):
-        refused = gateway_with_worker.client.post(path, json={**BODY, "tools": tools})
-        assert refused.json()["error"]["param"] == "tools[2].parameters.a"
+        refused = post(shared.gateway, path, tools=tools)
+        assert status_and_param(refused) == (400, "tools[2].parameters.a")
 
 
-def texts_of(worker: ScriptedWorker) -> list[str]:
-    """Return the texts of the last chat."""
-    return [message["content"] for message in worker.requests[-1].body["messages"]]
+def test_a_response_goes_on_from_an_earlier_one_until_that_is_deleted(shared: Served) -> None:
+    client = shared.gateway.client
 
+    def go_on(response: dict[str, Any]) -> httpx.Response:
+        return post(shared.gateway, input="And?", previous_response_id=response["id"])
 
-def test_a_response_goes_on_from_an_earlier_one_until_that_is_deleted(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    client = gateway_with_worker.client
-    first = client.post(PATH, json={**BODY, "instructions": "Be brief."}).json()
-    then = {"model": "demo", "input": "And?", "previous_response_id": first["id"]}
-    second = client.post(PATH, json=then).json()
-    assert texts_of(worker) == ["Hi", "one two three", "And?"]
-    third = client.post(PATH, json={**then, "previous_response_id": second["id"]}).json()
-    assert texts_of(worker) == ["Hi", "one two three", "And?", "one two three", "And?"]
+    first = post(shared.gateway, instructions="Be brief.").json()
+    second = go_on(first).json()
+    assert texts_of(shared.worker) == ["Hi", "one two three", "And?"]
+    third = go_on(second).json()
+    assert texts_of(shared.worker) == ["Hi", "one two three", "And?", "one two three", "And?"]
 
     shown = read_response(client.get(f"{PATH}/{second['id']}").json())
     assert (shown.id, shown.output_text) == (second["id"], "one two three")
@@ -127,165 +127,134 @@ def test_a_response_goes_on_from_an_earlier_one_until_that_is_deleted(
     assert [one.content[0].text for one in read_strictly(ResponseItemList, items).data] == ["And?"]
     assert client.delete(f"{PATH}/{first['id']}").json()["deleted"] is True
     assert client.get(f"{PATH}/{first['id']}").status_code == 404
-    gone = client.post(PATH, json={**then, "previous_response_id": third["id"]})
-    assert (gone.status_code, gone.json()["error"]["code"]) == (400, "previous_response_not_found")
+    assert status_and_code(go_on(third)) == (400, "previous_response_not_found")
 
 
-def test_a_reference_stands_for_the_item_that_is_kept(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    client = gateway_with_worker.client
-    first = client.post(PATH, json=BODY).json()
+def test_a_reference_stands_for_the_item_that_is_kept(shared: Served) -> None:
+    first = post(shared.gateway).json()
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-    body = {"model": "demo", "input": [{"role": "user", "content": "Hi"}, reference]}
-    assert client.post(PATH, json=body).status_code == 200
-    assert texts_of(worker) == ["Hi", "one two three"]
-    unknown = client.post(PATH, json={"model": "demo", "input": [{**reference, "id": "msg_1"}]})
-    assert unknown.json()["error"]["param"] == "input[0].id"
+    assert post(shared.gateway, input=[*said("Hi")["messages"], reference]).status_code == 200
+    assert texts_of(shared.worker) == ["Hi", "one two three"]
+    unknown = post(shared.gateway, input=[{**reference, "id": "msg_1"}])
+    assert status_and_param(unknown) == (400, "input[0].id")
 
 
-def test_a_response_that_is_not_to_be_stored_is_not_kept(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    client = gateway_with_worker.client
-    response = client.post(PATH, json={**BODY, "store": False}).json()
+def test_a_response_that_is_not_to_be_stored_is_not_kept(shared_gateway: RunningGateway) -> None:
+    client = shared_gateway.client
+    response = post(shared_gateway, store=False).json()
     assert response["store"] is False
     assert client.get(f"{PATH}/{response['id']}").status_code == 404
     refused = client.post(f"{PATH}/{response['id']}/cancel")
     assert refused.json()["error"]["code"] == "response_not_found"
 
 
-def test_a_conversation_keeps_its_items_in_their_order(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    client, path = gateway_with_worker.client, "/v1/conversations"
-    first = {"role": "user", "content": "My name is Ann."}
-    made = client.post(path, json={"items": [first], "metadata": {"a": "b"}}).json()
+def test_a_conversation_keeps_its_items_in_their_order(shared: Served) -> None:
+    client, path = shared.gateway.client, "/v1/conversations"
+    first = said("My name is Ann.")["messages"]
+    made = client.post(path, json={"items": first, "metadata": {"a": "b"}}).json()
     assert read_strictly(Conversation, made).metadata == {"a": "b"}
     name = made["id"]
-    answer = client.post(PATH, json={**BODY, "conversation": name}).json()
+    answer = post(shared.gateway, conversation=name).json()
     assert read_response(answer).conversation is not None
-    assert texts_of(worker) == ["My name is Ann.\n\nHi"]
-    client.post(f"{path}/{name}/items", json={"items": [{"role": "user", "content": "Bye."}]})
-    items = client.get(f"{path}/{name}/items", params={"order": "asc", "limit": 3}).json()
+    assert texts_of(shared.worker) == ["My name is Ann.\n\nHi"]
+    path = f"{path}/{name}"
+    client.post(f"{path}/items", json={"items": said("Bye.")["messages"]})
+    items = client.get(f"{path}/items", params={"order": "asc", "limit": 3}).json()
     listed = read_strictly(ConversationItemList, items)
-    assert [one.content[0].text for one in listed.data] == [
-        "My name is Ann.",
-        "Hi",
-        "one two three",
-    ]
+    texts = [one.content[0].text for one in listed.data]
+    assert texts == ["My name is Ann.", "Hi", "one two three"]
     assert listed.has_more
-    rest = client.get(
-        f"{path}/{name}/items", params={"order": "asc", "after": listed.last_id}
-    ).json()
+    rest = client.get(f"{path}/items", params={"order": "asc", "after": listed.last_id}).json()
     assert [one["content"][0]["text"] for one in rest["data"]] == ["Bye."]
-    one = client.get(f"{path}/{name}/items/{listed.first_id}").json()
-    assert one == items["data"][0]
-    assert client.delete(f"{path}/{name}/items/{listed.first_id}").json()["id"] == name
-    client.post(PATH, json={**BODY, "conversation": {"id": name}})
-    assert texts_of(worker) == ["Hi", "one two three", "Bye.\n\nHi"]
-    updated = client.post(f"{path}/{name}", json={"metadata": {"c": "d"}}).json()
-    assert updated == client.get(f"{path}/{name}").json()
-    assert client.delete(f"{path}/{name}").json()["object"] == "conversation.deleted"
-    gone = client.post(PATH, json={**BODY, "conversation": name})
-    assert (gone.status_code, gone.json()["error"]["param"]) == (400, "conversation")
+    first_path = f"{path}/items/{listed.first_id}"
+    assert client.get(first_path).json() == items["data"][0]
+    assert client.delete(first_path).json()["id"] == name
+    post(shared.gateway, conversation={"id": name})
+    assert texts_of(shared.worker) == ["Hi", "one two three", "Bye.\n\nHi"]
+    updated = client.post(path, json={"metadata": {"c": "d"}}).json()
+    assert updated == client.get(path).json()
+    assert client.delete(path).json()["object"] == "conversation.deleted"
+    gone = post(shared.gateway, conversation=name)
+    assert status_and_param(gone) == (400, "conversation")
 
 
 def test_a_conversation_has_at_most_10000_items(
-    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
+    shared_gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.proxy.kept_items.ITEMS_LIMIT", 2)
-    client = gateway_with_worker.client
-    item = {"role": "user", "content": "Hi"}
-    made = client.post("/v1/conversations", json={"items": [item]}).json()
+    client, item = shared_gateway.client, {"items": said("Hi")["messages"]}
+    made = client.post("/v1/conversations", json=item).json()
     path = f"/v1/conversations/{made['id']}/items"
-    assert client.post(path, json={"items": [item]}).status_code == 200
-    refused = client.post(path, json={"items": [item]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "items")
+    assert client.post(path, json=item).status_code == 200
+    assert status_and_param(client.post(path, json=item)) == (400, "items")
     assert len(client.get(path).json()["data"]) == 2
 
 
-def test_a_background_response_is_polled_and_followed_again(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    client = gateway_with_worker.client
-    worker.script.hang_after = 2
-    queued = read_response(client.post(PATH, json={**BODY, "background": True}).json())
+def test_a_background_response_is_polled_and_followed_again(shared: Served) -> None:
+    client = shared.gateway.client
+    shared.worker.script.hang_after = 2
+    queued = read_response(post(shared.gateway, background=True).json())
     assert (queued.status, queued.background) == ("queued", True)
     url = f"{PATH}/{queued.id}"
     wait_until(lambda: bool(client.get(url).json()["output"]))
     assert read_response(client.get(url).json()).status == "in_progress"
-    worker.resume.set()
+    shared.worker.resume.set()
     wait_until(lambda: client.get(url).json()["status"] == "completed")
     assert read_response(client.get(url).json()).output_text == "one two three"
 
-    with client.stream("GET", url, params={"stream": True}) as stream:
-        events = events_of(stream)
-    assert [one["type"] for one in events[:3]] == [
-        "response.created",
-        "response.queued",
-        "response.in_progress",
-    ]
+    events = events_of(client.get(url, params={"stream": True}))
+    begin = [f"response.{name}" for name in ("created", "queued", "in_progress")]
+    assert types_of(events)[:3] == begin
     assert events[-1]["type"] == "response.completed"
-    with client.stream("GET", url, params={"stream": True, "starting_after": 4}) as stream:
-        assert events_of(stream, first=5) == events[5:]
+    again = client.get(url, params={"stream": True, "starting_after": 4})
+    assert events_of(again, first=5) == events[5:]
 
 
-def test_a_background_stream_goes_on_without_its_client(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    client = gateway_with_worker.client
-    worker.script.hang_after = 2
+def test_a_background_stream_goes_on_without_its_client(shared: Served) -> None:
+    client = shared.gateway.client
+    shared.worker.script.hang_after = 2
     body = {**BODY, "background": True, "stream": True}
     with client.stream("POST", PATH, json=body) as stream:
         line = next(line for line in stream.iter_lines() if line.startswith("data: "))
         name = json.loads(line.removeprefix("data: "))["response"]["id"]
-    worker.resume.set()
+    shared.worker.resume.set()
     wait_until(lambda: client.get(f"{PATH}/{name}").json()["status"] == "completed")
 
 
 def test_an_overloaded_gateway_says_so_before_the_stream_of_a_response(
-    tmp_path: Path, worker: ScriptedWorker
+    make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    with RunningGateway(make_settings(tmp_path, requests_limit=1)) as gateway:
-        gateway.send_heartbeat(worker)
-        queued = gateway.client.post(PATH, json={**BODY, "background": True}).json()
-        shed = gateway.client.get(f"{PATH}/{queued['id']}", params={"stream": True})
-        assert status_and_code(shed) == (503, "gateway_overloaded")
+    gateway = make_gateway(worker, requests_limit=1)
+    queued = post(gateway, background=True).json()
+    shed = gateway.client.get(f"{PATH}/{queued['id']}", params={"stream": True})
+    assert status_and_code(shed) == (503, "gateway_overloaded")
 
 
-def test_a_background_response_is_cancelled_at_its_worker(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    client = gateway_with_worker.client
-    worker.script.hang_after = 2
-    name = client.post(PATH, json={**BODY, "background": True}).json()["id"]
-    assert worker.request_received.wait(60)
+def test_a_background_response_is_cancelled_at_its_worker(shared: Served) -> None:
+    client = shared.gateway.client
+    shared.worker.script.hang_after = 2
+    name = post(shared.gateway, background=True).json()["id"]
+    assert shared.worker.request_received.wait(60)
     cancelled = read_response(client.post(f"{PATH}/{name}/cancel").json())
     assert cancelled.status == "cancelled"
-    assert worker.client_disconnected.wait(60)
+    assert shared.worker.client_disconnected.wait(60)
     assert client.get(f"{PATH}/{name}").json()["status"] == "cancelled"
-    whole = client.post(PATH, json=BODY).json()["id"]
-    refused = client.post(f"{PATH}/{whole}/cancel")
-    assert refused.status_code == 400
+    whole = post(shared.gateway).json()["id"]
+    assert client.post(f"{PATH}/{whole}/cancel").status_code == 400
 
 
-def test_input_tokens_and_routes_that_are_refused_by_name(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    client = gateway_with_worker.client
-    counted = client.post(f"{PATH}/input_tokens", json=BODY)
+def test_input_tokens_and_routes_that_are_refused_by_name(shared_gateway: RunningGateway) -> None:
+    counted = post(shared_gateway, f"{PATH}/input_tokens")
     assert read_strictly(InputTokenCountResponse, counted.json()).input_tokens > 0
-    compact = client.post(f"{PATH}/compact", json=BODY)
-    assert (compact.status_code, compact.json()["error"]["code"]) == (400, "endpoint_not_served")
+    compact = post(shared_gateway, f"{PATH}/compact")
+    assert status_and_code(compact) == (400, "endpoint_not_served")
 
 
 def test_a_key_sees_and_continues_only_its_own_responses(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    keys = [gateway_with_worker.create_key(name=name)["secret"] for name in ("ann", "bob")]
-    ann, bob = ({"authorization": f"Bearer {secret}"} for secret in keys)
+    ann, bob = (bearer_headers(gateway_with_worker.create_key(name=one)) for one in ("ann", "bob"))
     client = gateway_with_worker.client
     name = client.post(PATH, json={**BODY, "background": True}, headers=ann).json()["id"]
     wait_until(lambda: client.get(f"{PATH}/{name}", headers=ann).json()["status"] == "completed")
@@ -298,48 +267,35 @@ def test_a_key_sees_and_continues_only_its_own_responses(
     assert client.post(PATH, json=then, headers=ann).status_code == 200
 
 
-def test_limits_and_accounting_hold_for_responses(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    secret = gateway_with_worker.create_key(requests_a_minute=1)["secret"]
-    headers = {"authorization": f"Bearer {secret}"}
-    client = gateway_with_worker.client
-    first = client.post(PATH, json={**BODY, "stream": True}, headers=headers)
+def test_limits_and_accounting_hold_for_responses(served: Served) -> None:
+    served.gateway.use_key(served.gateway.create_key(requests_a_minute=1)["secret"])
+    first = post(served.gateway, stream=True)
     assert first.headers["x-ratelimit-limit-requests"] == "1"
-    limited = client.post(PATH, json={**BODY, "background": True}, headers=headers)
-    assert (limited.status_code, limited.json()["error"]["code"]) == (
-        429,
-        "requests_a_minute_exceeded",
-    )
+    limited = post(served.gateway, background=True)
+    assert status_and_code(limited) == (429, "requests_a_minute_exceeded")
     assert int(limited.headers["retry-after"]) > 0
-    assert len(worker.requests) == 1
-    usage = gateway_with_worker.admin.get("/admin/v1/usage").json()
+    assert len(served.worker.requests) == 1
+    usage = served.gateway.admin.get("/admin/v1/usage").json()
     assert "10" in json.dumps(usage), "the tokens of the answer are the key's"
 
 
-def test_a_request_is_explained_as_the_chat_that_it_becomes(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    client = gateway_with_worker.client
-    body = {**BODY, "temperature": 0, "instructions": "Be brief."}
-    explained = client.post("/v1/route/explain", json=body).json()
+def test_a_request_is_explained_as_the_chat_that_it_becomes(shared_gateway: RunningGateway) -> None:
+    body: dict[str, Any] = {"temperature": 0, "instructions": "Be brief."}
+    explained = post(shared_gateway, "/v1/route/explain", **body).json()
     assert (explained["servable"], explained["profile"]["messages"]) == (True, 2)
-    assert explained["worker"] == client.post(PATH, json=body).headers["x-paceline-worker"]
+    answered = post(shared_gateway, **body)
+    assert explained["worker"] == answered.headers["x-paceline-worker"]
 
 
 @pytest.mark.parametrize(
     "delta", [{"content": 7}, {"content": "two", "tool_calls": [7]}, {"tool_calls": {}}, []]
 )
-def test_a_malformed_event_of_a_worker_fails_the_response(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, delta: Any
-) -> None:
+def test_a_malformed_event_of_a_worker_fails_the_response(served: Served, delta: Any) -> None:
     """The client gets all that came before, and no number is missing."""
     good, bad = (
-        b"data: %b\n\n" % json.dumps({"choices": [{"index": 0, "delta": one}]}).encode()
-        for one in ({"content": "one "}, delta)
+        event({"choices": [{"index": 0, "delta": one}]}) for one in ({"content": "one "}, delta)
     )
-    worker.script.events = (good, bad, b"data: [DONE]\n\n")
-    with gateway_with_worker.client.stream("POST", PATH, json={**BODY, "stream": True}) as stream:
-        events = events_of(stream)
+    served.worker.script.events = (good, bad, DONE)
+    events = events_of(post(served.gateway, stream=True))
     assert events[-1]["response"]["error"]["code"] == "server_error"
     assert next(one["delta"] for one in events if "delta" in one) == "one "

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.gateway_fixtures import MakeGateway
+from tests.support.gateway_fixtures import MakeGateway, Served
 from tests.support.log_capture import LogCapture
 from tests.support.raw_client import (
     RawClient,
@@ -21,113 +21,80 @@ from tests.support.raw_client import (
 from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, stream_events
 
-DISCONNECTS: dict[str, Callable[[RawClient], None]] = {
-    "close": RawClient.close,
-    "reset": RawClient.reset,
-}
-each_disconnect = pytest.mark.parametrize("disconnect", DISCONNECTS.values(), ids=DISCONNECTS)
+DISCONNECTS = {"close": RawClient.close, "reset": RawClient.reset}
 
 
-@each_disconnect
-@pytest.mark.parametrize("events", range(1, 6))
+@pytest.fixture(params=DISCONNECTS)
+def disconnect(request: pytest.FixtureRequest) -> Callable[[RawClient], None]:
+    """Return each way to end a connection."""
+    return DISCONNECTS[request.param]
+
+
 def test_f07_a_disconnect_during_a_stream_frees_the_worker_and_ejects_none(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    disconnect: Callable[[RawClient], None],
-    events: int,
+    served: Served, disconnect: Callable[[RawClient], None]
 ) -> None:
-    worker.script.hang_after = events
-    sent = stream_events(worker.script.tokens)[:events]
-    # The gateway removes the usage chunk that was not requested; the mark is the event before it.
-    mark = sent[min(events, 5) - 1].strip()
-    with raw_client(gateway_with_worker) as client:
-        client.send_chat(stream=True)
-        client.read_until(mark)
-        disconnect(client)
-        wait_until(lambda: worker.in_flight == 0)
-    wait_for_outcomes(gateway_with_worker, client_left=1)
-    assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"
-    worker.script = Script()
-    assert gateway_with_worker.chat().status_code == 200
+    sent = stream_events(served.worker.script.tokens)
+    for events in range(1, 6):
+        served.worker.script.hang_after = events
+        with raw_client(served.gateway) as client:
+            client.send_chat(stream=True)
+            client.read_until(sent[events - 1].strip())
+            disconnect(client)
+            wait_until(lambda: served.worker.in_flight == 0)
+    wait_for_outcomes(served.gateway, client_left=5)
+    assert served.gateway.status()["workers"]["fake-a"]["state"] == "ready"
+    served.worker.script = Script()
+    assert served.gateway.chat().status_code == 200
 
 
-@each_disconnect
-@pytest.mark.parametrize("chars", [1, 70_000, 3_000_000])
-@pytest.mark.parametrize(
-    ("path", "stream"),
-    [("/v1/chat/completions", False), ("/v1/messages", True), ("/v1/responses", True)],
-)
-def test_f08_a_disconnect_before_the_first_byte_frees_the_worker(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    disconnect: Callable[[RawClient], None],
-    *,
-    stream: bool,
-    path: str,
-    chars: int,
+def test_f08_a_disconnect_before_the_first_event_frees_the_worker(
+    served: Served, disconnect: Callable[[RawClient], None]
 ) -> None:
-    """Also behind a body so large that the gateway paused while it read it."""
-    worker.script.hang = True
-    prompt = "input" if path == "/v1/responses" else "messages"
-    messages = [{"role": "user", "content": "x" * chars}]
-    limit = {"max_tokens": 5} if path == "/v1/messages" else {}
-    body = {"model": "demo", prompt: messages, "stream": stream, **limit}
-    with raw_client(gateway_with_worker) as client:
-        client.send(request_bytes(json.dumps(body).encode(), path=path))
-        assert worker.request_received.wait(60)
-        disconnect(client)
-        wait_until(lambda: worker.in_flight == 0)
-    wait_for_outcomes(gateway_with_worker, client_left=1)
+    head_alone = Script(events=(b'{"choices": [',), hang_after=1)
+    asked = ((False, Script(hang=True)), (True, Script(hang=True)), (True, head_alone))
+    for stream, script in asked:
+        served.worker.script = script
+        served.worker.request_received.clear()
+        with raw_client(served.gateway) as client:
+            client.send_chat(stream=stream)
+            assert served.worker.request_received.wait(60)
+            disconnect(client)
+            wait_until(lambda: served.worker.in_flight == 0)
+    wait_for_outcomes(served.gateway, client_left=len(asked))
 
 
-@each_disconnect
-def test_f08_a_disconnect_after_the_response_headers_frees_the_worker(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    disconnect: Callable[[RawClient], None],
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_f08_a_disconnect_is_seen_behind_a_body_of_any_size(
+    served: Served, disconnect: Callable[[RawClient], None], path: str
 ) -> None:
-    worker.script = Script(events=(b'{"choices": [',), hang_after=1)
-    with raw_client(gateway_with_worker) as client:
-        client.send_chat(stream=True)
-        assert worker.request_received.wait(60)
-        disconnect(client)
-        wait_until(lambda: worker.in_flight == 0)
-    wait_for_outcomes(gateway_with_worker, client_left=1)
+    """Behind a large one the gateway has paused while it read."""
+    sizes = (1, 70_000, 3_000_000)
+    for chars in sizes:
+        served.worker.script = Script(hang=True)
+        served.worker.request_received.clear()
+        prompt = "input" if path == "/v1/responses" else "messages"
+        message = {"role": "user", "content": "x" * chars}
+        limit = {"max_tokens": 5} if path == "/v1/messages" else {}
+        body = {"model": "demo", prompt: [message], **limit}
+        with raw_client(served.gateway) as client:
+            client.send(request_bytes(json.dumps(body).encode(), path=path))
+            assert served.worker.request_received.wait(60)
+            disconnect(client)
+            wait_until(lambda: served.worker.in_flight == 0)
+    wait_for_outcomes(served.gateway, client_left=len(sizes))
 
 
-@each_disconnect
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.99])
 def test_f08_a_disconnect_within_the_request_reaches_no_worker(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    disconnect: Callable[[RawClient], None],
-    fraction: float,
+    served: Served, disconnect: Callable[[RawClient], None]
 ) -> None:
     request = request_bytes(b'{"model":"demo","messages":[{"role":"user","content":"x"}]}')
-    with raw_client(gateway_with_worker) as client:
-        client.send(request[: int(len(request) * fraction)])
-        disconnect(client)
-    wait_until(lambda: in_flight(gateway_with_worker) == 0)
-    assert gateway_with_worker.chat().status_code == 200
-    assert len(worker.requests) == 1
-
-
-def test_f08_many_simultaneous_disconnects_leave_no_request_in_flight(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.hang_after = 2
-    clients = [RawClient(gateway_with_worker) for _ in range(24)]
-    for number, client in enumerate(clients):
-        client.send_chat(stream=bool(number % 2))
-    wait_until(lambda: worker.in_flight > 0)
-    for client in clients:
-        client.close()
-    wait_until(lambda: worker.in_flight == 0)
-    wait_until(lambda: in_flight(gateway_with_worker) == 0)
-    # This script delays streams only, so some other responses complete before the disconnect.
-    outcomes = gateway_with_worker.status()["outcomes"]
-    assert sum(outcomes.values()) == 24
-    assert set(outcomes) <= {"client_left", "completed"}
+    for fraction in (0.0, 0.3, 0.99):
+        with raw_client(served.gateway) as client:
+            client.send(request[: int(len(request) * fraction)])
+            disconnect(client)
+        wait_until(lambda: in_flight(served.gateway) == 0)
+    assert served.gateway.chat().status_code == 200
+    assert len(served.worker.requests) == 1
 
 
 def test_f09_a_stalled_reader_is_disconnected_and_a_concurrent_stream_completes(
@@ -145,17 +112,15 @@ def test_f09_a_stalled_reader_is_disconnected_and_a_concurrent_stream_completes(
     wait_for_outcomes(gateway, client_left=1, completed=1)
 
 
-def test_f12_a_half_close_after_the_request_counts_as_a_disconnect(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.hang = True
-    with raw_client(gateway_with_worker) as client:
+def test_f12_a_half_close_after_the_request_counts_as_a_disconnect(served: Served) -> None:
+    served.worker.script.hang = True
+    with raw_client(served.gateway) as client:
         client.send_chat()
-        assert worker.request_received.wait(60)
+        assert served.worker.request_received.wait(60)
         client.half_close()
-        wait_until(lambda: worker.in_flight == 0)
+        wait_until(lambda: served.worker.in_flight == 0)
         assert client.read_to_end() == b""
-    wait_for_outcomes(gateway_with_worker, client_left=1)
+    wait_for_outcomes(served.gateway, client_left=1)
 
 
 @pytest.mark.parametrize("path", ["/v1/route/explain", "/admin/v1/keys"])

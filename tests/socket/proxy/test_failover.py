@@ -15,8 +15,9 @@ from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.proxy import forward
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
 from tests.support.gateway_fixtures import MakeGateway
+from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
-from tests.support.running_gateway import RunningGateway, running_server, wait_until
+from tests.support.running_gateway import RunningGateway, running_worker, wait_until
 from tests.support.scripted_worker import (
     DONE,
     Script,
@@ -27,6 +28,7 @@ from tests.support.scripted_worker import (
 )
 from workers.protocol import ANSWER_FIELD, PROGRESS_HEADER
 
+Workers = tuple[ScriptedWorker, ScriptedWorker]
 TOKENS = ("one", " two", " three")
 WHOLE = [event.removesuffix(b"\n\n") for event in stream_events(TOKENS)]
 USAGE = {"stream_options": {"include_usage": True}}
@@ -51,7 +53,7 @@ def join(gateway: RunningGateway, *workers: ScriptedWorker, models: str = "aaaa"
     """Let workers join; the first one is the least loaded. Each has a model of one letter."""
     for number, (worker, model) in enumerate(zip(workers, models, strict=False)):
         worker.fingerprint = model
-        lanes = [lane_report(name, waiting=40 * number).model_dump() for name in worker.lanes]
+        lanes = [lane_report(name, waiting=40 * number) for name in worker.lanes]
         gateway.join(worker, lanes=lanes)
 
 
@@ -59,130 +61,114 @@ def telling(**changes: Any) -> Script:
     return Script(tells_tokens=True, tokens=TOKENS, **changes)
 
 
+def is_whole(gateway: RunningGateway, **fields: Any) -> bool:
+    """Return whether a stream has all events of an answer that nothing has cut."""
+    return events_of(gateway.chat(stream=True, **USAGE, **fields).content) == WHOLE
+
+
+def error_code(gateway: RunningGateway, **fields: Any) -> str:
+    """Return the code of the error event that ends a stream."""
+    return stream_error_code(gateway.chat(stream=True, **fields).content)
+
+
 @pytest.fixture
 def third_worker() -> Iterator[ScriptedWorker]:
-    scripted = ScriptedWorker(worker_id="fake-c", script=telling())
-    with running_server(scripted, sockets=[scripted.socket]):
+    with running_worker("fake-c", script=telling()) as scripted:
         yield scripted
 
 
 @pytest.fixture
-def workers(worker: ScriptedWorker, second_worker: ScriptedWorker) -> tuple[ScriptedWorker, ...]:
-    worker.script = second_worker.script = telling()
+def workers(worker: ScriptedWorker, second_worker: ScriptedWorker) -> Workers:
+    """Return a worker whose streams end after two events, and one that can go on with them."""
+    worker.script, second_worker.script = telling(cut_after=2), telling()
     return worker, second_worker
 
 
-@pytest.mark.parametrize("events", range(EVENTS + 1))
-def test_f03_a_stream_cut_at_any_event_goes_on(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], events: int
-) -> None:
+def test_f03_a_stream_cut_at_any_event_goes_on(gateway: RunningGateway, workers: Workers) -> None:
     first, second = workers
-    first.script = telling(cut_after=events)
-    join(gateway, first, second)
-    with gateway.stream(**USAGE) as response:
-        received = response.read()
-    assert events_of(received) == WHOLE
-    assert received.endswith(DONE)
-    assert b": t" not in received
-    # Without the end mark alone, there is nothing left for another worker.
-    assert len(second.requests) == (events < EVENTS - 1)
-    if 0 < events < EVENTS - 1:
-        assert b": x-paceline-failovers: 1\n" in received
-        assert b": x-paceline-worker: fake-b\n" in received
-        assert b'"failovers":1' in received
-        so_far = second.requests[0].body[ANSWER_FIELD]
-        assert so_far.count(";") == events - 1
-    wait_for_outcomes(gateway, completed=1)
-    assert gateway.status()["failovers"] == (events < EVENTS - 1)
+    gateway.join(second)
+    for events in range(EVENTS + 1):
+        first.script = telling(cut_after=events)
+        second.requests.clear()
+        gateway.remove_worker(first)
+        first.boot_id = f"boot-{events}"  # a new boot has no failures
+        join(gateway, first, second)
+        received = gateway.chat(stream=True, **USAGE).content
+        assert events_of(received) == WHOLE, events
+        assert received.endswith(DONE)
+        assert b": t" not in received
+        # Without the end mark alone, there is nothing left for another worker.
+        assert len(second.requests) == (events < EVENTS - 1)
+        if 0 < events < EVENTS - 1:
+            assert b": x-paceline-failovers: 1\n" in received
+            assert b": x-paceline-worker: fake-b\n" in received
+            assert b'"failovers":1' in received
+            so_far = second.requests[0].body[ANSWER_FIELD]
+            assert so_far.count(";") == events - 1
+    wait_for_outcomes(gateway, completed=EVENTS + 1)
+    assert gateway.status()["failovers"] == EVENTS - 1
 
 
 def test_f03_a_stream_cut_at_any_byte_goes_on(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], proxy: FaultProxy
+    gateway: RunningGateway, workers: Workers, proxy: FaultProxy
 ) -> None:
     first, second = workers
+    first.script = telling()
     sizes = [len(event) for event in told_events(TOKENS, "")]
     for at in range(90, 100 + sum(sizes), 31):
         proxy.fault = NO_FAULT
-        first.boot_id = f"boot-{at}"  # a new boot has no failures
         gateway.remove_worker(first)
+        first.boot_id = f"boot-{at}"
         join(gateway, first, second)
         proxy.reset_all()
         proxy.fault = Fault(reset_after_bytes=at)
-        with gateway.stream(**USAGE) as response:
-            received = response.read()
-        assert events_of(received) == WHOLE, at
+        assert is_whole(gateway), at
 
 
 def test_f03_a_stream_outlives_two_workers_and_no_third_one(
-    gateway: RunningGateway,
-    workers: tuple[ScriptedWorker, ...],
-    third_worker: ScriptedWorker,
+    gateway: RunningGateway, workers: Workers, third_worker: ScriptedWorker
 ) -> None:
     first, second = workers
-    fourth = ScriptedWorker(worker_id="fake-d", script=telling())
-    with running_server(fourth, sockets=[fourth.socket]):
-        for member in (first, second):
-            member.script = telling(cut_after=2)
+    second.script = first.script
+    with running_worker("fake-d", script=telling()) as fourth:
         join(gateway, first, second, third_worker)
-        with gateway.stream(**USAGE) as response:
-            received = response.read()
+        received = gateway.chat(stream=True, **USAGE).content
         assert events_of(received) == WHOLE
         assert b": x-paceline-failovers: 2\n" in received
         assert len(third_worker.requests) == 1
         third_worker.script = telling(cut_after=0)
         join(gateway, first, second, third_worker, fourth)
-        with gateway.stream(messages=[{"role": "user", "content": "Again."}]) as response:
-            received = response.read()
-        assert stream_error_code(received) == "worker_lost"
+        again = [{"role": "user", "content": "Again."}]
+        assert error_code(gateway, messages=again) == "worker_lost"
         assert fourth.requests == []
 
 
 def test_f03_only_a_worker_with_the_same_model_goes_on(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], third_worker: ScriptedWorker
+    gateway: RunningGateway, workers: Workers, third_worker: ScriptedWorker
 ) -> None:
-    first, second = workers
-    first.script = telling(cut_after=2)
-    join(gateway, first, second, models="ab")
-    with gateway.stream() as response:
-        assert stream_error_code(response.read()) == "worker_lost"
-    join(gateway, first, second, third_worker, models="aba")
-    with gateway.stream(**USAGE) as response:
-        assert events_of(response.read()) == WHOLE
-    assert second.requests == []
+    join(gateway, *workers, models="ab")
+    assert error_code(gateway) == "worker_lost"
+    join(gateway, *workers, third_worker, models="aba")
+    assert is_whole(gateway)
+    assert workers[1].requests == []
     assert len(third_worker.requests) == 1
 
 
-def test_f05_a_stream_that_stalls_goes_on(
-    make_gateway: MakeGateway, workers: tuple[ScriptedWorker, ...]
-) -> None:
-    first, second = workers
-    first.script = telling(hang_after=2)
-    gateway = make_gateway(idle_timeout_s=0.5)
-    join(gateway, first, second)
-    with gateway.stream(**USAGE) as response:
-        assert events_of(response.read()) == WHOLE
-    wait_until(lambda: first.in_flight == 0)
-    wait_for_outcomes(gateway, completed=1)
-
-
 def test_f05_three_missed_comments_of_a_worker_are_a_stall(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...], monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever longer pauses the settings allow other engines, also before the first event."""
     assert forward._STALLED_S == 31
     monkeypatch.setattr(forward, "_STALLED_S", 0.5)
-    first, second = workers
-    join(gateway, first, second)
+    join(gateway, *workers)
     for events in (0, 2):
-        first.script = telling(hang_after=events)
-        with gateway.stream(**USAGE) as response:
-            assert events_of(response.read()) == WHOLE
+        workers[0].script = telling(hang_after=events)
+        assert is_whole(gateway)
+        wait_until(lambda: workers[0].in_flight == 0)
 
 
 def test_a_stream_whose_worker_sends_neither_bytes_nor_heartbeats_goes_on(
-    make_gateway: MakeGateway,
-    workers: tuple[ScriptedWorker, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    make_gateway: MakeGateway, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before it stalls; the registry tests when heartbeats have ceased."""
     assert HEARTBEAT_TIMEOUT_S == 7
@@ -190,7 +176,7 @@ def test_a_stream_whose_worker_sends_neither_bytes_nor_heartbeats_goes_on(
     gateway = make_gateway(check_s=0.05)
     first, second = workers
     first.script = telling(hang_after=2)
-    join(gateway, first, second)
+    join(gateway, *workers)
     with gateway.stream(**USAGE) as response:
         pieces = response.iter_raw()
         received = next(pieces)
@@ -201,10 +187,7 @@ def test_a_stream_whose_worker_sends_neither_bytes_nor_heartbeats_goes_on(
 
 
 def test_a_stream_whose_lines_are_too_long_to_keep_ends_in_an_error(
-    make_gateway: MakeGateway,
-    workers: tuple[ScriptedWorker, ...],
-    proxy: FaultProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    make_gateway: MakeGateway, workers: Workers, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert forward._LINES_LIMIT_BYTES == 4 << 20
     monkeypatch.setattr(forward, "_LINES_LIMIT_BYTES", 2)
@@ -233,14 +216,12 @@ def test_a_stream_whose_lines_are_too_long_to_keep_ends_in_an_error(
 
 
 def test_f18_a_stream_whose_worker_reports_an_error_goes_on(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+    gateway: RunningGateway, workers: Workers
 ) -> None:
-    first, second = workers
     begin = told_events(TOKENS, "")[:2]
-    first.script = Script(events=(*begin, b'data: {"error": {"message": "boom"}}\n\n'))
-    join(gateway, first, second)
-    with gateway.stream(**USAGE) as response:
-        assert events_of(response.read()) == WHOLE
+    workers[0].script = Script(events=(*begin, b'data: {"error": {"message": "boom"}}\n\n'))
+    join(gateway, *workers)
+    assert is_whole(gateway)
 
 
 @pytest.mark.parametrize(
@@ -257,45 +238,25 @@ def test_f18_a_stream_whose_worker_reports_an_error_goes_on(
     ],
 )
 def test_f03_a_stream_that_nobody_can_go_on_with_ends_in_an_error(
-    gateway: RunningGateway,
-    workers: tuple[ScriptedWorker, ...],
-    script: Script,
-    fields: dict[str, Any],
-    told: bool,
+    gateway: RunningGateway, workers: Workers, script: Script, fields: dict[str, Any], told: bool
 ) -> None:
     first, second = workers
     first.script = script
-    join(gateway, first, second)
-    with gateway.stream(**fields) as response:
-        assert stream_error_code(response.read()) == "worker_lost"
+    join(gateway, *workers)
+    assert error_code(gateway, **fields) == "worker_lost"
     assert (PROGRESS_HEADER in first.requests[0].headers) is told
     assert second.requests == []
 
 
 def test_f03_a_policy_may_let_no_stream_go_on(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+    gateway: RunningGateway, workers: Workers, admin: PolicyAdmin
 ) -> None:
-    first, second = workers
-    first.script = telling(cut_after=2)
-    join(gateway, first, second)
-    current = gateway.admin.get("/admin/v1/policy")
-    response = gateway.admin.patch(
-        "/admin/v1/policy",
-        content=json.dumps({"retries": {"per_request": 0}}),
-        headers={
-            "if-match": current.headers["etag"],
-            "x-paceline-note": "no failover",
-            "content-type": "application/merge-patch+json",
-        },
-    )
-    assert response.status_code == 200, response.text
-    with gateway.stream() as response:
-        assert stream_error_code(response.read()) == "worker_lost"
+    join(gateway, *workers)
+    assert admin.patch({"retries": {"per_request": 0}}).is_success
+    assert error_code(gateway) == "worker_lost"
 
 
-def test_f49_a_drain_moves_streams_if_asked(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
-) -> None:
+def test_f49_a_drain_moves_streams_if_asked(gateway: RunningGateway, workers: Workers) -> None:
     """Ordered failures count neither for the limit nor for the quarantine or the breaker."""
     first, second = workers
     first.script = telling(hang_after=3)
@@ -318,7 +279,7 @@ def test_f49_a_drain_moves_streams_if_asked(
 
 
 def test_f49_a_drain_moves_no_stream_that_no_other_worker_takes(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+    gateway: RunningGateway, workers: Workers
 ) -> None:
     first, _ = workers
     first.script = telling(hang_after=3)
@@ -339,11 +300,11 @@ def test_f49_deaths_of_workers_that_somebody_stops_do_not_count(
     gateway: RunningGateway, third_worker: ScriptedWorker, order: str
 ) -> None:
     """A stream outlives three of them, and its body stays out of quarantine."""
-    leaving = [ScriptedWorker(worker_id=f"leaving-{number}") for number in range(3)]
     with contextlib.ExitStack() as stack:
-        for member in leaving:
-            member.script = telling(hang_after=2 if member is leaving[0] else 0)
-            stack.enter_context(running_server(member, sockets=[member.socket]))
+        leaving = [
+            stack.enter_context(running_worker(f"leaving-{at}", script=telling(hang_after=events)))
+            for at, events in enumerate((2, 0, 0))
+        ]
         proxies = [stack.enter_context(running_proxy(member.url)) for member in leaving]
         for member, proxy in zip(leaving, proxies, strict=True):
             member.url = proxy.url
@@ -371,13 +332,10 @@ def test_f49_deaths_of_workers_that_somebody_stops_do_not_count(
 
 
 def test_another_worker_gets_the_seed_of_the_first_one(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+    gateway: RunningGateway, workers: Workers
 ) -> None:
-    first, second = workers
-    first.script = telling(cut_after=2)
-    join(gateway, first, second)
-    with gateway.stream(temperature=1.0, **USAGE) as response:
-        assert events_of(response.read()) == WHOLE
+    join(gateway, *workers)
+    assert is_whole(gateway, temperature=1.0)
     seeds = [worker.requests[0].body["seed"] for worker in workers]
     assert seeds[0] == seeds[1]
     assert isinstance(seeds[0], int)
@@ -391,7 +349,7 @@ def test_another_worker_gets_the_seed_of_the_first_one(
 
 
 def test_a_client_cannot_begin_an_answer_for_a_worker(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+    gateway: RunningGateway, workers: Workers
 ) -> None:
     join(gateway, *workers)
     response = gateway.chat(**{ANSWER_FIELD: "0 @1"})
@@ -400,13 +358,11 @@ def test_a_client_cannot_begin_an_answer_for_a_worker(
 
 
 def test_the_death_of_a_stream_counts_for_the_quarantine(
-    gateway: RunningGateway, workers: tuple[ScriptedWorker, ...]
+    gateway: RunningGateway, workers: Workers
 ) -> None:
     first, second = workers
-    for member in workers:
-        member.script = telling(cut_after=2)
-    join(gateway, first, second)
-    with gateway.stream() as response:
-        assert stream_error_code(response.read()) == "worker_lost"
+    second.script = first.script
+    join(gateway, *workers)
+    assert error_code(gateway) == "worker_lost"
     assert gateway.status()["quarantined_bodies"] == 1
     assert gateway.chat(stream=True).json()["error"]["code"] == "request_quarantined"

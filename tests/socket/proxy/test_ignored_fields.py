@@ -6,23 +6,21 @@ from typing import Any
 
 import pytest
 
+from tests.support.gateway_fixtures import Served
 from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import ScriptedWorker
 
 
-def test_the_header_lists_ignored_fields_and_a_worker_gets_no_neutral_one(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_the_header_lists_ignored_fields_and_a_worker_gets_no_neutral_one(served: Served) -> None:
     """Strict workers reject fields that they do not know; a hint such as verbosity is theirs."""
-    client, path = gateway_with_worker.client, "/v1/chat/completions"
     ignored = {"verbosity": "low", "best_of": 1, "modalities": ["text"], "store": None}
     for stream in (False, True):
-        answer = client.post(path, json=chat_body(stream=stream, **ignored))
+        answer = served.gateway.chat(stream=stream, **ignored)
         assert answer.headers["x-paceline-ignored"] == "verbosity, best_of, modalities"
-        sent = worker.requests[-1].body
+        sent = served.worker.requests[-1].body
         assert sent["verbosity"] == "low"
         assert not {"best_of", "modalities", "store"} & sent.keys()
-    assert "x-paceline-ignored" not in client.post(path, json=chat_body()).headers
+    assert "x-paceline-ignored" not in served.gateway.chat().headers
 
 
 def test_the_header_lists_what_a_worker_cannot_hold_calls_to(
@@ -32,14 +30,12 @@ def test_the_header_lists_what_a_worker_cannot_hold_calls_to(
     properties = {"patch": {"type": "string"}}
     parameters = {"type": "object", "properties": properties, "required": ["patch"]}
     function = {"name": "patch", "strict": True, "parameters": parameters}
-    body = chat_body(
-        tools=[{"type": "function", "function": function}],
-        tool_grammars={"patch": {"syntax": "regex", "definition": "a+"}},
-    )
+    tools = [{"type": "function", "function": function}]
+    grammars = {"patch": {"syntax": "regex", "definition": "a+"}}
 
     def ignored(*, constrains_calls: bool, **fields: Any) -> str | None:
         gateway.join(worker, constrains_calls=constrains_calls)
-        answer = gateway.client.post("/v1/chat/completions", json={**body, **fields})
+        answer = gateway.chat(**{"tools": tools, "tool_grammars": grammars, **fields})
         assert answer.status_code == 200, answer.text
         value: str | None = answer.headers.get("x-paceline-ignored")
         return value
@@ -62,27 +58,17 @@ def test_other_wires_list_these_fields_by_their_own_names(
     gateway.join(worker, constrains_calls=constrains_calls)
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     output = {"type": "json_schema", "schema": schema}
-    messages = {
-        "model": "demo",
-        "max_tokens": 5,
-        "messages": [{"role": "user", "content": "Say a word."}],
-        "tools": [{"name": "look", "input_schema": schema, "strict": True}],
-    }
+    tools = [{"name": "look", "input_schema": schema, "strict": True}]
+    messages = chat_body(max_tokens=5, tools=tools)
     look = {"type": "function", "name": "look", "parameters": schema, "strict": True}
     grammar = {"type": "grammar", "syntax": "regex", "definition": "a+"}
-    responses = {
-        "model": "demo",
-        "input": "Say a word.",
-        "tools": [look, {"type": "custom", "name": "patch", "format": grammar}],
-    }
+    patch = {"type": "custom", "name": "patch", "format": grammar}
+    responses = {"model": "demo", "input": "Say a word.", "tools": [look, patch]}
+    format_of_messages = {"output_config": {"format": output}}
+    format_of_responses = {"text": {"format": {**output, "name": "answer"}}}
     for path, body, schema_field, names in (
-        ("/v1/messages", messages, {"output_config": {"format": output}}, "tools.strict"),
-        (
-            "/v1/responses",
-            responses,
-            {"text": {"format": {**output, "name": "answer"}}},
-            "tools.strict, tools.format",
-        ),
+        ("/v1/messages", messages, format_of_messages, "tools.strict"),
+        ("/v1/responses", responses, format_of_responses, "tools.strict, tools.format"),
     ):
         free, beside = (
             gateway.client.post(path, json=sent) for sent in (body, {**body, **schema_field})
@@ -93,18 +79,15 @@ def test_other_wires_list_these_fields_by_their_own_names(
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_a_worker_gets_the_allowed_tools_alone(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, mode: str
-) -> None:
+def test_a_worker_gets_the_allowed_tools_alone(served: Served, mode: str) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("look", "go", "stop")]
 
     def ask(**allowed: Any) -> Any:
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
-        body = chat_body(tools=tools, tool_choice=choice)
-        return gateway_with_worker.client.post("/v1/chat/completions", json=body)
+        return served.gateway.chat(tools=tools, tool_choice=choice)
 
     assert ask(mode=mode, tools=[tools[2], tools[0]]).status_code == 200
-    sent = worker.requests[-1].body
+    sent = served.worker.requests[-1].body
     assert (sent["tools"], sent["tool_choice"]) == ([tools[0], tools[2]], mode)
     unknown = ask(mode=mode, tools=[{"type": "function", "function": {"name": "fly"}}])
     assert unknown.status_code == 400
@@ -112,16 +95,13 @@ def test_a_worker_gets_the_allowed_tools_alone(
     assert ask(mode="none", tools=tools).json()["error"]["param"] == "tool_choice.allowed_tools"
 
 
-def test_an_engine_that_would_not_go_on_from_the_last_message_gets_none(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_an_engine_that_would_not_go_on_from_the_last_message_gets_none(served: Served) -> None:
     """It would answer it instead; workers of Paceline get the fields only where they matter."""
-    client, turn = gateway_with_worker.client, [{"role": "user", "content": "Sing"}]
-    begun = [*turn, {"role": "assistant", "content": "La"}]
-    prefill = {"model": "demo", "max_tokens": 9, "messages": begun}
-    assert client.post("/v1/messages", json=prefill).status_code == 200
-    names = {"add_generation_prompt", "continue_final_message"}
-    assert names <= worker.requests[-1].body.keys()
-    plain = chat_body(messages=begun, add_generation_prompt=True, continue_final_message=False)
-    assert client.post("/v1/chat/completions", json=plain).status_code == 200
-    assert not names & worker.requests[-1].body.keys()
+    roles = {"user": "Sing", "assistant": "La"}
+    begun = [{"role": role, "content": text} for role, text in roles.items()]
+    prefill = chat_body(messages=begun, max_tokens=9)
+    assert served.gateway.client.post("/v1/messages", json=prefill).status_code == 200
+    fields = {"add_generation_prompt": True, "continue_final_message": False}
+    assert fields.keys() <= served.worker.requests[-1].body.keys()
+    assert served.gateway.chat(messages=begun, **fields).status_code == 200
+    assert not fields.keys() & served.worker.requests[-1].body.keys()

@@ -7,61 +7,33 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.support.compose_stack import free_port
 from tests.support.gateway_fixtures import MakeGateway
-from tests.support.nginx import nginx_process, require_nginx
-from tests.support.policies import single_pool_policy, to_yaml
+from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report, stream_events
 
 KEEPALIVE_S = 0.3
 CHECK_S = 0.1
-NGINX = """
-daemon off;
-pid {folder}/nginx.pid;
-error_log /dev/stderr warn;
-events {{}}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    server {{
-        listen 127.0.0.1:{port};
-        location / {{
-            proxy_pass {url};
-            proxy_http_version 1.1;
-            proxy_read_timeout {read_timeout_s}s;
-        }}
-    }}
-}}
-"""
 
 
 @pytest.fixture
-def keep_alive_gateway(make_gateway: MakeGateway) -> RunningGateway:
+def gateway(make_gateway: MakeGateway) -> RunningGateway:
+    """Run a gateway that keeps silent streams alive soon."""
     return make_gateway(check_s=CHECK_S, keepalive_s=KEEPALIVE_S)
 
 
-def join(gateway: RunningGateway, worker: ScriptedWorker) -> None:
-    """Register a worker with one slot."""
-    lanes = [lane_report("vlm", slots=1).model_dump()]
-    worker.status_report = worker.report(lanes=lanes)
-    gateway.join(worker, lanes=lanes)
+Opened = tuple[httpx.Response, Callable[[bytes], bytes]]
 
 
 @contextmanager
-def opened(gateway: RunningGateway) -> Iterator[tuple[httpx.Response, Callable[[bytes], bytes]]]:
+def opened(gateway: RunningGateway) -> Iterator[Opened]:
     """Yield a stream whose head has come, and a function that reads up to some bytes or the end."""
     with gateway.stream() as response:
         parts = response.iter_raw()
@@ -77,9 +49,7 @@ def opened(gateway: RunningGateway) -> Iterator[tuple[httpx.Response, Callable[[
 
 
 @contextmanager
-def queued(
-    gateway: RunningGateway, *busy: ScriptedWorker
-) -> Iterator[tuple[httpx.Response, Callable[[bytes], bytes]]]:
+def queued(gateway: RunningGateway, *busy: ScriptedWorker) -> Iterator[Opened]:
     """Yield a stream that waits in the queue behind one that each of the workers holds."""
     with occupied(gateway, *busy), opened(gateway) as stream:
         yield stream
@@ -89,8 +59,10 @@ def queued(
 def occupied(gateway: RunningGateway, *busy: ScriptedWorker) -> Iterator[None]:
     """Hold the only slot of each worker; later requests get a whole answer."""
     for worker in busy:
-        join(gateway, worker)
+        worker.status_report = worker.report(lanes=[lane_report("vlm", slots=1)])
+        gateway.join(worker, lanes=worker.status_report.lanes)
         worker.script = Script(hang_after=1)
+        worker.resume.clear()
     with ExitStack() as streams:
         for _ in busy:
             streams.enter_context(opened(gateway))
@@ -106,11 +78,11 @@ def chunks(received: bytes) -> list[dict[str, Any]]:
 
 
 def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    keep_alive_gateway.send_heartbeat(worker)
+    gateway.send_heartbeat(worker)
     worker.script.hang_after = 0
-    with opened(keep_alive_gateway) as (response, read_until):
+    with opened(gateway) as (response, read_until):
         assert response.status_code == 200
         assert response.headers["x-paceline-worker"] == "fake-a"
         silent = read_until(b": keepalive\n\n: keepalive\n\n")
@@ -120,34 +92,30 @@ def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(
     events = stream_events(worker.script.tokens)
     assert received.replace(b": keepalive\n\n", b"") == b"".join((*events[:-2], DONE))
     assert b'"headers"' not in received, "the head had them all"
-    wait_for_outcomes(keep_alive_gateway, completed=1)
+    wait_for_outcomes(gateway, completed=1)
 
 
 def test_a_pause_within_an_answer_gets_comments_and_the_first_token_is_none_of_them(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    keep_alive_gateway.send_heartbeat(worker)
+    gateway.send_heartbeat(worker)
     worker.script.hang_after = 1
     began_s = time.monotonic()
-    with opened(keep_alive_gateway) as (_, read_until):
+    with opened(gateway) as (_, read_until):
         read_until(b": keepalive\n\n: keepalive\n\n")
         worker.resume.set()
         assert read_until(DONE).count(b": keepalive") >= 2
     waited_s = time.monotonic() - began_s
-    wait_for_outcomes(keep_alive_gateway, completed=1)
-    metrics = keep_alive_gateway.client.get("/metrics").text
-    (line,) = (
-        line
-        for line in metrics.splitlines()
-        if line.startswith("paceline_time_to_first_token_seconds_sum")
-    )
-    assert 2 * KEEPALIVE_S <= float(line.split()[-1]) <= waited_s
+    wait_for_outcomes(gateway, completed=1)
+    metrics = gateway.client.get("/metrics").text
+    (sum_s,) = re.findall(r"\npaceline_time_to_first_token_seconds_sum\S* (\S+)", metrics)
+    assert 2 * KEEPALIVE_S <= float(sum_s) <= waited_s
 
 
 def test_a_queued_stream_gets_an_early_head_and_later_the_headers_that_it_lacks(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    with queued(keep_alive_gateway, worker) as (response, read_until):
+    with queued(gateway, worker) as (response, read_until):
         assert response.status_code == 200
         assert response.headers["x-request-id"]
         assert "x-paceline-worker" not in response.headers
@@ -163,11 +131,9 @@ def test_a_queued_stream_gets_an_early_head_and_later_the_headers_that_it_lacks(
 
 
 def test_an_error_after_an_early_head_is_the_last_event(
-    make_gateway: MakeGateway, worker: ScriptedWorker, tmp_path: Path
+    gateway: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
 ) -> None:
-    file = tmp_path / "policy.yaml"
-    file.write_text(to_yaml(single_pool_policy(timeout_s=0.6)))
-    gateway = make_gateway(check_s=CHECK_S, keepalive_s=KEEPALIVE_S, policy=file)
+    admin.use(pools={"vlm": {"lanes": "vlm", "queue": {"timeout_s": 0.6}}})
     with queued(gateway, worker) as (response, read_until):
         assert response.status_code == 200
         received = read_until(b"[DONE]")
@@ -184,40 +150,33 @@ def test_what_a_worker_would_refuse_is_refused_before_an_early_head(
     gateway = make_gateway(check_s=CHECK_S, keepalive_s=4.0)  # the check comes two seconds before
     error = {"message": "Too long.", "param": "messages", "code": "context_length_exceeded"}
     worker.check_answer = (400, json.dumps({"error": error}).encode())
-    with occupied(gateway, worker), gateway.stream() as response:
-        response.read()
-        assert status_and_code(response) == (400, "context_length_exceeded")
+    with occupied(gateway, worker):
+        assert status_and_code(gateway.chat(stream=True)) == (400, "context_length_exceeded")
         assert [body["stream"] for body in worker.checks] == [True]
         assert len(worker.requests) == 1
         worker.resume.set()
 
 
-@pytest.mark.parametrize(
-    "check_answer",
-    [
-        (200, b'{"prompt_tokens": 7}'),
-        (500, b"{}"),
-        (404, b'{"error": {"message": ""}}'),
-        (503, b"{}"),
-    ],
-)
 def test_a_check_that_refuses_nothing_leaves_a_stream_in_its_queue(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, check_answer: tuple[int, bytes]
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    worker.check_answer = check_answer
-    with queued(keep_alive_gateway, worker) as (response, read_until):
-        wait_until(lambda: len(worker.checks) == 1)
-        read_until(b": queued")
-        worker.resume.set()
-        assert read_until(DONE).endswith(DONE)
-    assert response.status_code == 200
-    assert len(worker.checks) == 1
+    not_found = (404, b'{"error": {"message": ""}}')
+    answers = ((200, b'{"prompt_tokens": 7}'), (500, b"{}"), not_found, (503, b"{}"))
+    for count, answer in enumerate(answers, 1):
+        worker.check_answer = answer
+        with queued(gateway, worker) as (response, read_until):
+            wait_until(lambda count=count: len(worker.checks) == count)  # type: ignore[misc]
+            read_until(b": queued")
+            worker.resume.set()
+            assert read_until(DONE).endswith(DONE)
+        assert response.status_code == 200
+        assert len(worker.checks) == count
 
 
 def test_after_an_early_head_another_worker_is_asked(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    with queued(keep_alive_gateway, worker, second_worker) as (_, read_until):
+    with queued(gateway, worker, second_worker) as (_, read_until):
         worker.script = Script(status=503, headers=((b"retry-after", b"60"),))
         worker.resume.set()
         wait_until(lambda: len(worker.requests) == 2)
@@ -228,17 +187,16 @@ def test_after_an_early_head_another_worker_is_asked(
 
 
 def test_a_crash_after_comments_alone_counts_for_the_quarantine(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     for member in (worker, second_worker):
         member.script = Script(events=(b": read 1 of 2\n\n",), cut_after=1)
-        keep_alive_gateway.send_heartbeat(member)
+        gateway.send_heartbeat(member)
     codes: list[tuple[int, str]] = []
     while codes[-1:] != [(422, "request_quarantined")]:
-        with keep_alive_gateway.stream() as response:
-            received = response.read()
+        response = gateway.chat(stream=True)
         if response.status_code == 200:
-            assert stream_error_code(received) == "worker_lost"
+            assert stream_error_code(response.content) == "worker_lost"
         else:
             codes.append(status_and_code(response))
         assert len(worker.requests) + len(second_worker.requests) < 30
@@ -253,44 +211,19 @@ def test_a_whole_answer_is_not_begun_early(
 
 
 def test_the_openai_client_reads_comments_late_headers_and_late_errors(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    client = openai.OpenAI(base_url=f"{keep_alive_gateway.url}/v1", api_key="none", max_retries=0)
-    messages: Any = [{"role": "user", "content": "Say a word."}]
-    with occupied(keep_alive_gateway, worker):
-        stream = client.chat.completions.create(model="demo", messages=messages, stream=True)
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+    asked: Any = {**chat_body(), "stream": True}
+    with occupied(gateway, worker):
+        stream = client.chat.completions.create(**asked)
         worker.resume.set()
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == "one two three"
     worker.script = Script(hang_after=0, cut_after=1)
     worker.resume.clear()
-    stream = client.chat.completions.create(model="demo", messages=messages, stream=True)
+    stream = client.chat.completions.create(**asked)
     worker.resume.set()
     with pytest.raises(openai.APIError) as raised:
         list(stream)
     assert raised.value.code == "worker_lost"
-
-
-def test_a_silent_stream_outlives_the_read_timeout_of_an_nginx(
-    keep_alive_gateway: RunningGateway, worker: ScriptedWorker, tmp_path: Path
-) -> None:
-    require_nginx()
-    port, read_timeout_s = free_port(), 2
-    configuration = NGINX.format(
-        folder=tmp_path, port=port, url=keep_alive_gateway.url, read_timeout_s=read_timeout_s
-    )
-    keep_alive_gateway.send_heartbeat(worker)
-    worker.script.hang_after = 1
-    url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    with (
-        nginx_process(configuration, tmp_path, port),
-        httpx.stream("POST", url, json=chat_body(stream=True), timeout=20) as response,
-    ):
-        parts = response.iter_raw()
-        received = next(parts)
-        silent_until_s = time.monotonic() + 1.25 * read_timeout_s
-        while time.monotonic() < silent_until_s:
-            received += next(parts)
-        worker.resume.set()
-        received += b"".join(parts)
-    assert received.endswith(DONE)

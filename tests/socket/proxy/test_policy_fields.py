@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,10 +16,17 @@ from gateway.proxy import forward
 from policies.document import read_policy
 from policies.routes import DAYS
 from policies.sections import MetricsRules
-from tests.support.policies import DEFAULT_ROUTE, gateway_with_policy
-from tests.support.running_gateway import RunningGateway, wait_until
+from tests.support.chat_bodies import TOOL
+from tests.support.gateway_fixtures import Served
+from tests.support.images import data_url, png_header
+from tests.support.policies import DEFAULT_ROUTE, PolicyAdmin, gateway_with_policy
+from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
 from tests.support.scripted_worker import METRICS, USAGE, Script, ScriptedWorker
 from tests.support.static_workers import static_worker
+
+PREFERRED = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
+"""Pools with a first choice among the workers."""
+EXPLAIN = "/v1/route/explain"
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str]:
@@ -34,32 +39,36 @@ def pool_of(response: httpx.Response) -> str:
     return response.headers["x-paceline-pool"]
 
 
-def image(width_px: int, height_px: int) -> dict[str, Any]:
-    """Return an image part with the first bytes of a PNG; the gateway parses no others."""
-    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", width_px, height_px)
-    url = f"data:image/png;base64,{base64.b64encode(head + bytes(5)).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
+def pools(*names: str) -> dict[str, Any]:
+    """Return pools of the same lanes; requests go to `vlm` unless a route says otherwise."""
+    return {name: {"lanes": "vlm"} for name in (*names, "vlm")}
 
 
-def with_images(*images: dict[str, Any]) -> dict[str, Any]:
-    content = [*images, {"type": "text", "text": "What is it?"}]
-    return {"messages": [{"role": "user", "content": content}]}
+def routes(pool: str = "special", **when: Any) -> list[Any]:
+    """Return a route to a pool, and the one of all other requests."""
+    return [{"name": pool, "when": when, "to": pool}, DEFAULT_ROUTE]
 
 
-def messages_of(text: str, count: int = 1) -> dict[str, Any]:
+def messages_of(content: Any, count: int = 1) -> dict[str, Any]:
     roles = ("user", "assistant")
-    messages = [{"role": roles[index % 2], "content": text} for index in range(count)]
+    messages = [{"role": roles[index % 2], "content": content} for index in range(count)]
     return {"messages": messages}
 
 
-TOOL = {"type": "function", "function": {"name": "look"}}
+def with_images(*sizes_px: tuple[int, int]) -> dict[str, Any]:
+    urls = [data_url(png_header(*size)) for size in sizes_px]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return messages_of([*parts, {"type": "text", "text": "What is it?"}])
 
 
-@pytest.mark.parametrize(
-    ("when", "fields"),
-    [
-        ({"media": True}, with_images(image(2, 2))),
-        ({"media": "image"}, with_images(image(2, 2))),
+def test_a_route_matches_requests_that_meet_its_conditions(
+    gateway_with_worker: RunningGateway, second_worker: ScriptedWorker, admin: PolicyAdmin
+) -> None:
+    second_worker.model = "other"
+    gateway_with_worker.join(second_worker)
+    conditions: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"media": True}, with_images((2, 2))),
+        ({"media": "image"}, with_images((2, 2))),
         ({"mtp_eligible": True}, {"temperature": 0}),
         ({"greedy": True}, {"temperature": 0, "n": 2}),
         ({"stream": True}, {"stream": True}),
@@ -74,36 +83,27 @@ TOOL = {"type": "function", "function": {"name": "look"}}
         ({"max_tokens": {"at_most": 9}}, {"max_tokens": 9}),
         ({"messages": {"at_least": 3}}, messages_of("x" * 20, 3)),
         ({"model": "other"}, {"model": "other"}),
-    ],
-)
-def test_a_route_matches_requests_that_meet_its_conditions(
-    tmp_path: Path, worker: ScriptedWorker, when: dict[str, Any], fields: dict[str, Any]
-) -> None:
-    routes = [{"name": "special", "when": when, "to": "special"}, DEFAULT_ROUTE]
-    pools = {"special": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
-    static_workers = (static_worker(url=worker.url, models=["demo", "other"], pools=["vlm"]),)
-    with gateway_with_policy(
-        tmp_path, static_workers=static_workers, routes=routes, pools=pools
-    ) as gateway:
-        response = gateway.chat(**fields)
-        assert pool_of(response) == "special"
-        assert pool_of(gateway.chat()) == "vlm"
+    )
+    for when, fields in conditions:
+        admin.use(routes=routes(**when), pools=pools("special"))
+        assert pool_of(gateway_with_worker.chat(**fields)) == "special", when
+        assert pool_of(gateway_with_worker.chat()) == "vlm", when
 
 
 def test_the_policy_makes_the_answers_of_a_model_exact_unless_a_request_says_otherwise(
-    tmp_path: Path, worker: ScriptedWorker
+    served: Served, admin: PolicyAdmin
 ) -> None:
-    long = messages_of("x" * 400)
-    with gateway_with_policy(tmp_path, worker, models={"demo": {"exact": True}}) as gateway:
-        response = gateway.chat(temperature=0, **long)
-        assert response.headers["x-paceline-reason"] == "exact"
-        assert response.headers["x-paceline-prefix"] == "none"
-        gateway.chat(temperature=0, exact=False, **long)
-        assert [one.body.get("exact") for one in worker.requests] == [True, False]
-        assert gateway.status()["decisions"]["bypass_counts"]["exact"] == 1
-        status, param, message = error_of(gateway.chat(draft_tokens=2))
-        assert (status, param) == (400, "draft_tokens")
-        assert "exact" in message
+    admin.use(models={"demo": {"exact": True}})
+    gateway, long = served.gateway, messages_of("x" * 400)
+    response = gateway.chat(temperature=0, **long)
+    assert response.headers["x-paceline-reason"] == "exact"
+    assert response.headers["x-paceline-prefix"] == "none"
+    gateway.chat(temperature=0, exact=False, **long)
+    assert [one.body.get("exact") for one in served.worker.requests] == [True, False]
+    assert gateway.status()["decisions"]["bypass_counts"]["exact"] == 1
+    status, param, message = error_of(gateway.chat(draft_tokens=2))
+    assert (status, param) == (400, "draft_tokens")
+    assert "exact" in message
 
 
 def test_an_exact_answer_is_asked_of_no_engine_of_another_kind(
@@ -118,171 +118,118 @@ def test_an_exact_answer_is_asked_of_no_engine_of_another_kind(
     assert [one.body.get("exact") for one in worker.requests] == [None]
 
 
-def test_a_route_matches_requests_with_its_header(tmp_path: Path, worker: ScriptedWorker) -> None:
-    routes = [
-        {"name": "batch", "when": {"header": {"x-batch": ["yes", "please"]}}, "to": "batch"},
-        DEFAULT_ROUTE,
-    ]
-    pools = {"batch": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
-    with gateway_with_policy(tmp_path, worker, routes=routes, pools=pools) as gateway:
-
-        def pool_for(**headers: str) -> str:
-            gateway.client.headers = httpx.Headers(headers)
-            return pool_of(gateway.chat())
-
-        assert [pool_for(), pool_for(**{"X-Batch": "please"}), pool_for(**{"x-batch": "no"})] == [
-            *("vlm", "batch", "vlm")
-        ]
-
-
-def test_l4_a_header_matches_in_utf_8_as_the_policy_is_written(
-    tmp_path: Path, worker: ScriptedWorker
+def test_l4_a_route_matches_requests_with_its_header_in_utf_8_as_the_policy_is_written(
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
 ) -> None:
-    routes = [
-        {"name": "team", "when": {"header": {"x-team": "Zürich"}}, "to": "team"},
-        DEFAULT_ROUTE,
-    ]
-    pools = {"team": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
-    with gateway_with_policy(tmp_path, worker, routes=routes, pools=pools) as gateway:
-        for encoding in ("utf-8", "latin-1"):
-            gateway.client.headers = httpx.Headers([(b"x-team", "Zürich".encode(encoding))])
-            assert pool_of(gateway.chat()) == "team"
-        gateway.client.headers = httpx.Headers([(b"x-team", b"Z\xffrich")])
-        assert pool_of(gateway.chat()) == "vlm"
+    batch, team = routes("batch", header={"x-batch": ["yes", "please"]})[0], "Zürich"
+    admin.use(
+        routes=[batch, *routes("team", header={"x-team": team})], pools=pools("batch", "team")
+    )
+    for name, value, pool in (
+        (b"x-other", b"yes", "vlm"),
+        (b"X-Batch", b"please", "batch"),
+        (b"x-batch", b"no", "vlm"),
+        (b"x-team", team.encode(), "team"),
+        (b"x-team", team.encode("latin-1"), "team"),
+        (b"x-team", b"Z\xffrich", "vlm"),
+    ):
+        gateway_with_worker.client.headers = httpx.Headers([(name, value)])
+        assert pool_of(gateway_with_worker.chat()) == pool, (name, value)
 
 
 def test_a_route_matches_requests_in_its_hours_and_days(
-    tmp_path: Path, worker: ScriptedWorker
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
 ) -> None:
     now = time.localtime()
     around = f"{(now.tm_hour - 2) % 24:02}:00-{(now.tm_hour + 2) % 24:02}:59"
     before = f"{(now.tm_hour - 4) % 24:02}:00-{(now.tm_hour - 3) % 24:02}:59"
     today = [DAYS[now.tm_wday], DAYS[(now.tm_wday + 1) % 7]]  # the test may run over midnight
-    routes = [
+    past = [
         {"name": "past", "when": {"hours": before}, "to": "past"},
         {"name": "another-day", "when": {"days": [*{*DAYS} - {*today}]}, "to": "past"},
-        {"name": "now", "when": {"hours": around, "stream": True}, "to": "now"},
-        {"name": "today", "when": {"days": today}, "to": "today"},
-        DEFAULT_ROUTE,
     ]
-    pools = {name: {"lanes": "vlm"} for name in ("past", "now", "today", "vlm")}
-    with gateway_with_policy(tmp_path, worker, routes=routes, pools=pools) as gateway:
-        assert pool_of(gateway.chat(stream=True)) == "now"
-        assert pool_of(gateway.chat()) == "today"
+    current = [routes("now", hours=around, stream=True)[0], *routes("today", days=today)]
+    admin.use(routes=past + current, pools=pools("past", "now", "today"))
+    assert pool_of(gateway_with_worker.chat(stream=True)) == "now"
+    assert pool_of(gateway_with_worker.chat()) == "today"
 
 
 def test_a_pool_contains_only_workers_with_its_labels(
     tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    pools = {"vlm": {"lanes": "vlm", "workers": {"labels": ["fake-b"]}}}
-    with gateway_with_policy(tmp_path, worker, second_worker, pools=pools) as gateway:
+    labelled = {"vlm": {"lanes": "vlm", "workers": {"labels": ["fake-b"]}}}
+    with gateway_with_policy(tmp_path, worker, second_worker, pools=labelled) as gateway:
         responses = [gateway.chat() for _ in range(5)]
         assert {response.headers["x-paceline-worker"] for response in responses} == {"fake-b"}
         status = gateway.status()
-        assert (status["pools"]["vlm"]["workers"], status["pools"]["vlm"]["slots"]) == (
-            *(["fake-b"], 4),
-        )
+        pool = status["pools"]["vlm"]
+        assert (pool["workers"], pool["slots"]) == (["fake-b"], 4)
         assert status["workers"]["fake-b"]["labels"] == ["fake-b"]
         assert 'paceline_pool_slots{pool="vlm"} 4.0' in gateway.client.get("/metrics").text
 
 
-def test_a_worker_with_more_weight_gets_more_requests(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
-    pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
-    with gateway_with_policy(tmp_path, worker, second_worker, pools=pools) as gateway:
-        for _ in range(10):
-            gateway.chat()
-    assert (len(worker.requests), len(second_worker.requests)) in ((10, 0), (9, 1))
-
-
-def test_a_pool_runs_no_more_requests_than_its_slots(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
-    pools = {"vlm": {"lanes": "vlm", "slots": 2}}
-    worker.script = Script(hang=True)
-    with (
-        gateway_with_policy(tmp_path, worker, pools=pools) as gateway,
-        ThreadPoolExecutor(3) as executor,
-    ):
-        responses = [executor.submit(gateway.chat) for _ in range(3)]
-        wait_until(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
-        assert worker.in_flight == 2
-        assert gateway.status()["pools"]["vlm"]["slots"] == 2
-        assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
-        worker.resume.set()
+def test_a_pool_runs_no_more_requests_than_its_slots(served: Served, admin: PolicyAdmin) -> None:
+    admin.use(pools={"vlm": {"lanes": "vlm", "slots": 2}})
+    served.worker.script = Script(hang=True)
+    with ThreadPoolExecutor(3) as executor:
+        responses = [executor.submit(served.gateway.chat) for _ in range(3)]
+        wait_until(lambda: served.gateway.status()["pools"]["vlm"]["waiting"] == 1)
+        pool = served.gateway.status()["pools"]["vlm"]
+        assert served.worker.in_flight == pool["slots"] == pool["in_flight"] == 2
+        served.worker.resume.set()
         assert {response.result().status_code for response in responses} == {200}
 
 
-def test_max_tokens_of_the_policy_limits_requests(tmp_path: Path, worker: ScriptedWorker) -> None:
-    with gateway_with_policy(tmp_path, worker, limits={"max_tokens": 99}) as gateway:
-        assert error_of(gateway.chat(max_tokens=100)) == (
-            *(400, "max_tokens", "'max_tokens' may be at most 99."),
+def test_limits_of_the_policy_limit_requests(served: Served, admin: PolicyAdmin) -> None:
+    gateway = served.gateway
+    admin.use(limits={"max_tokens": 99})
+    too_many = (400, "max_tokens", "'max_tokens' may be at most 99.")
+    assert error_of(gateway.chat(max_tokens=100)) == too_many
+    assert error_of(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
+    assert gateway.chat().status_code == gateway.chat(max_completion_tokens=7).status_code == 200
+    assert [received.body.get("max_tokens") for received in served.worker.requests] == [99, None]
+
+    admin.use(limits={"prompt_chars": 20})
+    assert gateway.chat(**messages_of("x" * 20)).status_code == 200
+    status, param, message = error_of(gateway.chat(**messages_of("x" * 11, 2)))
+    assert (status, param) == (400, "messages")
+    assert "at most 20 characters" in message
+    prompt = gateway.client.post("/v1/completions", json={"model": "demo", "prompt": "x" * 21})
+    assert error_of(prompt)[:2] == (400, "prompt")
+
+    admin.use(limits={"request_timeout_s": 0.1})
+    served.worker.script = Script(hang=True)
+    assert status_and_code(gateway.chat()) == (504, "request_timeout")
+
+
+def test_media_outside_the_policys_limits_are_rejected(served: Served, admin: PolicyAdmin) -> None:
+    small = (2, 2)
+    for number, (media, images, expected) in enumerate(
+        (
+            ({"kinds": []}, [small], "'image' content is not allowed, only: text."),
+            ({"kinds": ["audio"]}, [small], "only: text, audio."),
+            ({"pictures": 1}, [small, small], "at most 1 pictures"),
+            ({"pixels": 99}, [(10, 10)], "at most 99 pixels"),
         )
-        assert error_of(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
-        assert gateway.chat().status_code == 200
-        assert gateway.chat(max_completion_tokens=7).status_code == 200
-    assert [received.body.get("max_tokens") for received in worker.requests] == [99, None]
-
-
-def test_prompt_chars_of_the_policy_limits_requests(tmp_path: Path, worker: ScriptedWorker) -> None:
-    with gateway_with_policy(tmp_path, worker, limits={"prompt_chars": 20}) as gateway:
-        assert gateway.chat(**messages_of("x" * 20)).status_code == 200
-        status, param, message = error_of(gateway.chat(**messages_of("x" * 11, 2)))
-        assert (status, param) == (400, "messages")
-        assert "at most 20 characters" in message
-        prompt = gateway.client.post("/v1/completions", json={"model": "demo", "prompt": "x" * 21})
-        assert error_of(prompt)[:2] == (400, "prompt")
-
-
-@pytest.mark.parametrize(
-    ("media", "images", "expected"),
-    [
-        ({"kinds": []}, [image(2, 2)], "'image' content is not allowed, only: text."),
-        ({"kinds": ["audio"]}, [image(2, 2)], "only: text, audio."),
-        ({"pictures": 1}, [image(2, 2)] * 2, "at most 1 pictures"),
-        ({"pixels": 99}, [image(10, 10)], "at most 99 pixels"),
-    ],
-)
-def test_media_outside_the_policys_limits_are_rejected(
-    tmp_path: Path, worker: ScriptedWorker, media: dict[str, Any], images: list[Any], expected: str
-) -> None:
-    with gateway_with_policy(tmp_path, worker, media=media) as gateway:
-        status, param, message = error_of(gateway.chat(**with_images(*images)))
+    ):
+        admin.use(media=media)
+        status, param, message = error_of(served.gateway.chat(**with_images(*images)))
         assert (status, param) == (400, "messages")
         assert expected in message
-        assert gateway.chat().status_code == 200
-    assert len(worker.requests) == 1
+        assert served.gateway.chat().status_code == 200
+        assert len(served.worker.requests) == number + 1
 
 
-def test_request_timeout_of_the_policy_limits_requests(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
-    worker.script = Script(hang=True)
-    with gateway_with_policy(tmp_path, worker, limits={"request_timeout_s": 0.1}) as gateway:
-        response = gateway.chat()
-        assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
-
-
-@pytest.mark.parametrize(
-    ("script", "status"),
-    [(Script(status=503, headers=((b"retry-after", b"1"),)), 503), (Script(status=500), 502)],
-)
 def test_a_policy_without_retries_denies_them(
-    tmp_path: Path,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    script: Script,
-    status: int,
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    worker.script = script
-    pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
-    no_retries = {"share": 0, "at_least": 0}
-    with gateway_with_policy(
-        tmp_path, worker, second_worker, pools=pools, retries=no_retries
-    ) as gateway:
-        response = gateway.chat()
-        assert (response.status_code, response.headers["x-paceline-attempts"]) == (status, "1")
+    policy: dict[str, Any] = {"pools": PREFERRED, "retries": {"share": 0, "at_least": 0}}
+    busy = Script(status=503, headers=((b"retry-after", b"1"),))
+    with gateway_with_policy(tmp_path, worker, second_worker, **policy) as gateway:
+        for script, status in ((Script(status=500), 502), (busy, 503)):
+            worker.script = script
+            response = gateway.chat()
+            assert (response.status_code, response.headers["x-paceline-attempts"]) == (status, "1")
     assert second_worker.requests == []
 
 
@@ -305,12 +252,9 @@ def test_a_retry_at_a_worker_lets_the_next_one_begin(
     assert forward._READ_MARGIN_S == 1
     monkeypatch.setattr(forward, "_READ_MARGIN_S", margin_s)
     worker.script, second_worker.script = Script(status=500), script
-    pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
-    retries = {"share": 0, "at_least": 1}
+    policy: dict[str, Any] = {"pools": PREFERRED, "retries": {"share": 0, "at_least": 1}}
     with (
-        gateway_with_policy(
-            tmp_path, worker, second_worker, pools=pools, retries=retries
-        ) as gateway,
+        gateway_with_policy(tmp_path, worker, second_worker, **policy) as gateway,
         ThreadPoolExecutor(2) as executor,
     ):
         responses = [executor.submit(gateway.chat, stream=True) for _ in range(2)]
@@ -322,12 +266,12 @@ def test_a_retry_at_a_worker_lets_the_next_one_begin(
 def test_a_static_worker_has_the_labels_of_its_entry(
     tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    pools = {"vlm": {"lanes": "vlm", "workers": {"labels": "big"}}, "rest": {"lanes": "vlm"}}
+    big = {"vlm": {"lanes": "vlm", "workers": {"labels": "big"}}, "rest": {"lanes": "vlm"}}
     static_workers = (
         static_worker(id="small", url=worker.url, pools=["vlm"]),
         static_worker(id="large", url=second_worker.url, pools=["vlm"], labels=["big"]),
     )
-    with gateway_with_policy(tmp_path, static_workers=static_workers, pools=pools) as gateway:
+    with gateway_with_policy(tmp_path, static_workers=static_workers, pools=big) as gateway:
         assert gateway.status()["pools"]["rest"]["workers"] == ["large", "small"]
         responses = {gateway.chat().headers["x-paceline-worker"] for _ in range(5)}
         assert responses == {"large"}
@@ -348,16 +292,14 @@ def test_a_static_worker_outside_every_pool_is_a_problem_of_the_policy() -> None
 
 
 def test_an_explanation_shows_the_caller_that_the_policy_evaluated(
-    tmp_path: Path, worker: ScriptedWorker
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
 ) -> None:
-    routes = [{"name": "batch", "when": {"header": {"x-batch": "yes"}}, "to": "vlm"}, DEFAULT_ROUTE]
-    with gateway_with_policy(tmp_path, worker, routes=routes) as gateway:
-        body = {"model": "demo", **messages_of("Hi")}
-        explanation = gateway.client.post(
-            "/v1/route/explain", json=body, headers={"x-batch": "yes", "x-other": "z"}
-        ).json()
-        assert explanation["route"] == "batch"
-        assert explanation["caller"]["headers"] == {"x-batch": "yes"}
+    admin.use(routes=routes("batch", header={"x-batch": "yes"}), pools=pools("batch"))
+    headers = {"x-batch": "yes", "x-other": "z"}
+    response = gateway_with_worker.client.post(EXPLAIN, json=chat_body(), headers=headers)
+    explanation = response.json()
+    assert explanation["route"] == "batch"
+    assert explanation["caller"]["headers"] == {"x-batch": "yes"}
 
 
 WITH_METRICS = {"metrics": "summary"}
@@ -366,66 +308,50 @@ WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 def last_chunk(gateway: RunningGateway, **fields: Any) -> dict[str, Any]:
     """Return the last chunk of a stream if it has no choices, else an empty dictionary."""
-    with gateway.stream(**fields) as response:
-        text = response.read().decode()
+    text = gateway.chat(stream=True, **fields).text
     events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
     assert events[-1] == "[DONE]"
     chunk: dict[str, Any] = json.loads(events[-2])
     return {} if chunk["choices"] else chunk
 
 
-@pytest.mark.parametrize(
-    ("include", "fields", "expected"),
-    [
+def test_a_response_has_metrics_on_request_or_by_policy(
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
+) -> None:
+    gateway = gateway_with_worker
+    for include, asked, expected in (
         ("on_request", {}, False),
         ("on_request", WITH_METRICS, True),
         ("with_usage", {}, True),
         ("with_usage", WITH_METRICS, True),
         ("always", {}, True),
-    ],
-)
-def test_a_response_has_metrics_on_request_or_by_policy(
-    tmp_path: Path, worker: ScriptedWorker, include: str, fields: dict[str, Any], expected: bool
-) -> None:
-    with gateway_with_policy(tmp_path, worker, metrics={"include": include}) as gateway:
-        response = gateway.chat(**fields).json()
-        assert response.get("metrics") == (METRICS if expected else None)
+    ):
+        admin.use(metrics={"include": include})
+        response = gateway.chat(**asked).json()
+        assert response.get("metrics") == (METRICS if expected else None), (include, asked)
         assert ("metrics" in response, response["usage"]) == (expected, USAGE)
         assert response["choices"][0]["message"]["content"] == "one two three"
-        assert gateway.status()["recent"]["mtp"]["accepted"] == 1, (
-            "the gateway always counts drafts"
-        )
+    assert gateway.status()["recent"]["mtp"]["accepted"] == 5, "the gateway always counts drafts"
 
 
-@pytest.mark.parametrize(
-    ("include", "fields", "expected"),
-    [
-        ("on_request", {}, (False, False)),
-        ("on_request", WITH_METRICS, (True, True)),
-        ("on_request", WITH_USAGE, (True, False)),
-        ("on_request", {**WITH_METRICS, **WITH_USAGE}, (True, True)),
-        ("with_usage", {}, (False, False)),
-        ("with_usage", WITH_METRICS, (True, True)),
-        ("with_usage", WITH_USAGE, (True, True)),
-        ("always", {}, (True, True)),
-    ],
-)
-def test_the_last_chunk_has_metrics_on_request_or_by_policy(
-    tmp_path: Path,
-    worker: ScriptedWorker,
-    include: str,
-    fields: dict[str, Any],
-    expected: tuple[bool, bool],
+def test_the_last_chunk_has_usage_and_metrics_on_request_or_by_policy(
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
 ) -> None:
-    """The expected pair is usage and metrics."""
-    usage, metrics = expected
-    with gateway_with_policy(tmp_path, worker, metrics={"include": include}) as gateway:
-        last = last_chunk(gateway, **fields)
-        assert last.get("usage") == (USAGE if usage else None)
-        assert last.get("metrics") == (METRICS if metrics else None)
-        assert gateway.status()["recent"]["mtp"]["accepted"] == 1, (
-            "the gateway always counts drafts"
-        )
+    gateway = gateway_with_worker
+    for include, asked, usage, metrics in (
+        ("on_request", {}, None, None),
+        ("on_request", WITH_METRICS, USAGE, METRICS),
+        ("on_request", WITH_USAGE, USAGE, None),
+        ("on_request", {**WITH_METRICS, **WITH_USAGE}, USAGE, METRICS),
+        ("with_usage", {}, None, None),
+        ("with_usage", WITH_METRICS, USAGE, METRICS),
+        ("with_usage", WITH_USAGE, USAGE, METRICS),
+        ("always", {}, USAGE, METRICS),
+    ):
+        admin.use(metrics={"include": include})
+        last = last_chunk(gateway, **asked)
+        assert (last.get("usage"), last.get("metrics")) == (usage, metrics), (include, asked)
+    assert gateway.status()["recent"]["mtp"]["accepted"] == 8, "the gateway always counts drafts"
 
 
 def test_the_shipped_policy_includes_metrics_with_usage(
@@ -437,9 +363,9 @@ def test_the_shipped_policy_includes_metrics_with_usage(
     assert last_chunk(gateway_with_worker, **WITH_USAGE)["metrics"] == METRICS
 
 
-@pytest.mark.parametrize(
-    "invalid_metrics",
-    [
+def test_invalid_metrics_of_a_worker_are_relayed_and_corrupt_no_sum(served: Served) -> None:
+    answer = {"choices": [{"message": {"content": "x"}}], "usage": USAGE}
+    invalid: tuple[Any, ...] = (
         5,
         {"speculative_decoding": 5},
         {"speculative_decoding": {"num_spec_steps": "many", "num_draft_tokens": -4}},
@@ -447,14 +373,9 @@ def test_the_shipped_policy_includes_metrics_with_usage(
         {"speculative_decoding": {"num_spec_steps": 10**30, "acceptance_histogram": [None, "x"]}},
         {"speculative_decoding": {"num_draft_tokens": 1}, "draft_sources": [5]},
         {"speculative_decoding": {}, "draft_sources": {"head": 5, "lookup": {"accepted": 9}}},
-    ],
-)
-def test_invalid_metrics_of_a_worker_are_relayed_and_corrupt_no_sum(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, invalid_metrics: Any
-) -> None:
-    worker.script.body = json.dumps(
-        {"choices": [{"message": {"content": "x"}}], "usage": USAGE, "metrics": invalid_metrics}
-    ).encode()
-    assert gateway_with_worker.chat(temperature=0).json()["metrics"] == invalid_metrics
-    mtp = gateway_with_worker.status()["recent"]["mtp"]
-    assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]
+    )
+    for metrics in invalid:
+        served.worker.script.body = json.dumps({**answer, "metrics": metrics}).encode()
+        assert served.gateway.chat(temperature=0).json()["metrics"] == metrics
+        mtp = served.gateway.status()["recent"]["mtp"]
+        assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]

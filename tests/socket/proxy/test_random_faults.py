@@ -11,9 +11,10 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,8 @@ from tests.support.running_gateway import (
     RunningGateway,
     chat_body,
     make_settings,
-    running_server,
+    running_worker,
+    said,
     wait_until,
 )
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
@@ -68,27 +70,22 @@ async def test_b5_random_faults_lose_no_slot_no_request_and_no_count(
 ) -> None:
     rng = Random(SEED)
     planned = plan_requests(rng, requests)
-    with _fleet(planned) as fleet, _gateway(tmp_path) as gateway:
+    timeouts = {"connect_timeout_s": 0.4, "answer_timeout_s": 0.4, "idle_timeout_s": 0.3}
+    excesses: list[int] = []
+    with _fleet(planned) as fleet, RunningGateway(make_settings(tmp_path, **timeouts)) as gateway:
         tasks_before, files_before = _tasks(gateway), _open_files()
-        heartbeats = asyncio.create_task(_send_heartbeats(gateway, fleet))
-        faults = asyncio.create_task(_inject_faults(rng, gateway, fleet))
-        slot_check = asyncio.create_task(_watch_slots(gateway))
-        try:
-            await _until(lambda: gateway.client.get("/readyz").status_code == 200)
-            outcomes = await _send_all(gateway, planned)
-        finally:
-            await _stop(faults)
-            worst_excess = await _stop(slot_check)
-        await asyncio.to_thread(fleet.heal)
-        await _until(lambda: in_flight(gateway) == 0)
-        status = gateway.status()
-        check_responses(planned, outcomes)
-        check_counts(status, outcomes)
-        check_generations(fleet.workers, caplog.records)
-        assert worst_excess <= 0, "no lane ever ran more requests than it has slots"
-        # I7: without faults, every request succeeds again.
-        await _until(lambda: _all_succeed(gateway))
-        await _stop(heartbeats)
+        async with _beside(_send_heartbeats(gateway, fleet)):
+            async with _beside(_inject_faults(rng, gateway, fleet), _watch(gateway, excesses)):
+                await _until(lambda: gateway.client.get("/readyz").status_code == 200)
+                outcomes = await _send_all(gateway, planned)
+            await asyncio.to_thread(fleet.heal)
+            await _until(lambda: in_flight(gateway) == 0)
+            check_responses(planned, outcomes)
+            check_counts(gateway.status(), outcomes)
+            check_generations(fleet.workers, caplog.records)
+            assert max(excesses) <= 0, "no lane ever ran more requests than it has slots"
+            # I7: without faults, every request succeeds again.
+            await _until(lambda: all(gateway.chat().status_code == 200 for _ in range(10)))
         # I8: idle connections close, and no task or file is left.
         await _until(lambda: fleet.open_connections == 0)
         await _until(lambda: _tasks(gateway) <= tasks_before)
@@ -97,6 +94,19 @@ async def test_b5_random_faults_lose_no_slot_no_request_and_no_count(
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert errors == []
     assert JOIN_TOKEN not in caplog.text
+
+
+@contextlib.asynccontextmanager
+async def _beside(*endless: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run these beside the context; then cancel them and await their cleanup."""
+    tasks = [asyncio.create_task(one) for one in endless]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -125,28 +135,16 @@ class _Fleet:
 @contextlib.contextmanager
 def _fleet(planned: list[PlannedRequest]) -> Iterator[_Fleet]:
     with contextlib.ExitStack() as stack:
-        workers = [
-            ScriptedWorker(worker_id=f"fake-{n}", scripts_by_message={}) for n in range(WORKERS)
-        ]
+        workers = [stack.enter_context(running_worker(f"fake-{n}")) for n in range(WORKERS)]
         for index, worker in enumerate(workers):
             for plan in planned:
                 if not (plan.at_one_worker and index):
                     worker.scripts_by_message[plan.identity] = plan.script
         proxies = []
         for worker in workers:
-            stack.enter_context(running_server(worker, sockets=[worker.socket]))
             proxies.append(stack.enter_context(running_proxy(worker.url)))
             worker.url = proxies[-1].url
         yield _Fleet(workers, proxies)
-
-
-@contextlib.contextmanager
-def _gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    settings = make_settings(
-        tmp_path, connect_timeout_s=0.4, answer_timeout_s=0.4, idle_timeout_s=0.3
-    )
-    with RunningGateway(settings) as gateway:
-        yield gateway
 
 
 async def _send_heartbeats(gateway: RunningGateway, fleet: _Fleet) -> None:
@@ -185,18 +183,14 @@ async def _inject_faults(rng: Random, gateway: RunningGateway, fleet: _Fleet) ->
             fleet.deregistered.discard(fault.worker_index)
 
 
-async def _watch_slots(gateway: RunningGateway) -> int:
-    """Return the largest excess of a lane's running requests over its slots."""
-    worst_excess = -1
-    with contextlib.suppress(asyncio.CancelledError):
-        while True:
-            status = await asyncio.to_thread(gateway.status)
-            for worker in status["workers"].values():
-                for lane in worker["lanes"].values():
-                    if worker["state"] != "gone":
-                        worst_excess = max(worst_excess, lane["in_flight"] - lane["slots"])
-            await asyncio.sleep(0.1)
-    return worst_excess
+async def _watch(gateway: RunningGateway, excesses: list[int]) -> None:
+    """Note by how much the running requests of lanes exceed their slots."""
+    while True:
+        status = await asyncio.to_thread(gateway.status)
+        for worker in status["workers"].values():
+            lanes = worker["lanes"].values() if worker["state"] != "gone" else ()
+            excesses += [lane["in_flight"] - lane["slots"] for lane in lanes]
+        await asyncio.sleep(0.1)
 
 
 async def _send_all(gateway: RunningGateway, planned: list[PlannedRequest]) -> dict[str, str]:
@@ -213,9 +207,8 @@ async def _send_all(gateway: RunningGateway, planned: list[PlannedRequest]) -> d
 
 
 async def _send(gateway: RunningGateway, plan: PlannedRequest) -> str:
-    fields = {"stream": plan.stream, "temperature": plan.temperature}
-    message = {"role": "user", "content": plan.identity}
-    body = json.dumps(chat_body(**fields, messages=[message])).encode()
+    fields = {"stream": plan.stream, "temperature": plan.temperature, **said(plan.identity)}
+    body = json.dumps(chat_body(**fields)).encode()
     port = int(gateway.url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -237,10 +230,6 @@ async def _send(gateway: RunningGateway, plan: PlannedRequest) -> str:
         writer.close()
 
 
-def _all_succeed(gateway: RunningGateway) -> bool:
-    return all(gateway.chat().status_code == 200 for _ in range(10))
-
-
 def _tasks(gateway: RunningGateway) -> int:
     """Return the number of tasks on the gateway's event loop."""
 
@@ -253,12 +242,3 @@ def _tasks(gateway: RunningGateway) -> int:
 def _open_files() -> int:
     gc.collect()
     return len(list(Path("/dev/fd").iterdir()))
-
-
-async def _stop(task: asyncio.Task[int] | asyncio.Task[None]) -> int:
-    """Cancel an endless task, await its cleanup, and return its result."""
-    task.cancel()
-    try:
-        return await task or 0
-    except asyncio.CancelledError:
-        return 0

@@ -4,73 +4,65 @@ from __future__ import annotations
 
 import gc
 import json
-import socket
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
-from gateway.assembly import Timing
 from gateway.proxy import handler
 from gateway.proxy.context import RequestContext
-from tests.support.raw_client import raw_client, wait_for_outcomes
-from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
+from tests.support.gateway_fixtures import MakeGateway, Served
+from tests.support.raw_client import open_socket, raw_client, wait_for_outcomes
+from tests.support.running_gateway import RunningGateway, bearer_headers, chat_body, wait_until
 from tests.support.scripted_worker import ScriptedWorker
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
 
 
 def error_of(response: Any) -> tuple[int, str, str | None]:
     error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
     return response.status_code, error["code"], error["param"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'"text"',
-        b'{"model": "demo", "temperature": NaN}',
-        b'{"model": "demo", "temperature": Infinity}',
-        b'{"model": "\xff"}',
-        b'\xef\xbb\xbf{"model": "demo"}',
-        '{"model": "demo"}'.encode("utf-16"),
-        b'{"model": "\\ud800"}',
-        b'{"model":' + b"[" * 100_000 + b"}",
-    ],
-    ids=lambda body: repr(body[:24]),
+INVALID_JSON = (
+    b"",
+    b"{",
+    b"[]",
+    b'"text"',
+    b'{"model": "demo", "temperature": NaN}',
+    b'{"model": "demo", "temperature": Infinity}',
+    b'{"model": "\xff"}',
+    b'\xef\xbb\xbf{"model": "demo"}',
+    '{"model": "demo"}'.encode("utf-16"),
+    b'{"model": "\\ud800"}',
+    b'{"model": %b}' % (b"[" * 201 + b"]" * 201),
+    b'{"model": %b}' % (b"[" * 100_000),
+    b'{"model": %b}' % (b"[" * 100_000 + b"]" * 100_000),
 )
-def test_f42_a_body_that_is_no_strict_json_object_returns_400(
-    module_gateway: RunningGateway, body: bytes
-) -> None:
-    response = module_gateway.client.post("/v1/chat/completions", content=body)
-    assert error_of(response) == (400, "invalid_json", None)
+INVALID_VALUES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "0"}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"n": 0}, "n"),
+    ({"api_base": "http://evil.example"}, "api_base"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"model": 5}, "model"),
+    ({"model": None}, "model"),
+)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temperature": 3}, "temperature"),
-        ({"temperature": "0"}, "temperature"),
-        ({"temperature": 10**400}, "temperature"),
-        ({"n": 0}, "n"),
-        ({"api_base": "http://evil.example"}, "api_base"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"model": 5}, "model"),
-        ({"model": None}, "model"),
-    ],
-)
-def test_f44_an_invalid_field_returns_400_and_is_named(
-    module_gateway: RunningGateway,
-    module_worker: ScriptedWorker,
-    fields: dict[str, Any],
-    param: str,
+def test_f40_f42_f44_an_invalid_body_or_field_returns_400_and_reaches_no_worker(
+    module_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    assert error_of(module_gateway.chat(**fields)) == (400, "invalid_value", param)
+    for body in INVALID_JSON:
+        response = module_gateway.client.post("/v1/chat/completions", content=body)
+        assert error_of(response) == (400, "invalid_json", None), body[:24]
+    for fields, param in INVALID_VALUES:
+        assert error_of(module_gateway.chat(**fields)) == (400, "invalid_value", param)
     assert not module_worker.requests
 
 
@@ -84,15 +76,14 @@ def test_without_workers_any_model_returns_503(gateway: RunningGateway) -> None:
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_a_wrong_method_returns_405_with_the_allowed_one(
-    module_gateway: RunningGateway,
-) -> None:
-    response = module_gateway.client.get("/v1/chat/completions")
-    assert error_of(response) == (405, "method_not_allowed", None)
-    assert response.headers["allow"] == "POST"
-    response = module_gateway.client.delete("/v1/status")
-    assert error_of(response) == (405, "method_not_allowed", None)
-    assert response.headers["allow"] == "GET"
+def test_a_wrong_method_returns_405_with_the_allowed_one(module_gateway: RunningGateway) -> None:
+    client = module_gateway.client
+    for response, allowed in (
+        (client.get("/v1/chat/completions"), "POST"),
+        (client.delete("/v1/status"), "GET"),
+    ):
+        assert error_of(response) == (405, "method_not_allowed", None)
+        assert response.headers["allow"] == allowed
 
 
 def test_an_unknown_path_returns_404_in_openais_error_format(
@@ -104,92 +95,58 @@ def test_an_unknown_path_returns_404_in_openais_error_format(
     assert error_of(slashed) == (400, "endpoint_not_served", None)
 
 
-def test_f39_an_oversized_content_length_is_rejected_before_the_body(
-    module_gateway: RunningGateway,
+def test_f39_f11_a_body_that_is_too_large_or_never_ends_is_rejected(
+    make_gateway: MakeGateway,
 ) -> None:
-    with socket.create_connection(("127.0.0.1", int(module_gateway.url.rpartition(":")[2]))) as raw:
-        raw.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
-            b"content-length: 99999999999\r\n\r\n"
-        )
-        assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
+    gateway = make_gateway(check_s=0.05, body_limit_bytes=1000, body_timeout_s=0.05)
+    chunked = (b"x" * 100 for _ in range(20))
+    response = gateway.client.post("/v1/chat/completions", content=chunked)
+    assert error_of(response) == (413, "body_too_large", None)
+    with open_socket(gateway) as raw:
+        raw.sendall(HEAD % 10 + b"{")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
-def test_f39_an_oversized_chunked_body_is_rejected(tmp_path: Path) -> None:
-    with RunningGateway(make_settings(tmp_path, body_limit_bytes=1000)) as gateway:
-        chunked = (b"x" * 100 for _ in range(20))
-        response = gateway.client.post("/v1/chat/completions", content=chunked)
-        assert error_of(response) == (413, "body_too_large", None)
-
-
-def test_f11_a_body_that_never_ends_returns_408(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, body_timeout_s=0.05)
-    with RunningGateway(settings, Timing(check_s=0.05)) as gateway:
-        port = int(gateway.url.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port)) as raw:
-            raw.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{"
-            )
-            assert raw.recv(4096).startswith(b"HTTP/1.1 408 ")
-
-
-def test_f41_gateway_and_worker_use_the_same_value_of_a_duplicate_key(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f41_gateway_and_worker_use_the_same_value_of_a_duplicate_key(served: Served) -> None:
     body = json.dumps(chat_body())[:-1] + ', "temperature": 1.0, "temperature": 0}'
-    response = gateway_with_worker.client.post("/v1/chat/completions", content=body)
+    response = served.gateway.client.post("/v1/chat/completions", content=body)
     assert response.headers["x-paceline-pool"] == "text-mtp"
-    assert worker.requests[0].body["temperature"] == 0
+    assert served.worker.requests[0].body["temperature"] == 0
 
 
-@pytest.fixture
-def gateway_with_keys(tmp_path: Path) -> Any:
-    settings = make_settings(
-        tmp_path, api_key=SecretStr("data-key"), admin_key=SecretStr("admin-key")
-    )
-    with RunningGateway(settings) as running:
-        yield running
-
-
-@pytest.mark.parametrize(
-    "authorization",
-    [None, "", "Bearer", "Bearer wrong", "Basic data-key", "Bearer \xe9", "data-key"],
-)
-def test_without_a_valid_key_every_route_returns_401(
-    gateway_with_keys: RunningGateway, authorization: str | None
+def test_each_key_authorizes_its_own_plane_and_nothing_else_any(
+    make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
-    headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
-    client = gateway_with_keys.client
-    responses = [
-        client.post("/v1/chat/completions", json=chat_body(), headers=headers),
-        client.post("/v1/completions", json={}, headers=headers),
-        client.post("/v1/route/explain", json=chat_body(), headers=headers),
-        client.get("/v1/models", headers=headers),
-        client.get("/v1/models/demo", headers=headers),
-        client.get("/v1/status", headers=headers),
-        client.get("/admin/v1/workers", headers=headers),
-    ]
-    assert {error_of(response) for response in responses} == {(401, "invalid_api_key", None)}
-
-
-def test_each_key_authorizes_its_own_plane(
-    gateway_with_keys: RunningGateway, worker: ScriptedWorker
-) -> None:
-    gateway_with_keys.join(worker)
-    data = {"authorization": "Bearer data-key"}
-    admin = {"authorization": "bearer admin-key"}
-    chat = gateway_with_keys.client.post("/v1/chat/completions", json=chat_body(), headers=data)
-    assert chat.status_code == 200
-    assert gateway_with_keys.client.get("/v1/status", headers=data).status_code == 200
-    assert gateway_with_keys.client.get("/v1/status", headers=admin).status_code == 401
-    assert gateway_with_keys.client.get("/admin/v1/workers", headers=admin).status_code == 200
-    assert gateway_with_keys.client.get("/admin/v1/workers", headers=data).status_code == 401
-    heartbeat = gateway_with_keys.client.put("/admin/v1/workers/x", headers=admin, json={})
-    assert heartbeat.status_code == 401
+    keys = {"api_key": SecretStr("data-key"), "admin_key": SecretStr("admin-key")}
+    client = make_gateway(worker, **keys).client
+    chat = "/v1/chat/completions"
+    for authorization in (
+        b"",
+        b"Bearer",
+        b"Bearer wrong",
+        b"Basic data-key",
+        b"Bearer \xe9",
+        b"data-key",
+    ):
+        headers = [(b"authorization", authorization)] * bool(authorization)
+        posts = (chat, "/v1/completions", "/v1/route/explain")
+        responses = [client.post(path, json=chat_body(), headers=headers) for path in posts]
+        gets = ("/v1/models", "/v1/models/demo", "/v1/status", "/admin/v1/workers")
+        responses += [client.get(path, headers=headers) for path in gets]
+        assert {error_of(response) for response in responses} == {(401, "invalid_api_key", None)}
+    data, admin = bearer_headers({"secret": "data-key"}), {"authorization": "bearer admin-key"}
+    assert client.post(chat, json=chat_body(), headers=data).status_code == 200
+    for path, status_of_data, status_of_admin in (
+        ("/v1/status", 200, 401),
+        ("/admin/v1/workers", 401, 200),
+    ):
+        assert client.get(path, headers=data).status_code == status_of_data
+        assert client.get(path, headers=admin).status_code == status_of_admin
+    assert client.put("/admin/v1/workers/x", headers=admin, json={}).status_code == 401
 
 
 def test_c16_a_rejected_body_is_freed_without_the_garbage_collector(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway collects garbage so seldom that a few hundred such bodies fill its memory."""
     begun: list[weakref.ref[RequestContext]] = []
@@ -203,13 +160,13 @@ def test_c16_a_rejected_body_is_freed_without_the_garbage_collector(
     gc.disable()
     try:
         for body in (b'{"model": "demo", "x": [[], []]}', b"[[", b"{}"):
-            gateway_with_worker.client.post("/v1/chat/completions", content=body)
-        gateway_with_worker.chat(model="unknown")
-        worker.script.hang = True
-        with raw_client(gateway_with_worker) as client:
+            served.gateway.client.post("/v1/chat/completions", content=body)
+        served.gateway.chat(model="unknown")
+        served.worker.script.hang = True
+        with raw_client(served.gateway) as client:
             client.send_chat()
-            assert worker.request_received.wait(60)
-        wait_for_outcomes(gateway_with_worker, refused=4, client_left=1)
+            assert served.worker.request_received.wait(60)
+        wait_for_outcomes(served.gateway, refused=4, client_left=1)
         assert len(begun) == 5
         wait_until(lambda: not any(context() for context in begun))
     finally:

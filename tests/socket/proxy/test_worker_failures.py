@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.support.fault_proxy import Fault, FaultProxy
-from tests.support.gateway_fixtures import MakeGateway
-from tests.support.raw_client import in_flight, raw_client, stream_error_code, wait_for_outcomes
-from tests.support.running_gateway import RunningGateway, running_server, wait_until
+from tests.support.gateway_fixtures import MakeGateway, Served
+from tests.support.raw_client import (
+    RawClient,
+    in_flight,
+    raw_client,
+    stream_error_code,
+    wait_for_outcomes,
+)
+from tests.support.running_gateway import (
+    RunningGateway,
+    running_worker,
+    said,
+    status_and_code,
+    wait_until,
+)
 from tests.support.scripted_worker import (
     DONE,
     Script,
@@ -21,27 +35,37 @@ from tests.support.scripted_worker import (
     lane_report,
     stream_events,
 )
-from tests.support.scripted_worker_process import scripted_worker_process
+from tests.support.scripted_worker_process import ScriptedWorkerProcess, scripted_worker_process
 
-HEAD = stream_events(())[0]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+WHOLE = stream_events(Script().tokens)
+HEAD = WHOLE[0]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(
-    gateway: RunningGateway, worker: ScriptedWorker, stream: bool
-) -> None:
+def join_as_busy(gateway: RunningGateway, worker: ScriptedWorker) -> None:
+    """Let a worker join that gets a request only when others fail."""
+    gateway.join(worker, lanes=[lane_report(name, waiting=40) for name in worker.lanes])
+
+
+@contextlib.contextmanager
+def asked(
+    gateway: RunningGateway, **script: Any
+) -> Iterator[tuple[ScriptedWorkerProcess, RawClient]]:
+    """Yield a worker that a stream has reached, and the client of the stream."""
     with scripted_worker_process() as process, raw_client(gateway) as client:
-        process.fault(hang=True)
+        process.fault(**script)
         process.join(gateway)
-        client.send_chat(stream=stream)
+        client.send_chat(stream=True)
         wait_until(lambda: process.answering() == 1)
+        yield process, client
+
+
+def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    with asked(gateway, hang=True) as (process, client):
         gateway.send_heartbeat(worker)
         process.kill()
-        received = client.read_until(DONE if stream else b"one two three")
+        received = client.read_until(DONE)
     assert received.startswith(b"HTTP/1.1 200")
     assert b"x-paceline-attempts: 2\r\nx-paceline-failovers: 1\r\n" in received
     assert len(worker.requests) == 1
@@ -50,11 +74,7 @@ def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(
 
 
 def test_f02_without_another_worker_the_response_is_502(gateway: RunningGateway) -> None:
-    with scripted_worker_process() as process, raw_client(gateway) as client:
-        process.fault(hang=True)
-        process.join(gateway)
-        client.send_chat()
-        wait_until(lambda: process.answering() == 1)
+    with asked(gateway, hang=True) as (process, client):
         process.kill()
         received = client.read_until(b'"code":"worker_lost"')
     assert received.startswith(b"HTTP/1.1 502")
@@ -74,24 +94,18 @@ BREAKS = (
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("script", BREAKS)
 def test_f02_no_client_sees_a_failure_before_the_first_byte(
-    gateway: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    script: Script,
-    stream: bool,
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker, stream: bool
 ) -> None:
-    worker.script = script
-    gateway.send_heartbeat(worker)
-    busy = [lane_report(name, waiting=40).model_dump() for name in second_worker.lanes]
-    gateway.send_heartbeat(second_worker, lanes=busy)
-    for number in range(2):
-        response = gateway.chat(stream=stream, messages=[user(f"Hello {number}")])
-        assert response.status_code == 200
+    join_as_busy(gateway, second_worker)
+    for number, script in enumerate(BREAKS, 1):
+        worker.script = script
+        gateway.rejoin(worker)
+        response = gateway.chat(stream=stream, **said(f"Hello {number}"))
+        assert response.status_code == 200, script
         assert response.content.endswith(DONE) if stream else b"one two three" in response.content
-    assert len(worker.requests) == 2
-    wait_for_outcomes(gateway, completed=2)
+        assert (len(worker.requests), len(second_worker.requests)) == (number, number), script
+    wait_for_outcomes(gateway, completed=len(BREAKS))
 
 
 def test_f02_a_request_goes_on_at_most_as_often_as_the_policy_says(
@@ -99,15 +113,13 @@ def test_f02_a_request_goes_on_at_most_as_often_as_the_policy_says(
 ) -> None:
     """Of four workers that fail, three have a turn."""
     with contextlib.ExitStack() as stack:
-        more = [ScriptedWorker(worker_id=f"fake-{name}") for name in "cd"]
-        for member in more:
-            stack.enter_context(running_server(member, sockets=[member.socket]))
+        more = [stack.enter_context(running_worker(f"fake-{name}")) for name in "cd"]
         members = [worker, second_worker, *more]
         for member in members:
             member.script = Script(status=500)
             gateway.send_heartbeat(member)
         response = gateway.chat()
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+    assert status_and_code(response) == (502, "worker_failed")
     assert response.headers["x-paceline-failovers"] == "2"
     assert sum(len(member.requests) for member in members) == 3
 
@@ -115,30 +127,34 @@ def test_f02_a_request_goes_on_at_most_as_often_as_the_policy_says(
 def test_f02_a_body_above_8_mb_goes_to_one_worker_only(
     gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    worker.script = second_worker.script = Script(status=500)
     for member in (worker, second_worker):
+        member.script = Script(status=500)
         gateway.send_heartbeat(member)
-    response = gateway.chat(messages=[user("x" * 8 * 1024 * 1024)])
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+    response = gateway.chat(**said("x" * 8 * 1024 * 1024))
+    assert status_and_code(response) == (502, "worker_failed")
     assert len(worker.requests) + len(second_worker.requests) == 1
 
 
-def test_f03_a_worker_killed_during_a_stream_ends_it_in_an_error_event_without_done(
+def test_f03_f25_a_killed_worker_ends_all_its_streams_in_an_error_event_without_done(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    with scripted_worker_process() as process, raw_client(gateway) as client:
+    with scripted_worker_process() as process, contextlib.ExitStack() as stack:
         process.fault(hang_after=3)
         process.join(gateway)
-        client.send_chat(stream=True)
-        client.read_until(b" two")
+        clients = [stack.enter_context(raw_client(gateway)) for _ in range(4)]
+        for client in clients:
+            client.send_chat(stream=True)
+            client.read_until(b" two")
+        assert in_flight(gateway) == 8, "four requests, four slots"
         gateway.send_heartbeat(worker)
         process.kill()
-        rest = client.read_until(b"\r\n0\r\n\r\n")
-    assert b'"code":"worker_lost"' in rest
-    assert b"[DONE]" not in rest
-    assert b'"finish_reason":"' not in rest
+        for client in clients:
+            rest = client.read_until(b"\r\n0\r\n\r\n")
+            assert b'"code":"worker_lost"' in rest
+            assert b"[DONE]" not in rest
+            assert b'"finish_reason":"' not in rest
     assert worker.requests == []
-    wait_for_outcomes(gateway, failed=1)
+    wait_for_outcomes(gateway, failed=4)
 
 
 def test_f03_after_a_reset_the_stream_has_its_events_and_an_error_event(
@@ -146,36 +162,46 @@ def test_f03_after_a_reset_the_stream_has_its_events_and_an_error_event(
 ) -> None:
     worker.script = Script(tokens=("word ",) * 200)
     proxy.fault = Fault(reset_after_bytes=8000)
-    with gateway_behind_proxy.stream() as response:
-        received = response.read()
+    response = gateway_behind_proxy.chat(stream=True)
     assert response.status_code == 200
-    assert stream_error_code(received) == "worker_lost"
-    *events, _ = received.removesuffix(b"\n\n").split(b"\n\n")
+    assert stream_error_code(response.content) == "worker_lost"
+    *events, _ = response.content.removesuffix(b"\n\n").split(b"\n\n")
     assert all(json.loads(frame.removeprefix(b"data: "))["choices"] for frame in events)
     wait_for_outcomes(gateway_behind_proxy, failed=1)
 
 
-@pytest.mark.parametrize("events", range(1, 6))
-def test_f03_a_stream_cut_at_any_event_ends_in_an_error_event(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda events: Script(cut_after=events),
+        lambda events: Script(end_after=events),
+        lambda events: Script(cut_after=events, http_1_0=True),
+    ],
+    ids=["cut", "closed without done", "cut by an HTTP/1.0 worker"],
+)
+def test_f03_f17_a_stream_that_ends_at_any_event_ends_in_an_error_event(
+    gateway: RunningGateway, worker: ScriptedWorker, script: Any
 ) -> None:
-    worker.script.cut_after = events
-    with gateway_with_worker.stream() as response:
-        received = response.read()
-    assert received.startswith(HEAD)
-    assert stream_error_code(received) == "worker_lost"
+    for events in range(1, 6):
+        worker.script = script(events)
+        gateway.rejoin(worker)
+        received = gateway.chat(stream=True, **said(f"Hello {events}")).content
+        assert received.startswith(HEAD)
+        assert stream_error_code(received) == "worker_lost"
+    wait_for_outcomes(gateway, failed=5)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_f04_a_worker_that_never_responds_returns_504_and_is_disconnected(
-    make_gateway: MakeGateway, worker: ScriptedWorker, stream: bool
+    make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
-    worker.script.hang = True
-    gateway = make_gateway(worker, answer_timeout_s=0.2)
-    response = gateway.chat(stream=stream)
-    assert (response.status_code, response.json()["error"]["code"]) == (504, "worker_timeout")
-    wait_until(lambda: worker.in_flight == 0)
-    wait_for_outcomes(gateway, failed=1)
+    gateway = make_gateway(answer_timeout_s=0.2)
+    hangs, sends_a_head = Script(hang=True), Script(hang_after=0)
+    for stream, script in ((False, hangs), (True, hangs), (True, sends_a_head)):
+        worker.script = script
+        gateway.rejoin(worker)
+        assert status_and_code(gateway.chat(stream=stream)) == (504, "worker_timeout")
+        wait_until(lambda: worker.in_flight == 0)
+    wait_for_outcomes(gateway, failed=3)
 
 
 def test_f04_after_a_worker_that_never_responds_another_one_answers(
@@ -183,8 +209,7 @@ def test_f04_after_a_worker_that_never_responds_another_one_answers(
 ) -> None:
     worker.script.hang = True
     gateway = make_gateway(worker, answer_timeout_s=1.0)
-    busy = [lane_report(name, waiting=40).model_dump() for name in second_worker.lanes]
-    gateway.send_heartbeat(second_worker, lanes=busy)
+    join_as_busy(gateway, second_worker)
     with ThreadPoolExecutor(2) as executor:
         chats = [executor.submit(gateway.chat, stream=stream) for stream in (False, True)]
     assert [chat.result().status_code for chat in chats] == [200, 200]
@@ -193,25 +218,12 @@ def test_f04_after_a_worker_that_never_responds_another_one_answers(
     wait_for_outcomes(gateway, completed=2)
 
 
-def test_f04_response_headers_without_a_body_return_504(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.hang_after = 0
-    gateway = make_gateway(worker, answer_timeout_s=0.2)
-    with gateway.stream() as response:
-        response.read()
-    assert (response.status_code, response.json()["error"]["code"]) == (504, "worker_timeout")
-    wait_until(lambda: worker.in_flight == 0)
-
-
 def test_f05_a_stalled_stream_ends_in_an_error_event_and_frees_the_worker(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
     gateway = make_gateway(worker, idle_timeout_s=0.2)
-    with gateway.stream() as response:
-        received = response.read()
-    assert stream_error_code(received) == "worker_stalled"
+    assert stream_error_code(gateway.chat(stream=True).content) == "worker_stalled"
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway, failed=1)
 
@@ -222,70 +234,36 @@ def test_f05_comments_reset_the_idle_timeout_of_a_stream(
     comments = (b": keepalive\n\n",) * 20
     worker.script = Script(events=(*comments, *stream_events(("late",))), pause_s=0.1)
     gateway = make_gateway(worker, idle_timeout_s=1.5)
-    with gateway.stream() as response:
-        received = response.read()
-    assert received.endswith(DONE)
+    assert gateway.chat(stream=True).content.endswith(DONE)
     wait_for_outcomes(gateway, completed=1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_f06_a_slow_stream_is_relayed_unchanged(
-    gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy, size: int
+    gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
 ) -> None:
     worker.script = Script(tokens=("größer", " 🐎", " fin"))
-    proxy.fault = Fault(drip_bytes=size, drip_pause_s=0.0)
-    with gateway_behind_proxy.stream(stream_options={"include_usage": True}) as response:
-        received = response.read()
-    assert received == b"".join(stream_events(worker.script.tokens))
+    for size in (1, 2, 3, 7):
+        proxy.fault = Fault(drip_bytes=size, drip_pause_s=0.0)
+        proxy.reset_all()
+        response = gateway_behind_proxy.chat(stream=True, stream_options={"include_usage": True})
+        assert response.content == b"".join(stream_events(worker.script.tokens))
 
 
-@pytest.mark.parametrize("events", range(1, 6))
-def test_f17_a_stream_closed_without_finish_reason_and_done_is_an_error(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
+def test_f17_done_completes_a_stream_whether_worker_or_client_stay_or_leave_then(
+    served: Served,
 ) -> None:
-    worker.script.end_after = events
-    with gateway_with_worker.stream() as response:
-        received = response.read()
-    assert stream_error_code(received) == "worker_lost"
-    wait_for_outcomes(gateway_with_worker, failed=1)
-
-
-@pytest.mark.parametrize("events", range(1, 6))
-def test_f17_a_stream_cut_by_an_http_1_0_worker_is_an_error(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
-) -> None:
-    worker.script = Script(http_1_0=True, cut_after=events)
-    with gateway_with_worker.stream() as response:
-        received = response.read()
-    assert stream_error_code(received) == "worker_lost"
-
-
-def test_f17_done_without_a_finish_reason_is_an_error(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.events = (HEAD, chunk({"content": "half"}), DONE)
-    with gateway_with_worker.stream() as response:
-        received = response.read()
-    assert stream_error_code(received) == "worker_failed"
-
-
-def test_f17_a_worker_lost_before_its_first_event_returns_502(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.cut_after = 0
-    with gateway_with_worker.stream() as response:
-        response.read()
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
-
-
-def test_f17_a_worker_lost_after_done_has_completed_the_stream(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.cut_after = len(stream_events(worker.script.tokens))
-    with gateway_with_worker.stream() as response:
-        received = response.read()
-    assert received.endswith(DONE)
-    wait_for_outcomes(gateway_with_worker, completed=1)
+    """The gateway does not wait for a served.worker that has said it."""
+    for script in (Script(cut_after=len(WHOLE)), Script(hang_after=len(WHOLE))):
+        served.worker.script = script
+        assert served.gateway.chat(stream=True).content.endswith(DONE)
+        wait_until(lambda: served.worker.in_flight == 0)
+    with served.gateway.stream() as response:
+        received = b""
+        for part in response.iter_raw():
+            received += part
+            if DONE in received:
+                break
+    wait_for_outcomes(served.gateway, completed=3)
 
 
 def test_f17_a_response_cut_in_its_body_returns_502(
@@ -295,86 +273,40 @@ def test_f17_a_response_cut_in_its_body_returns_502(
     for fault in (Fault(end_after_bytes=1000), Fault(reset_after_bytes=1000)):
         proxy.fault = fault
         proxy.reset_all()
-        response = gateway_behind_proxy.chat()
-        assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
+        assert status_and_code(gateway_behind_proxy.chat()) == (502, "worker_lost")
 
 
-def test_f18_an_error_frame_becomes_an_error_event_without_the_workers_message(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+def test_f17_f18_a_stream_that_is_not_whole_ends_in_an_error_without_the_workers_message(
+    served: Served,
 ) -> None:
-    for frame in (
+    half = (HEAD, chunk({"content": "half"}))
+    frames: tuple[dict[str, Any], ...] = (
         {"error": {"message": "/Users/me/model exploded at 0x7f", "code": "x"}},
         {"error": "/Users/me/model exploded at 0x7f"},
         {"object": "error", "error": {"message": "exploded"}, "choices": []},
-    ):
-        worker.script.events = (HEAD, chunk({"content": "half"}), event(frame), DONE)
-        with gateway_with_worker.stream() as response:
-            received = response.read()
+    )
+    for ends in ([], *([event(frame)] for frame in frames)):
+        served.worker.script.events = (*half, *ends, DONE)
+        received = served.gateway.chat(stream=True).content
         assert stream_error_code(received) == "worker_failed"
         assert b"exploded" not in received
-    wait_for_outcomes(gateway_with_worker, failed=3)
+    wait_for_outcomes(served.gateway, failed=4)
 
 
-def test_f18_an_error_frame_as_the_first_event_returns_502(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.events = (event({"error": {"message": "out of memory"}}), DONE)
-    with gateway_with_worker.stream() as response:
-        response.read()
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
-
-
-def test_f25_all_streams_of_a_killed_worker_end_in_an_error_event(
-    gateway: RunningGateway,
-) -> None:
-    with scripted_worker_process() as process:
-        process.fault(hang_after=2)
-        process.join(gateway)
-        clients = [raw_client(gateway) for _ in range(4)]
-        opened = [client.__enter__() for client in clients]
-        for client in opened:
-            client.send_chat(stream=True)
-            client.read_until(b"one")
-        assert in_flight(gateway) == 8, "four requests, four slots"
-        process.kill()
-        for client in opened:
-            assert b'"code":"worker_lost"' in client.read_until(b"\r\n0\r\n\r\n")
-            client.close()
-    wait_for_outcomes(gateway, failed=4)
+def test_f17_f18_a_worker_that_fails_before_its_first_event_returns_502(served: Served) -> None:
+    served.worker.script = Script(cut_after=0)
+    assert status_and_code(served.gateway.chat(stream=True)) == (502, "worker_lost")
+    served.worker.script = Script(events=(event({"error": {"message": "out of memory"}}), DONE))
+    assert status_and_code(served.gateway.chat(stream=True)) == (502, "worker_failed")
 
 
 def test_f25_a_replacement_worker_gets_409_until_the_old_boot_expires(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    first = ScriptedWorker(worker_id="fake-a", boot_id="boot-0")
-    with running_server(first, sockets=[first.socket]):
+    with running_worker(boot_id="boot-0") as first:
         gateway.send_heartbeat(first)
         assert gateway.chat().status_code == 200
     assert gateway.chat().status_code == 503
     assert gateway.send_heartbeat(worker).status_code == 409, (
         "the old boot owns the id until its heartbeats expire"
     )
-
-
-def test_f17_the_gateway_does_not_wait_for_a_worker_after_done(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.hang_after = len(stream_events(worker.script.tokens))
-    with gateway_with_worker.stream() as response:
-        received = response.read()
-    assert received.endswith(DONE)
-    wait_until(lambda: worker.in_flight == 0)
-    wait_for_outcomes(gateway_with_worker, completed=1)
-
-
-def test_f17_a_client_that_leaves_after_done_has_its_whole_answer(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script.hang_after = len(stream_events(worker.script.tokens))
-    with gateway_with_worker.stream() as response:
-        received = b""
-        for part in response.iter_raw():
-            received += part
-            if DONE in received:
-                break
-    wait_for_outcomes(gateway_with_worker, completed=1)

@@ -5,17 +5,25 @@ them cached.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from httpx import Response
 
+from tests.support.gateway_fixtures import Served
+from tests.support.policies import PolicyAdmin
 from tests.support.prefix_claims import RULES
-from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings
-from tests.support.scripted_worker import USAGE, Script, ScriptedWorker, chat_completion
+from tests.support.running_gateway import RunningGateway, said
+from tests.support.scripted_worker import (
+    USAGE,
+    ReceivedRequest,
+    Script,
+    ScriptedWorker,
+    chat_completion,
+)
 
 LONG = "You are the clerk of a small harbour and answer in one sentence. " * 8
+Pair = tuple[ScriptedWorker, ScriptedWorker]
 
 
 def fields_of(system: str = LONG, **fields: Any) -> dict[str, Any]:
@@ -29,44 +37,60 @@ def script_with_cached(cached: int) -> Script:
     return Script(body=json.dumps(chat_completion("Clerk.") | {"usage": USAGE | details}).encode())
 
 
+def worker_of(response: Response) -> str:
+    assert response.is_success, response.text
+    return response.headers["x-paceline-worker"]
+
+
+def explained(gateway: RunningGateway, messages: Any) -> Any:
+    body = {"model": "demo", "messages": messages}
+    return gateway.client.post("/v1/route/explain", json=body).json()
+
+
+def cordon(gateway: RunningGateway, worker_id: str, method: str = "PUT") -> None:
+    path = f"/admin/v1/workers/{worker_id}/cordon"
+    assert gateway.admin.request(method, path).is_success
+
+
+def keys_of(received: ReceivedRequest) -> list[str]:
+    return received.headers["x-paceline-prefix-keys"].split(",")
+
+
 @pytest.fixture
-def two_worker_gateway(
-    gateway_with_worker: RunningGateway, second_worker: ScriptedWorker
-) -> RunningGateway:
+def workers(worker: ScriptedWorker, second_worker: ScriptedWorker) -> Pair:
+    return worker, second_worker
+
+
+@pytest.fixture
+def two_worker_gateway(gateway: RunningGateway, workers: Pair) -> RunningGateway:
     """Return a gateway with two workers."""
-    gateway_with_worker.join(second_worker)
-    return gateway_with_worker
+    for worker in workers:
+        gateway.join(worker)
+    return gateway
 
 
 def test_requests_follow_their_system_prompt_to_its_worker(
-    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    two_worker_gateway: RunningGateway, workers: Pair
 ) -> None:
-    first = {
-        two_worker_gateway.chat(**fields_of(f"{n}. {LONG}")).headers["x-paceline-worker"]
-        for n in range(20)
-    }
-    assert first == {"fake-a", "fake-b"}, "new system prompts are distributed"
-    for number in range(20):
-        chosen = {
-            two_worker_gateway.chat(**fields_of(f"{number}. {LONG}")).headers["x-paceline-worker"]
-            for _ in range(3)
-        }
-        assert len(chosen) == 1
-    keys = [{received.headers["x-paceline-prefix-keys"] for received in member.requests}
-             for member in (worker, second_worker)]  # fmt: skip
+    prompts = [fields_of(f"{number}. {LONG}") for number in range(20)]
+    first = [worker_of(two_worker_gateway.chat(**one)) for one in prompts]
+    assert {*first} == {"fake-a", "fake-b"}, "new system prompts are distributed"
+    for _ in range(3):
+        assert [worker_of(two_worker_gateway.chat(**one)) for one in prompts] == first
+    keys = [{tuple(keys_of(received)) for received in worker.requests} for worker in workers]
     assert keys[0].isdisjoint(keys[1])
     assert len(keys[0] | keys[1]) == 20
 
 
-def test_the_prefix_header_shows_the_workers_cached_tokens(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+def test_the_prefix_header_shows_the_workers_cached_tokens_and_for_a_stream_the_predicted_ones(
+    served: Served,
 ) -> None:
-    worker.script = script_with_cached(0)
-    assert gateway_with_worker.chat(**fields_of()).headers["x-paceline-prefix"] == "miss"
-    worker.script = script_with_cached(90)
-    assert gateway_with_worker.chat(**fields_of()).headers["x-paceline-prefix"] == "hit"
-    assert gateway_with_worker.chat().headers["x-paceline-prefix"] == "none"
-    counts = gateway_with_worker.status()["prefix"]
+    served.worker.script = script_with_cached(0)
+    assert served.gateway.chat(**fields_of()).headers["x-paceline-prefix"] == "miss"
+    served.worker.script = script_with_cached(90)
+    assert served.gateway.chat(**fields_of()).headers["x-paceline-prefix"] == "hit"
+    assert served.gateway.chat().headers["x-paceline-prefix"] == "none"
+    counts = served.gateway.status()["prefix"]
     assert counts == {
         "hit": 1,
         "miss": 1,
@@ -77,68 +101,33 @@ def test_the_prefix_header_shows_the_workers_cached_tokens(
         "tokens_by_kind": {},
         "not_reused": {},
     }
+    served.worker.script, other = Script(), fields_of(f"Another one. {LONG}")
+    answers = [served.gateway.chat(stream=True, **other) for _ in range(2)]
+    assert [one.headers["x-paceline-prefix"] for one in answers] == ["miss", "hit"]
 
 
-def test_a_stream_has_the_predicted_prefix_header(gateway_with_worker: RunningGateway) -> None:
-    expected = []
-    for _ in range(2):
-        with gateway_with_worker.stream(**fields_of()) as response:
-            expected.append(response.headers["x-paceline-prefix"])
-            response.read()
-    assert expected == ["miss", "hit"]
+def test_a_failed_request_creates_no_claim(served: Served) -> None:
+    served.worker.script = Script(drop=True)
+    assert served.gateway.chat(**fields_of()).status_code >= 500
+    assert served.gateway.status()["prefix"]["index_size"] == 0
 
 
-def test_a_claim_is_removed_when_the_worker_reports_a_miss(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script = script_with_cached(0)
-    for _ in range(2):
-        gateway_with_worker.chat(**fields_of())
-    assert (counts := gateway_with_worker.status()["prefix"])["mispredicted"] == 1
-    assert counts["index_size"] == 0
-    explained = gateway_with_worker.client.post(
-        "/v1/route/explain", json={"model": "demo", **fields_of()}
-    ).json()
-    assert not explained["candidates"][0]["prefix_cached"]
-
-
-def test_a_failed_request_creates_no_claim(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    worker.script = Script(drop=True)
-    assert gateway_with_worker.chat(**fields_of()).status_code >= 500
-    assert gateway_with_worker.status()["prefix"]["index_size"] == 0
-
-
-def test_an_explanation_names_the_worker_with_the_cached_prefix(
+def test_an_explanation_has_every_score_the_holder_of_the_prefix_and_unavailable_workers(
     two_worker_gateway: RunningGateway,
 ) -> None:
-    chosen = two_worker_gateway.chat(**fields_of()).headers["x-paceline-worker"]
-    explained = two_worker_gateway.client.post(
-        "/v1/route/explain", json={"model": "demo", **fields_of()}
-    ).json()
-    assert [candidate["prefix_cached"] for candidate in explained["candidates"]] == [True, False]
-    assert explained["candidates"][0]["worker_id"] == chosen
-
-
-def test_an_explanation_has_every_score_and_unavailable_workers(
-    two_worker_gateway: RunningGateway,
-) -> None:
-    body = {"model": "demo", **fields_of()}
-    explanation = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
-    assert {candidate["worker_id"] for candidate in explanation["candidates"]} == {
-        "fake-a",
-        "fake-b",
-    }
-    assert all(
-        candidate["score_s"] >= candidate["prefill_s"] > 0
-        for candidate in explanation["candidates"]
-    )
-    assert explanation["unavailable"] == {}
-    assert two_worker_gateway.admin.put("/admin/v1/workers/fake-b/cordon").is_success
-    explanation = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
-    assert [candidate["worker_id"] for candidate in explanation["candidates"]] == ["fake-a"]
-    assert explanation["unavailable"] == {"fake-b": "cordoned"}
+    chosen = worker_of(two_worker_gateway.chat(**fields_of()))
+    shown = explained(two_worker_gateway, **fields_of())
+    holder, other = shown["candidates"]
+    assert (holder["worker_id"], holder["prefix_cached"]) == (chosen, True)
+    assert not other["prefix_cached"]
+    assert {holder["worker_id"], other["worker_id"]} == {"fake-a", "fake-b"}
+    assert other["score_s"] >= other["prefill_s"] > 0
+    assert holder["score_s"] >= holder["prefill_s"] > 0
+    assert shown["unavailable"] == {}
+    cordon(two_worker_gateway, "fake-b")
+    shown = explained(two_worker_gateway, **fields_of())
+    assert [candidate["worker_id"] for candidate in shown["candidates"]] == ["fake-a"]
+    assert shown["unavailable"] == {"fake-b": "cordoned"}
 
 
 class Chat:
@@ -146,9 +135,7 @@ class Chat:
 
     def __init__(self, gateway: RunningGateway, name: str) -> None:
         self._gateway = gateway
-        self.messages: list[dict[str, Any]] = [
-            {"role": "user", "content": f"{name}: tell me of the harbour. {LONG}"}
-        ]
+        self.messages: list[Any] = said(f"{name}: tell me of the harbour. {LONG}")["messages"]
 
     def ask(self, path: str = "/v1/chat/completions") -> Response:
         """Send the conversation, and append the answer and the next question."""
@@ -162,25 +149,19 @@ class Chat:
 
     def worker(self, path: str = "/v1/chat/completions") -> str:
         """Send the next turn, and return the worker that answered."""
-        return self.ask(path).headers["x-paceline-worker"]
+        return worker_of(self.ask(path))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_each_turn_of_a_conversation_goes_to_the_worker_of_the_last_one(
-    two_worker_gateway: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    path: str,
+    two_worker_gateway: RunningGateway, workers: Pair, path: str
 ) -> None:
     chats = [Chat(two_worker_gateway, str(n)) for n in range(12)]
     first = [chat.worker(path) for chat in chats]
     assert set(first) == {"fake-a", "fake-b"}, "new conversations are distributed"
     for _ in range(4):
         assert [chat.worker(path) for chat in chats] == first
-    sent = [
-        received.headers["x-paceline-prefix-keys"].split(",")
-        for received in (*worker.requests, *second_worker.requests)
-    ]
+    sent = [keys_of(received) for worker in workers for received in worker.requests]
     assert {len(keys) for keys in sent} == {2, 4, 5}
     assert {keys[-1] for keys in sent} == {"-"}, "no system prompt"
     longest = [keys[0] for keys in sent]
@@ -190,54 +171,58 @@ def test_each_turn_of_a_conversation_goes_to_the_worker_of_the_last_one(
             assert keys[2] in longest, "the end of the turn before"
 
 
+def holder_and_other(workers: Pair, worker_id: str) -> Pair:
+    """Return the worker with an id, and the other one."""
+    first, second = workers
+    return (first, second) if first.worker_id == worker_id else (second, first)
+
+
 def test_a_conversation_moves_when_its_worker_leaves_and_stays_there(
-    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    two_worker_gateway: RunningGateway, workers: Pair
 ) -> None:
-    workers = {one.worker_id: one for one in (worker, second_worker)}
-    worker.remembers = second_worker.remembers = True
+    for worker in workers:
+        worker.remembers = True
     chat = Chat(two_worker_gateway, "c")
     before = chat.worker()
     assert chat.worker() == before
-    assert two_worker_gateway.admin.put(f"/admin/v1/workers/{before}/cordon").is_success
+    cordon(two_worker_gateway, before)
     after = chat.worker()
     assert after != before
-    assert two_worker_gateway.admin.delete(f"/admin/v1/workers/{before}/cordon").is_success
+    cordon(two_worker_gateway, before, "DELETE")
     # Both have its beginning now, but the other one has more of it.
     chat.messages[-1]["content"] += LONG
     assert [chat.worker() for _ in range(3)] == [after] * 3
     assert two_worker_gateway.status()["prefix"]["not_reused"] == {"other Mac": 1}
     # A worker that refuses the connection loses no turn.
-    workers[after].script = Script(status=503)
-    assert chat.worker() == before
-    assert chat.worker() == before
+    holder_and_other(workers, after)[0].script = Script(status=503)
+    assert [chat.worker() for _ in range(2)] == [before] * 2
 
 
 def test_a_worker_that_keeps_no_conversation_loses_its_claims(
-    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    two_worker_gateway: RunningGateway, workers: Pair
 ) -> None:
     chat = Chat(two_worker_gateway, "c")
-    holder = {one.worker_id: one for one in (worker, second_worker)}[chat.worker()]
+    holder, _ = holder_and_other(workers, chat.worker())
     holder.script = script_with_cached(0)
     assert chat.worker() == holder.worker_id
     status = two_worker_gateway.status()["prefix"]
     assert (status["mispredicted"], status["index_size"]) == (1, 0)
     assert status["not_reused"] == {"evicted": 1}
-    body = {"model": "demo", "messages": chat.messages}
-    explained = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
-    assert [one["cached_tokens"] for one in explained["candidates"]] == [0, 0]
+    candidates = explained(two_worker_gateway, chat.messages)["candidates"]
+    assert [one["cached_tokens"] for one in candidates] == [0, 0]
+    assert not candidates[0]["prefix_cached"]
 
 
 def test_a_worker_that_reports_an_eviction_is_not_preferred(
-    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    two_worker_gateway: RunningGateway, workers: Pair
 ) -> None:
     chat = Chat(two_worker_gateway, "c")
-    holder = {one.worker_id: one for one in (worker, second_worker)}[chat.worker()]
-    key = holder.requests[0].headers["x-paceline-prefix-keys"].split(",")[0]
-    body = {"model": "demo", "messages": chat.messages}
+    holder, _ = holder_and_other(workers, chat.worker())
+    key = keys_of(holder.requests[0])[0]
 
     def expected_at() -> set[str]:
-        explained = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
-        return {one["worker_id"] for one in explained["candidates"] if one["prefix_cached"]}
+        candidates = explained(two_worker_gateway, chat.messages)["candidates"]
+        return {one["worker_id"] for one in candidates if one["prefix_cached"]}
 
     assert expected_at() == {holder.worker_id}
     two_worker_gateway.send_heartbeat(holder, evicted_prefixes=[key])
@@ -261,35 +246,24 @@ def test_an_edited_message_is_named(gateway_with_worker: RunningGateway) -> None
     [("key", False, False), ("team", True, False), ("none", True, True)],
 )
 def test_prefix_keys_are_shared_only_within_the_policys_isolation(
-    tmp_path: Path, worker: ScriptedWorker, isolation: str, same_team: bool, other_team: bool
+    served: Served, admin: PolicyAdmin, *, isolation: str, same_team: bool, other_team: bool
 ) -> None:
     """S50 (CVE-2025-46570): isolation prevents timing attacks on the prompts of other callers."""
-    with RunningGateway(make_settings(tmp_path)) as gateway:
-        gateway.send_heartbeat(worker)
-        edit = {
-            "if-match": gateway.admin.get("/admin/v1/policy").headers["etag"],
-            "content-type": "application/merge-patch+json",
-            "x-paceline-note": "test",
-        }
-        patch = json.dumps({"prefix": {"isolation": isolation}})
-        assert gateway.admin.patch("/admin/v1/policy", content=patch, headers=edit).is_success
-        for team in ("lab", "lab", "shop"):
-            key = bearer_headers(gateway.create_key(team=team))
-            body = {"model": "demo", **fields_of()}
-            assert gateway.client.post("/v1/chat/completions", json=body, headers=key).is_success
-    ann, bob, eve = (
-        received.headers["x-paceline-prefix-keys"].split(",") for received in worker.requests
-    )
+    assert admin.patch({"prefix": {"isolation": isolation}}).is_success
+    for team in ("lab", "lab", "shop"):
+        served.gateway.use_key(served.gateway.create_key(team=team)["secret"])
+        assert served.gateway.chat(**fields_of()).is_success
+    ann, bob, eve = map(keys_of, served.worker.requests)
     for end in range(2):
         assert (ann[end] == bob[end], ann[end] == eve[end]) == (same_team, other_team)
 
 
 def test_c8_a_worker_must_not_cache_a_system_prompt_that_is_too_short_for_a_key(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    served: Served,
 ) -> None:
-    gateway_with_worker.chat(**fields_of("Be brief."))
-    assert worker.requests[0].headers["x-paceline-prefix-keys"] == "-"
-    assert gateway_with_worker.status()["prefix"]["none"] == 1
+    served.gateway.chat(**fields_of("Be brief."))
+    assert keys_of(served.worker.requests[0]) == ["-"]
+    assert served.gateway.status()["prefix"]["none"] == 1
 
 
 def test_a_key_without_a_team_shares_no_scope() -> None:
@@ -299,39 +273,28 @@ def test_a_key_without_a_team_shares_no_scope() -> None:
 
 
 def test_a_started_gateway_learns_cached_prefixes_from_heartbeats(
-    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    two_worker_gateway: RunningGateway, workers: Pair
 ) -> None:
-    gateway.send_heartbeat(worker)
-    gateway.send_heartbeat(second_worker)
-    gateway.chat(**fields_of())
-    (received,) = worker.requests or second_worker.requests
-    prefix_key = received.headers["x-paceline-prefix-keys"].split(",")[-1]
-    other = second_worker if worker.requests else worker
-    gateway.remove_worker(worker if worker.requests else second_worker)
-    gateway.send_heartbeat(worker if worker.requests else second_worker, boot_id="boot-2")
-    gateway.send_heartbeat(other, prefixes=[prefix_key], prefix_count=1)
-    response = gateway.chat(**fields_of())
-    assert response.headers["x-paceline-worker"] == other.worker_id
+    first = worker_of(two_worker_gateway.chat(**fields_of()))
+    holder, other = holder_and_other(workers, first)
+    key = keys_of(holder.requests[0])[-1]
+    two_worker_gateway.rejoin(holder)
+    two_worker_gateway.send_heartbeat(other, prefixes=[key], prefix_count=1)
+    assert worker_of(two_worker_gateway.chat(**fields_of())) == other.worker_id
 
 
 def test_a_turn_elsewhere_names_who_has_the_earlier_ones_and_no_client_can(
-    two_worker_gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+    two_worker_gateway: RunningGateway, workers: Pair
 ) -> None:
     forged = {"x-paceline-prefix-sources": json.dumps([{"url": "http://evil:1", "tokens": 9}])}
+    two_worker_gateway.client.headers.update(forged)
     fields = fields_of()
-
-    def ask() -> str:
-        body = {"model": "demo", **fields}
-        response = two_worker_gateway.client.post("/v1/chat/completions", json=body, headers=forged)
-        return response.headers["x-paceline-worker"]
-
-    first = ask()
-    assert two_worker_gateway.admin.put(f"/admin/v1/workers/{first}/cordon").is_success
+    first = worker_of(two_worker_gateway.chat(**fields))
+    cordon(two_worker_gateway, first)
     answer = {"role": "assistant", "content": "The clerk."}
     fields["messages"] += [answer, {"role": "user", "content": "Of which harbour?"}]
-    second = ask()
-    assert second != first
-    holder, taker = (worker, second_worker) if first == "fake-a" else (second_worker, worker)
+    assert worker_of(two_worker_gateway.chat(**fields)) != first
+    holder, taker = holder_and_other(workers, first)
     (alone,), (moved,) = holder.requests, taker.requests
     assert "x-paceline-prefix-sources" not in alone.headers
     assert json.loads(moved.headers["x-paceline-prefix-sources"]) == [

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
+from tests.support.scripted_engine import ScriptedEngine, make_worker, worker_client
 from workers.server.app import create_app, router
 
 PUBLIC = {"/livez"}
@@ -23,14 +22,11 @@ PUBLIC = {"/livez"}
     ],
 )
 async def test_every_route_but_livez_requires_the_token(headers: dict[bytes, bytes]) -> None:
-    worker = make_worker(ScriptedEngine())
-    all_routes = [*router.routes, *create_app(worker, None).routes]
+    engine = ScriptedEngine()
+    all_routes = [*router.routes, *create_app(make_worker(engine), None).routes]
     routes = [route for route in all_routes if isinstance(route, APIRoute)]
     assert len(routes) > 6
-    async with (
-        serve_worker(worker, token="right") as url,
-        httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client,
-    ):
+    async with worker_client(engine, "right", headers=headers) as client:
         for route in routes:
             for method in route.methods or ():
                 response = await client.request(method, route.path)
@@ -41,18 +37,11 @@ async def test_every_route_but_livez_requires_the_token(headers: dict[bytes, byt
     assert unknown.json()["error"]["type"] == "authentication_error"
 
 
-async def test_the_right_token_authorizes_a_request() -> None:
-    headers = {"authorization": "Bearer right"}
-    async with (
-        serve_worker(make_worker(ScriptedEngine()), token="right") as url,
-        httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client,
-    ):
-        assert (await client.get("/v1/status")).status_code == 200
-
-
-async def test_a_path_in_the_host_header_grants_no_access() -> None:
-    async with (
-        serve_worker(make_worker(ScriptedEngine()), token="right") as url,
-        httpx.AsyncClient(base_url=url, headers={"host": "x/livez?"}, timeout=60) as client,
-    ):
-        assert (await client.get("/v1/status")).status_code == 401
+@pytest.mark.parametrize(
+    ("headers", "status"), [({"authorization": "Bearer right"}, 200), ({"host": "x/livez?"}, 401)]
+)
+async def test_the_right_token_authorizes_a_request_and_a_path_in_the_host_header_does_not(
+    headers: dict[str, str], status: int
+) -> None:
+    async with worker_client(ScriptedEngine(), "right", headers=headers) as client:
+        assert (await client.get("/v1/status")).status_code == status

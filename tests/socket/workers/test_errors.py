@@ -9,7 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    make_worker,
+    serve_worker,
+    text_events,
+    worker_client,
+)
 from workers.engine.types import (
     Delta,
     EngineBusy,
@@ -23,10 +29,7 @@ CHAT_BODY = {"model": "scripted", "messages": [{"role": "user", "content": "hell
 
 
 async def post(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(engine) as client:
         return await client.post("/v1/chat/completions", json={**CHAT_BODY, **fields})
 
 
@@ -51,14 +54,10 @@ async def test_an_error_before_the_first_token_has_its_own_status(
     assert "0x" not in response.text
 
 
-async def test_a_busy_engine_sets_retry_after() -> None:
+async def test_a_busy_engine_and_a_refusal_for_lack_of_memory_have_a_retry_after() -> None:
     response = await post(ScriptedEngine([EngineBusy(retry_after_s=1.5)]))
     assert response.headers["retry-after"] == "2"
-
-
-async def test_a_refusal_for_lack_of_memory_has_both_numbers_and_a_retry_after() -> None:
     response = await post(ScriptedEngine([MemoryShort(47_500_000_000, 48_000_000_000)]))
-
     assert response.headers["retry-after"] == "5"
     assert "47.5 GB, of 48.0 GB" in response.json()["error"]["message"]
 
@@ -78,11 +77,7 @@ async def test_an_invalid_generation_names_the_field() -> None:
 async def test_a_too_long_prompt_is_named_by_the_endpoints_field() -> None:
     too_long = InvalidGeneration("messages", "Too long.", code="context_length_exceeded")
     body = {"model": "scripted", "prompt": "x"}
-    engine = ScriptedEngine([too_long])
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(ScriptedEngine([too_long])) as client:
         completion = (await client.post("/v1/completions", json=body)).json()["error"]
         chat = (await client.post("/v1/chat/completions", json=CHAT_BODY)).json()["error"]
     assert (completion["param"], chat["param"]) == ("prompt", "messages")
@@ -129,11 +124,7 @@ async def test_a_draining_worker_finishes_running_requests_and_rejects_new_ones(
 
 
 async def test_with_a_dead_engine_the_worker_is_alive_but_not_ready() -> None:
-    engine = ScriptedEngine(alive=False)
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(ScriptedEngine(alive=False)) as client:
         assert (await client.get("/readyz")).status_code == 503
         assert (await client.get("/livez")).status_code == 200
         assert (await client.get("/v1/status")).json()["ready"] is False

@@ -10,13 +10,7 @@ import httpx
 import pytest
 
 from policies.request.profile import Bypass
-from tests.support.scripted_engine import (
-    ScriptedEngine,
-    StubPrompts,
-    make_worker,
-    serve_worker,
-    text_events,
-)
+from tests.support.scripted_engine import ScriptedEngine, StubPrompts, text_events, worker_client
 from workers.engine.types import LaneName
 from workers.server import request
 
@@ -37,16 +31,27 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(engine) as client:
         yield client
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+async def error_of(client: httpx.AsyncClient, **fields: Any) -> tuple[int, str]:
+    """Return the status of a refused chat, and the field that its error names."""
+    response = await client.post(CHAT, json={**CHAT_BODY, **fields})
+    return response.status_code, response.json()["error"]["param"]
+
+
+def with_call(**call: Any) -> dict[str, Any]:
+    """Return messages with an old call."""
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}, *CHAT_BODY["messages"]]}
+
+
+async def test_c11_an_unsupported_field_returns_400_and_is_named(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    """No template can render the last three."""
+    arguments = "messages[0].tool_calls[0].function.arguments"
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"api_base": "http://evil"}, "api_base"),
         ({"temperature": 3}, "temperature"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -57,49 +62,31 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
         ({"chat_template_kwargs": {"thinking": "{{7*7}}"}}, "chat_template_kwargs.thinking"),
         ({"messages": [{"role": "user", "content": VIDEO}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": REMOTE}]}, "messages[0].content[0].image_url"),
+        (with_call(function={"name": "add", "arguments": 1}), arguments),
+        (with_call(function={"name": "add", "arguments": ["a"]}), arguments),
         (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "add", "arguments": 1}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
+            with_call(id=5, function={"name": "add", "arguments": "{}"}),
+            "messages[0].tool_calls[0].id",
         ),
-    ],
-)
-async def test_an_unsupported_field_returns_400_and_is_named(
-    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any], param: str
-) -> None:
-    response = await client.post(CHAT, json={**CHAT_BODY, **fields})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    )
+    for fields, param in cases:
+        assert await error_of(client, **fields) == (400, param)
     assert engine.generations == []
 
 
-@pytest.mark.parametrize(
-    ("keys", "status"),
-    [
-        ("", 400),
-        ("k", 200),
-        ("k" * 128, 200),
-        ("k" * 129, 400),
-        ("a,b,c,d,-", 200),
-        ("a,,-", 400),
-        ("a,b,c,d,e,-", 400),
-    ],
-)
 async def test_a_prefix_key_that_fits_no_report_returns_400_and_names_its_header(
-    client: httpx.AsyncClient, engine: ScriptedEngine, keys: str, status: int
+    client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     """Reports contain the keys, and gateways would reject each report."""
-    headers = {"x-paceline-prefix-keys": keys}
-    response = await client.post(CHAT, json=CHAT_BODY, headers=headers)
-    assert response.status_code == status
-    if status == 400:
-        assert "'x-paceline-prefix-keys'" in response.json()["error"]["message"]
-        assert engine.generations == []
+    for keys in ("", "k" * 129, "a,,-", "a,b,c,d,e,-"):
+        headers = {"x-paceline-prefix-keys": keys}
+        refused = await client.post(CHAT, json=CHAT_BODY, headers=headers)
+        assert refused.status_code == 400, keys
+        assert "'x-paceline-prefix-keys'" in refused.json()["error"]["message"]
+    assert engine.generations == []
+    for keys in ("k", "k" * 128, "a,b,c,d,-"):
+        headers = {"x-paceline-prefix-keys": keys}
+        assert (await client.post(CHAT, json=CHAT_BODY, headers=headers)).is_success, keys
 
 
 async def test_every_prompt_of_a_completion_counts_for_the_limit_of_tokens(
@@ -121,44 +108,16 @@ async def test_another_model_returns_404(client: httpx.AsyncClient) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
-async def test_a_body_that_is_no_json_object_returns_400(
-    client: httpx.AsyncClient, content: bytes
-) -> None:
-    response = await client.post(CHAT, content=content)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
-
-
-@pytest.mark.parametrize("value", ['"\\ud800"', "NaN", "[" * 500 + "]" * 500])
 async def test_c11_a_worker_reads_json_as_strictly_as_a_gateway(
-    client: httpx.AsyncClient, engine: ScriptedEngine, value: str
+    client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     """No tokenizer accepts half of a surrogate pair: it would be a failure of the worker."""
-    body = f'{{"model":"scripted","messages":[{{"role":"user","content":"x"}}],"user":{value}}}'
-    response = await client.post(CHAT, content=body)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
-    assert engine.generations == []
-
-
-@pytest.mark.parametrize(
-    ("call", "param"),
-    [
-        (
-            {"function": {"name": "add", "arguments": ["a"]}},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            {"id": 5, "function": {"name": "add", "arguments": "{}"}},
-            "messages[0].tool_calls[0].id",
-        ),
-    ],
-)
-async def test_c11_a_tool_call_that_no_template_can_render_returns_400_and_is_named(
-    client: httpx.AsyncClient, engine: ScriptedEngine, call: dict[str, Any], param: str
-) -> None:
-    messages = [{"role": "assistant", "tool_calls": [call]}]
-    response = await client.post(CHAT, json={**CHAT_BODY, "messages": messages})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    body = '{"model":"scripted","messages":[{"role":"user","content":"x"}],"user":%s}'
+    values = ('"\\ud800"', "NaN", "[" * 500 + "]" * 500)
+    invalid = [(body % value).encode() for value in values]
+    for content in (b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, *invalid):
+        response = await client.post(CHAT, content=content)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
     assert engine.generations == []
 
 
@@ -170,48 +129,35 @@ async def test_a_body_over_the_limit_returns_413(
     assert response.status_code == 413
 
 
-async def test_errors_of_method_and_path_have_openais_format(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_errors_of_method_and_path_have_openais_format(client: httpx.AsyncClient) -> None:
     wrong_method, unknown = await client.get(CHAT), await client.get("/v1/nothing")
     assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
     assert unknown.status_code == 404
     assert set(wrong_method.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_the_lane_follows_eligibility_without_a_lane_header(
+async def test_the_lane_follows_the_header_of_the_gateway_or_else_eligibility(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     for temperature in (0, 1):
         await client.post(CHAT, json={**CHAT_BODY, "temperature": temperature})
-    greedy, sampled = engine.generations
-    assert (greedy.lane, greedy.bypass) == (LaneName.TEXT_MTP, ())
-    assert (sampled.lane, sampled.bypass) == (LaneName.VLM, (Bypass.NON_GREEDY_SAMPLING,))
-
-
-async def test_the_lane_header_of_the_gateway_selects_the_lane(
-    client: httpx.AsyncClient, engine: ScriptedEngine
-) -> None:
     headers = {"x-paceline-lane": "vlm"}
     await client.post(CHAT, json={**CHAT_BODY, "temperature": 0}, headers=headers)
-    assert [generation.lane for generation in engine.generations] == [LaneName.VLM]
+    greedy, sampled, selected = engine.generations
+    assert (greedy.lane, greedy.bypass) == (LaneName.TEXT_MTP, ())
+    assert (sampled.lane, sampled.bypass) == (LaneName.VLM, (Bypass.NON_GREEDY_SAMPLING,))
+    assert selected.lane == LaneName.VLM
 
 
-@pytest.mark.parametrize("lane", ["text-mtp", "nonsense", ""])
-async def test_a_lane_that_the_worker_does_not_run_returns_400(
-    client: httpx.AsyncClient, engine: ScriptedEngine, lane: str
-) -> None:
-    engine.card = replace(engine.card, lanes=(LaneName.VLM,))
-    response = await client.post(CHAT, json=CHAT_BODY, headers={"x-paceline-lane": lane})
-    assert response.status_code == 400
-
-
-async def test_a_worker_without_mtp_records_it_as_the_bypass_reason(
+async def test_a_worker_without_mtp_records_it_as_a_reason_and_rejects_lanes_that_it_lacks(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     engine.card = replace(engine.card, lanes=(LaneName.VLM,), mtp=False)
     await client.post(CHAT, json={**CHAT_BODY, "temperature": 0})
     assert engine.generations[0].bypass == (Bypass.NO_MTP_WORKER,)
+    for lane in ("text-mtp", "nonsense", ""):
+        refused = await client.post(CHAT, json=CHAT_BODY, headers={"x-paceline-lane": lane})
+        assert refused.status_code == 400
 
 
 async def test_a_model_without_a_format_of_calls_answers_tools_in_text(
@@ -223,12 +169,10 @@ async def test_a_model_without_a_format_of_calls_answers_tools_in_text(
     assert "'name': 'add'" in engine.generations[0].prompt.text
 
 
-@pytest.mark.parametrize("broken", ['{"a": 1', '{"a": "\\ud800"}', "[1]", "3"])
 async def test_broken_arguments_of_an_old_call_are_passed_on_as_text(
-    client: httpx.AsyncClient, engine: ScriptedEngine, broken: str
+    client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
-    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": broken}}]
-    messages = [{"role": "assistant", "tool_calls": calls}, *CHAT_BODY["messages"]]
-    response = await client.post(CHAT, json={**CHAT_BODY, "messages": messages})
-    assert response.status_code == 200
-    assert repr({"arguments": broken}) in engine.generations[0].prompt.text
+    for broken in ('{"a": 1', '{"a": "\\ud800"}', "[1]", "3"):
+        messages = with_call(function={"name": "add", "arguments": broken})
+        assert (await client.post(CHAT, json={**CHAT_BODY, **messages})).status_code == 200
+        assert repr({"arguments": broken}) in engine.generations[-1].prompt.text

@@ -34,6 +34,7 @@ SHOWN = {
     "Nemotron-Nano-v2": "nemotron",
 }
 """Families that mlx-vlm has no parser of, and two that it has."""
+TEMPLATES_OF_FAMILIES = sorted({one.template for one in FAMILIES if one.template})
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +49,24 @@ def templates(pytestconfig: pytest.Config) -> dict[str, str]:
         pytest.skip("The package index cannot be reached.")
 
 
-@pytest.mark.xdist_group("chat_templates")
-def test_a_call_is_the_same_after_render_and_parse(templates: dict[str, str]) -> None:
-    """In every format, by the template of a model; whole, in random pieces and by letters."""
+def first_of_formats(templates: dict[str, str]) -> dict[str, str]:
+    """Return the name of a template of each format of calls."""
     formats = {name: format_name(template) for name, template in templates.items()}
     for part, known in SHOWN.items():
         assert known in {formats[name] for name in formats if part.lower() in name.lower()}
-    first = {known: name for name, known in sorted(formats.items(), reverse=True) if known}
+    return {known: name for name, known in sorted(formats.items(), reverse=True) if known}
+
+
+def names_of_sample(templates: dict[str, str]) -> set[str]:
+    """Return the templates of the other tests, whose renderers are there, and some further ones."""
+    names = {*first_of_formats(templates).values(), *TEMPLATES_OF_FAMILIES}
+    return names.union(sorted(templates.keys() - names)[::8])
+
+
+@pytest.mark.xdist_group("chat_templates")
+def test_a_call_is_the_same_after_render_and_parse(templates: dict[str, str]) -> None:
+    """In every format, by the template of a model; whole, in random pieces and by letters."""
+    first = first_of_formats(templates)
     read = {
         known: round_trips(name, templates[name], calls_wanted=5) for known, name in first.items()
     }
@@ -65,8 +77,7 @@ def test_a_call_is_the_same_after_render_and_parse(templates: dict[str, str]) ->
 @pytest.mark.xdist_group("chat_templates")
 def test_families_call_tools_and_reason_by_their_own_templates(templates: dict[str, str]) -> None:
     """The columns of `docs/models.md`, which `python -m bench.families` fills with more calls."""
-    names = {one.template for one in FAMILIES if one.template}
-    checked = {name: check_chat(name, templates[name], calls=3) for name in sorted(names)}
+    checked = {name: check_chat(name, templates[name], calls=3) for name in TEMPLATES_OF_FAMILIES}
     assert not [problem for one in checked.values() for problem in one.problems]
     cells = {name: (one.tools.split(",")[0], one.reasoning) for name, one in checked.items()}
     assert cells["Qwen3.5-4B"] == ("`qwen3_coder`", "`<think>`, read back")
@@ -80,11 +91,14 @@ def test_families_call_tools_and_reason_by_their_own_templates(templates: dict[s
 def test_f67_every_template_renders_any_history_with_all_its_words(
     templates: dict[str, str], count: int
 ) -> None:
-    """None is refused, and each text, call and result stands in the prompt, in order."""
+    """None is refused, and each text, call and result stands in the prompt, in order.
+
+    A third of the templates has a few histories; the proof is about all of them.
+    """
     histories = [random_history(Random(f"history {number}")) for number in range(count)]
     wrong: list[tuple[str, int, str]] = []
-    for name, template in templates.items():
-        renderer = renderer_of(template, tools_alone="tool_use" in name)
+    for name in templates if count > 1000 else sorted(names_of_sample(templates)):
+        renderer = renderer_of(templates[name], tools_alone="tool_use" in name)
         found = (
             (name, number, fault)
             for number, history in enumerate(histories)

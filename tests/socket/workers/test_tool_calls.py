@@ -5,26 +5,22 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
+from tests.support.running_gateway import said
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    make_worker,
+    serve_worker,
+    text_events,
+    worker_client,
+)
 from tests.support.tool_call_text import cut_at, read_calls
 from workers.engine.tool_formats import FORMATS
 from workers.server.tool_calls import ToolCallSplitter
-
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
-]
 
 
 def call_text(value: object) -> str:
@@ -35,7 +31,7 @@ def call_text(value: object) -> str:
 
 
 def tools_of(schema: object) -> Any:
-    """Return the tool with another schema of its argument."""
+    """Return a tool with this schema of its argument."""
     definitions = {
         "Count": {"type": "integer"},
         "Name": {"type": "string"},
@@ -47,11 +43,11 @@ def tools_of(schema: object) -> Any:
     return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
 
 
+TOOLS: Any = tools_of({"type": "integer"})
+
+
 def split(
-    chunks: list[str],
-    limit: int | None = None,
-    tools: Any = TOOLS,
-    family: str = "qwen3_coder",
+    chunks: list[str], limit: int | None = None, tools: Any = TOOLS, family: str = "qwen3_coder"
 ) -> list[str | tuple[str, Any]]:
     """Feed chunks to a splitter; return the content, and then the calls."""
     read = read_calls(FORMATS[family], chunks, tools, limit=limit)
@@ -138,21 +134,18 @@ def test_arguments_are_parsed_by_every_notation_of_their_type(
     assert split([call_text(value)], tools=tools_of(schema)) == [("add", {"a": expected})]
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": ["string", "null"]},
-        {"type": ["string", "null"], "enum": ["Paris", None]},
-        {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
-    ],
-)
-def test_a_nullable_argument_has_its_value(schema: object) -> None:
+def test_a_nullable_argument_has_its_value() -> None:
     block = (
         '<minimax:tool_call><invoke name="add"><parameter name="a">Paris</parameter>'
         "</invoke></minimax:tool_call>"
     )
-    parts = split([block], tools=tools_of(schema), family="minimax_m2")
-    assert parts == [("add", {"a": "Paris"})]
+    for schema in (
+        {"type": ["string", "null"]},
+        {"type": ["string", "null"], "enum": ["Paris", None]},
+        {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+    ):
+        parts = split([block], tools=tools_of(schema), family="minimax_m2")
+        assert parts == [("add", {"a": "Paris"})]
 
 
 @pytest.mark.parametrize(
@@ -172,11 +165,7 @@ def test_an_argument_that_is_no_value_of_its_type_is_a_text(kind: str, value: st
 
 async def test_the_openai_package_reads_calls_unstreamed_and_streamed() -> None:
     engine = ScriptedEngine(text_events("Adding.\n<tool", *call_text(3)[5:], "\n"))
-    fields: Any = {
-        "model": "scripted",
-        "messages": [{"role": "user", "content": "3?"}],
-        "tools": TOOLS,
-    }
+    fields: Any = {"model": "scripted", **said("3?"), "tools": TOOLS}
     async with (
         serve_worker(make_worker(engine)) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -195,11 +184,8 @@ async def test_the_openai_package_reads_calls_unstreamed_and_streamed() -> None:
 
 async def test_a_response_with_calls_only_has_no_content() -> None:
     engine = ScriptedEngine(text_events(call_text(3)))
-    body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    body = {"model": "scripted", **said("x"), "tools": TOOLS}
+    async with worker_client(engine) as client:
         with_tools = await client.post("/v1/chat/completions", json=body)
         declined = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
     assert [generation.keep_call_tokens for generation in engine.generations] == [True, False]
@@ -210,16 +196,11 @@ async def test_a_response_with_calls_only_has_no_content() -> None:
 async def test_arguments_of_earlier_calls_reach_the_template_as_a_mapping() -> None:
     engine = ScriptedEngine(text_events("5"))
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
-    messages = [
-        {"role": "user", "content": "3?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "5"},
-    ]
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "5"}
+    messages = [*said("3?")["messages"], called, result]
     body = {"model": "scripted", "messages": messages, "tools": TOOLS}
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(engine) as client:
         response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200
     assert "'arguments': {'a': 3}" in engine.generations[0].prompt.text

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
+from tests.support.scripted_engine import ScriptedEngine, worker_client
 from workers.engine.types import Delta, Event, Finished, FinishReason, Usage
 from workers.protocol import RUNNING_USAGE_TOKENS
 
 TOKENS = 100
 
 
-def answer() -> list[Event]:
-    """Return an answer of 100 tokens, each in a delta of its own."""
+def answer(text: str = "x") -> list[Event]:
+    """Return an answer of 100 tokens, each in a delta of its own; `text` is of those after one."""
     deltas: list[Event] = [
-        Delta(text="x", usage=Usage(prompt_tokens=7, completion_tokens=number))
+        Delta(
+            text=text if number > 1 else "x", usage=Usage(prompt_tokens=7, completion_tokens=number)
+        )
         for number in range(1, TOKENS + 1)
     ]
     usage = Usage(prompt_tokens=7, completion_tokens=TOKENS)
@@ -27,10 +28,7 @@ def answer() -> list[Event]:
 
 async def read_chunks(script: list[Event] | None = None, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "stream": True}
-    async with (
-        serve_worker(make_worker(ScriptedEngine(script or answer()))) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(ScriptedEngine(script or answer())) as client:
         response = await client.post("/v1/chat/completions", json={**body, **fields})
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n")]
     return [json.loads(line) for line in lines if line.startswith("{")]
@@ -54,14 +52,7 @@ async def test_c6_a_stream_reports_its_usage_so_far_if_the_request_asks_for_it(
 
 
 async def test_c6_a_stream_reports_its_usage_while_it_holds_back_text() -> None:
-    held_back: list[Event] = [
-        Delta(
-            text="" if number > 1 else "x", usage=Usage(prompt_tokens=7, completion_tokens=number)
-        )
-        for number in range(1, TOKENS + 1)
-    ]
-    script = [*held_back, answer()[-1]]
-    chunks = await read_chunks(script, stream_options={"continuous_usage_stats": True})
+    chunks = await read_chunks(answer(""), stream_options={"continuous_usage_stats": True})
     reported = [usage["completion_tokens"] for chunk in chunks if (usage := chunk.get("usage"))]
     assert reported[:4] == [1, 33, 65, 97]
 
