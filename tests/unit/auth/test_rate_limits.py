@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gateway.auth.rate_limits import (
-    DAY_S,
-    RateLimiter,
-    TokenBucket,
-    day_of,
-)
+from gateway.auth.rate_limits import DAY_S, RateLimiter, TokenBucket, day_of
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
 from gateway.protocols import CHAT
@@ -87,11 +82,7 @@ def test_after_the_last_settlement_no_reservation_remains(
     while model.limiter.running:
         model.settle(0, 0, 0)
     used = sum(request.charged_tokens for request in model.admitted) + model.over_tokens
-    requests, tokens, daily = (
-        model.limiter._requests,
-        model.limiter._tokens,
-        model.limiter._day,
-    )
+    requests, tokens, daily = (model.limiter._requests, model.limiter._tokens, model.limiter._day)
     assert requests is not None
     assert tokens is not None
     assert daily is not None

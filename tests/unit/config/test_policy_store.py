@@ -150,12 +150,7 @@ async def test_a_policy_without_the_pools_of_static_workers_is_never_active() ->
     assert store.current == proposal("a").policy
     assert len(await store.versions()) == 1
     with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
-        await open_policy_store(
-            MemoryRecords(),
-            (worker,),
-            (proposal("b"), SHIPPED),
-            lambda: 0.0,
-        )
+        await open_policy_store(MemoryRecords(), (worker,), (proposal("b"), SHIPPED), lambda: 0.0)
 
 
 async def test_c15_a_start_skips_a_version_with_an_unknown_field() -> None:

@@ -78,10 +78,7 @@ TEMPLATES = {
         refusing_each("m.content and m.tool_calls and m.reasoning_content"),
         "reasoning=False",
     ),
-    "parts alone": (
-        ALL.replace("m.content }}", "(m.content | first).text }}"),
-        "parts=True",
-    ),
+    "parts alone": (ALL.replace("m.content }}", "(m.content | first).text }}"), "parts=True"),
     "turns that alternate": (
         """{%- set turn = namespace(users=true) -%}{% for m in messages %}
 {%- if m.role == 'user' or m.role == 'assistant' and not m.tool_calls -%}

@@ -143,9 +143,7 @@ def test_json_takes_no_other_text_than_a_grammar_that_contains_itself(
         assert accepts(tokenizer, RECURSIVE, text)
 
 
-def test_json_takes_the_sentences_of_a_grammar_that_contains_itself(
-    tokenizer: LLTokenizer,
-) -> None:
+def test_json_takes_the_sentences_of_a_grammar_that_contains_itself(tokenizer: LLTokenizer) -> None:
     for text in NESTED[:3]:
         assert accepts(tokenizer, RECURSIVE, text), text
         assert accepts(tokenizer, in_string(RECURSIVE), f'"{spelled(text)}"'), text

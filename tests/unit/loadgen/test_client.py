@@ -76,8 +76,7 @@ def test_without_usage_an_answer_counts_pieces_and_marks_them_as_unreported() ->
 
 
 @pytest.mark.parametrize(
-    "frame",
-    [{"choices": [None]}, {"choices": 3}, {"choices": [{"delta": "x"}]}, {"usage": [1]}],
+    "frame", [{"choices": [None]}, {"choices": 3}, {"choices": [{"delta": "x"}]}, {"usage": [1]}]
 )
 def test_a_stream_of_another_shape_is_reported_as_a_problem(frame: dict[str, Any]) -> None:
     answer = read_answer(response_of(event(**frame), *COMPLETE[1:4]))

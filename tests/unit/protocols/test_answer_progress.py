@@ -134,10 +134,7 @@ def test_each_choice_is_told_apart() -> None:
     relay(first + idle + second, encoder(), read)
     assert read.encode() == "1 @3 8;0;0 4"
     given = read_given(read.encode(), 2)
-    assert [answer.steps for answer in given.answers] == [
-        (TokenStep((4,)),),
-        (TokenStep((8,)),),
-    ]
+    assert [answer.steps for answer in given.answers] == [(TokenStep((4,)),), (TokenStep((8,)),)]
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,7 @@ def scanner_of(
 ) -> StreamScanner:
     """Return a scanner whose events a chat client receives."""
     encoder = OpenAIStreamEncoder(
-        include_usage=not hide_usage,
-        include_metrics=not hide_metrics,
-        running_usage=running_usage,
+        include_usage=not hide_usage, include_metrics=not hide_metrics, running_usage=running_usage
     )
     return StreamScanner(encoder, CHAT.keep_alive, limit_bytes=limit_bytes)
 
@@ -192,12 +190,7 @@ def test_text_of_the_model_is_never_read_as_a_field_of_the_stream() -> None:
     text = 'text "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
     output, state = scan([chunk({"content": text})])
     assert output == chunk({"content": text})
-    assert (state.finished, state.done, state.usage, state.broken) == (
-        False,
-        False,
-        None,
-        "",
-    )
+    assert (state.finished, state.done, state.usage, state.broken) == (False, False, None, "")
 
 
 def test_no_event_passes_after_an_error() -> None:

@@ -135,8 +135,7 @@ def test_calls_and_results_become_messages_of_a_chat_in_their_order() -> None:
     ]
     function = {"name": "look", "arguments": '{"at":"a"}'}
     assert chat(
-        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALL]},
-        user(results),
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALL]}, user(results)
     )["messages"] == [
         {
             "role": "assistant",
@@ -318,10 +317,7 @@ def test_reasoning_and_form(fields: dict[str, Any], sent: dict[str, Any]) -> Non
 def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() -> None:
     answer = {
         "choices": [
-            {
-                "message": {"reasoning_content": "Hm.", "content": "Yes."},
-                "finish_reason": "stop",
-            }
+            {"message": {"reasoning_content": "Hm.", "content": "Yes."}, "finish_reason": "stop"}
         ]
     }
     request: Any = None
@@ -502,10 +498,7 @@ def test_an_answer_is_a_message() -> None:
         "id": "chatcmpl-1",
         "model": "m",
         "choices": [
-            {
-                "message": {"content": "I look.", "tool_calls": [call]},
-                "finish_reason": "tool_calls",
-            }
+            {"message": {"content": "I look.", "tool_calls": [call]}, "finish_reason": "tool_calls"}
         ],
         "usage": USAGE,
     }

@@ -230,10 +230,7 @@ def test_replies_and_what_stands_behind_them_keep_their_order() -> None:
     said = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
     messages = chat(*said, {"type": "computer_call_output", "output": {}}, user("And?"))["messages"]
     words = words_for("computer_call_output")
-    assert messages == [
-        {"role": "assistant", "content": "One.\n\nTwo."},
-        user(f"{words}\n\nAnd?"),
-    ]
+    assert messages == [{"role": "assistant", "content": "One.\n\nTwo."}, user(f"{words}\n\nAnd?")]
 
 
 def test_a_kept_item_was_new_once_and_is_not_refused() -> None:

@@ -55,10 +55,7 @@ def test_flags_override_the_environment_and_that_overrides_the_file(
 def test_paceline_yaml_of_the_working_folder_is_read_and_may_contain_lists(tmp_path: Path) -> None:
     (tmp_path / "paceline.yaml").write_text("worker: {lanes: [vlm]}")
     assert read_settings([]).lanes == (LaneName.VLM,)
-    assert read_settings(["--lanes", "vlm, text-mtp"]).lanes == (
-        LaneName.VLM,
-        LaneName.TEXT_MTP,
-    )
+    assert read_settings(["--lanes", "vlm, text-mtp"]).lanes == (LaneName.VLM, LaneName.TEXT_MTP)
 
 
 def test_labels_are_repeated_flags_or_lists(
