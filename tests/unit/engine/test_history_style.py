@@ -28,6 +28,7 @@ def refusing_each(condition: str) -> str:
     return "{% for m in messages %}" + raised + MESSAGE + "{% endfor %}"
 
 
+BEHIND = "loop.previtem and loop.previtem.role =="
 TEMPLATES = {
     "takes all": (ALL, ""),
     "no system": (refusing("'system' in roles"), "system=False system_inside=False"),
@@ -48,21 +49,13 @@ TEMPLATES = {
         ),
         "systems=False opens=False userless=False",
     ),
-    "one user": (
-        refusing_each("m.role == 'user' and loop.previtem and loop.previtem.role == 'user'"),
-        "users=False",
-    ),
+    "one user": (refusing_each(f"m.role == 'user' and {BEHIND} 'user'"), "users=False"),
     "one answer": (
-        refusing_each(
-            "m.role == 'assistant' and loop.previtem and loop.previtem.role == 'assistant'"
-        ),
+        refusing_each(f"m.role == 'assistant' and {BEHIND} 'assistant'"),
         "assistants=False",
     ),
     "no user behind a result": (
-        refusing_each(
-            "m.role != 'assistant' and loop.previtem and loop.previtem.role == 'tool'"
-            " and m.role != 'tool'"
-        ),
+        refusing_each(f"m.role not in ('assistant', 'tool') and {BEHIND} 'tool'"),
         "system_inside=False user_after_result=False",
     ),
     "no empty answer": (

@@ -29,8 +29,8 @@ def values(step: OpenStep) -> dict[str, Any]:
     ]
     return {
         "drafts": step.drafts.tolist(),
-        "limits": list(step.limits),
-        "sources": list(step.sources),
+        "limits": [*step.limits],
+        "sources": [*step.sources],
         "scores": step.scores.tolist(),
         "hidden": None if step.hidden is None else step.hidden.tolist(),
         "recurrent": recurrent,

@@ -30,12 +30,10 @@ def renderer() -> PromptRenderer:
     tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(name, special=True) for name in ("[TOOL_CALLS]", "[ARGS]", "[IMG]", "</s>")]
-    )
-    return PromptRenderer(
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
-    )
+    special = ("[TOOL_CALLS]", "[ARGS]", "[IMG]", "</s>")
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+    return PromptRenderer(fast)
 
 
 def stream_answer(renderer: PromptRenderer, written: str, *, keep_call_tokens: bool) -> list[str]:
@@ -156,15 +154,17 @@ def test_tools_of_phi_4_are_a_field_of_the_system_message() -> None:
     assert read_calls(phi4.tool_format, call).calls == [("add", '{"a": 3}')]
 
 
+# DeepSeek's templates render calls, and describe neither them nor tools.
+DEEPSEEK = (
+    "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>"
+    "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
+    "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}"
+    "<｜tool▁calls▁end｜>{% endif %}{% endfor %}"
+)
+
+
 def test_a_model_learns_its_format_of_calls_from_the_rendering_of_one() -> None:
-    """DeepSeek's templates render calls, and describe neither them nor tools."""
-    template = (
-        "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}<｜tool▁calls▁begin｜>"
-        "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
-        "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}"
-        "<｜tool▁calls▁end｜>{% endif %}{% endfor %}"
-    )
-    deepseek = renderer_of(template)
+    deepseek = renderer_of(DEEPSEEK)
     assert deepseek.tool_format is not None
     text = deepseek.chat(HISTORY[:1], [ADD])
     assert read_calls(deepseek.tool_format, text).calls == [("Bravo", '{"Charlie": "Delta"}')]

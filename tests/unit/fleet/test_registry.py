@@ -60,6 +60,12 @@ class Fleet(WorkerRegistry):
         assert lease is not None
         return lease
 
+    def eject(self, worker_id: str, result: AttemptResult = AttemptResult.FAILED) -> None:
+        """Fail requests to a worker, until its ejection is over and it is on probation."""
+        self.fail(worker_id, 5 if result is AttemptResult.FAILED else 3, result)
+        self.clock.advance(10.0)
+        self.hear("a", "b")
+
     def fail(
         self, worker_id: str, times: int, result: AttemptResult = AttemptResult.FAILED
     ) -> None:
@@ -179,9 +185,7 @@ def test_f20_a_worker_that_fails_five_times_is_ejected_for_ten_seconds(fleet: Fl
 
 def test_f24_probation_allows_one_request_then_two_then_all(fleet: Fleet) -> None:
     fleet.hear("a", "b")
-    fleet.fail("a", 3, AttemptResult.UNREACHABLE)
-    fleet.clock.now_s = START_S + 10.0
-    fleet.hear("a", "b")
+    fleet.eject("a", AttemptResult.UNREACHABLE)
     for at_a_time in (1, 2, 4):
         first, *others = [fleet.lease("a") for _ in range(at_a_time)]
         assert fleet.try_lease("a") is None
@@ -193,9 +197,7 @@ def test_f24_probation_allows_one_request_then_two_then_all(fleet: Fleet) -> Non
 
 def test_a_disconnected_client_neither_ends_nor_fails_a_probation(fleet: Fleet) -> None:
     fleet.hear("a", "b")
-    fleet.fail("a", 5)
-    fleet.clock.now_s = START_S + 10.0
-    fleet.hear("a", "b")
+    fleet.eject("a")
     for _ in range(3):
         lease = fleet.lease("a")
         assert fleet.try_lease("a") is None
@@ -206,12 +208,10 @@ def test_a_disconnected_client_neither_ends_nor_fails_a_probation(fleet: Fleet) 
 
 
 def test_requests_sent_before_an_ejection_do_not_change_the_probation(fleet: Fleet) -> None:
-    fleet.clock.now_s = START_S + 1.0
+    fleet.clock.advance(1.0)
     fleet.hear("a", "b")
     slow, broken = fleet.lease("a"), fleet.lease("a")
-    fleet.fail("a", 5)
-    fleet.clock.now_s = START_S + 11.0
-    fleet.hear("a", "b")
+    fleet.eject("a")
     on_probation = fleet.lease("a")
     fleet.release(slow, AttemptResult.SUCCEEDED)
     fleet.release(broken, AttemptResult.FAILED)
@@ -245,22 +245,17 @@ def test_a_busy_worker_is_skipped_until_its_retry_after_and_not_ejected(fleet: F
     assert [worker.breaker.ejections for worker in fleet.workers()] == [0, 0]
 
 
-def test_a_worker_is_called_back_for_another_boot_or_url(fleet: Fleet) -> None:
-    fleet.heartbeat(report("2"))
+def test_a_worker_is_called_back_once_it_is_ready_and_for_another_boot_or_url(fleet: Fleet) -> None:
+    starting = report("2", ready=False)
+    assert not fleet.needs_call_back(starting)
+    fleet.heartbeat(starting)
+    assert fleet.needs_call_back(report("2"))
+    fleet.heartbeat(report("2"), reached=True)
     assert not fleet.needs_call_back(report("2"))
     for other in (report("1"), report("3"), report("2", url="http://a:1")):
         assert fleet.needs_call_back(other)
-
-
-def test_a_starting_worker_is_called_back_once_it_is_ready(fleet: Fleet) -> None:
-    starting = report(ready=False)
-    assert not fleet.needs_call_back(starting)
-    fleet.heartbeat(starting)
-    assert fleet.needs_call_back(report())
-    fleet.heartbeat(report(), reached=True)
-    assert not fleet.needs_call_back(report())
-    fleet.heartbeat(report(url="http://a:1", ready=False))
-    assert fleet.needs_call_back(report(url="http://a:1")), "nothing has answered there"
+    fleet.heartbeat(report("2", url="http://a:1", ready=False))
+    assert fleet.needs_call_back(report("2", url="http://a:1")), "nothing has answered there"
 
 
 def test_a_worker_that_cannot_be_reached_gets_no_requests_until_it_is_reached(
@@ -300,15 +295,11 @@ def test_a_failed_connection_has_the_worker_called_back_and_an_answer_ends_its_e
     assert fleet.ids == ["a", "b"]
     assert not fleet.needs_call_back(again)
     assert fleet.workers()[0].breaker.probation_limit == 1, "real answers end the probation"
-
-
-def test_an_answer_to_a_call_back_ends_no_ejection_for_failed_requests(fleet: Fleet) -> None:
-    fleet.hear("a", "b")
-    again = report(worker_id="a")
-    fleet.fail("a", 5, AttemptResult.FAILED)
-    assert not fleet.needs_call_back(again)
-    fleet.heartbeat(again, reached=True)
-    assert fleet.ids == ["b"]
+    fleet.fail("b", 5, AttemptResult.FAILED)
+    other = report(worker_id="b")
+    assert not fleet.needs_call_back(other)
+    fleet.heartbeat(other, reached=True)
+    assert fleet.ids == ["a"], "it ends no ejection for failed requests"
 
 
 def test_an_unproven_report_replaces_no_live_worker_and_holds_no_id(fleet: Fleet) -> None:
@@ -320,15 +311,12 @@ def test_an_unproven_report_replaces_no_live_worker_and_holds_no_id(fleet: Fleet
     assert [worker.report.url for worker in fleet.workers()] == ["http://new:1"]
 
 
-def test_routing_depends_on_the_values_of_a_report_and_not_on_its_identity() -> None:
-    assert same_routing(report(), report())
-    assert not same_routing(report(), report(draining=True))
-
-
 def test_a_report_of_another_boot_changes_nothing(fleet: Fleet) -> None:
     fleet.heartbeat(report())
     fleet.update_report(report("0", ready=False))
     assert fleet.ids == ["mac"]
+    assert same_routing(report(), report()), "its values count, and not its identity"
+    assert not same_routing(report(), report(draining=True))
 
 
 def test_a_view_is_taken_anew_after_a_change_and_else_stays_as_it_was(fleet: Fleet) -> None:
@@ -420,21 +408,17 @@ def test_a_remote_report_replaces_a_worker_of_another_address_only_after_its_tim
     assert fleet.workers()[0].report.url == "http://other:9200"
 
 
-def test_a_probe_counts_as_a_heartbeat_at_this_gateway(fleet: Fleet) -> None:
+def test_a_cordon_applies_to_a_worker_that_another_gateway_reports(fleet: Fleet) -> None:
+    fleet.set_cordoned(frozenset(("mac",)))
     fleet.merge_remote(report(), 5.0)
+    assert fleet.ids == []
+    fleet.set_cordoned(frozenset())
+    assert fleet.ids == ["mac"]
     fleet.clock.advance(1.0)
     fleet.probe_succeeded(report())
     (worker,) = fleet.workers()
     assert worker.heartbeat_at_s == worker.local_heartbeat_at_s == START_S + 1.0
-    assert fleet.heartbeat_age_s(worker) == 0.0
-
-
-def test_a_cordon_applies_to_a_worker_that_another_gateway_reports(fleet: Fleet) -> None:
-    fleet.set_cordoned(frozenset(("mac",)))
-    fleet.merge_remote(report(), 1.0)
-    assert fleet.ids == []
-    fleet.set_cordoned(frozenset())
-    assert fleet.ids == ["mac"]
+    assert fleet.heartbeat_age_s(worker) == 0.0, "a probe counts as a heartbeat here"
 
 
 def test_a_static_worker_ignores_reports_under_its_id(fleet: Fleet) -> None:
@@ -477,30 +461,19 @@ def test_c5_the_models_that_a_fleet_knows_are_bounded() -> None:
     assert "model-4" not in known
 
 
-def test_a_worker_whose_heartbeats_cease_is_silent_until_it_is_heard_or_leaves(
+def test_an_absence_names_its_kind_and_begins_with_the_last_sign_of_the_worker(
     fleet: Fleet,
 ) -> None:
     for heard in (lambda: fleet.heartbeat(report()), lambda: fleet.remove("mac")):
         fleet.heartbeat(report())
-        assert fleet.silent_urls() == ()
-        fleet.clock.now_s += HEARTBEAT_TIMEOUT_S + 1
+        assert (fleet.absence("mac"), fleet.silent_urls()) == (None, ())
+        fleet.clock.advance(HEARTBEAT_TIMEOUT_S + 3)
+        assert fleet.workers() == ()
+        assert fleet.absence("mac") == ("silent", HEARTBEAT_TIMEOUT_S + 3)
         assert fleet.silent_urls() == ("http://mac:9200",)
         heard()
         assert fleet.silent_urls() == ()
-
-
-def test_an_absence_names_its_kind_and_begins_with_the_last_sign_of_the_worker(
-    fleet: Fleet,
-) -> None:
-    fleet.heartbeat(report())
-    assert fleet.absence("mac") is None
-    fleet.clock.now_s += HEARTBEAT_TIMEOUT_S + 3
-    assert fleet.workers() == ()
-    assert fleet.absence("mac") == ("silent", HEARTBEAT_TIMEOUT_S + 3)
-    fleet.heartbeat(report())
-    assert fleet.absence("mac") is None
-    fleet.remove("mac")
-    fleet.clock.now_s += 2
+    fleet.clock.advance(2)
     assert fleet.absence("mac") == ("left", 2)
     fleet.heartbeat(report(boot_id="2", ready=False))
     assert fleet.absence("mac") is None

@@ -53,62 +53,40 @@ def scheduler() -> Harness:
     return scheduler_of(limit=3, timeout_s=30)
 
 
-async def test_a_request_gets_a_free_slot_at_once_and_else_waits_for_one(
-    scheduler: Harness,
-) -> None:
-    first = await scheduler.acquire()
-    second = scheduler.acquire()
-    assert await scheduler.queue_length() == 1
-    assert not second.done()
-    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
-    assert (await second).candidate.worker_id == "mac"
-    assert await scheduler.queue_length() == 0
-
-
-async def test_a_released_slot_goes_to_the_queue_and_not_to_a_new_request(
+async def test_a_request_gets_a_free_slot_at_once_or_waits_and_goes_before_a_newer_one(
     scheduler: Harness,
 ) -> None:
     first = await scheduler.acquire()
     waiting = scheduler.acquire()
-    await run_ready_tasks()
+    assert await scheduler.queue_length() == 1
+    assert not waiting.done()
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     newcomer = scheduler.acquire()
-    await run_ready_tasks()
-    assert (waiting.done(), newcomer.done()) == (True, False)
-    newcomer.cancel()
+    assert (await waiting).candidate.worker_id == "mac"
+    assert await scheduler.queue_length() == 1
+    assert not newcomer.done()
+    await cancel_all([newcomer])
 
 
 async def test_a_full_queue_rejects_a_request_with_a_retry_after(scheduler: Harness) -> None:
-    first = await scheduler.acquire()
-    waiting = [scheduler.acquire() for _ in range(3)]
-    await run_ready_tasks()
-    with pytest.raises(QueueFull) as full:
-        await scheduler.acquire()
-    assert full.value.retry_after_s == 1.0
-    scheduler.clock.now_s = START_S + 5.0
-    scheduler.fleet.heartbeat(worker_report())
-    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
-    lease = await waiting[0]
-    assert lease.waited_s == 5.0
-    assert scheduler.dispatch.retry_after_s("vlm") == 10.0, "two wait, and one leaves each 5 s"
-    await cancel_all(waiting[1:])
-
-
-async def test_a_queued_request_has_a_place_and_an_expected_wait(scheduler: Harness) -> None:
     first = await scheduler.acquire()
     requests = [RoutingRequest(scheduler.policy, SAMPLED) for _ in range(3)]
     caller = scheduler.caller("a")
     waiting = [asyncio.create_task(scheduler.dispatch.acquire(one, caller)) for one in requests]
     await run_ready_tasks()
+    with pytest.raises(QueueFull) as full:
+        await scheduler.acquire()
+    assert full.value.retry_after_s == 1.0
     scheduler.clock.now_s = START_S + 5.0
     places = [scheduler.dispatch.queue_place(one) for one in requests]
     assert places == [(1, 5.0), (2, 10.0), (3, 15.0)]
     scheduler.fleet.heartbeat(worker_report())
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
+    assert (await waiting[0]).waited_s == 5.0
+    assert scheduler.dispatch.retry_after_s("vlm") == 10.0, "two wait, and one leaves each 5 s"
     assert scheduler.dispatch.queue_place(requests[0]) is None
     scheduler.clock.now_s = START_S + 7.0
     assert scheduler.dispatch.queue_place(requests[2]) == (2, 10.0)
-    await waiting[0]
     await cancel_all(waiting[1:])
     assert scheduler.dispatch.queue_place(requests[2]) is None
 
@@ -195,14 +173,20 @@ async def test_clients_alternate_and_interactive_requests_are_served_first() -> 
     assert order == ["urgent", "greedy", "modest", "greedy", "greedy", "bulk"]
 
 
-async def test_a_full_pool_spills_after_its_wait_with_the_reason_spilled() -> None:
+async def test_a_full_pool_spills_after_its_wait_unless_it_has_a_slot_first() -> None:
     scheduler = scheduler_of(spill_ms=20)
-    assert (await scheduler.acquire(GREEDY)).candidate.reason == "eligible"
-    spilled = scheduler.acquire(GREEDY)
+    preferred = await scheduler.acquire(GREEDY)
+    assert preferred.candidate.reason == "eligible"
+    spilling = scheduler.acquire(GREEDY)
     assert await scheduler.queue_length("text-mtp") == 1
-    lease = await spilled
-    assert (lease.candidate.pool, lease.candidate.reason) == ("vlm", "spilled")
+    spilled = (await spilling).candidate
+    assert (spilled.pool, spilled.reason) == ("vlm", "spilled")
     assert await scheduler.queue_length("text-mtp") == 0
+    waiting = scheduler.acquire(GREEDY)
+    await asyncio.sleep(0.05)  # it waits for both pools
+    assert not waiting.done()
+    scheduler.dispatch.release(preferred, AttemptResult.SUCCEEDED)
+    assert (await waiting).candidate.reason == "eligible"
 
 
 async def test_a_spill_after_0_ms_is_immediate() -> None:
@@ -211,26 +195,6 @@ async def test_a_spill_after_0_ms_is_immediate() -> None:
     spilled = scheduler.acquire(GREEDY)
     await asyncio.sleep(0)  # one step of the task: it waits for nothing
     assert spilled.result().candidate.reason == "spilled"
-
-
-async def test_a_spilled_request_uses_the_preferred_pool_if_that_has_a_slot_first() -> None:
-    scheduler = scheduler_of(spill_ms=1)
-    preferred = await scheduler.acquire(GREEDY)
-    await scheduler.acquire(SAMPLED)
-    waiting = scheduler.acquire(GREEDY)
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    scheduler.dispatch.release(preferred, AttemptResult.SUCCEEDED)
-    assert (await waiting).candidate.reason == "eligible"
-
-
-async def test_a_new_worker_serves_queued_requests(scheduler: Harness) -> None:
-    await scheduler.acquire()
-    waiting = scheduler.acquire()
-    await run_ready_tasks()
-    scheduler.fleet.heartbeat(worker_report("other"))
-    scheduler.dispatch.wake()
-    assert (await waiting).candidate.worker_id == "other"
 
 
 async def test_queued_requests_use_the_next_pool_when_the_preferred_one_has_no_worker() -> None:
@@ -243,6 +207,14 @@ async def test_queued_requests_use_the_next_pool_when_the_preferred_one_has_no_w
     for request in waiting:
         lease = await request
         assert (lease.candidate.pool, lease.candidate.reason) == ("vlm", "no_mtp_worker")
+
+
+async def test_a_new_worker_serves_queued_requests(scheduler: Harness) -> None:
+    await scheduler.acquire()
+    waiting = scheduler.acquire()
+    await run_ready_tasks()
+    scheduler.fleet.heartbeat(worker_report("other"))
+    assert (await waiting).candidate.worker_id == "other"
 
 
 async def test_a_request_for_another_model_delays_no_request(scheduler: Harness) -> None:
@@ -325,19 +297,15 @@ async def test_under_random_events_every_slot_is_released_and_none_is_leased_twi
     assert {type(end) for end in ends} <= known
 
 
-def bounded_pools(slots: int) -> Harness:
-    """Return a scheduler with two pools over one lane; the first has few slots and spills."""
+def bounded_pools() -> Harness:
+    """Return a scheduler with two pools over one lane; the first has two slots and spills."""
+    spill = {"to": ["few", "many"], "spill": {"after_wait_ms": 20}}
     routes = [
-        {
-            "name": "few",
-            "when": {"greedy": True},
-            "to": ["few", "many"],
-            "spill": {"after_wait_ms": 20},
-        },
+        {"name": "few", "when": {"greedy": True}, **spill},
         {"name": "strict", "when": {"stream": True}, "to": "few"},
         {"name": "rest", "to": "many"},
     ]
-    few = {"lanes": "vlm", "slots": slots, "queue": {"timeout_s": 5}}
+    few = {"lanes": "vlm", "slots": 2, "queue": {"timeout_s": 5}}
     return scheduler_of(make_policy(routes, {"few": few, "many": {"lanes": "vlm"}}), slots=9)
 
 
@@ -345,7 +313,7 @@ STRICT = SAMPLED._replace(stream=True)
 
 
 async def test_a_pool_runs_no_more_requests_than_its_slots_beside_other_pools_of_the_lane() -> None:
-    scheduler = bounded_pools(2)
+    scheduler = bounded_pools()
     leases = [await scheduler.acquire(STRICT) for _ in range(2)]
     waiting = scheduler.acquire(STRICT)
     assert await scheduler.queue_length("few") == 1
@@ -357,15 +325,9 @@ async def test_a_pool_runs_no_more_requests_than_its_slots_beside_other_pools_of
     assert not waiting.done(), "a slot of another pool is no slot of this one"
     scheduler.dispatch.release(leases[0], AttemptResult.SUCCEEDED)
     assert (await waiting).candidate.pool == "few"
-    assert (scheduler.dispatch.running("few"), scheduler.dispatch.running("many")) == (2, 2)
-
-
-async def test_a_pool_whose_own_slots_are_full_spills() -> None:
-    scheduler = bounded_pools(1)
-    assert (await scheduler.acquire(GREEDY)).candidate.pool == "few"
     spilled = await scheduler.acquire(GREEDY)
     assert (spilled.candidate.pool, spilled.candidate.reason) == ("many", "spilled")
-    assert (scheduler.dispatch.running("few"), scheduler.dispatch.running("many")) == (1, 1)
+    assert (scheduler.dispatch.running("few"), scheduler.dispatch.running("many")) == (2, 3)
 
 
 async def test_a_queued_request_keeps_its_route() -> None:

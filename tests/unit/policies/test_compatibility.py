@@ -129,23 +129,19 @@ def test_null_is_accepted_for_every_field_of_any_endpoint(endpoint: Endpoint) ->
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("name", "value"),
     [
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"stop_token_ids": 5}, "stop_token_ids"),
-        ({"stop_token_ids": [True]}, "stop_token_ids"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
-        ({"ignore_eos": 1}, "ignore_eos"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        *(("min_tokens", -1), ("ignore_eos", 1)),
+        *(("stop_token_ids", value) for value in (5, [True], [-1], [1] * 129)),
+        *(("truncate_prompt_tokens", value) for value in (0, -2)),
     ],
 )
-def test_an_invalid_field_of_vllm_is_named(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_of_vllm_is_named(name: str, value: Any) -> None:
     with pytest.raises(FieldError) as invalid:
-        read_chat(**fields)
-    assert invalid.value.param == param
+        read_chat(**{name: value})
+    assert invalid.value.param == name
+    with pytest.raises(FieldError, match="min_tokens"):
+        read_chat(min_tokens=9, max_tokens=8)
 
 
 def test_an_assistant_message_may_be_a_refusal() -> None:

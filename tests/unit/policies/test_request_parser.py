@@ -44,31 +44,55 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
     assert read_chat(**{field: None}) == read_chat()
 
 
+def kwargs(**values: Any) -> dict[str, Any]:
+    return {"chat_template_kwargs": values}
+
+
+INVALID: dict[str, tuple[Any, ...]] = {
+    "model": (None, ""),
+    "temperature": (-0.1, 2.1, True, float("nan"), 10**400),
+    "top_p": (0, 1.1),
+    "top_k": (-2, 1.5, 2**31),
+    "min_p": (2,),
+    "seed": (2**63,),
+    "presence_penalty": (3,),
+    "frequency_penalty": (-3,),
+    "repetition_penalty": (0,),
+    "logit_bias": (
+        *([1], {"x": 1}, {"9" * 5000: 1}, {"٣": 1}, {str(i): 1 for i in range(1025)}),
+        *({"5": bias} for bias in (100.5, -100.5, float("nan"))),
+    ),
+    "max_tokens": (0, 2**31),
+    "n": (17,),
+    "stop": ([1], "", ["x"] * 17, "x" * 513),
+    "stream": (1,),
+    "stream_options": ({},),
+    "logprobs": (3,),
+    "top_logprobs": (3,),
+    "tools": ({}, [TOOL] * 129),
+    "tool_grammars": ([], {"write": LARK}),
+    "response_format": ("json", {"type": ["json_object"]}, FORM | {"json_schema": nested_json(32)}),
+    "guided_json": (nested_json(33),),
+    "guided_regex": ("x" * 65537,),
+    "chat_template_kwargs": (
+        *([], {f"x{i}": 1 for i in range(33)}, {"x": "x" * 65537}, {"x": nested_json(32)}),
+    ),
+    "reasoning_effort": ("most", ["low"]),
+    "thinking_budget": (-1,),
+    "draft_tokens": (9,),
+    "specprefill": (1,),
+    "specprefill_keep_pct": (0, 1.1, True),
+    "messages": ("Hi", []),
+    "prompt": ("x",),
+    "api_base": ("http://x",),
+    "extra_body": ({},),
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"model": None}, "model"),
-        ({"model": ""}, "model"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"temperature": True}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": 10**400}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"top_k": 2**31}, "top_k"),
-        ({"min_p": 2}, "min_p"),
-        ({"seed": 2**63}, "seed"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"frequency_penalty": -3}, "frequency_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"logit_bias": [1]}, "logit_bias"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-        ({"logit_bias": {"٣": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 100.5}}, "logit_bias"),
+        *(({name: value}, name) for name, values in INVALID.items() for value in values),
         *(
             ({"tools": [{"function": {"name": "a", name: 5}}]}, f"tools[0].function.{name}")
             for name in ("description", "parameters")
@@ -77,26 +101,10 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
             ({"messages": [{"role": "user", "content": "", name: 5}]}, f"messages[0].{name}")
             for name in ("name", "tool_call_id", "reasoning_content", "reasoning")
         ),
-        ({"logit_bias": {"5": -100.5}}, "logit_bias"),
-        ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 2**31}, "max_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-        ({"n": 17}, "n"),
-        ({"stop": [1]}, "stop"),
-        ({"stop": ""}, "stop"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": "x" * 513}, "stop"),
-        ({"stream": 1}, "stream"),
-        ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": 5}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"tool_grammars": []}, "tool_grammars"),
-        ({"tool_grammars": {"write": LARK}}, "tool_grammars"),
         ({"tools": [TOOL], "tool_grammars": {"f": LARK}}, "tool_grammars.f"),
         *(
             ({"tools": [WRITE], "tool_grammars": {"write": grammar}}, f"tool_grammars.write{field}")
@@ -108,43 +116,19 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
                 ({**LARK, "definition": "x" * 65537}, ".definition"),
             )
         ),
-        ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
-        ({"tools": [TOOL] * 129}, "tools"),
         ({"tools": [TOOL, make_tool(nested_json(31))]}, "tools[1]"),
         ({"tools": [make_tool({"description": "x" * 65536})]}, "tools[0]"),
-        ({"response_format": FORM | {"json_schema": nested_json(32)}}, "response_format"),
-        ({"guided_json": nested_json(33)}, "guided_json"),
-        ({"guided_regex": "x" * 65537}, "guided_regex"),
-        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
-        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
-        ({"chat_template_kwargs": {"thinking": "false"}}, "chat_template_kwargs.thinking"),
-        ({"chat_template_kwargs": {f"x{i}": 1 for i in range(33)}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"x": "x" * 65537}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"x": nested_json(32)}}, "chat_template_kwargs"),
-        ({"reasoning_effort": "most"}, "reasoning_effort"),
-        ({"reasoning_effort": ["low"]}, "reasoning_effort"),
-        ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": ["json_object"]}}, "response_format"),
-        ({"thinking_budget": -1}, "thinking_budget"),
-        ({"draft_tokens": 9}, "draft_tokens"),
-        ({"specprefill": 1}, "specprefill"),
-        ({"specprefill_keep_pct": 0}, "specprefill_keep_pct"),
-        ({"specprefill_keep_pct": 1.1}, "specprefill_keep_pct"),
-        ({"specprefill_keep_pct": True}, "specprefill_keep_pct"),
-        ({"messages": "Hi"}, "messages"),
-        ({"messages": []}, "messages"),
+        (kwargs(messages=[]), "chat_template_kwargs.messages"),
+        (kwargs(tools=[]), "chat_template_kwargs.tools"),
+        (kwargs(enable_thinking=1), "chat_template_kwargs.enable_thinking"),
+        (kwargs(thinking="false"), "chat_template_kwargs.thinking"),
         ({"messages": ["Hi"]}, "messages[0]"),
         ({"messages": [{"role": "x", "content": "y"}]}, "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "y"}]}, "messages[0].role"),
         ({"messages": [{"role": {}, "content": "y"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"prompt": "x"}, "prompt"),
-        ({"api_base": "http://x"}, "api_base"),
-        ({"extra_body": {}}, "extra_body"),
     ],
 )
 def test_an_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -207,21 +191,16 @@ def test_no_top_log_probabilities_are_no_request_for_any() -> None:
 def test_completions_have_openais_default_length_and_their_own_fields() -> None:
     profile = read_profile({"model": "m", "prompt": "abc", "logprobs": 2}, Endpoint.COMPLETIONS)
     assert (profile.max_tokens, profile.text_chars, profile.top_logprobs) == (16, 3, 2)
-    for fields, param in (
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": 7}, "prompt"),
-        ({"prompt": [-1]}, "prompt[0]"),
-        ({"prompt": [1, True]}, "prompt[0]"),
-        ({"prompt": ["a", ""]}, "prompt[1]"),
-        ({"prompt": [[1], []]}, "prompt[1]"),
-        ({"prompt": ["a", 2**31]}, "prompt[1]"),
-        ({"prompt": ["a"] * 129}, "prompt"),
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        *(({"prompt": prompt}, "prompt") for prompt in ("", [], 7, ["a"] * 129)),
+        *(({"prompt": prompt}, "prompt[0]") for prompt in ([-1], [1, True])),
+        *(({"prompt": prompt}, "prompt[1]") for prompt in (["a", ""], [[1], []], ["a", 2**31])),
         ({"prompt": ["a"] * 65, "n": 2}, "n"),
         ({"prompt": "a", "echo": "yes"}, "echo"),
         ({}, "prompt"),
         ({"prompt": "a", "tools": []}, "tools"),
-    ):
+    )
+    for fields, param in cases:
         with pytest.raises(FieldError) as invalid:
             read_profile({"model": "m", **fields}, Endpoint.COMPLETIONS)
         assert invalid.value.param == param

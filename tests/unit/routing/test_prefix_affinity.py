@@ -119,6 +119,8 @@ def test_the_next_turn_goes_to_the_worker_of_the_last_one(index: Index) -> None:
     # The worker found 30 tokens more at this end than the prompt had: those of its answer.
     assert index.tokens_at(conversation("c", 1)) == {"studio": 930, "laptop": 1000}
     assert index.tokens_at(conversation("c", 3)) == {"studio": 1500, "laptop": 1000}
+    again = index.turn(conversation("c", 2), STUDIO, prompt=1500, cached=1490)
+    assert again == "", "a new answer to the same prompt is no change"
 
 
 def test_a_changed_message_leaves_the_turns_before_it(index: Index) -> None:
@@ -133,11 +135,6 @@ def test_a_changed_message_leaves_the_turns_before_it(index: Index) -> None:
     for number in range(11, 41):
         index.turn(conversation("c", number), STUDIO, 400 * number, 400 * (number - 1))
     assert index.turn(late, STUDIO, 16_000, 11_000) == "changed after message 32"
-
-
-def test_a_new_answer_to_the_same_prompt_is_no_change(index: Index) -> None:
-    for number, cached in ((1, 0), (2, 390), (2, 790), (2, 790)):
-        assert index.turn(conversation("c", number), STUDIO, 400 * number, cached) == ""
 
 
 def test_a_turn_that_goes_elsewhere_says_so_and_both_workers_have_it_then(index: Index) -> None:
@@ -189,8 +186,12 @@ def test_an_estimate_is_disproved_only_if_nothing_was_cached(index: Index) -> No
     assert index.tokens_at(prompt) == {"studio": 1000}
     index.turn(prompt, STUDIO, 300, 90)
     assert index.tokens_at(prompt) == {"studio": 90}
+    index.record_report(report_of("p"))
     assert index.turn(prompt, STUDIO, 300, 0) == EVICTED
     assert index.holders() == set()
+    index.record_report(report_of("p", "q"))
+    assert index.holders() == set(), "a report restores no claim that a response has disproved"
+    assert index.holders("q") == {STUDIO}
 
 
 def test_a_response_without_usage_drops_only_the_claims_of_its_request(index: Index) -> None:
@@ -206,10 +207,10 @@ def test_a_response_without_usage_drops_only_the_claims_of_its_request(index: In
 
 
 def test_a_server_that_counts_no_cached_tokens_disproves_nothing(index: Index) -> None:
-    unknown = Usage(800, 5, cached_known=False)
     for number in (1, 2, 3):
         prefix = conversation("c", number)
         expected = index.record_dispatch(prefix, STUDIO, RULES)
+        unknown = Usage(800, 5, cached_known=False)
         assert index.record_usage(prefix, STUDIO, unknown, expected) == ""
     assert set(index.tokens_at(conversation("c", 4))) == {"studio"}
 
@@ -244,14 +245,6 @@ def test_a_turn_after_an_eviction_says_so(index: Index) -> None:
     (found,) = index.cached(conversation("c", 2)).values()
     assert found.is_system
     assert index.turn(conversation("c", 2), STUDIO, 1600, 300) == EVICTED
-
-
-def test_a_report_restores_no_claim_that_a_response_has_disproved(index: Index) -> None:
-    index.record_report(report_of("p"))
-    index.turn(system_prompt(), STUDIO, 100, 0)
-    index.record_report(report_of("p", "q"))
-    assert index.holders() == set()
-    assert index.holders("q") == {STUDIO}
 
 
 def test_keys_of_another_version_are_ignored(index: Index) -> None:

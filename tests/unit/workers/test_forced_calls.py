@@ -11,20 +11,14 @@ from hypothesis import strategies as st
 from tests.support.tool_call_text import read_calls
 from workers.server.tool_calls import FORCED_CALLS
 
+KEYS = st.text('a"}\\', max_size=3)
 JSON = st.recursive(
     st.none() | st.integers() | st.text('a"\\{}[], é', max_size=6),
-    lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.text('a"}\\', max_size=3), inner)
-    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner),
     max_leaves=5,
 )
-CALLS = st.lists(
-    st.tuples(
-        st.text('ab"é\\', min_size=1, max_size=4), st.dictionaries(st.text(max_size=3), JSON)
-    ),
-    min_size=1,
-    max_size=3,
-)
+NAMES = st.text('ab"é\\', min_size=1, max_size=4)
+CALLS = st.lists(st.tuples(NAMES, st.dictionaries(KEYS, JSON)), min_size=1, max_size=3)
 
 
 @settings(max_examples=30)
@@ -41,6 +35,5 @@ def test_calls_are_the_same_however_their_text_arrives(calls: list[Any], size: i
 
 def test_a_call_cut_before_its_name_is_no_text() -> None:
     assert read_calls(FORCED_CALLS, ['[{"name": "ad'], cut=True)[:2] == ("", [])
-    assert read_calls(FORCED_CALLS, ['[{"name": "f", "argu', 'ments": {"a'], cut=True).calls == [
-        ("f", '{"a')
-    ]
+    pieces = ['[{"name": "f", "argu', 'ments": {"a']
+    assert read_calls(FORCED_CALLS, pieces, cut=True).calls == [("f", '{"a')]
