@@ -199,9 +199,7 @@ def test_l10_a_clock_that_jumps_forward_and_back_freezes_no_budget() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 100)), max_size=30))
-def test_l10_each_date_that_a_clock_shows_grants_its_budget_once(
-    steps: list[tuple[int, int]],
-) -> None:
+def test_l10_each_date_of_a_clock_grants_its_budget_once(steps: list[tuple[int, int]]) -> None:
     limiter, used = limiter_of(tokens_a_day=100), Counter[int]()
     for day, tokens in steps:
         with contextlib.suppress(LimitReached):

@@ -52,17 +52,12 @@ def test_a_worker_that_rejects_its_settings_is_not_restarted(exits: Exits, exit_
     assert exits.given_up
 
 
-@pytest.mark.parametrize("exit_code", [1, 3])
-def test_the_supervisor_never_gives_up_a_worker_that_was_ready_once(
-    exits: Exits, exit_code: int
-) -> None:
-    exits.record()
-    exits.record(exit_code=exit_code, was_ready=False, count=20)
-    assert not exits.given_up
-
-
-def test_the_supervisor_gives_up_a_worker_that_is_never_ready(exits: Exits) -> None:
+@pytest.mark.parametrize("was_ready_once", [True, False])
+def test_only_a_worker_that_is_never_ready_is_given_up(exits: Exits, was_ready_once: bool) -> None:
+    exits.record(count=was_ready_once)
     exits.record(exit_code=1, was_ready=False, count=GIVE_UP_AFTER - 1)
     assert not exits.given_up
     exits.record(exit_code=1, was_ready=False)
-    assert exits.given_up
+    assert exits.given_up is not was_ready_once
+    exits.record(exit_code=3, was_ready=False)
+    assert exits.given_up is not was_ready_once

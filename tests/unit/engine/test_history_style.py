@@ -113,9 +113,7 @@ def test_f67_a_history_is_changed_no_further_than_the_template_needs(
         ("{{ p.description + p.type + '.' }}", "string."),
     ],
 )
-def test_f67_a_tool_is_changed_no_further_than_the_template_needs(
-    written: str, expected: str
-) -> None:
+def test_f67_a_tool_is_changed_only_as_the_template_needs(written: str, expected: str) -> None:
     """Command R+ reads the description of each argument, and takes no list of types."""
     each = "{% for p in tool.function.parameters.properties.values() %}"
     template = f"{{% for tool in tools %}}{each}({written}){{% endfor %}}{{% endfor %}}{ALL}"

@@ -105,9 +105,7 @@ def test_names_of_properties_hold(schema: Any, valid: list[Any], invalid: list[A
         ),
     ],
 )
-def test_a_list_of_different_values_holds(
-    schema: Any, valid: list[Any], invalid: list[Any]
-) -> None:
+def test_lists_of_different_values_hold(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     numbers = {"N": {"type": "integer", "enum": [1, 2, 3], "title": "N"}}
     check_held({"type": "array", "$defs": numbers, **schema}, valid, invalid)
 

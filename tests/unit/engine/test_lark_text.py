@@ -215,7 +215,7 @@ def test_an_expression_in_json_takes_exactly_the_texts_of_the_plain_one(
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_the_tag_ends_the_text_whatever_the_grammar_could_go_on_with(
+def test_the_tag_ends_the_text_whatever_the_grammar_could_add(
     tokenizer: LLTokenizer, name: str
 ) -> None:
     grammar, *sentences = GRAMMARS[name]

@@ -76,18 +76,28 @@ def run_policy(
     return chosen
 
 
-def test_drafting_that_pays_uses_its_best_length() -> None:
-    # At most k + 1 tokens per step; a verify costs little more than a plain step.
-    chosen = run_policy(DraftLength(3), 600, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.9}, share=0.9)
+@pytest.mark.parametrize(
+    ("cost_s", "share", "best"),
+    [
+        # At most k + 1 tokens per step; a verify costs little more than a plain step.
+        ({0: 1.0, 1: 1.1, 2: 1.2, 3: 1.9}, 0.9, 2),
+        ({0: 1.0, 1: 1.8, 2: 2.6}, 0.7, 0),
+    ],
+)
+def test_drafting_uses_its_best_length_and_stops_where_it_does_not_pay(
+    cost_s: dict[int, float], share: float, best: int
+) -> None:
+    policy = DraftLength(len(cost_s) - 1)
+    chosen = run_policy(policy, 600, cost_s, share)
+    assert sum(k == best for k in chosen[100:]) > 0.9 * 500
+    assert policy.best(1) == best
 
-    assert sum(k == 2 for k in chosen[100:]) > 0.9 * 500
 
-
-def test_drafting_that_does_not_pay_stops() -> None:
+def test_batch_sizes_are_measured_separately() -> None:
     policy = DraftLength(2)
-    chosen = run_policy(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
-    assert sum(k == 0 for k in chosen[100:]) > 0.9 * 500
-    assert policy.best(1) == 0
+    run_policy(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
+    run_policy(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
+    assert (policy.best(1), policy.best(8)) == (2, 0)
 
 
 def test_drafting_that_stopped_is_probed_again_for_a_few_steps() -> None:
@@ -104,14 +114,6 @@ def test_every_answer_in_a_small_batch_begins_with_drafts() -> None:
     assert [policy.choose(1, fewest_steps=steps) for steps in (0, EXPLORATION_STEPS - 1)] == [2, 2]
     assert policy.choose(1, fewest_steps=EXPLORATION_STEPS) == 0
     assert policy.choose(8, fewest_steps=0) == 0
-
-
-def test_batch_sizes_are_measured_separately() -> None:
-    policy = DraftLength(2)
-    run_policy(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
-    run_policy(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
-
-    assert (policy.best(1), policy.best(8)) == (2, 0)
 
 
 def test_a_small_difference_does_not_change_the_length() -> None:

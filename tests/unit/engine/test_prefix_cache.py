@@ -158,9 +158,7 @@ def test_a_drafting_row_starts_after_the_longest_prompt_that_a_head_has_read(
 
 @given(stored=st.lists(prompts, min_size=2, max_size=8), share=st.floats(0, 1))
 @settings(max_examples=60)
-def test_names_stay_with_their_tokens_however_the_tree_is_cut(
-    stored: list[TokenArray], share: float
-) -> None:
+def test_names_stay_with_their_tokens_in_a_cut_tree(stored: list[TokenArray], share: float) -> None:
     cache = Cache()
     named: dict[str, TokenArray] = {}
     for at, tokens in enumerate(stored):

@@ -249,9 +249,7 @@ def test_a_keyword_that_cannot_be_held_between_tags_is_named(
 
 
 @pytest.mark.parametrize("pattern", ["(^a|b)c", "a(?=b)", "[", r"\bx"])
-def test_a_pattern_that_cannot_be_held_between_tags_has_no_grammar(
-    tokenizer: LLTokenizer, pattern: str
-) -> None:
+def test_a_pattern_that_cannot_be_held_has_no_grammar(tokenizer: LLTokenizer, pattern: str) -> None:
     """llguidance refuses it as an expression, and so a client is told of the pattern."""
     source = source_of(tokenizer, FUNCTION_TAGS, body=strict_tool_of({"pattern": pattern}))
     error = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS).get_error()

@@ -125,9 +125,7 @@ def test_a_template_without_calls_has_them_and_their_results_in_text() -> None:
         ("{{ c.function.name }}{{ c.function.arguments | items | first | join }}", "adda3"),
     ],
 )
-def test_a_template_gets_arguments_as_the_text_or_the_mapping_that_it_reads(
-    written: str, expected: str
-) -> None:
+def test_a_template_gets_arguments_as_it_reads_them(written: str, expected: str) -> None:
     template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
         f"{written}{{% endfor %}}{{{{ m.content }}}}{{% endfor %}}"
@@ -194,9 +192,7 @@ def test_special_tokens_outside_tool_calls_are_no_text(
         ),
     ],
 )
-def test_c11_an_error_of_the_template_is_an_error_of_the_request(
-    template: str, reason: str
-) -> None:
+def test_c11_an_error_of_a_template_is_an_error_of_the_request(template: str, reason: str) -> None:
     with pytest.raises(InvalidGeneration, match=reason) as invalid:
         renderer_of(template).chat(HISTORY[:1], [{"function": {"description": 5}}])
     assert invalid.value.param == "messages"
@@ -284,7 +280,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
         (HISTORY, 'user: Add.;assistant: Well.add{"a": 3};tool: 5;tool: 6\n\nAnd?;'),
     ],
 )
-def test_messages_come_in_an_order_that_the_template_takes(
+def test_messages_come_as_the_template_takes_them(
     messages: list[dict[str, Any]], expected: str
 ) -> None:
     """As Gemma 2's template takes no system message, and Mistral's demand that roles alternate."""

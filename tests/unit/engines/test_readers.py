@@ -61,9 +61,7 @@ def test_drafts_are_read_from_timings(kind: str, timings: object, drafts: Drafts
         (None, None),
     ],
 )
-def test_drafts_of_vllm_mlx_stand_beside_the_answer(
-    metadata: object, drafts: Drafts | None
-) -> None:
+def test_drafts_of_vllm_mlx_stand_beside_an_answer(metadata: object, drafts: Drafts | None) -> None:
     assert KINDS["vllm-mlx"]().drafts({"generation_metadata": metadata}) == drafts
 
 

@@ -70,9 +70,7 @@ def test_an_error_of_the_client_keeps_its_class_and_gets_words_of_ours(
          "loaded with context length of only 4096 tokens, which is not enough.", 5000, 4096),
     ],
 )  # fmt: skip
-def test_an_overflow_has_the_numbers_that_the_engine_names(
-    words: str, prompt: int, context: int
-) -> None:
+def test_an_overflow_has_the_numbers_of_the_engine(words: str, prompt: int, context: int) -> None:
     """OpenAI's words, and those by which Claude Code shortens a conversation."""
     error = read_refusal(400, json.dumps({"error": {"message": words}}).encode(), CHAT)
     assert f"maximum context length is {context} tokens" in error.message

@@ -118,9 +118,7 @@ def test_no_ticket_is_lost_duplicated_or_reordered_within_its_flow(
 
 
 @given(st.integers(1, 8), st.sampled_from(Priority))
-def test_a_ticket_is_served_after_at_most_its_weighted_share(
-    clients: int, priority: Priority
-) -> None:
+def test_a_ticket_waits_for_at_most_its_weighted_share(clients: int, priority: Priority) -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(200):
         for client in range(clients):

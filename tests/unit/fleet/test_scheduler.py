@@ -91,9 +91,7 @@ async def test_a_full_queue_rejects_a_request_with_a_retry_after(scheduler: Harn
     assert scheduler.dispatch.queue_place(requests[2]) is None
 
 
-async def test_c7_a_full_queue_makes_room_for_the_client_with_the_fewest_requests(
-    scheduler: Harness,
-) -> None:
+async def test_c7_a_full_queue_makes_room_for_the_least_busy_client(scheduler: Harness) -> None:
     first = await scheduler.acquire()
     flood = [scheduler.acquire(client="a") for _ in range(3)]
     await run_ready_tasks()
@@ -138,7 +136,7 @@ async def test_a_request_that_waits_too_long_times_out_and_holds_no_slot() -> No
     assert scheduler.slots_in_use() == 0
 
 
-async def test_a_cancelled_request_leaves_the_queue_at_once_and_passes_on_its_slot(
+async def test_a_cancelled_request_leaves_at_once_and_passes_on_its_slot(
     scheduler: Harness,
 ) -> None:
     first = await scheduler.acquire()
@@ -230,9 +228,7 @@ async def test_a_request_for_another_model_delays_no_request(scheduler: Harness)
     await blocked
 
 
-async def test_a_request_fails_at_once_where_every_worker_is_missing_or_busy(
-    scheduler: Harness,
-) -> None:
+async def test_a_request_fails_at_once_if_no_worker_is_there_or_idle(scheduler: Harness) -> None:
     with pytest.raises(NoWorker):
         await scheduler.acquire(SAMPLED._replace(model="unknown"))
     with pytest.raises(NoWorker):
@@ -243,9 +239,7 @@ async def test_a_request_fails_at_once_where_every_worker_is_missing_or_busy(
     assert busy.value.retry_after_s == 7.0
 
 
-async def test_a_queued_request_gets_the_slot_of_a_busy_worker_after_its_retry_after(
-    scheduler: Harness,
-) -> None:
+async def test_a_queued_request_gets_a_slot_after_the_retry_after(scheduler: Harness) -> None:
     running = await scheduler.acquire()
     queued = scheduler.acquire()
     assert await scheduler.queue_length() == 1
@@ -256,9 +250,7 @@ async def test_a_queued_request_gets_the_slot_of_a_busy_worker_after_its_retry_a
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_under_random_events_every_slot_is_released_and_none_is_leased_twice(
-    seed: int,
-) -> None:
+async def test_under_random_events_each_slot_is_released_and_none_leased_twice(seed: int) -> None:
     rng = Random(seed)
     scheduler = Harness(policy_of(spill_ms=1, limit=8, timeout_s=0.05))
     for name in ("a", "b"):
@@ -372,9 +364,7 @@ async def test_a_request_that_all_others_have_failed_gets_a_last_chance_at_an_ej
         await one_ejected.acquire(tried=frozenset("ab"))
 
 
-async def test_a_last_chance_that_fails_does_not_lengthen_the_ejection(
-    one_ejected: Harness,
-) -> None:
+async def test_a_last_chance_that_fails_does_not_lengthen_an_ejection(one_ejected: Harness) -> None:
     for result in (AttemptResult.FAILED, AttemptResult.UNREACHABLE) * 5:
         lease = await one_ejected.acquire(tried=frozenset("a"))
         one_ejected.dispatch.release(lease, result)
@@ -388,9 +378,7 @@ async def test_a_last_chance_that_fails_does_not_lengthen_the_ejection(
     assert one_ejected.ejected() == ["b"], "it is on probation"
 
 
-async def test_a_first_attempt_waits_for_another_worker_than_an_ejected_one(
-    one_ejected: Harness,
-) -> None:
+async def test_a_first_attempt_waits_for_a_worker_that_is_not_ejected(one_ejected: Harness) -> None:
     first = await one_ejected.acquire()
     second = one_ejected.acquire()
     assert await one_ejected.queue_length() == 1

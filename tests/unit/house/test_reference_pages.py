@@ -1,4 +1,4 @@
-"""The reference pages list exactly the errors, settings, headers, fields and files that exist."""
+"""Pages list exactly the errors, settings, headers, fields, files and tests that exist."""
 
 from __future__ import annotations
 
@@ -118,3 +118,15 @@ def test_every_python_file_named_by_a_page_exists() -> None:
                 assert (ROOT / name).exists() or (ROOT / "gateway" / name).exists(), (page, name)
             else:
                 assert name in names, (page, name)
+
+
+def test_the_page_on_reliability_has_a_row_for_each_numbered_test_and_no_other() -> None:
+    page = (ROOT / "docs/reliability.md").read_text()
+    rows = set(re.findall(r"^\| ([FCLN]\d+) \|", page, re.MULTILINE))
+    tests = {
+        number.upper()
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def test_((?:[fcln]\d+_)+)", file.read_text())
+        for number in re.findall(r"[fcln]\d+", name)
+    }
+    assert rows == tests

@@ -88,19 +88,15 @@ def test_drafts_of_answers_take_precedence_over_the_counters_of_the_server() -> 
     assert not [name for name in never_drafted if "spec_decode" in name]
 
 
-def test_the_busiest_second_counts_tokens_and_not_pieces() -> None:
+def test_the_busiest_second_counts_tokens_and_concurrent_requests_overlap() -> None:
     drafted = Answer(due_s=0, ended_s=3, pieces_s=(0.5, 1.1, 1.9, 2.0), output_tokens=12)
-    assert busiest_second([drafted]) == 6
     concurrent = Answer(due_s=0.5, ended_s=3, pieces_s=(2.2,), output_tokens=4)
-    assert busiest_second([drafted, concurrent]) == 7
+    for answers, tokens in (([drafted], 6), ([drafted, concurrent], 7), ([], 0)):
+        assert busiest_second(answers) == tokens
     assert summarize([drafted, FAILED])["max_output_tokens_per_s"] == 6
-    assert busiest_second([]) == 0
-
-
-def test_a_request_that_begins_as_another_ends_is_not_concurrent() -> None:
-    answers = [Answer(due_s=begin, ended_s=begin + 1) for begin in (0, 1, 2)]
-    assert peak_concurrency(answers) == 1
-    assert peak_concurrency([*answers, Answer(due_s=0.5, ended_s=1.5)]) == 2
+    in_turn = [Answer(due_s=begin, ended_s=begin + 1) for begin in (0, 1, 2)]
+    assert peak_concurrency(in_turn) == 1, "one begins as another ends"
+    assert peak_concurrency([*in_turn, Answer(due_s=0.5, ended_s=1.5)]) == 2
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))

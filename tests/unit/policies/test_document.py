@@ -40,6 +40,9 @@ def changed(path: str, to: Any) -> dict[str, Any]:
 
 
 def test_the_default_policy_has_the_documented_routes_and_limits() -> None:
+    """And each of its lines has a comment."""
+    lines = (Path(__file__).parents[3] / "policies" / "default.yaml").read_text().splitlines()
+    assert [line for line in lines if line.strip() and "#" not in line] == []
     policy = default_policy()
     assert [(route.name, route.to, route.spill) for route in policy.routes] == [
         ("embeddings", ("embeddings",), None),
@@ -53,11 +56,6 @@ def test_the_default_policy_has_the_documented_routes_and_limits() -> None:
     assert policy.priorities == tuple(Priority)
     assert policy.models["demo"].aliases == ("default", "gpt-4o-mini")
     assert policy.models["demo"].sampling.temperature == 1.0
-
-
-def test_every_line_of_the_default_policy_has_a_comment() -> None:
-    lines = (Path(__file__).parents[3] / "policies" / "default.yaml").read_text().splitlines()
-    assert [line for line in lines if line.strip() and "#" not in line] == []
 
 
 @pytest.mark.parametrize("number", [2, 300])
@@ -151,9 +149,7 @@ def test_an_error_names_its_field(field: str, value: Any, message: str) -> None:
         (None, "", "mapping"),
     ],
 )
-def test_an_error_of_a_part_or_of_the_whole_names_its_field(
-    document: Any, field: str, message: str
-) -> None:
+def test_an_error_of_a_part_names_its_field(document: Any, field: str, message: str) -> None:
     assert_problem(document, field, message)
 
 
@@ -218,9 +214,7 @@ def test_a_dumped_policy_is_read_as_the_same_policy() -> None:
         ("", "it must be a mapping"),
     ],
 )
-def test_a_text_that_is_no_policy_is_rejected_with_the_name_of_its_file(
-    text: str, sentence: str
-) -> None:
+def test_a_text_that_is_no_policy_is_rejected_by_its_file(text: str, sentence: str) -> None:
     with pytest.raises(PolicyInvalid, match=rf"policy\.yaml is invalid: .*{sentence}"):
         parse_policy(text, "policy.yaml")
 
@@ -295,13 +289,9 @@ def test_a_misspelt_field_gets_a_suggestion_and_is_reported_once() -> None:
     }
 
 
-def test_a_misspelt_pool_gets_a_suggestion() -> None:
+def test_a_misspelt_pool_gets_a_suggestion_and_a_long_name_is_shortened() -> None:
     for to in ("vml", ["vml"]):
         with pytest.raises(PolicyInvalid, match="no pool 'vml'; did you mean 'vlm'"):
             read_policy(changed("routes.rest.to", to=to), "policy.yaml")
-
-
-def test_a_very_long_unknown_name_is_shortened() -> None:
-    with pytest.raises(PolicyInvalid) as invalid:
+    with pytest.raises(PolicyInvalid, match=r"\A.{,300}\Z"):
         read_policy({**VALID, "x" * 100_000: 1}, "policy.yaml")
-    assert len(str(invalid.value)) < 300

@@ -59,8 +59,6 @@ def test_a_policy_overrides_what_workers_report_field_by_field_or_else_openais_d
         (GREEDY._replace(choices=2), "everything-else", (Bypass.MULTIPLE_CHOICES,)),
     ],
 )
-def test_the_shipped_routes(
-    profile: RequestProfile, route: str, bypass: tuple[Bypass, ...]
-) -> None:
+def test_shipped_routes(profile: RequestProfile, route: str, bypass: tuple[Bypass, ...]) -> None:
     match = match_route(POLICY, profile)
     assert (match.route.name, match.bypass) == (route, bypass)

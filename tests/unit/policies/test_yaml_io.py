@@ -127,9 +127,7 @@ def test_a_value_dumped_as_yaml_is_read_back_unchanged(value: Any) -> None:
         ((), 1),
     ],
 )
-def test_the_line_of_a_field_or_of_its_nearest_parent_is_returned(
-    path: tuple[str | int, ...], line: int
-) -> None:
+def test_the_line_is_that_of_the_nearest_parent(path: tuple[str | int, ...], line: int) -> None:
     assert line_finder(TEXT)(path) == line
 
 

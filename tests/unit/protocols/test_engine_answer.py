@@ -68,7 +68,7 @@ def end() -> Json:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("together", [False, True])
-def test_two_calls_stay_two_calls_however_an_engine_numbers_them(
+def test_two_calls_stay_two_however_they_are_numbered(
     pieces: list[Json], *, together: bool
 ) -> None:
     copies = json.loads(json.dumps(pieces))

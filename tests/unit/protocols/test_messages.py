@@ -346,9 +346,7 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"n": 2}, "n"),
     ],
 )
-def test_an_invalid_field_is_named_as_anthropic_names_it(
-    fields: dict[str, Any], param: str
-) -> None:
+def test_an_invalid_field_is_named_as_anthropic_does(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(FieldError) as invalid:
         to_chat({"model": "m", "messages": [user("Hi")], **fields}, is_ours)
     assert invalid.value.param == param

@@ -376,9 +376,7 @@ def test_form_reasoning_and_logprobs() -> None:
         ({"prompt": {"id": "x"}}, "prompt"),
     ],
 )
-def test_an_invalid_field_is_named_as_the_client_knows_it(
-    fields: dict[str, Any], param: str
-) -> None:
+def test_an_invalid_field_is_named_as_clients_know_it(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(FieldInvalid) as invalid:
         wire(**fields)
     assert invalid.value.param == param

@@ -29,7 +29,7 @@ async def keep(kept: KeptItems, given: ResponsesRequest, status: str = "complete
     return str(response["id"])
 
 
-async def test_a_request_goes_on_from_whole_conversations_within_a_limit(
+async def test_a_request_goes_on_from_conversations_within_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = KeptItems(MemoryRecords(FakeClock()), lambda: 0.0)

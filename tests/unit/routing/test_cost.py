@@ -198,6 +198,7 @@ def test_a_single_candidate_reports_whether_it_has_the_prompt_cached(first_only:
     [
         # A system prompt, however long, is worth waiting for at most five eighths of a lane.
         (4_000_000, 1_000_000, True, 6),
+        (400, 2000, True, 6),
         # At 1,000 tokens per second, 1,700 tokens take as long as five rows of 0.3 seconds each.
         (16_000, 500, False, 2),
         (16_000, 1700, False, 6),
@@ -225,9 +226,7 @@ def test_the_holder_of_more_turns_is_first_and_each_saves_its_own_tokens() -> No
 
 
 @pytest.mark.parametrize(("is_system", "explored"), [(True, {"a", "b"}), (False, {"a"})])
-def test_no_request_explores_while_a_worker_has_its_conversation(
-    is_system: bool, explored: set[str]
-) -> None:
+def test_no_request_with_cached_turns_explores(is_system: bool, explored: set[str]) -> None:
     workers = worker("a"), worker("b", answered_at_s=NOW_S - 60)
     stale = fleet_of(*workers, holders="a", is_system=is_system)
     assert {worker_order(LONG, stale, seed)[0] for seed in range(600)} == explored
@@ -318,7 +317,7 @@ def lease_of(fleet: WorkerRegistry, prefill_s: float = 0.0) -> Lease:
     return lease
 
 
-def test_rows_of_other_gateways_count_and_rows_of_this_gateway_count_once(
+def test_rows_of_other_gateways_count_and_rows_of_this_one_count_once(
     fleet: WorkerRegistry,
 ) -> None:
     def rows_after(**counts: Any) -> int:
@@ -336,9 +335,7 @@ def test_rows_of_other_gateways_count_and_rows_of_this_gateway_count_once(
     assert rows_after(running=2) == 2, "they still run, so another gateway sent them"
 
 
-def test_dispatched_prompts_are_read_one_after_the_other(
-    fleet: WorkerRegistry, clock: FakeClock
-) -> None:
+def test_dispatched_prompts_are_read_one_by_one(fleet: WorkerRegistry, clock: FakeClock) -> None:
     def prefill_left_s() -> Any:
         view = fleet.view()
         return pytest.approx(max(0.0, view.workers[0].lane_costs[0].prefill_until_s - view.now_s))

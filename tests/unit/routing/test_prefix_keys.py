@@ -22,11 +22,6 @@ HASHER = PrefixHasher(b"secret")
 LAB = Caller(key="1", team="lab")
 
 
-def chat_profile(*messages: Mapping[str, Any], model: str = "demo") -> RequestProfile:
-    chars = sum(len(repr(message)) for message in messages)
-    return RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=chars)
-
-
 def keys(
     *messages: Mapping[str, Any],
     hasher: PrefixHasher = HASHER,
@@ -36,7 +31,8 @@ def keys(
     **fields: Any,
 ) -> PrefixKeys:
     """Return the keys of a chat."""
-    profile = chat_profile(*messages, *fields.get("tools", ()), model=model)
+    chars = sum(len(repr(one)) for one in (*messages, *fields.get("tools", ())))
+    profile = RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=chars)
     body = {"messages": normalise(messages, in_place=in_place), **fields}
     return hasher.prefix_keys(Inspected("demo", profile, body), caller, RULES)
 
@@ -81,12 +77,8 @@ def test_a_key_is_that_of_the_same_beginning_and_of_no_other() -> None:
     ]
     all_keys = [end.key for one in (found, *others) for end in one.ends]
     assert len(set(all_keys)) == len(all_keys) == 4 * 9
-
-
-def test_only_the_isolation_scope_tells_two_equal_system_prompts_apart() -> None:
-    lab, shop = keys(*CHAT), keys(*CHAT, caller=Caller(key="1", team="shop"))
-    assert lab.unscoped == shop.unscoped
-    assert lab.unscoped != keys(system(LONG + "!"), *CHAT[1:]).unscoped
+    assert others[5].unscoped == found.unscoped, "only the isolation scope tells them apart"
+    assert others[4].unscoped != found.unscoped
 
 
 @pytest.mark.parametrize("changed", range(1, 4))
@@ -96,12 +88,9 @@ def test_a_changed_message_changes_the_keys_from_there_on(changed: int) -> None:
     before = {end.messages: end.key for end in keys(*CHAT).ends}
     after = {end.messages: end.key for end in keys(*edited).ends}
     assert [before[n] == after[n] for n in range(1, 5)] == [n <= changed for n in range(1, 5)]
-
-
-def test_the_next_turn_has_the_keys_of_the_last_one() -> None:
-    first, second = keys(*CHAT), keys(*CHAT, assistant("Here."), user("Why?"))
-    assert second.ends[2:] == first.ends
-    assert {end.key for end in second.ends[:2]}.isdisjoint(end.key for end in first.ends)
+    next_turn = keys(*CHAT, assistant("Here."), user("Why?"))
+    assert next_turn.ends[2:] == keys(*CHAT).ends
+    assert {end.key for end in next_turn.ends[:2]}.isdisjoint(before.values())
 
 
 def test_the_results_of_several_tools_end_together() -> None:

@@ -50,10 +50,14 @@ def pools_of(decision: Decision) -> list[str]:
 
 
 def test_each_kind_of_request_is_routed_to_its_lane_with_a_reason() -> None:
-    mac = worker_view("mac")
-    assert first_choice(GREEDY, mac) == ("text-mtp", "mac", "eligible")
-    assert first_choice(SAMPLED, mac) == ("vlm", "mac", "non_greedy_sampling")
-    assert first_choice(PICTURE, mac) == ("vlm", "mac", "media")
+    mac, other = worker_view("mac"), worker_view("a", model="other")
+    for profile, lane, reason in (
+        (GREEDY, "text-mtp", "eligible"),
+        (SAMPLED, "vlm", "non_greedy_sampling"),
+        (PICTURE, "vlm", "media"),
+    ):
+        assert first_choice(profile, other, mac) == (lane, "mac", reason)
+        assert decided(profile, other).candidates == (), "it has another model"
 
 
 def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
@@ -109,12 +113,6 @@ def test_the_reason_is_mtp_not_paying_where_drafts_do_not_pay_at_the_batch_size(
     assert [reason(rows) for rows in (0, 1, 2, 3, 9)] == ["eligible"] * 2 + ["mtp_not_paying"] * 3
 
 
-def test_only_workers_of_the_model_are_candidates() -> None:
-    other = worker_view("a", model="other")
-    assert first_choice(GREEDY, other, worker_view("b"))[1] == "b"
-    assert decided(GREEDY, other).candidates == ()
-
-
 def test_under_any_policy_the_speculative_lane_gets_only_eligible_requests() -> None:
     routes = [{"name": "all", "to": ["fast", "slow"]}]
     to_fast = make_policy(routes, {"fast": {"lanes": "text-mtp"}, "slow": VLM})
@@ -157,9 +155,7 @@ def test_a_brief_decision_covers_the_pools_that_may_serve_the_request_at_once(
         ({"labels": "big", "models": "other"}, ""),
     ],
 )
-def test_a_pool_contains_the_workers_that_its_selector_matches(
-    workers: dict[str, Any], expected: str
-) -> None:
+def test_a_pool_has_the_workers_of_its_selector(workers: dict[str, Any], expected: str) -> None:
     fleet = labelled_worker("a", "big"), labelled_worker("b", "new"), labelled_worker("c")
     found = decided(SAMPLED, *fleet, policy=policy_of({"workers": workers})).candidates
     assert sorted(candidate.worker_id for candidate in found) == [*expected]

@@ -23,9 +23,7 @@ LANE = LaneKey("vlm", "vlm", "a", "demo")
 
 
 @given(st.lists(st.floats(1e-6, 900), min_size=1), st.sampled_from([0.05, 0.5, 0.95]))
-def test_a_percentile_is_correct_to_the_width_of_its_bucket(
-    durations_s: list[float], share: float
-) -> None:
+def test_a_percentile_is_correct_to_its_bucket(durations_s: list[float], share: float) -> None:
     assert (BOUNDS_S[0], BOUNDS_S[-1]) == (1e-05, 800.0)
     histogram = LogHistogram()
     for duration_s in durations_s:

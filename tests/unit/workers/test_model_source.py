@@ -48,7 +48,7 @@ def test_a_model_with_an_adapter_is_served_under_both_names(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("named", ["/nowhere", "a/b/c", "http://host/model", "one word"])
-def test_any_other_name_is_rejected_without_a_download(
+def test_other_names_are_rejected_without_a_download(
     monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError))

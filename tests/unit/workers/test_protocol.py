@@ -42,9 +42,7 @@ REPORT: dict[str, Any] = {
         ({"stage": "of-a-newer-worker", "total": 2}, "of-a-newer-worker, 0 of 2"),
     ],
 )
-def test_a_start_is_described_with_its_stage_and_amount(
-    start: dict[str, Any], description: str
-) -> None:
+def test_a_start_is_told_with_its_stage_and_amount(start: dict[str, Any], description: str) -> None:
     assert StartProgress.model_validate(start).description == description
 
 

@@ -35,9 +35,7 @@ def mode_of(path: Path | str) -> int:
     return stat.S_IMODE(Path(path).stat().st_mode)
 
 
-def test_by_default_a_worker_listens_on_loopback_with_both_lanes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_listens_on_loopback_with_both_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host and port of the gateway do not apply to it."""
     monkeypatch.setenv("PACELINE_PORT", "8000")
     monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")

@@ -113,7 +113,7 @@ FENCES = ("```", "~~~", "````xml", "  ```")
 
 @pytest.mark.parametrize("before", ["", "Let me see.\n\n", "Hm:\n  "])
 @pytest.mark.parametrize("family", STRAY_FAMILIES)
-def test_f66_a_call_without_its_wrapper_counts_only_where_a_line_begins(
+def test_f66_a_call_without_its_wrapper_counts_where_a_line_begins(
     family: str, before: str
 ) -> None:
     """Outside of code fences, and if it names a tool of the request; else it is content."""
@@ -196,3 +196,23 @@ def test_f66_the_next_argument_and_call_follow_broken_json() -> None:
 def test_a_letter_behind_a_call_is_content(letter: str) -> None:
     read = read_calls(FORMATS["qwen3_coder"], ["<tool_call><function=to></function>", letter])
     assert (read.content, read.calls) == (letter, [("to", "{}")])
+
+
+FORCED = st.tuples(st.text('ab"é\\', min_size=1, max_size=4), st.dictionaries(TEXT, JSON))
+
+
+@settings(max_examples=30)
+@given(st.lists(FORCED, min_size=1, max_size=3), st.integers(1, 7))
+def test_forced_calls_are_the_same_however_their_text_arrives(calls: list[Any], size: int) -> None:
+    """Cut anywhere, also within escapes, the names and the exact text of the arguments arrive."""
+    text = json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+    expected = [(name, json.dumps(arguments)) for name, arguments in calls]
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    for read in (read_calls(FORCED_CALLS, pieces), read_calls(FORCED_CALLS, [text])):
+        assert (read.calls, read.content) == (expected, "")
+
+
+def test_a_forced_call_cut_before_its_name_is_no_text() -> None:
+    assert read_calls(FORCED_CALLS, ['[{"name": "ad'], cut=True)[:2] == ("", [])
+    pieces = ['[{"name": "f", "argu', 'ments": {"a']
+    assert read_calls(FORCED_CALLS, pieces, cut=True).calls == [("f", '{"a')]
