@@ -15,6 +15,7 @@ from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.policy_versions import Attribution, Proposal, Reason
 from gateway.config.static_workers import StaticWorker
 from gateway.storage.records import Records
+from policies.document import PolicyDocument, read_policy
 from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import ScriptedWorker
@@ -44,6 +45,12 @@ def vlm_policy(**changes: Any) -> dict[str, Any]:
         "pools": {"vlm": {"lanes": "vlm"}},
         **changes,
     }
+
+
+def make_policy(routes: Any, pools: Any, **fields: Any) -> PolicyDocument:
+    """Return a policy with these routes and pools; a route alone gets all requests."""
+    routes = [{"name": "all", "to": routes}] if isinstance(routes, str) else routes
+    return read_policy({"version": 1, "routes": routes, "pools": pools, **fields}, "test")
 
 
 def to_yaml(document: Any) -> str:

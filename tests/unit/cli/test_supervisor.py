@@ -38,17 +38,12 @@ def test_waits_double_up_to_the_maximum(exits: Exits) -> None:
     assert exits.waits_s[-1] == LONGEST_WAIT_S
 
 
-def test_a_long_uptime_resets_the_wait(exits: Exits) -> None:
+def test_a_long_uptime_resets_the_wait_and_a_long_loading_time_does_not(exits: Exits) -> None:
     exits.record(count=2)
     exits.record(uptime_s=60)
     exits.record(uptime_s=59)
-    assert exits.waits_s == [0.5, 1, 0.5, 1]
-
-
-def test_a_long_loading_time_does_not_reset_the_wait(exits: Exits) -> None:
-    exits.record()
     exits.record(uptime_s=600, was_ready=False)
-    assert exits.waits_s == [0.5, 1]
+    assert exits.waits_s == [0.5, 1, 0.5, 1, 2]
 
 
 @pytest.mark.parametrize("exit_code", [2, 3])
@@ -57,20 +52,12 @@ def test_a_worker_that_rejects_its_settings_is_not_restarted(exits: Exits, exit_
     assert exits.given_up
 
 
-def test_a_worker_that_was_ready_before_is_restarted_after_a_rejection(exits: Exits) -> None:
-    exits.record()
-    exits.record(exit_code=3, was_ready=False)
-    assert not exits.given_up
-
-
-def test_the_supervisor_gives_up_a_worker_that_is_never_ready(exits: Exits) -> None:
+@pytest.mark.parametrize("was_ready_once", [True, False])
+def test_only_a_worker_that_is_never_ready_is_given_up(exits: Exits, was_ready_once: bool) -> None:
+    exits.record(count=was_ready_once)
     exits.record(exit_code=1, was_ready=False, count=GIVE_UP_AFTER - 1)
     assert not exits.given_up
     exits.record(exit_code=1, was_ready=False)
-    assert exits.given_up
-
-
-def test_the_supervisor_never_gives_up_a_worker_that_was_ready_once(exits: Exits) -> None:
-    exits.record()
-    exits.record(exit_code=1, was_ready=False, count=20)
-    assert not exits.given_up
+    assert exits.given_up is not was_ready_once
+    exits.record(exit_code=3, was_ready=False)
+    assert exits.given_up is not was_ready_once

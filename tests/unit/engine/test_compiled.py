@@ -39,15 +39,15 @@ def test_the_least_recently_used_shapes_are_compiled_again() -> None:
     for rows in range(1, COMPILED_STEPS + 1):
         call(rows)
     assert len(steps) == COMPILED_STEPS
-    del traced[:]
-    call(1)
-    assert traced == []  # it is kept, and the most recently used now
-    call(1, slots=5)
-    assert traced == [1]  # other slots are another shape, for which that of two rows is dropped
-    call(1)
-    assert traced == [1]
-    call(2)
-    assert traced == [1, 2]
+    for rows, slots, anew in (
+        (1, 3, []),  # it is kept, and the most recently used now
+        (1, 5, [1]),  # other slots are another shape, for which that of two rows is dropped
+        (1, 3, []),
+        (2, 3, [2]),
+    ):
+        traced.clear()
+        call(rows, slots)
+        assert traced == anew
     assert len(steps) == COMPILED_STEPS
 
 

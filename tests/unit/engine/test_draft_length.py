@@ -82,14 +82,10 @@ def test_the_cost_of_a_plain_step_is_measured_before_a_run_that_may_be_rejected(
     for _ in range(MIN_SAMPLES):
         assert lengths.plan(0, [Run(range(8), 0, 0.9)]).run_tokens == 0
         assert lengths.plan(0, [forced(8)]).run_tokens == 8, "a forced run is never rejected"
+        assert lengths.plan(0, [Run(range(8), 5, 0.1)]).run_tokens == 4, "nor is its beginning"
         lengths.observe_cost(1, 0, 1.0)
     assert lengths.plan(0, [Run(range(8), 0, 0.9)]).run_tokens == 2
-
-
-def test_a_run_that_begins_with_forced_tokens_is_sure_of_these_alone() -> None:
     assert Run(range(4), 2, 0.5).expected_tokens(8) == 1 + 1 + 1 + 0.5 + 0.25
-    unmeasured = DraftLength(2, RUN_LENGTHS)
-    assert unmeasured.plan(0, [Run(range(8), 5, 0.1)]).run_tokens == 4
 
 
 def test_a_length_that_did_not_pay_is_tried_again_later() -> None:

@@ -5,25 +5,23 @@ import pytest
 from workers.engine.model import choose_dtype
 from workers.engine.types import WeightType
 
+F16 = WeightType.FLOAT16
+
 
 @pytest.mark.parametrize(
-    ("architecture", "family", "expected"),
+    ("architecture", "family", "named", "expected"),
     [
-        ("applegpu_g13g", "qwen3", WeightType.FLOAT16),
-        ("applegpu_g14s", "qwen3", WeightType.FLOAT16),
-        ("applegpu_g14s", "gemma3", None),
-        ("applegpu_g15s", "qwen3", None),
-        ("applegpu_g17g", "qwen3", None),
-        ("air64_v26", "qwen3", None),
-        ("", "qwen3", None),
+        *((f"applegpu_{chip}", "qwen3", WeightType.AUTO, F16) for chip in ("g13g", "g14s")),
+        ("applegpu_g14s", "gemma3", WeightType.AUTO, None),
+        *(
+            (architecture, "qwen3", WeightType.AUTO, None)
+            for architecture in ("applegpu_g15s", "applegpu_g17g", "air64_v26", "")
+        ),
+        ("applegpu_g13g", "gemma3", WeightType.BFLOAT16, WeightType.BFLOAT16),
+        ("applegpu_g13g", "qwen3", None, None),
     ],
 )
 def test_auto_is_float16_where_bfloat16_has_no_arithmetic(
-    architecture: str, family: str, expected: WeightType | None
+    architecture: str, family: str, named: WeightType | None, expected: WeightType | None
 ) -> None:
-    assert choose_dtype(WeightType.AUTO, family, architecture) is expected
-
-
-def test_a_named_type_applies_everywhere() -> None:
-    assert choose_dtype(WeightType.BFLOAT16, "gemma3", "applegpu_g13g") is WeightType.BFLOAT16
-    assert choose_dtype(None, "qwen3", "applegpu_g13g") is None
+    assert choose_dtype(named, family, architecture) is expected

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
+from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from workers.demo import CHECKPOINT
@@ -52,13 +53,13 @@ def matcher_after(tokenizer: LLTokenizer, form: int, tokens: Sequence[int]) -> L
 
 def allowed_after(tokenizer: LLTokenizer, form: int, tokens: Sequence[int]) -> list[int]:
     """Return the tokens that a matcher allows which has read the whole answer anew."""
-    mask = np.frombuffer(matcher_after(tokenizer, form, tokens).compute_bitmask(), np.uint8)
-    return [int(token) for token in np.flatnonzero(np.unpackbits(mask, bitorder="little"))]
+    mask = matcher_after(tokenizer, form, tokens).compute_bitmask()
+    return tokens_of(np.frombuffer(mask, np.uint8))
 
 
-def tokens_of(bits: mx.array) -> list[int]:
+def tokens_of(bits: mx.array | NDArray[np.uint8]) -> list[int]:
     as_bytes = np.array(bits).view(np.uint8)
-    return [int(token) for token in np.flatnonzero(np.unpackbits(as_bytes, bitorder="little"))]
+    return np.flatnonzero(np.unpackbits(as_bytes, bitorder="little")).tolist()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from tests.support.grammars import matcher, takes
 from workers.engine.lark_text import UnsupportedGrammar
 
-BOUNDS = (-1.5, -1, -0.5, 0, 0.25, 0.75, 1, 1.5, 9, 10, 12.75)
+BOUNDS = (-1, -0.5, 0, 0.25, 0.75, 1, 1.5, 10, 12.75)
+RANGES = [*itertools.combinations_with_replacement(BOUNDS, 2), (1, 0.75)]
 NUMBERS = (
     "-2 -1.5 -1.50 -1 -1.0 -0.9 -0.50 -0.49 -0 -0.0 0 0.0 0.1 0.25 0.26 0.75 0.76 1 1.0 1.01 1.5 2"
     " 9 9.0 9.9 10 10.0 10.1 12.75 100"
@@ -25,20 +27,19 @@ LARGE = (2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63) + 1, 1234567890123456789)
 def test_a_number_is_within_its_bounds(low: str, high: str, kind: str) -> None:
     """An exclusive bound that is whole was taken where the other had the same whole part."""
     wrong, taken = [], 0
-    for least in BOUNDS:
-        for most in BOUNDS:
-            schema = {"type": kind, low: least, high: most}
-            state = matcher(schema)
-            if state.is_error():
-                continue
-            valid = jsonschema_rs.validator_for(schema)
-            for text in NUMBERS:
-                is_taken = takes(state.deep_copy(), text)
-                taken += is_taken
-                if is_taken and not valid.is_valid(json.loads(text)):
-                    wrong.append((schema, text))
+    for least, most in RANGES:
+        schema = {"type": kind, low: least, high: most}
+        state = matcher(schema)
+        if state.is_error():
+            continue
+        valid = jsonschema_rs.validator_for(schema)
+        for text in NUMBERS:
+            is_taken = takes(state.deep_copy(), text)
+            taken += is_taken
+            if is_taken and not valid.is_valid(json.loads(text)):
+                wrong.append((schema, text))
     assert not wrong
-    assert taken > 100
+    assert taken > 50
 
 
 @pytest.mark.parametrize(

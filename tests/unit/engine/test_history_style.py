@@ -28,6 +28,7 @@ def refusing_each(condition: str) -> str:
     return "{% for m in messages %}" + raised + MESSAGE + "{% endfor %}"
 
 
+BEHIND = "loop.previtem and loop.previtem.role =="
 TEMPLATES = {
     "takes all": (ALL, ""),
     "no system": (refusing("'system' in roles"), "system=False system_inside=False"),
@@ -48,21 +49,13 @@ TEMPLATES = {
         ),
         "systems=False opens=False userless=False",
     ),
-    "one user": (
-        refusing_each("m.role == 'user' and loop.previtem and loop.previtem.role == 'user'"),
-        "users=False",
-    ),
+    "one user": (refusing_each(f"m.role == 'user' and {BEHIND} 'user'"), "users=False"),
     "one answer": (
-        refusing_each(
-            "m.role == 'assistant' and loop.previtem and loop.previtem.role == 'assistant'"
-        ),
+        refusing_each(f"m.role == 'assistant' and {BEHIND} 'assistant'"),
         "assistants=False",
     ),
     "no user behind a result": (
-        refusing_each(
-            "m.role != 'assistant' and loop.previtem and loop.previtem.role == 'tool'"
-            " and m.role != 'tool'"
-        ),
+        refusing_each(f"m.role not in ('assistant', 'tool') and {BEHIND} 'tool'"),
         "system_inside=False user_after_result=False",
     ),
     "no empty answer": (
@@ -78,10 +71,7 @@ TEMPLATES = {
         refusing_each("m.content and m.tool_calls and m.reasoning_content"),
         "reasoning=False",
     ),
-    "parts alone": (
-        ALL.replace("m.content }}", "(m.content | first).text }}"),
-        "parts=True",
-    ),
+    "parts alone": (ALL.replace("m.content }}", "(m.content | first).text }}"), "parts=True"),
     "turns that alternate": (
         """{%- set turn = namespace(users=true) -%}{% for m in messages %}
 {%- if m.role == 'user' or m.role == 'assistant' and not m.tool_calls -%}
@@ -123,9 +113,7 @@ def test_f67_a_history_is_changed_no_further_than_the_template_needs(
         ("{{ p.description + p.type + '.' }}", "string."),
     ],
 )
-def test_f67_a_tool_is_changed_no_further_than_the_template_needs(
-    written: str, expected: str
-) -> None:
+def test_f67_a_tool_is_changed_only_as_the_template_needs(written: str, expected: str) -> None:
     """Command R+ reads the description of each argument, and takes no list of types."""
     each = "{% for p in tool.function.parameters.properties.values() %}"
     template = f"{{% for tool in tools %}}{each}({written}){{% endfor %}}{{% endfor %}}{ALL}"

@@ -46,26 +46,26 @@ END: ";\n"
 %import common.WS
 %ignore WS
 """
+# Each with sentences, of which the first is one.
 GRAMMARS = {
-    "patch": PATCH,
-    "statements": STATEMENTS,
-    "text": r"start: /(?s:.+)/",
-    "imports": 'start: (A | WS | SQL_COMMENT | "\\x41\\u00e9")+\n'
-    "%import common.LF -> A\n%import common.WS\n%import common.SQL_COMMENT",
-    "escapes": 'start: LINE+\nLINE: "a\\tB"i "\\"".."]" | /./s',
-    "greedy": 'start: "x" WORD* "b"\nWORD: /[^b]*\\n/',
-}
-SENTENCES = {
-    "patch": [
+    "patch": (
+        PATCH,
         '*** Begin Patch\n*** Update File: a "b".py\n@@ def f():\n-\told\\\n+new\n*** End Patch',
         "*** Begin Patch\n*** Add File: a\n+\n+x</b>\n*** Delete File: é\n*** End Patch\n",
         "*** Begin Patch\n*** End Patch",
-    ],
-    "statements": ['a = 1 + 2*"x\\"y\\n"\n\n', 'b = \\a"\n', "c=not  a\r\n", "a=1"],
-    "text": ['\x00\x1f\x7f"\\/\n<b>', ""],
-    "imports": ['\n -- "x"\nAé', "-"],
-    "escapes": ['A\tb"', "a\tB\\", "\n\n", "é"],
-    "greedy": ["x\ny\nb", "xb"],
+    ),
+    "statements": (STATEMENTS, 'a = 1 + 2*"x\\"y\\n"\n\n', 'b = \\a"\n', "c=not  a\r\n", "a=1"),
+    "text": (r"start: /(?s:.+)/", '\x00\x1f\x7f"\\/\n<b>', ""),
+    "imports": (
+        'start: (A | WS | SQL_COMMENT | "\\x41\\u00e9")+\n'
+        "%import common.LF -> A\n%import common.WS\n%import common.SQL_COMMENT",
+        *('\n -- "x"\nAé', "-"),
+    ),
+    "escapes": (
+        'start: LINE+\nLINE: "a\\tB"i "\\"".."]" | /./s',
+        *('A\tb"', "a\tB\\", "\n\n", "é"),
+    ),
+    "greedy": ('start: "x" WORD* "b"\nWORD: /[^b]*\\n/', "x\ny\nb", "xb"),
 }
 
 
@@ -98,11 +98,11 @@ def in_string(grammar: str) -> str:
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_json_takes_the_sentences_of_a_grammar(tokenizer: LLTokenizer, name: str) -> None:
     """The closing quote ends a text that nothing else would end."""
-    grammar = GRAMMARS[name]
-    for text in SENTENCES[name]:
+    grammar, *sentences = GRAMMARS[name]
+    for text in sentences:
         taken = accepts(tokenizer, grammar, text)
         assert accepts(tokenizer, in_string(grammar), f'"{spelled(text)}"') == taken, text
-    assert accepts(tokenizer, grammar, SENTENCES[name][0])
+    assert accepts(tokenizer, grammar, sentences[0])
     assert not accepts(tokenizer, in_string(grammar), '"\\u0041"')
 
 
@@ -121,11 +121,11 @@ def test_json_takes_exactly_the_texts_of_a_grammar(tokenizer: LLTokenizer, examp
     @given(data=st.data(), name=st.sampled_from(sorted(GRAMMARS)))
     @settings(max_examples=examples)
     def search(data: st.DataObject, name: str) -> None:
-        text = changed(data, SENTENCES[name])
-        whole = before_tag(GRAMMARS[name], TAG, "!")
-        taken = accepts(tokenizer, whole, f"{text}!")
-        assert accepts(tokenizer, in_json(GRAMMARS[name]), spelled(text)) == taken
-        assert taken or not accepts(tokenizer, GRAMMARS[name], text)
+        grammar, *sentences = GRAMMARS[name]
+        text = changed(data, sentences)
+        taken = accepts(tokenizer, before_tag(grammar, TAG, "!"), f"{text}!")
+        assert accepts(tokenizer, in_json(grammar), spelled(text)) == taken
+        assert taken or not accepts(tokenizer, grammar, text)
 
     search()
 
@@ -143,9 +143,7 @@ def test_json_takes_no_other_text_than_a_grammar_that_contains_itself(
         assert accepts(tokenizer, RECURSIVE, text)
 
 
-def test_json_takes_the_sentences_of_a_grammar_that_contains_itself(
-    tokenizer: LLTokenizer,
-) -> None:
+def test_json_takes_the_sentences_of_a_grammar_that_contains_itself(tokenizer: LLTokenizer) -> None:
     for text in NESTED[:3]:
         assert accepts(tokenizer, RECURSIVE, text), text
         assert accepts(tokenizer, in_string(RECURSIVE), f'"{spelled(text)}"'), text
@@ -159,16 +157,21 @@ ATOMS = [
     r"[^a]", r'["\\]', r"[\n\r\t]", r"[^\s]", r"[\x00-\x1f]", r"[ -~]", r"[\W--[b]]", r"[^\]a]",
     r"[[:alpha:]\\]", r"[.-\]]", r"[^\n]", "(?i:b)", r"(?s:.)", r"(?-s:.)", r"[\S&&[^a]]",
 ]  # fmt: skip
+
+
+def alternatives(parts: list[str]) -> str:
+    return f"(?:{'|'.join(parts)})"
+
+
+REPEATS = st.sampled_from(("*", "+", "?", "{1,2}", "{2}"))
 EXPRESSIONS = st.recursive(
     st.sampled_from(ATOMS),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
-        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
-        st.tuples(inner, st.sampled_from(("*", "+", "?", "{1,2}", "{2}"))).map(
-            lambda pair: f"({pair[0]}){pair[1]}"
-        ),
-        inner.map(lambda part: f"(?s){part}"),
-        inner.map(lambda part: f"(?P<a>(?i){part})"),
+        st.lists(inner, min_size=2, max_size=3).map(alternatives),
+        st.builds("({}){}".format, inner, REPEATS),
+        inner.map("(?s){}".format),
+        inner.map("(?P<a>(?i){})".format),
     ),
     max_leaves=5,
 ).map(lambda text: text.replace("(?P<a>", "(?P<b>", 1).replace("(?P<a>", "(?:"))
@@ -212,15 +215,15 @@ def test_an_expression_in_json_takes_exactly_the_texts_of_the_plain_one(
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_the_tag_ends_the_text_whatever_the_grammar_could_go_on_with(
+def test_the_tag_ends_the_text_whatever_the_grammar_could_add(
     tokenizer: LLTokenizer, name: str
 ) -> None:
-    grammar, tail = before_tag(GRAMMARS[name], TAG, TAIL), f"\n{TAG}\n"
-    for text in SENTENCES[name]:
-        taken = accepts(tokenizer, GRAMMARS[name], text)
-        assert accepts(tokenizer, grammar, text + tail) == taken, text
-        assert not accepts(tokenizer, grammar, text)
-        assert not accepts(tokenizer, grammar, text + tail + text + tail)
+    grammar, *sentences = GRAMMARS[name]
+    tagged, tail = before_tag(grammar, TAG, TAIL), f"\n{TAG}\n"
+    for text in sentences:
+        assert accepts(tokenizer, tagged, text + tail) == accepts(tokenizer, grammar, text), text
+        assert not accepts(tokenizer, tagged, text)
+        assert not accepts(tokenizer, tagged, text + tail + text + tail)
 
 
 @pytest.mark.parametrize(

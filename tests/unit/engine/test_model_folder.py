@@ -12,9 +12,7 @@ from workers.engine.types import ModelUnusable
 
 
 @pytest.mark.parametrize("failure", [ValueError("two\nlines"), SystemExit(1), BaseException("x")])
-def test_c4_any_failure_to_load_a_folder_is_one_sentence(
-    tmp_path: Path, failure: BaseException
-) -> None:
+def test_c4_any_failure_to_load_is_one_sentence(tmp_path: Path, failure: BaseException) -> None:
     with pytest.raises(ModelUnusable) as unusable, refusing(tmp_path):
         raise failure
     message = str(unusable.value)
@@ -24,8 +22,6 @@ def test_c4_any_failure_to_load_a_folder_is_one_sentence(
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, asyncio.CancelledError])
-def test_an_interruption_is_no_failure_of_the_folder(
-    tmp_path: Path, interruption: type[BaseException]
-) -> None:
+def test_an_interruption_is_no_failure(tmp_path: Path, interruption: type[BaseException]) -> None:
     with pytest.raises(interruption), refusing(tmp_path):
         raise interruption

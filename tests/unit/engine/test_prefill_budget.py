@@ -3,6 +3,8 @@
 import itertools
 import random
 
+import pytest
+
 from workers.engine.draft_length import EXPLORATION_STEPS, PROBE_EVERY, PROBE_STEPS, DraftLength
 from workers.engine.prefill_budget import BLOCK_TOKENS, PrefillBudget
 
@@ -11,35 +13,37 @@ def test_without_other_rows_a_chunk_takes_more_budgets_and_not_more() -> None:
     budget = PrefillBudget(4096, budget_s=0.1)
     assert budget.chunk_tokens(others_decode=False) == 256, "its cost is unknown"
     budget.observe(256, 0.256)  # a millisecond a token
-
     assert budget.chunk_tokens(others_decode=False) == 128
     assert budget.chunk_tokens(others_decode=False, spent_s=0.1) == 64
     assert PrefillBudget(192, budget_s=0.1).chunk_tokens(others_decode=False) == 192
 
 
-def test_a_short_prompt_does_not_shrink_the_chunks_of_a_long_one() -> None:
+@pytest.mark.parametrize(
+    ("read", "chunk_tokens"),
+    [
+        ([], BLOCK_TOKENS),
+        ([(64, 0.064)], 64),  # a millisecond a token
+        ([(64, 60.0)], BLOCK_TOKENS),  # the machine is too slow for the budget
+        # A short prompt costs the block that it is padded to, and shrinks no chunk of a long one.
+        ([(3, 0.036), (19, 0.036), (40, 0.036)], 128),
+        ([(640, 0.064), (12, 0.02)] * 3, 704),
+    ],
+)
+def test_with_other_rows_a_chunk_costs_less_than_the_budget(
+    read: list[tuple[int, float]], chunk_tokens: int
+) -> None:
     budget = PrefillBudget(4096, budget_s=0.1)
-    for _ in range(3):
-        budget.observe(640, 0.064)
-        budget.observe(12, 0.02, whole=False)
-
-    assert budget.chunk_tokens(others_decode=True) == 704
+    for tokens, cost_s in read:
+        budget.observe(tokens, cost_s, whole=tokens >= BLOCK_TOKENS)
+    assert budget.chunk_tokens(others_decode=True) == chunk_tokens
 
 
 def test_an_unknown_context_costs_at_most_what_attention_over_it_would() -> None:
     budget = PrefillBudget(4096, budget_s=0.1)
     budget.observe(640, 0.064, context_tokens=3000)
-
-    assert budget.chunk_tokens(others_decode=True, context_tokens=2048) == 704
-    assert budget.chunk_tokens(others_decode=True, context_tokens=7000) == 320
-    assert budget.chunk_tokens(others_decode=True, context_tokens=100) == 704
-
-
-def test_with_other_rows_a_chunk_costs_less_than_the_budget() -> None:
-    budget = PrefillBudget(512, budget_s=0.1)
-    budget.observe(64, 0.064)  # a millisecond a token
-
-    assert budget.chunk_tokens(others_decode=True) == 64
+    for context_tokens, expected in ((2048, 704), (7000, 320), (100, 704)):
+        tokens = budget.chunk_tokens(others_decode=True, context_tokens=context_tokens)
+        assert tokens == expected
 
 
 def test_chunks_stay_within_the_budget_as_tokens_cost_more_in_long_contexts() -> None:
@@ -53,25 +57,6 @@ def test_chunks_stay_within_the_budget_as_tokens_cost_more_in_long_contexts() ->
 
     assert max(costs_s) <= 0.1
     assert len(costs_s) < 40
-
-
-def test_an_unknown_cost_begins_with_one_block() -> None:
-    assert PrefillBudget(512, 0.1).chunk_tokens(others_decode=True) == BLOCK_TOKENS
-
-
-def test_a_machine_too_slow_for_the_budget_still_reads_one_block() -> None:
-    budget = PrefillBudget(512, budget_s=0.1)
-    budget.observe(64, 60.0)
-
-    assert budget.chunk_tokens(others_decode=True) == BLOCK_TOKENS
-
-
-def test_with_other_rows_a_short_prompt_is_read_at_once() -> None:
-    budget = PrefillBudget(512, budget_s=0.1)
-    for tokens in (3, 19, 40):
-        budget.observe(tokens, 0.036, whole=False)  # the block that it is padded to
-
-    assert budget.chunk_tokens(others_decode=True) == 128
 
 
 def run_policy(
@@ -91,31 +76,33 @@ def run_policy(
     return chosen
 
 
-def test_drafting_that_pays_uses_its_best_length() -> None:
-    # At most k + 1 tokens per step; a verify costs little more than a plain step.
-    chosen = run_policy(DraftLength(3), 600, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.9}, share=0.9)
+@pytest.mark.parametrize(
+    ("cost_s", "share", "best"),
+    [
+        # At most k + 1 tokens per step; a verify costs little more than a plain step.
+        ({0: 1.0, 1: 1.1, 2: 1.2, 3: 1.9}, 0.9, 2),
+        ({0: 1.0, 1: 1.8, 2: 2.6}, 0.7, 0),
+    ],
+)
+def test_drafting_uses_its_best_length_and_stops_where_it_does_not_pay(
+    cost_s: dict[int, float], share: float, best: int
+) -> None:
+    policy = DraftLength(len(cost_s) - 1)
+    chosen = run_policy(policy, 600, cost_s, share)
+    assert sum(k == best for k in chosen[100:]) > 0.9 * 500
+    assert policy.best(1) == best
 
-    assert sum(k == 2 for k in chosen[100:]) > 0.9 * 500
 
-
-def test_drafting_that_does_not_pay_stops() -> None:
+def test_batch_sizes_are_measured_separately() -> None:
     policy = DraftLength(2)
-    chosen = run_policy(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
-
-    assert sum(k == 0 for k in chosen[100:]) > 0.9 * 500
-    assert policy.best(1) == 0
-
-
-def test_drafting_that_stopped_is_probed_again() -> None:
-    chosen = run_policy(DraftLength(1), 3 * PROBE_EVERY, {0: 1.0, 1: 2.5}, share=0.5)
-
-    assert 1 in chosen[PROBE_EVERY:]
+    run_policy(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
+    run_policy(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
+    assert (policy.best(1), policy.best(8)) == (2, 0)
 
 
-def test_a_probe_lasts_a_few_steps() -> None:
+def test_drafting_that_stopped_is_probed_again_for_a_few_steps() -> None:
     chosen = run_policy(DraftLength(1), 2 * PROBE_EVERY + 9, {0: 1.0, 1: 2.5}, share=0.5)
     drafting_steps = [at for at, k in enumerate(chosen, 1) if at > PROBE_EVERY and k == 1]
-
     assert drafting_steps == [start + at for start in (128, 256) for at in range(PROBE_STEPS)][1:]
 
 
@@ -127,14 +114,6 @@ def test_every_answer_in_a_small_batch_begins_with_drafts() -> None:
     assert [policy.choose(1, fewest_steps=steps) for steps in (0, EXPLORATION_STEPS - 1)] == [2, 2]
     assert policy.choose(1, fewest_steps=EXPLORATION_STEPS) == 0
     assert policy.choose(8, fewest_steps=0) == 0
-
-
-def test_batch_sizes_are_measured_separately() -> None:
-    policy = DraftLength(2)
-    run_policy(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
-    run_policy(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
-
-    assert (policy.best(1), policy.best(8)) == (2, 0)
 
 
 def test_a_small_difference_does_not_change_the_length() -> None:
@@ -152,8 +131,4 @@ def test_the_best_case_counts_whole_blocks_at_the_best_speed() -> None:
     budget.observe(3, 0.1)  # the block that it is padded to
     budget.observe(64, 0.3)
 
-    assert (budget.best_case_s(0), budget.best_case_s(1), budget.best_case_s(129)) == (
-        0,
-        0.1,
-        0.1 * 3,
-    )
+    assert [budget.best_case_s(tokens) for tokens in (0, 1, 129)] == [0, 0.1, 0.1 * 3]

@@ -82,6 +82,29 @@ def assert_restores(match: Match, tokens: TokenArray, *, drafts: bool, plain: bo
         assert match.snapshot.last_hidden.item() == last
 
 
+class Cache(PrefixCache):
+    """A cache with room for all, which counts its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMIT_BYTES)
+
+    def keep(
+        self,
+        tokens: TokenArray,
+        begin: int = 0,
+        *,
+        drafts: bool = False,
+        plain: bool = True,
+        key: str = "",
+        scope: str = SCOPE,
+    ) -> bool:
+        state = state_of_row(tokens, begin, drafts=drafts, plain=plain)
+        return self.store(scope, tokens, state, room_bytes=LIMIT_BYTES, key=key)
+
+    def check_size(self) -> None:
+        assert self.size_bytes == sum(node.size_bytes for node in self._nodes())
+
+
 BLOCKS = [np.arange(length) % 5 + first for first, length in ((1, 33), (1, 9), (2, 40), (6, 17))]
 prompts = st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=5).map(np.concatenate)
 A, AB = BLOCKS[0], np.concatenate([BLOCKS[0], BLOCKS[2]])
@@ -99,17 +122,13 @@ def common(first: TokenArray, second: TokenArray) -> int:
 def test_a_plain_row_starts_after_the_longest_common_beginning(
     stored: list[TokenArray], asked: TokenArray
 ) -> None:
-    cache = PrefixCache(LIMIT_BYTES)
+    cache = Cache()
     for tokens in stored:
-        begin = min(cache.known_tokens(SCOPE, tokens), len(tokens) - 1)
-        state = state_of_row(tokens, begin, drafts=False, plain=True)
-        assert cache.store(SCOPE, tokens, state, room_bytes=LIMIT_BYTES)
-        assert cache.size_bytes == sum(node.size_bytes for node in cache._nodes())
+        assert cache.keep(tokens, min(cache.known_tokens(SCOPE, tokens), len(tokens) - 1))
+        cache.check_size()
     kept = [tokens for tokens in stored if len(tokens) >= MIN_TOKENS]
     longest = min(max((common(tokens, asked) for tokens in kept), default=0), len(asked) - 1)
-
     match = cache.match(SCOPE, asked, with_head=False, cuttable=True)
-
     assert (match.tokens if match else 0) == (longest if longest >= MIN_TOKENS else 0)
     if match:
         assert_restores(match, asked, drafts=False, plain=True)
@@ -122,22 +141,16 @@ def test_a_plain_row_starts_after_the_longest_common_beginning(
 def test_a_drafting_row_starts_after_the_longest_prompt_that_a_head_has_read(
     stored: list[tuple[TokenArray, bool]], asked: TokenArray
 ) -> None:
-    cache = PrefixCache(LIMIT_BYTES)
+    cache = Cache()
     for tokens, drafts in stored:
-        state = state_of_row(tokens, 0, drafts=drafts, plain=False)
-        assert cache.store(SCOPE, tokens, state, room_bytes=LIMIT_BYTES)
-        assert cache.size_bytes == sum(node.size_bytes for node in cache._nodes())
+        assert cache.keep(tokens, drafts=drafts, plain=False)
+        cache.check_size()
     asked = np.append(asked, 99)
-    kept = [(tokens, drafts) for tokens, drafts in stored if len(tokens) >= MIN_TOKENS]
+    kept = [(tokens, has_head) for tokens, has_head in stored if len(tokens) >= MIN_TOKENS]
+    begun = [(len(one), has_head) for one, has_head in kept if common(one, asked) == len(one)]
     for drafts in (False, True):
-        ends = [
-            len(tokens)
-            for tokens, has_head in kept
-            if common(tokens, asked) == len(tokens) and has_head >= drafts
-        ]
-
+        ends = [end for end, has_head in begun if has_head >= drafts]
         match = cache.match(SCOPE, asked, with_head=drafts, cuttable=False)
-
         assert (match.tokens if match else 0) == max(ends, default=0)
         if match:
             assert_restores(match, asked, drafts=drafts, plain=False)
@@ -145,22 +158,18 @@ def test_a_drafting_row_starts_after_the_longest_prompt_that_a_head_has_read(
 
 @given(stored=st.lists(prompts, min_size=2, max_size=8), share=st.floats(0, 1))
 @settings(max_examples=60)
-def test_names_stay_with_their_tokens_however_the_tree_is_cut(
-    stored: list[TokenArray], share: float
-) -> None:
-    cache = PrefixCache(LIMIT_BYTES)
+def test_names_stay_with_their_tokens_in_a_cut_tree(stored: list[TokenArray], share: float) -> None:
+    cache = Cache()
     named: dict[str, TokenArray] = {}
     for at, tokens in enumerate(stored):
-        state = state_of_row(tokens, 0, drafts=False, plain=True)
-        cache.store(SCOPE, tokens, state, room_bytes=LIMIT_BYTES, key=f"system {at}")
+        cache.keep(tokens, key=f"system {at}")
         # Where the next prompt cuts this one.
         turn = tokens[: common(tokens, stored[(at + 1) % len(stored)]) or 1]
         cache.name_turn(SCOPE, turn, f"turn {at}")
         cache.name_turn(SCOPE, np.append(tokens, 99), "a turn that is not stored")
         named |= {f"system {at}": tokens, f"turn {at}": turn}
     cache.evict_to(int(cache.size_bytes * share))
-
-    assert cache.size_bytes == sum(node.size_bytes for node in cache._nodes())
+    cache.check_size()
     holders = {id(node) for node in cache._nodes()}
     for key in cache.keys:
         node, tokens = cache._by_key[key], named[key]
@@ -173,10 +182,9 @@ def test_names_stay_with_their_tokens_however_the_tree_is_cut(
 
 
 def test_a_key_of_two_scopes_outlives_either() -> None:
-    cache, tokens = PrefixCache(LIMIT_BYTES), BLOCKS[0]
+    cache = Cache()
     for scope in ("first", "second"):
-        state = state_of_row(tokens, 0, drafts=False, plain=True)
-        cache.store(scope, tokens, state, room_bytes=LIMIT_BYTES, key="shared")
+        cache.keep(BLOCKS[0], key="shared", scope=scope)
     cache.drop("first").result()
     assert list(cache.keys) == ["shared"]
     cache.drop("second").result()
@@ -185,9 +193,8 @@ def test_a_key_of_two_scopes_outlives_either() -> None:
 
 
 def test_a_node_has_a_bounded_number_of_turns() -> None:
-    cache, tokens = PrefixCache(LIMIT_BYTES), BLOCKS[0]
-    state = state_of_row(tokens, 0, drafts=False, plain=True)
-    cache.store(SCOPE, tokens, state, room_bytes=LIMIT_BYTES)
+    cache, tokens = Cache(), BLOCKS[0]
+    cache.keep(tokens)
     for at in range(70):
         cache.name_turn(SCOPE, tokens, f"turn {at}")
     cache.name_turn(SCOPE, tokens, "turn 0")
@@ -207,14 +214,11 @@ def test_a_node_has_a_bounded_number_of_turns() -> None:
 def test_another_worker_gets_runs_that_join_to_the_same_caches(
     stored: list[TokenArray], known: TokenArray, asked: TokenArray, size_bytes: int
 ) -> None:
-    cache, other = PrefixCache(LIMIT_BYTES), PrefixCache(LIMIT_BYTES)
+    cache, other = Cache(), Cache()
     for tokens in stored:
-        state = state_of_row(tokens, 0, drafts=True, plain=False)
         key = "system" if tokens is stored[0] else ""
-        cache.store(SCOPE, tokens, state, room_bytes=LIMIT_BYTES, key=key)
-    # The other worker holds a part already, but its head has not read that.
-    state = state_of_row(known, 0, drafts=False, plain=False)
-    other.store(SCOPE, known, state, room_bytes=LIMIT_BYTES)
+        cache.keep(tokens, drafts=True, plain=False, key=key)
+    other.keep(known, plain=False)  # its head has not read the part that it holds already
     source = cache.match(SCOPE, asked, with_head=True, cuttable=False)
     end = source.tokens if source else 0
     has_system = common(stored[0], asked) == len(stored[0]) >= MIN_TOKENS

@@ -25,49 +25,40 @@ def lookup(*texts: Sequence[int], answer: Sequence[int] = ()) -> PromptLookup:
     return index
 
 
-def test_what_followed_the_same_tokens_in_the_prompt_is_drafted() -> None:
-    index = lookup([1, 2, 3, 4, 5, 6, 7, 8, 9], answer=[2, 3, 4])
-    assert index.find(4) == Found([5, 6, 7, 8], 3)
-    index.extend([5, 6])
-    assert index.find(4) == Found([7, 8, 9, 2], 5), "the answer follows the prompt"
-    index.extend([1])
-    assert index.find(4) is None
-
-
-def test_the_longest_match_wins_over_a_later_one() -> None:
-    index = lookup([1, 2, 3, 4, 50, 9, 2, 3, 4, 60], answer=[1, 2, 3, 4])
-    assert index.find(1) == Found([50], 4)
-    assert lookup([2, 3, 4, 50, 9, 2, 3, 4, 60], answer=[2, 3, 4]).find(1) == Found([60], 3)
-
-
-def test_a_period_is_continued_beyond_the_end() -> None:
-    assert lookup([], answer=[7, 8, 9, 7, 8, 9]).find(5) == Found([7, 8, 9, 7, 8], 3)
-
-
-def test_other_texts_are_drafted_from_and_do_not_run_into_each_other() -> None:
-    index = lookup([1, 2, 3, 4, 5], [10, 11, 12], answer=[1, 2, 3])
-    assert index.find(8) == Found([4, 5], 3)
-    assert lookup([1, 2], [3, 4, 5], answer=[1, 2, 3]).find(8) is None
-
-
-def test_a_picture_is_never_drafted() -> None:
-    index = lookup([1, 2, 3, -(1 << 60), -5, 4, 5, 6, -7, 8], answer=[1, 2, 3])
-    assert index.find(4) is None
-    assert lookup([1, 2, 3, 4, -5, 6], answer=[1, 2, 3]).find(4) == Found([4], 3)
-
-
-def test_short_texts_have_no_drafts() -> None:
-    assert lookup([]).find(4) is None
-    assert lookup([1, 2], answer=[1]).find(4) is None
-    assert lookup([1, 2, 3, 1, 2, 3]).find(0) is None
+@pytest.mark.parametrize(
+    ("texts", "answer", "tokens", "found"),
+    [
+        ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], [2, 3, 4], 4, Found([5, 6, 7, 8], 3)),
+        # The answer follows the prompt.
+        ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], [2, 3, 4, 5, 6], 4, Found([7, 8, 9, 2], 5)),
+        ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], [2, 3, 4, 5, 6, 1], 4, None),
+        # The longest match wins over a later one.
+        ([[1, 2, 3, 4, 50, 9, 2, 3, 4, 60]], [1, 2, 3, 4], 1, Found([50], 4)),
+        ([[2, 3, 4, 50, 9, 2, 3, 4, 60]], [2, 3, 4], 1, Found([60], 3)),
+        # A period is continued beyond the end.
+        ([[]], [7, 8, 9, 7, 8, 9], 5, Found([7, 8, 9, 7, 8], 3)),
+        # Other texts are drafted from, and do not run into each other.
+        ([[1, 2, 3, 4, 5], [10, 11, 12]], [1, 2, 3], 8, Found([4, 5], 3)),
+        ([[1, 2], [3, 4, 5]], [1, 2, 3], 8, None),
+        # A picture is never drafted.
+        ([[1, 2, 3, -(1 << 60), -5, 4, 5, 6, -7, 8]], [1, 2, 3], 4, None),
+        ([[1, 2, 3, 4, -5, 6]], [1, 2, 3], 4, Found([4], 3)),
+        # Short texts have no drafts.
+        ([[]], [], 4, None),
+        ([[1, 2]], [1], 4, None),
+        ([[1, 2, 3, 1, 2, 3]], [], 0, None),
+    ],
+)
+def test_what_followed_the_longest_match_is_drafted(
+    texts: list[list[int]], answer: list[int], tokens: int, found: Found | None
+) -> None:
+    assert lookup(*texts, answer=answer).find(tokens) == found
 
 
 def test_a_long_prompt_is_indexed_from_its_end() -> None:
-    prompt = np.arange(MAX_TEXT_TOKENS + 10)
-    index = PromptLookup([prompt])
-    index.extend([0, 1, 2])
+    index = lookup([*range(MAX_TEXT_TOKENS + 10)], answer=[0, 1, 2])
     assert index.find(1) is None
-    last = [int(token) for token in prompt[-6:-3]]
+    last = [*range(MAX_TEXT_TOKENS + 4, MAX_TEXT_TOKENS + 7)]
     index.extend(last)
     assert index.find(2) == Found([last[-1] + 1, last[-1] + 2], NGRAM_TOKENS)
 
@@ -87,9 +78,8 @@ def test_every_draft_is_what_followed_the_match(seed: int) -> None:
         assert (found is not None) == occurs
         if found is not None:
             end = [*text[-min(found.match_tokens, len(text)) :], *found.tokens]
-            begins = [
-                at for at in range(len(text)) if [*text, *found.tokens][at:][: len(end)] == end
-            ]
+            whole = [*text, *found.tokens]
+            begins = [at for at in range(len(text)) if whole[at : at + len(end)] == end]
             assert len(begins) > 1, "the match and its continuation occur before"
         token = rng.randrange(3) if found is None or rng.random() < 0.5 else found.tokens[0]
         index.extend([token])

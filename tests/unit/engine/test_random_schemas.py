@@ -6,7 +6,8 @@ import json
 from random import Random
 
 import jsonschema_rs
-from hypothesis import HealthCheck, event, given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
@@ -19,28 +20,28 @@ LIMIT_BYTES = 400
 ENDS = frozenset(b'"}],')
 
 
-@settings(max_examples=300, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(schemas(), st.integers(0, 2**32))
-def test_every_answer_that_a_grammar_takes_is_valid(schema: Schema, seed: int) -> None:
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.proof)])
+def test_every_answer_that_a_grammar_takes_is_valid(examples: int) -> None:
     """A model chooses among the bytes that may come; here chance does."""
-    random = Random(seed)
-    try:
-        state = matcher(schema)
-    except UnsupportedGrammar as error:
-        event(str(error))
-        return
-    if state.is_error():
-        event(f"refused: {state.get_error().partition('JSON schema: ')[2][:30]}")
-        return
-    truth = jsonschema_rs.validator_for(schema, validate_formats=True)
-    for _ in range(ANSWERS):
-        text = walk(state.deep_copy(), random)
-        if text is None:
-            continue
-        event("answered")
-        value = json.loads(text)
-        # JSON has numbers that no float holds; no model writes one.
-        assert truth.is_valid(value) or "Infinity" in json.dumps(value), (text, schema)
+
+    @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(schemas(), st.integers(0, 2**32))
+    def search(schema: Schema, seed: int) -> None:
+        random = Random(seed)
+        try:
+            state = matcher(schema)
+        except UnsupportedGrammar:
+            return
+        if state.is_error():
+            return
+        truth = jsonschema_rs.validator_for(schema, validate_formats=True)
+        for _ in range(ANSWERS):
+            text = walk(state.deep_copy(), random)
+            # JSON has numbers that no float holds; no model writes one.
+            if text is not None and "Infinity" not in json.dumps(value := json.loads(text)):
+                assert truth.is_valid(value), (text, schema)
+
+    search()
 
 
 def walk(state: LLMatcher, random: Random) -> str | None:

@@ -31,6 +31,15 @@ FORMATS = {
 }
 
 
+def said(channel: str, text: str) -> str:
+    return f"<|channel|>{channel}<|message|>{text}"
+
+
+ASSISTANT = "<|start|>assistant"
+LOOK = "commentary to=functions.look json"
+HM, YES = said("analysis", "Hm."), ASSISTANT + said("final", "Yes")
+
+
 @cache
 def tokenizer_of(family: str) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(CHECKPOINT / "tokenizer.json"))
@@ -43,12 +52,10 @@ def encode(family: str, text: str) -> list[int]:
     return list(tokenizer_of(family)(text, add_special_tokens=False)["input_ids"])
 
 
-def begin(
-    family: str, prompt: str, budget: int | None = None, *, constrained: bool = False
-) -> ReasoningState:
+def begin(family: str, prompt: str, budget: int | None = None, **options: Any) -> ReasoningState:
     reasoning = detect_reasoning(tokenizer_of(family), FORMATS[family][1])
     assert reasoning is not None
-    return reasoning.begin(encode(family, prompt), budget, constrained=constrained)
+    return reasoning.begin(encode(family, prompt), budget, **options)
 
 
 def split(family: str, state: ReasoningState, tokens: Sequence[int]) -> tuple[str, str]:
@@ -73,49 +80,33 @@ def split(family: str, state: ReasoningState, tokens: Sequence[int]) -> tuple[st
         ("gemma", "<turn>model\n", "<|channel>thought\nHm.<channel|>Yes", ("Hm.", "Yes")),
         ("gemma", "<turn>model\n<|channel>thought\n", "Hm.<channel|>Yes", ("Hm.", "Yes")),
         ("gemma", "<|channel>thought\n<channel|>", "Yes", ("", "Yes")),
+        ("gpt-oss", ASSISTANT, f"{HM}<|end|>{YES}<|return|>", ("Hm.", "Yes<|return|>")),
         (
             "gpt-oss",
-            "<|start|>assistant",
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-            "<|channel|>final<|message|>Yes<|return|>",
-            ("Hm.", "Yes<|return|>"),
+            ASSISTANT,
+            f"{said('commentary', 'Let me look. ')}<|end|>{ASSISTANT}{said(LOOK, '{}')}<|call|>",
+            ("", f"Let me look. {said(LOOK, '{}')}<|call|>"),
         ),
         (
             "gpt-oss",
-            "<|start|>assistant",
-            "<|channel|>commentary<|message|>Let me look. <|end|><|start|>assistant"
-            "<|channel|>commentary to=functions.look json<|message|>{}<|call|>",
-            (
-                "",
-                "Let me look. <|channel|>commentary to=functions.look json<|message|>{}<|call|>",
-            ),
-        ),
-        (
-            "gpt-oss",
-            "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>",
-            "Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+            f"<|start|>user<|message|>Hi<|end|>{ASSISTANT}<|channel|>analysis<|message|>",
+            f"Hm.<|end|>{YES}",
             ("Hm.", "Yes"),
         ),
         (
             "gpt-oss",
-            "<|start|>assistant",
-            " to=functions.look<|channel|>commentary json<|message|>{}",
-            ("", "<|channel|>commentary to=functions.look<|message|>{}"),
+            ASSISTANT,
+            f" to=functions.look{said('commentary json', '{}')}",
+            ("", said("commentary to=functions.look", "{}")),
         ),
         (
             "gpt-oss",
-            "<|start|>assistant",
-            "<|channel|>commentary<|message|>Hm.<|end|><|start|>assistant to=functions.look"
-            "<|channel|>commentary json<|message|>{}",
-            ("", "Hm.<|channel|>commentary to=functions.look<|message|>{}"),
+            ASSISTANT,
+            f"{said('commentary', 'Hm.')}<|end|>{ASSISTANT} to=functions.look"
+            f"{said('commentary json', '{}')}",
+            ("", f"Hm.{said('commentary to=functions.look', '{}')}"),
         ),
-        (
-            "gpt-oss",
-            "<|start|>assistant",
-            "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis"
-            "<|message|>Two.<|start|>assistant<|channel|>final<|message|>Yes",
-            ("One.Two.", "Yes"),
-        ),
+        ("gpt-oss", ASSISTANT, f"{HM}<|end|>{ASSISTANT}{HM}{YES}", ("Hm.Hm.", "Yes")),
     ],
 )
 def test_each_format_is_split_by_its_marks(
@@ -128,12 +119,10 @@ def test_each_format_is_split_by_its_marks(
 @pytest.mark.parametrize("family", FORMATS)
 def test_the_characters_of_a_mark_are_no_mark(family: str) -> None:
     """Only the token ends the reasoning, not its spelling in several tokens."""
-    state = begin(family, "")
     first, *_ = FORMATS[family][0]
-    answer = "".join(letter + "\0" for letter in first).split("\0")
-    tokens = [token for letter in answer if letter for token in encode(family, letter)]
-    tokens = tokens if family != "gpt-oss" else [*encode(family, "final<|message|>"), *tokens]
-    assert split(family, state, tokens) == ("", first)
+    opening = encode(family, "final<|message|>" if family == "gpt-oss" else "")
+    letters = [token for letter in first for token in encode(family, letter)]
+    assert split(family, begin(family, ""), [*opening, *letters]) == ("", first)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +132,7 @@ def test_the_characters_of_a_mark_are_no_mark(family: str) -> None:
         ("qwen", "Hi", "<think>", "</think>"),
         ("mistral", "Hi", "[THINK]", "[/THINK]"),
         ("gemma", "Hi", "<|channel>thought\n", "<channel|>"),
-        (
-            "gpt-oss",
-            "<|start|>assistant",
-            "<|channel|>analysis<|message|>",
-            "<|end|><|start|>assistant<|channel|>final<|message|>",
-        ),
+        ("gpt-oss", ASSISTANT, said("analysis", ""), f"<|end|>{ASSISTANT}{said('final', '')}"),
     ],
 )
 @pytest.mark.parametrize("budget", [0, 1, 3])
@@ -191,14 +175,10 @@ def test_a_budget_matters_only_where_reasoning_may_come(family: str, *, again: b
 def test_a_call_ends_the_reasoning() -> None:
     """Models begin a call without the closing mark; as reasoning, it would never be made."""
     tokens = encode("qwen", "Hm.<tool_call>{}</tool_call>")
-    mark = encode("qwen", "<tool_call>")[0]
-    reasoning = detect_reasoning(tokenizer_of("qwen"), FORMATS["qwen"][1])
-    assert reasoning is not None
-    prompt = encode("qwen", "<think>")
-    state = reasoning.begin(prompt, call_mark=mark)
+    state = begin("qwen", "<think>", call_mark=encode("qwen", "<tool_call>")[0])
     assert split("qwen", state, tokens) == ("Hm.", "<tool_call>{}</tool_call>")
     assert state.next_token() == ANSWERING
-    plain = reasoning.begin(prompt)
+    plain = begin("qwen", "<think>")
     assert split("qwen", plain, tokens) == ("Hm.<tool_call>{}</tool_call>", "")
 
 
@@ -208,30 +188,25 @@ def test_a_grammar_begins_at_the_answer() -> None:
     assert state.next_token().beginning == encode("qwen", "<think>")[0]
     for token in encode("qwen", "<think>Hm"):
         state.push(token)
-        assert not state.next_token().answering
-        assert not state.next_token().may_end
+        assert (state.next_token().answering, state.next_token().may_end) == (False, False)
     state.push(encode("qwen", "</think>")[0])
     assert state.next_token() == ANSWERING
-    harmony = begin("gpt-oss", "", constrained=True)
-    for token in encode("gpt-oss", "<|channel|>analysis<|message|>Hm<|end|>"):
-        assert harmony.next_token().forced is None
-        harmony.push(token)
-    for token in encode("gpt-oss", "<|start|>assistant<|channel|>final<|message|>"):
-        assert harmony.next_token().forced == token
-        harmony.push(token)
-    assert harmony.next_token().answering
 
 
-def test_a_constrained_answer_in_channels_may_end_with_a_call() -> None:
+def test_a_constrained_answer_in_channels_begins_in_the_final_one_or_ends_with_a_call() -> None:
     """Nowhere else before the final message, and the grammar describes nothing before it."""
     state = begin("gpt-oss", "", constrained=True)
     assert state.forced() == ()
-    for token in encode("gpt-oss", "<|channel|>analysis<|message|>Hm"):
+    for token in encode("gpt-oss", f"{said('analysis', 'Hm')}<|end|>"):
         assert (state.next_token().answering, state.next_token().may_end) == (False, False)
+        assert state.next_token().forced is None
         state.push(token)
-    assert state.forced() == ()
+    for token in encode("gpt-oss", ASSISTANT + said("final", "")):
+        assert state.next_token().forced == token
+        state.push(token)
+    assert state.next_token().answering
     call = begin("gpt-oss", "")
-    for token in encode("gpt-oss", "<|channel|>commentary to=functions.look<|message|>"):
+    for token in encode("gpt-oss", said("commentary to=functions.look", "")):
         assert not call.next_token().may_end
         call.push(token)
     assert (call.next_token().answering, call.next_token().may_end) == (False, True)

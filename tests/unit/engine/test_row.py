@@ -32,14 +32,15 @@ def spell(tokens: Sequence[int]) -> str:
 
 
 def make_row(sink: EventSink, *, token_sources: bool = False) -> Row:
+    generation = Generation(
+        request_id="test",
+        lane=LaneName.TEXT_MTP,
+        prompt=Prompt(text=""),
+        sampling=Sampling(temperature=0),
+        token_sources=token_sources,
+    )
     return Row(
-        generation=Generation(
-            request_id="test",
-            lane=LaneName.TEXT_MTP,
-            prompt=Prompt(text=""),
-            sampling=Sampling(temperature=0),
-            token_sources=token_sources,
-        ),
+        generation=generation,
         prompt=PreparedPrompt(tokens=(1,)),
         seed=0,
         max_tokens=100,
@@ -49,6 +50,23 @@ def make_row(sink: EventSink, *, token_sources: bool = False) -> Row:
         speculation=SpeculationCounter(0),
         sink=sink,
     )
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def recorded_row(**options: bool) -> tuple[Row, list[Delta]]:
+    """Return a row of bytes, and a list that gets its deltas."""
+    deltas: list[Delta] = []
+
+    def record(event: Event | EngineError) -> None:
+        if isinstance(event, Delta):
+            deltas.append(event)
+
+    row = make_row(record, **options)
+    row.text = TextStream(decode_bytes)
+    return row, deltas
 
 
 def sent_deltas(*steps: tuple[float, str]) -> list[tuple[float, str]]:
@@ -66,13 +84,10 @@ def sent_deltas(*steps: tuple[float, str]) -> list[tuple[float, str]]:
     return deltas
 
 
-def test_the_first_delta_is_sent_at_once() -> None:
-    assert sent_deltas((0.0, "a")) == [(0.0, "a")]
-
-
-def test_slow_steps_send_one_delta_each() -> None:
+def test_the_first_delta_and_those_of_slow_steps_are_sent_at_once() -> None:
     steps = [(number * DELTA_INTERVAL_S * 1.01, letter) for number, letter in enumerate("abcd")]
-    assert sent_deltas(*steps) == steps
+    for count in (1, 4):
+        assert sent_deltas(*steps[:count]) == steps[:count]
 
 
 def test_fast_steps_share_a_delta_and_the_end_is_sent_at_once() -> None:
@@ -85,27 +100,25 @@ def test_fast_steps_share_a_delta_and_the_end_is_sent_at_once() -> None:
 
 
 def test_log_probabilities_are_sent_with_their_text() -> None:
-    deltas: list[Event | EngineError] = []
-    row = make_row(deltas.append)
+    row, deltas = recorded_row()
     for number, letter in enumerate("abcd"):
         logprob = TokenLogprob(token_id=ord(letter), raw=letter.encode(), logprob=-1.0)
         row.append_tokens([ord(letter)], [logprob], now_s=number * DELTA_INTERVAL_S / 2)
-    pieces = [event for event in deltas if isinstance(event, Delta)]
-    assert [piece.text for piece in pieces] == ["a", "bc"]
-    assert [[token.text for token in piece.logprobs] for piece in pieces] == [["a"], ["b", "c"]]
+    assert [(delta.text, [token.text for token in delta.logprobs]) for delta in deltas] == [
+        *(("a", ["a"]), ("bc", ["b", "c"]))
+    ]
 
 
 def test_a_logprob_has_the_offset_of_its_character() -> None:
     """Even if a stop string may begin there, or a draft adds several tokens at once."""
-    deltas: list[Event | EngineError] = []
-    row = make_row(deltas.append)
-    row.text = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), ("ending",))
+    row, deltas = recorded_row()
+    row.text = TextStream(decode_bytes, ("ending",))
     answer = "a\U0001f642e\u00fc"
     raw = [bytes([byte]) for byte in answer.encode()]
     logprobs = [TokenLogprob(token_id=byte[0], raw=byte, logprob=-1.0) for byte in raw]
     row.append_tokens(answer.encode()[:3], logprobs[:3], now_s=0)
     row.append_tokens([*answer.encode()[3:], END], [*logprobs[3:], logprobs[0]], now_s=1)
-    tokens = [token for event in deltas if isinstance(event, Delta) for token in event.logprobs]
+    tokens = [token for delta in deltas for token in delta.logprobs]
     assert [token.offset_chars for token in tokens] == [0, 1, 1, 1, 1, 2, 3, 3, 4]
     assert b"".join(token.raw for token in tokens[:-1]).decode() == answer
 
@@ -123,13 +136,11 @@ def test_the_texts_of_all_tokens_joined_are_the_answer(
 
     Each token comes once, with its source, and no later than the delta after its text.
     """
-    events: list[Event | EngineError] = []
-    row = make_row(events.append, token_sources=True)
-    row.text = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), stop)
+    row, deltas = recorded_row(token_sources=True)
+    row.text = TextStream(decode_bytes, stop)
     tokens = [*text.encode(), END] if ended else list(text.encode())
     row.max_tokens = len(tokens)
     sources: list[bool] = []
-    deltas: list[Delta] = []
     given_text = joined = ""
     for number, accepted in enumerate(drafts):
         step = tokens[len(sources) : len(sources) + accepted + 1]
@@ -138,7 +149,6 @@ def test_the_texts_of_all_tokens_joined_are_the_answer(
         drafted = [DraftSource.LOOKUP] * (len(step) - 1)
         fitted = row.append_tokens(step, (), drafted, now_s=number * DELTA_INTERVAL_S * 0.7)
         sources += [index < len(step) - 1 for index in range(fitted)]
-        deltas = [event for event in events if isinstance(event, Delta)]
         given_text = "".join(delta.text for delta in deltas)
         joined = "".join(token.text for delta in deltas for token in delta.tokens)
         assert given_text.startswith(joined)
@@ -148,22 +158,17 @@ def test_the_texts_of_all_tokens_joined_are_the_answer(
 
 def test_a_token_without_text_comes_without_delay() -> None:
     """It begins a character, which the next token completes."""
-    deltas: list[Event | EngineError] = []
-    row = make_row(deltas.append, token_sources=True)
-    row.text = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+    row, deltas = recorded_row(token_sources=True)
     for number, byte in enumerate("\u00fc".encode()):
         row.append_tokens([byte], now_s=number)
-    assert [delta.tokens for delta in deltas if isinstance(delta, Delta)] == [
-        (SourcedToken("", None),),
-        (SourcedToken("\u00fc", None),),
-    ]
+    tokens = [delta.tokens for delta in deltas]
+    assert tokens == [(SourcedToken("", None),), (SourcedToken("\u00fc", None),)]
 
 
 def test_no_tokens_are_listed_unless_the_request_asks_for_them() -> None:
-    deltas: list[Event | EngineError] = []
-    row = make_row(deltas.append)
+    row, deltas = recorded_row()
     row.append_tokens([*b"abc", END], now_s=0)
-    assert [delta.tokens for delta in deltas if isinstance(delta, Delta)] == [()]
+    assert [delta.tokens for delta in deltas] == [()]
 
 
 class Switch:
@@ -199,14 +204,9 @@ def test_reasoning_and_answer_keep_their_order(parts: list[str], steps: list[int
 
     White space before the first reasoning and the first answer is left out.
     """
-    events: list[Event | EngineError] = []
-    row = make_row(events.append, token_sources=True)
-
-    def decode(tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-    row.text = TextStream(decode, strip=True)
-    row.reasoning = Reasoning(Switch(), TextStream(decode, strip=True))
+    row, deltas = recorded_row(token_sources=True)
+    row.text = TextStream(decode_bytes, strip=True)
+    row.reasoning = Reasoning(Switch(), TextStream(decode_bytes, strip=True))
     tokens = [*bytes([Switch.MARK]).join(part.encode() for part in parts), END]
     row.max_tokens = len(tokens) + 1
     now_s = 0.0
@@ -215,7 +215,6 @@ def test_reasoning_and_answer_keep_their_order(parts: list[str], steps: list[int
         steps = steps[1:]
         now_s += DELTA_INTERVAL_S * 0.4
         row.append_tokens(step, (), [DraftSource.HEAD] * (len(step) - 1), now_s=now_s)
-    deltas = [event for event in events if isinstance(event, Delta)]
     answer, reasoning = ("".join(parts[at::2]).lstrip() for at in (0, 1))
     assert "".join(delta.text for delta in deltas) == answer
     assert "".join(delta.reasoning for delta in deltas) == reasoning

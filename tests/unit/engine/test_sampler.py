@@ -1,4 +1,6 @@
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,29 +19,25 @@ from workers.engine.sampler import (
 LOGITS = mx.array([[2.0, 1.0, 0.0, -1.0]])
 
 
-def context_of(sampling: Sampling, **changes: object) -> SamplingContext:
-    values: dict[str, object] = {"seed": 1, "prompt": [], "answer": []}
-    return SamplingContext(sampling=sampling, **{**values, **changes})  # type: ignore[arg-type]
-
-
-def allowed_tokens(sampling: Sampling) -> list[bool]:
-    return [value > -1e30 for value in filter_logits(LOGITS[None], [sampling])[0, 0].tolist()]
+def context_of(sampling: Sampling, **changes: Any) -> SamplingContext:
+    return SamplingContext(sampling=sampling, **{"seed": 1, "prompt": [], "answer": [], **changes})
 
 
 @pytest.mark.parametrize(
-    ("sampling", "expected"),
+    ("sampling", "kept"),
     [
-        (Sampling(), [True, True, True, True]),
-        (Sampling(top_k=2), [True, True, False, False]),
-        (Sampling(top_k=9), [True, True, True, True]),
-        (Sampling(top_p=0.6), [True, False, False, False]),  # shares .64 .24 .09 .03
-        (Sampling(top_p=0.7), [True, True, False, False]),
-        (Sampling(min_p=0.2), [True, True, False, False]),
-        (Sampling(top_k=3, min_p=0.05, top_p=0.99), [True, True, True, False]),
+        (Sampling(), 4),
+        (Sampling(top_k=2), 2),
+        (Sampling(top_k=9), 4),
+        (Sampling(top_p=0.6), 1),  # shares .64 .24 .09 .03
+        (Sampling(top_p=0.7), 2),
+        (Sampling(min_p=0.2), 2),
+        (Sampling(top_k=3, min_p=0.05, top_p=0.99), 3),
     ],
 )
-def test_filters_keep_exactly_the_expected_tokens(sampling: Sampling, expected: list[bool]) -> None:
-    assert allowed_tokens(sampling) == expected
+def test_filters_keep_exactly_the_likeliest_tokens(sampling: Sampling, kept: int) -> None:
+    filtered = filter_logits(LOGITS[None], [sampling])[0, 0].tolist()
+    assert [score > -1e30 for score in filtered] == [at < kept for at in range(4)]
 
 
 FILTERS = (
@@ -52,6 +50,20 @@ FILTERS = (
     Sampling(min_p=0.1, top_k=5000),
     Sampling(),
 )
+
+
+def logits_of(shape: tuple[int, ...], seed: int, spread: float, *, ties: bool) -> mx.array:
+    logits = spread * mx.random.normal(shape, key=mx.random.key(seed))
+    # Scores of bfloat16 layers have many ties.
+    return logits.astype(mx.bfloat16).astype(mx.float32) if ties else logits
+
+
+def assert_filtered(logits: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+    """Check the filters by their definitions; return the filtered logits."""
+    filtered = filter_logits(logits, samplings)
+    expected = [filter_by_sorting(*each) for each in zip(logits, samplings, strict=True)]
+    assert mx.array_equal(filtered, mx.stack(expected))
+    return filtered
 
 
 def filter_by_sorting(logits: mx.array, sampling: Sampling) -> mx.array:
@@ -73,8 +85,7 @@ def filter_by_sorting(logits: mx.array, sampling: Sampling) -> mx.array:
 
 
 @pytest.mark.parametrize(
-    "samplings",
-    [FILTERS, FILTERS[:3], FILTERS[3:5], FILTERS[5:], *((one,) for one in FILTERS)],
+    "samplings", [FILTERS, FILTERS[:3], FILTERS[3:5], FILTERS[5:], *((one,) for one in FILTERS)]
 )
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 @pytest.mark.parametrize("ties", [False, True])
@@ -82,41 +93,21 @@ def test_rows_filtered_together_keep_what_the_definitions_keep(
     samplings: Sequence[Sampling], spread: float, ties: bool
 ) -> None:
     for seed in range(4):
-        shape = (len(samplings), 3, 2000)
-        logits = spread * mx.random.normal(shape, key=mx.random.key(seed))
-        if ties:  # scores of bfloat16 layers have many
-            logits = logits.astype(mx.bfloat16).astype(mx.float32)
-        expected = mx.stack(
-            [filter_by_sorting(*each) for each in zip(logits, samplings, strict=True)]
-        )
-        assert mx.array_equal(filter_logits(logits, samplings), expected)
+        assert_filtered(logits_of((len(samplings), 3, 2000), seed, spread, ties=ties), samplings)
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_nucleus_in_a_large_vocabulary_is_the_one_that_sorting_finds(ties: bool) -> None:
     """Where the likeliest tokens have its probability, and where only a sort finds it."""
-    vocabulary = 5 * NUCLEUS_TOKENS
     samplings = (
-        Sampling(top_p=0.9),
-        Sampling(top_p=0.999),
-        Sampling(top_p=0.95, min_p=0.02),
-        Sampling(min_p=0.1),
-        Sampling(top_p=0.95, min_p=1e-9),
-        Sampling(top_p=0.5),
+        *(Sampling(top_p=0.9), Sampling(top_p=0.999), Sampling(top_p=0.95, min_p=0.02)),
+        *(Sampling(min_p=0.1), Sampling(top_p=0.95, min_p=1e-9), Sampling(top_p=0.5)),
     )
     kept = set()
     for seed, spread in enumerate((0.3, 3.0, 9.0) * 4):
-        shape = (len(samplings), 2, vocabulary)
-        logits = spread * mx.random.normal(shape, key=mx.random.key(seed))
+        logits = logits_of((len(samplings), 2, 5 * NUCLEUS_TOKENS), seed, spread, ties=ties)
         logits[:, 1] = 0.5 * logits[:, 1]  # positions of one row may differ
-        if ties:
-            logits = logits.astype(mx.bfloat16).astype(mx.float32)
-        filtered = filter_logits(logits, samplings)
-        expected = mx.stack(
-            [filter_by_sorting(*each) for each in zip(logits, samplings, strict=True)]
-        )
-        assert mx.array_equal(filtered, expected)
-        counts = (filtered[:2] > -mx.inf).sum(-1).flatten().tolist()
+        counts = (assert_filtered(logits, samplings)[:2] > -mx.inf).sum(-1).flatten().tolist()
         kept |= {count > NUCLEUS_TOKENS for count in counts}
     assert kept == {False, True}
 
@@ -147,15 +138,9 @@ def test_counts_of_former_steps_choose_as_counts_of_the_whole_answer(sampling: S
 
 
 def test_penalties_and_biases_change_only_the_scores_of_their_tokens() -> None:
-    sampling = Sampling(
-        repetition_penalty=2.0,
-        presence_penalty=0.5,
-        frequency_penalty=0.25,
-        logit_bias=((2, 10.0),),
-    )
-
+    penalties = Sampling(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    sampling = penalties._replace(logit_bias=((2, 10.0),))
     changed = reshape_logits(LOGITS + 0, context_of(sampling, prompt=[3], answer=[0, 0]))
-
     assert changed[0].tolist() == pytest.approx([2 / 2 - 0.5 - 2 * 0.25, 1.0, 10.0, -2.0])
     once = reshape_logits(LOGITS + 0, context_of(Sampling(presence_penalty=0.5), answer=[1]))
     assert (LOGITS - once)[0].tolist() == pytest.approx([0.0, 0.5, 0.0, 0.0])
@@ -170,65 +155,29 @@ def test_penalties_and_biases_change_only_the_scores_of_their_tokens() -> None:
         Sampling(temperature=0.7, frequency_penalty=1.5, logit_bias=((2, 1.0),)),
     ],
 )
-def test_tokens_after_drafts_are_chosen_as_after_the_same_answer(sampling) -> None:
+def test_tokens_after_drafts_are_chosen_as_after_the_same_answer(sampling: Sampling) -> None:
     scores = mx.broadcast_to(mx.array([2.0, 1.9, 1.8, 1.7]), (1, 4, 4))
-    drafts = mx.array([[0, 1, 0]])
-    with_drafts = choose(scores, [context_of(sampling, answer=[3])], drafts)[0].tolist()
-    one_by_one = []
-    for at in range(4):
-        answer = [3, *drafts[0, :at].tolist()]
-        row = context_of(sampling, answer=answer)
-        one_by_one.append(choose(scores[:, :1], [row])[0, 0].item())
-
-    assert with_drafts == one_by_one
+    drafts = [0, 1, 0]
+    with_drafts = choose(scores, [context_of(sampling, answer=[3])], mx.array([drafts]))[0].tolist()
+    rows = [context_of(sampling, answer=[3, *drafts[:at]]) for at in range(4)]
+    assert with_drafts == [choose(scores[:, :1], [row])[0, 0].item() for row in rows]
     assert len(set(with_drafts)) > 1, "the penalties change the choice"
 
 
-def test_penalties_do_not_change_the_scores_of_the_caller() -> None:
-    scores = mx.array([[[2.0, 1.0]]])
-
-    choose(scores, [context_of(Sampling(temperature=0, logit_bias=((1, 50.0),)))])
-
-    assert scores.tolist() == [[[2.0, 1.0]]]
-
-
-def test_a_bias_decides_a_greedy_choice() -> None:
+def test_a_bias_decides_a_greedy_choice_and_changes_no_score_of_the_caller() -> None:
     biased = context_of(Sampling(temperature=0, logit_bias=((3, 50.0),)))
     plain = context_of(Sampling(temperature=0))
+    scores = mx.stack([LOGITS, LOGITS])
+    assert choose(scores, [biased, plain]).tolist() == [[3], [0]]
+    assert scores.tolist() == [LOGITS.tolist()] * 2
 
-    tokens = choose(mx.stack([LOGITS, LOGITS]), [biased, plain])
 
-    assert tokens.tolist() == [[3], [0]]
-
-
-def test_a_seeded_row_draws_the_same_tokens_in_any_batch() -> None:
-    scores = mx.zeros((1, 3, 50))
+def test_a_seeded_row_draws_the_same_tokens_in_any_batch_and_step() -> None:
     row = context_of(Sampling(), seed=7, answer=[0] * 4)
     other = context_of(Sampling(temperature=0.5, top_k=3), seed=8)
-
-    single = choose(scores, [row])[0].tolist()
-    batched = choose(mx.zeros((3, 3, 50)), [other, row, other])[1].tolist()
-
-    assert single == batched
-
-
-def test_a_draw_depends_on_its_position_not_on_its_step() -> None:
-    scores = mx.zeros((1, 4, 1000))
-    in_one_step = choose(scores, [context_of(Sampling(), answer=[0] * 10)])[0].tolist()
-
-    one_by_one = [
-        choose(scores[:, :1], [context_of(Sampling(), answer=[0] * (10 + at))])[0, 0].item()
-        for at in range(4)
-    ]
-
-    assert in_one_step == one_by_one
-
-
-def test_adjacent_seeds_and_positions_share_no_draws() -> None:
-    keys = {
-        tuple(position_key(seed, position).tolist())
-        for seed in (-1, 0, 1, 2, 2**63 - 1)
-        for position in range(50)
-    }
-
-    assert len(keys) == 250
+    single = choose(mx.zeros((1, 4, 1000)), [row])[0].tolist()
+    assert choose(mx.zeros((3, 4, 1000)), [other, row, other])[1].tolist() == single
+    rows = [context_of(Sampling(), seed=7, answer=[0] * (4 + at)) for at in range(4)]
+    assert [choose(mx.zeros((1, 1, 1000)), [one])[0, 0].item() for one in rows] == single
+    places = itertools.product((-1, 0, 1, 2, 2**63 - 1), range(50))
+    assert len({tuple(position_key(*place).tolist()) for place in places}) == 250, "no shared draw"

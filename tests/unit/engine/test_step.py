@@ -29,8 +29,8 @@ def values(step: OpenStep) -> dict[str, Any]:
     ]
     return {
         "drafts": step.drafts.tolist(),
-        "limits": list(step.limits),
-        "sources": list(step.sources),
+        "limits": [*step.limits],
+        "sources": [*step.sources],
         "scores": step.scores.tolist(),
         "hidden": None if step.hidden is None else step.hidden.tolist(),
         "recurrent": recurrent,
@@ -45,7 +45,7 @@ def rows_of(value: Any, rows: list[int], levels: int = 0) -> Any:
 
 @pytest.mark.parametrize("rows", [[1], [0, 2], [2, 1], [0, 1, 2]])
 @pytest.mark.parametrize("hidden", [numbered(3, 2), None])
-def test_every_part_of_a_step_is_that_of_the_rows_that_stay(
+def test_a_step_has_the_parts_of_the_rows_that_stay(
     rows: list[int], hidden: mx.array | None
 ) -> None:
     step = OpenStep(

@@ -49,18 +49,17 @@ BODY: Any = {
     ]
 }
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+SUM = 'start: N ("+" N)+\nN: /[0-9]+/\n%ignore /[ \\n]+/'
 TEXTS_OF_TOOLS: Any = {
     "tools": [
-        {"function": {"name": name, "parameters": TEXT}} for name in ("patch", "code", "sum", "any")
-    ]
-    + [{"function": {"name": "free"}}],
+        *({"function": {"name": name, "parameters": TEXT}} for name in ("patch", "code", "sum")),
+        {"function": {"name": "any", "parameters": TEXT}},
+        {"function": {"name": "free"}},
+    ],
     "tool_grammars": {
         "patch": {"syntax": "lark", "definition": PATCH},
         "code": {"syntax": "regex", "definition": r'^[a-z]+/"[^"]*"$'},
-        "sum": {
-            "syntax": "lark",
-            "definition": 'start: N ("+" N)+\nN: /[0-9]+/\n%ignore /[ \\n]+/',
-        },
+        "sum": {"syntax": "lark", "definition": SUM},
         "any": {"syntax": "lark", "definition": "start: /(?s:.+)/"},
     },
 }
@@ -74,17 +73,23 @@ def tokenizer() -> LLTokenizer:
     return from_tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINT)))
 
 
-def accepts(
-    tokenizer: LLTokenizer, style: str, marks: tuple[str, str], *texts: str, body: Any = BODY
-) -> bool:
-    """Return whether an answer may have these texts, with `(` and `)` for the marks."""
+def source_of(
+    tokenizer: LLTokenizer, style: str, marks: tuple[str, str] = SPECIAL, body: Any = BODY
+) -> str:
     constraint = strict_tools(body, style)
     assert constraint is not None
-    source = grammar_source(constraint, tokenizer, marks)
+    return grammar_source(constraint, tokenizer, marks)
+
+
+def accepts(
+    tokenizer: LLTokenizer, style: str, marks: tuple[str, str], answer: str, body: Any = BODY
+) -> bool:
+    """Return whether an answer may have this text, with `(` and `)` for the marks."""
+    source = source_of(tokenizer, style, marks, body)
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
-    answer = "".join(texts).replace("(", marks[0]).replace(")", marks[1])
-    tokens = tokenizer.tokenize_str(answer, parse_special=True)
+    text = answer.replace("(", marks[0]).replace(")", marks[1])
+    tokens = tokenizer.tokenize_str(text, parse_special=True)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -93,42 +98,37 @@ def tags(function: str, **values: Any) -> str:
     return f"(\n<function={function}>\n{''.join(parameters)}</function>\n)"
 
 
-@pytest.mark.parametrize("marks", [SPECIAL, TEXTS])
-def test_calls_in_tags_fit_their_schema(tokenizer: LLTokenizer, marks: tuple[str, str]) -> None:
-    good = [
-        ["Only text, with < and ["],
-        ["", tags("get_weather", city="Paris", days=3)],
-        ["So: ", tags("get_weather", city="Paris", unit="c", days=3, note="a\nb"), "\n"],
-        [tags("now"), "\n", tags("free", x="a\nb", y=1)],
-    ]
-    bad = [
-        [tags("get_weather", days=3)],
-        [tags("get_weather", city="Paris", days=30)],
-        [tags("get_weather", city="P" * 21, days=3)],
-        [tags("get_weather", city="Paris", unit="k", days=3)],
-        [tags("now", x=1)],
-        [tags("other")],
-        ["( text )"],
-    ]
-    assert [accepts(tokenizer, FUNCTION_TAGS, marks, *texts) for texts in good] == [True] * 4
-    assert [accepts(tokenizer, FUNCTION_TAGS, marks, *texts) for texts in bad] == [False] * 7
+WEATHER_CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
 
 
 @pytest.mark.parametrize("marks", [SPECIAL, TEXTS])
-def test_calls_in_json_fit_their_schema(tokenizer: LLTokenizer, marks: tuple[str, str]) -> None:
-    weather = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
-    good = [
-        ["(\n", weather, "\n)"],
-        ["So: ([", weather, ', {"name": "now", "arguments": {}}', "])"],
-        ['({"name": "free", "arguments": {"x": [1]}})', "\n(", weather, ")"],
-    ]
-    bad = [
-        ['({"name": "get_weather", "arguments": {"city": "Paris"}})'],
-        ['({"name": "now", "arguments": {"x": 1}})'],
-        ['({"name": "other", "arguments": {}})'],
-    ]
-    assert [accepts(tokenizer, RECORDS, marks, *texts) for texts in good] == [True] * 3
-    assert [accepts(tokenizer, RECORDS, marks, *texts) for texts in bad] == [False] * 3
+@pytest.mark.parametrize(
+    ("style", "answer", "good"),
+    [
+        (FUNCTION_TAGS, "Only text, with < and [", True),
+        (FUNCTION_TAGS, tags("get_weather", city="Paris", days=3), True),
+        (FUNCTION_TAGS, f"So: {tags('get_weather', city='Paris', unit='c', days=3)}\n", True),
+        (FUNCTION_TAGS, tags("get_weather", city="Paris", days=3, note="a\nb"), True),
+        (FUNCTION_TAGS, tags("now") + "\n" + tags("free", x="a\nb", y=1), True),
+        (FUNCTION_TAGS, tags("get_weather", days=3), False),
+        (FUNCTION_TAGS, tags("get_weather", city="Paris", days=30), False),
+        (FUNCTION_TAGS, tags("get_weather", city="P" * 21, days=3), False),
+        (FUNCTION_TAGS, tags("get_weather", city="Paris", unit="k", days=3), False),
+        (FUNCTION_TAGS, tags("now", x=1), False),
+        (FUNCTION_TAGS, tags("other"), False),
+        (FUNCTION_TAGS, "( text )", False),
+        (RECORDS, f"(\n{WEATHER_CALL}\n)", True),
+        (RECORDS, f'So: ([{WEATHER_CALL}, {{"name": "now", "arguments": {{}}}}])', True),
+        (RECORDS, f'({{"name": "free", "arguments": {{"x": [1]}}}})\n({WEATHER_CALL})', True),
+        (RECORDS, '({"name": "get_weather", "arguments": {"city": "Paris"}})', False),
+        (RECORDS, '({"name": "now", "arguments": {"x": 1}})', False),
+        (RECORDS, '({"name": "other", "arguments": {}})', False),
+    ],
+)
+def test_calls_fit_their_schema(
+    tokenizer: LLTokenizer, *, marks: tuple[str, str], style: str, answer: str, good: bool
+) -> None:
+    assert accepts(tokenizer, style, marks, answer) is good
 
 
 @pytest.mark.parametrize("marks", [SPECIAL, TEXTS, ("<tools>", "</tools>")])
@@ -158,19 +158,20 @@ def test_a_text_follows_the_grammar_of_its_tool(
     text: str,
     good: bool,
 ) -> None:
-    call = {"name": function, "arguments": {"text": text}}
-    written = f"(\n{json.dumps(call, ensure_ascii=False)}\n)"
     if style == FUNCTION_TAGS:
-        written = tags(function, text=text)
-    assert accepts(tokenizer, style, marks, "So: ", written, body=TEXTS_OF_TOOLS) == good
-    free = tags("free", x=1) if style == FUNCTION_TAGS else '({"name": "free", "arguments": {}})'
-    assert accepts(tokenizer, style, marks, written, "\n", free, body=TEXTS_OF_TOOLS) == good
+        written, free = tags(function, text=text), tags("free", x=1)
+    else:
+        call = {"name": function, "arguments": {"text": text}}
+        written = f"(\n{json.dumps(call, ensure_ascii=False)}\n)"
+        free = '({"name": "free", "arguments": {}})'
+    for answer in (f"So: {written}", f"{written}\n{free}"):
+        assert accepts(tokenizer, style, marks, answer, TEXTS_OF_TOOLS) == good
 
 
 def test_no_text_between_tags_contains_the_tag_that_ends_it(tokenizer: LLTokenizer) -> None:
     for function, text in (("any", "a</parameter>b"), ("code", 'a/"</parameter>"')):
         written = tags(function, text=text)
-        assert not accepts(tokenizer, FUNCTION_TAGS, SPECIAL, written, body=TEXTS_OF_TOOLS)
+        assert not accepts(tokenizer, FUNCTION_TAGS, SPECIAL, written, TEXTS_OF_TOOLS)
 
 
 MONTH = {"type": "string", "pattern": "^[0-9]{2}$", "minLength": 1}
@@ -200,13 +201,8 @@ TEXT_VALUES: Any = [
 def strict_tool_of(value: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Return a body with a strict tool of one argument, a string unless `type` says otherwise."""
     schema = {name: part for name, part in {"type": "string", **value}.items() if part is not None}
-    parameters = {
-        "type": "object",
-        "properties": {"x": schema},
-        "required": ["x"],
-        "$defs": {"month": MONTH},
-        **more,
-    }
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], **more}
+    parameters["$defs"] = {"month": MONTH}
     return {"tools": [{"function": {"name": "f", "strict": True, "parameters": parameters}}]}
 
 
@@ -218,7 +214,7 @@ def test_a_text_between_tags_has_what_its_schema_says(
     body = strict_tool_of(value)
     for text in (*good, *bad):
         written = tags("f", x=text)
-        took = accepts(tokenizer, FUNCTION_TAGS, TEXTS, written, body=body)
+        took = accepts(tokenizer, FUNCTION_TAGS, TEXTS, written, body)
         assert took == (text in good), text
     schema = body["tools"][0]["function"]["parameters"]
     call = FORMATS["qwen3_coder"].calls[0]
@@ -248,20 +244,14 @@ def test_a_text_between_tags_has_what_its_schema_says(
 def test_a_keyword_that_cannot_be_held_between_tags_is_named(
     tokenizer: LLTokenizer, body: Any, keyword: str
 ) -> None:
-    constraint = strict_tools(body, FUNCTION_TAGS)
-    assert constraint is not None
     with pytest.raises(UnsupportedGrammar, match=re.escape(f"'{keyword}")):
-        grammar_source(constraint, tokenizer, SPECIAL)
+        source_of(tokenizer, FUNCTION_TAGS, body=body)
 
 
 @pytest.mark.parametrize("pattern", ["(^a|b)c", "a(?=b)", "[", r"\bx"])
-def test_a_pattern_that_cannot_be_held_between_tags_has_no_grammar(
-    tokenizer: LLTokenizer, pattern: str
-) -> None:
+def test_a_pattern_that_cannot_be_held_has_no_grammar(tokenizer: LLTokenizer, pattern: str) -> None:
     """llguidance refuses it as an expression, and so a client is told of the pattern."""
-    constraint = strict_tools(strict_tool_of({"pattern": pattern}), FUNCTION_TAGS)
-    assert constraint is not None
-    source = grammar_source(constraint, tokenizer, SPECIAL)
+    source = source_of(tokenizer, FUNCTION_TAGS, body=strict_tool_of({"pattern": pattern}))
     error = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS).get_error()
     assert "regex" in error.partition("\n")[0]
 
@@ -270,11 +260,9 @@ def test_a_pattern_that_cannot_be_held_between_tags_has_no_grammar(
 def test_the_grammar_of_each_tool_is_known_alone(tokenizer: LLTokenizer, style: str) -> None:
     constraint = strict_tools(TEXTS_OF_TOOLS, style)
     assert constraint is not None
-    source = text_source(constraint, "code")
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(tokenizer, text_source(constraint, "code"), log_level=0, limits=LIMITS)
     text = r"ab/\"x\"" if style == RECORDS else 'ab/"x"\n</parameter>\n'
-    tokens = tokenizer.tokenize_str(text)
-    assert matcher.consume_tokens(tokens)
+    assert matcher.consume_tokens(tokenizer.tokenize_str(text))
     assert matcher.is_accepting()
 
 

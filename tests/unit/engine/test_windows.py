@@ -7,29 +7,27 @@ import pytest
 from mlx_vlm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from workers.engine.kv_cache import MIN_SLOTS, STEP_TOKENS
-from workers.engine.windows import (
-    WindowCache,
-    recent_tokens,
-    restore_window,
-    ring_slots,
-    to_ring,
-)
+from workers.engine.windows import WindowCache, recent_tokens, restore_window, ring_slots, to_ring
 
 WINDOW = 300
 RING = ring_slots(WINDOW)
 
 
-def values(begin: int, end: int) -> mx.array:
-    """Return keys whose values are the numbers of their tokens."""
-    return mx.arange(begin, end, dtype=mx.float32)[None, None, :, None]
+def values(begin: int, end: int) -> tuple[mx.array, mx.array]:
+    """Return keys and values, which are the numbers of their tokens."""
+    numbers = mx.arange(begin, end, dtype=mx.float32)[None, None, :, None]
+    return numbers, numbers
+
+
+def numbers_of(keys_and_values: tuple[mx.array, mx.array]) -> list[int]:
+    return keys_and_values[0][0, 0, :, 0].tolist()  # type: ignore[no-any-return]
 
 
 def read(tokens: int, window: int = WINDOW) -> RotatingKVCache:
     """Read a prompt in chunks, as a prefill does."""
     cache = RotatingKVCache(max_size=window)
     for begin in range(0, tokens, 96):
-        part = values(begin, min(begin + 96, tokens))
-        cache.update_and_fetch(part, part)
+        cache.update_and_fetch(*values(begin, min(begin + 96, tokens)))
     return cache
 
 
@@ -37,7 +35,7 @@ def seen(cache: WindowCache, length: int = 1) -> list[list[set[int]]]:
     """Append the next tokens of every row; return the tokens that each query sees, by row."""
     offsets = cache.offset.tolist()
     mask = cache.make_mask(length)[:, 0]
-    new = mx.concatenate([values(at, at + length) for at in offsets])
+    new = mx.concatenate([values(at, at + length)[0] for at in offsets])
     keys, _ = cache.update_and_fetch(new, new)
     held = keys[:, 0, :, 0].astype(mx.int32).tolist()
     return [
@@ -96,28 +94,23 @@ def test_the_window_of_a_prompt_goes_from_cache_to_cache(tokens: int, single: in
     """From the family's cache, in whatever order it has its tokens, into a new one and a ring."""
     cache = read(tokens)
     for at in range(tokens, tokens + single):
-        cache.update_and_fetch(values(at, at + 1), values(at, at + 1))
+        cache.update_and_fetch(*values(at, at + 1))
     end = tokens + single
-    keys, _ = recent_tokens(cache)
+    copied = recent_tokens(cache)
     expected = list(range(max(end - WINDOW, 0), end))
-    assert keys[0, 0, :, 0].tolist() == expected
-
+    assert numbers_of(copied) == expected
     restored = RotatingKVCache(max_size=WINDOW)
-    restore_window(restored, keys, keys, end)
-    restored.update_and_fetch(values(end, end + 1), values(end, end + 1))
-    assert recent_tokens(restored)[0][0, 0, :, 0].tolist() == [*expected, end][-WINDOW:]
-    assert keys[0, 0, :, 0].tolist() == expected, "the stored copy stays as it is"
-
-    ring = to_ring(cache, room_tokens=1)
-    assert ring.recent_tokens(0, end)[0][0, 0, :, 0].tolist() == expected
+    restore_window(restored, *copied, end)
+    restored.update_and_fetch(*values(end, end + 1))
+    assert numbers_of(recent_tokens(restored)) == [*expected, end][-WINDOW:]
+    assert numbers_of(copied) == expected, "the stored copy stays as it is"
+    assert numbers_of(to_ring(cache, room_tokens=1).recent_tokens(0, end)) == expected
 
 
 def test_the_window_before_a_rejected_draft_is_read_from_a_ring() -> None:
     cache = to_ring(read(800), room_tokens=STEP_TOKENS)
-    draft = values(800, 816)
-    cache.update_and_fetch(draft, draft)
-    keys, _ = cache.recent_tokens(0, 801)
-    assert keys[0, 0, :, 0].tolist() == list(range(501, 801))
+    cache.update_and_fetch(*values(800, 816))
+    assert numbers_of(cache.recent_tokens(0, 801)) == list(range(501, 801))
 
 
 def test_a_query_sees_its_own_chunk_where_the_context_is_cut_into_chunks() -> None:
@@ -125,8 +118,8 @@ def test_a_query_sees_its_own_chunk_where_the_context_is_cut_into_chunks() -> No
     family = ChunkedKVCache(chunk)
     for begin in range(0, 250, 50):
         family.maybe_trim_front()
-        family.update_and_fetch(values(begin, begin + 50), values(begin, begin + 50))
-    assert recent_tokens(family)[0][0, 0, :, 0].tolist() == list(range(150, 250))
+        family.update_and_fetch(*values(begin, begin + 50))
+    assert numbers_of(recent_tokens(family)) == list(range(150, 250))
     cache = to_ring(family, room_tokens=1)
     for at in range(250, 420):
         cache.reserve(at + 1)

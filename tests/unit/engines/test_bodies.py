@@ -21,16 +21,14 @@ def sent(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", MLX)
-def test_engines_of_mlx_get_no_top_k_of_the_whole_vocabulary(kind: str) -> None:
-    """One such request ends `mlx_lm.server` and breaks vllm-mlx until it is started again."""
+def test_engines_of_mlx_get_no_top_k_of_the_whole_vocabulary_and_no_token_ids(kind: str) -> None:
+    """One such request ends `mlx_lm.server` and breaks vllm-mlx until it is started again.
+
+    An id beyond the vocabulary, in `logit_bias`, ends `mlx_lm.server` and `mlx_vlm.server`.
+    """
     assert sent(kind, top_k=31_999) == {"top_k": 31_999}
     assert sent(kind, top_k=32_000) == {}
     assert sent(kind, top_k=10**9, seed=None) == {"seed": None}
-
-
-@pytest.mark.parametrize("kind", MLX)
-def test_engines_of_mlx_get_no_token_ids(kind: str) -> None:
-    """An id beyond the vocabulary, in `logit_bias`, ends `mlx_lm.server` and `mlx_vlm.server`."""
     assert {Feature.LOGIT_BIAS, Feature.STOP_TOKENS} <= KINDS[kind].lacks
 
 
@@ -42,6 +40,5 @@ def test_only_paceline_goes_on_from_a_last_message(kind: str) -> None:
 
 def test_mlx_lm_gets_no_negative_seed() -> None:
     """It closes the connection at one, as if it had died."""
-    assert sent("mlx-lm", seed=-1) == {"seed": 2**63 - 1}
-    assert sent("mlx-lm", seed=7) == {"seed": 7}
-    assert sent("mlx-lm", seed=None) == {"seed": None}
+    for seed, expected in ((-1, 2**63 - 1), (7, 7), (None, None)):
+        assert sent("mlx-lm", seed=seed) == {"seed": expected}

@@ -12,6 +12,9 @@ from gateway.types import Drafts
 USAGE = {"prompt_tokens": 12, "completion_tokens": 3}
 
 
+DRAFTED = {"draft_n": 6, "draft_n_accepted": 4, "predicted_n": 9}
+
+
 @pytest.mark.parametrize(
     ("kind", "answer", "cached"),
     [
@@ -35,11 +38,8 @@ def test_cached_tokens_are_read_where_a_kind_tells_them(
 @pytest.mark.parametrize(
     ("timings", "drafts"),
     [
-        (
-            {"draft_n": 6, "draft_n_accepted": 4, "draft_rounds": 3, "predicted_n": 9},
-            Drafts(3, 6, 4, ()),
-        ),
-        ({"draft_n": 6, "draft_n_accepted": 4, "predicted_n": 9}, Drafts(5, 6, 4, ())),
+        ({**DRAFTED, "draft_rounds": 3}, Drafts(3, 6, 4, ())),
+        (DRAFTED, Drafts(5, 6, 4, ())),
         ({"draft_n": None, "predicted_n": 9}, None),
         ({"draft_n": 1, "draft_n_accepted": 2}, None),
         ({"draft_n": "many", "draft_n_accepted": -1}, Drafts(0, 0, 0, ())),
@@ -61,9 +61,7 @@ def test_drafts_are_read_from_timings(kind: str, timings: object, drafts: Drafts
         (None, None),
     ],
 )
-def test_drafts_of_vllm_mlx_stand_beside_the_answer(
-    metadata: object, drafts: Drafts | None
-) -> None:
+def test_drafts_of_vllm_mlx_stand_beside_an_answer(metadata: object, drafts: Drafts | None) -> None:
     assert KINDS["vllm-mlx"]().drafts({"generation_metadata": metadata}) == drafts
 
 

@@ -19,6 +19,11 @@ SCHEMA = {"response_format": {"type": "json_schema"}}
 SECRET = "/Users/ann/models/demo and the prompt"
 
 
+def refused(error: errors.GatewayError) -> tuple[int, str | None, str]:
+    assert isinstance(error, errors.RefusedByWorker)
+    return error.status, error.param, error.code
+
+
 @pytest.mark.parametrize(
     ("status", "body", "shown", "param", "code"),
     [
@@ -46,17 +51,9 @@ def test_an_error_of_the_client_keeps_its_class_and_gets_words_of_ours(
 ) -> None:
     raw = body.encode() if isinstance(body, str) else json.dumps(body).encode()
     error = read_refusal(status, raw, CHAT)
-    assert isinstance(error, errors.RefusedByWorker)
-    assert (error.status, error.param, error.code) == (shown, param, code)
+    assert refused(error) == (shown, param, code)
     assert "Users" not in error.message
     assert "prompt and" not in error.message
-
-
-def test_an_overflow_has_the_words_by_which_frameworks_raise_their_own_error() -> None:
-    """LiteLLM reads the first ones; LangChain looks for the code in the message."""
-    error = read_refusal(400, b'{"error": "greater than the context length"}', CHAT)
-    assert "This model's maximum context length is" in error.message
-    assert "context_length_exceeded" in error.message
 
 
 @pytest.mark.parametrize(
@@ -73,9 +70,7 @@ def test_an_overflow_has_the_words_by_which_frameworks_raise_their_own_error() -
          "loaded with context length of only 4096 tokens, which is not enough.", 5000, 4096),
     ],
 )  # fmt: skip
-def test_an_overflow_has_the_numbers_that_the_engine_names(
-    words: str, prompt: int, context: int
-) -> None:
+def test_an_overflow_has_the_numbers_of_the_engine(words: str, prompt: int, context: int) -> None:
     """OpenAI's words, and those by which Claude Code shortens a conversation."""
     error = read_refusal(400, json.dumps({"error": {"message": words}}).encode(), CHAT)
     assert f"maximum context length is {context} tokens" in error.message
@@ -88,6 +83,7 @@ def test_an_overflow_has_the_numbers_that_the_engine_names(
 @pytest.mark.parametrize(
     "words",
     [
+        "greater than the context length",
         "the prompt exceeds the context of 4096 tokens",
         "the prompt of 9000 tokens exceeds the context",
         "4096 tokens are the context window of 8192; with its answer the prompt exceeds it",
@@ -95,8 +91,11 @@ def test_an_overflow_has_the_numbers_that_the_engine_names(
     ],
 )
 def test_an_overflow_without_both_numbers_has_none(words: str) -> None:
+    """But the words by which LiteLLM and LangChain raise their own error."""
     error = read_refusal(400, json.dumps({"error": words}).encode(), CHAT)
     assert error.code == "context_length_exceeded"
+    assert "This model's maximum context length is" in error.message
+    assert "context_length_exceeded" in error.message
     assert not any(char.isdigit() for char in error.message)
 
 
@@ -135,22 +134,16 @@ def test_a_fault_of_template_or_grammar_is_the_clients_whatever_the_status(
     status: int, words: str, fields: dict[str, Any], param: str
 ) -> None:
     error = read_refusal(status, json.dumps({"error": words}).encode(), fields)
-    assert isinstance(error, errors.RefusedByWorker)
-    assert (error.status, error.param) == (status if status < 500 and status != 404 else 400, param)
+    assert refused(error)[:2] == (400 if status in (404, 500, 503) else status, param)
 
 
 def test_an_error_names_no_field_that_the_request_has_not() -> None:
     plain = {"model": "demo", "messages": HELLO}
     assert isinstance(read_refusal(500, b'{"error": "grammar"}', plain), errors.WorkerFailed)
     for error in ({"error": "no tools"}, {"error": {"message": "?", "param": "tools[0].x"}}):
-        refused = read_refusal(400, json.dumps(error).encode(), plain)
-        assert isinstance(refused, errors.RefusedByWorker)
-        assert refused.param is None
-
-
-def test_the_field_of_a_prompt_is_that_of_the_request() -> None:
-    error = read_refusal(400, b'{"error": "prompt is too long"}', {"prompt": "x", "model": "demo"})
-    assert error.param == "prompt"
+        assert refused(read_refusal(400, json.dumps(error).encode(), plain))[1] is None
+    body = {"prompt": "x", "model": "demo"}
+    assert refused(read_refusal(400, b'{"error": "prompt is too long"}', body))[1] == "prompt"
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -161,46 +154,29 @@ def test_each_kind_survives_any_answer(kind: str) -> None:
             assert isinstance(engine.refusal(status, body, CHAT), errors.GatewayError)
 
 
-def test_mlx_vlm_refuses_with_500_what_its_drafter_does_not_support() -> None:
-    body = b'{"detail": "Generation failed: Structured response_format is not supported."}'
-    error = KINDS["mlx-vlm"]().refusal(500, body, CHAT | SCHEMA)
-    assert isinstance(error, errors.RefusedByWorker)
-    assert error.param == "response_format"
-    assert isinstance(KINDS["mlx-vlm"]().refusal(500, b"no Metal", CHAT), errors.WorkerFailed)
-
-
 @pytest.mark.parametrize(
-    ("words", "param"),
+    ("kind", "status", "body", "param"),
     [
-        ("Generation failed: Unable to detect audio format from bytes", "messages"),
-        ("Generation failed: `top_k` has to be an integer in the (0, 1536] interval", "top_k"),
+        # As seen at 0.7.10; a stream has the same words in its first event, and is refused.
+        ("mlx-vlm", 500, "Structured response_format is not supported.", "response_format"),
+        ("mlx-vlm", 500, "Unable to detect audio format from bytes", "messages"),
+        ("mlx-vlm", 500, "`top_k` has to be an integer in the (0, 1536] interval", "top_k"),
+        # As seen at 0.6.0 on Linux: without a word to a schema that it cannot compile.
+        ("vllm-mlx", 500, "Internal Server Error", "response_format"),
+        # As seen at 0.32.2: to arguments of an earlier tool call that are no JSON, and to others.
+        ("mlx-lm", 404, '{"error": "Expecting value: line 1 column 1 (char 0)"}', "messages"),
+        ("mlx-lm", 404, '{"error": "list index out of range"}', None),
     ],
 )
-def test_mlx_vlm_answers_500_to_mistakes_of_clients(words: str, param: str) -> None:
-    """As seen at 0.7.10; a stream has the same words in its first event, and is refused."""
-    body = json.dumps({"detail": words}).encode()
-    error = KINDS["mlx-vlm"]().refusal(500, body, {**CHAT, "top_k": 9999})
-    assert isinstance(error, errors.RefusedByWorker)
-    assert (error.status, error.param) == (400, param)
-
-
-def test_vllm_mlx_answers_500_without_a_word_to_a_schema_that_it_cannot_compile() -> None:
-    """As seen at 0.6.0 on Linux."""
-    engine = KINDS["vllm-mlx"]()
-    error = engine.refusal(500, b"Internal Server Error", CHAT | SCHEMA)
-    assert isinstance(error, errors.RefusedByWorker)
-    assert (error.status, error.param) == (400, "response_format")
-    assert isinstance(engine.refusal(500, b"Internal Server Error", CHAT), errors.WorkerFailed)
-
-
-def test_mlx_lm_answers_404_to_whatever_it_does_not_take() -> None:
-    """As seen at 0.32.2: to arguments of an earlier tool call that are no JSON, and to others."""
-    engine = KINDS["mlx-lm"]()
-    error = engine.refusal(404, b'{"error": "Expecting value: line 1 column 1 (char 0)"}', CHAT)
-    assert isinstance(error, errors.RefusedByWorker)
-    assert (error.status, error.param, error.code) == (400, "messages", "invalid_value")
-    assert error.message == "The arguments of tool calls in 'messages' must be JSON objects."
-    other = engine.refusal(404, b'{"error": "list index out of range"}', CHAT)
-    assert (other.status, other.code) == (400, "invalid_value")
-    gone = engine.refusal(404, b'{"error": "Repository Not Found: no such model"}', CHAT)
-    assert isinstance(gone, errors.WorkerFailed)
+def test_a_kind_has_answers_of_its_own_to_mistakes_of_clients(
+    kind: str, status: int, body: str, param: str | None
+) -> None:
+    engine, asked = KINDS[kind](), {**CHAT, **SCHEMA, "top_k": 9999}
+    if kind == "mlx-vlm":
+        body = json.dumps({"detail": f"Generation failed: {body}"})
+    error = engine.refusal(status, body.encode(), asked)
+    assert refused(error)[:2] == (400, param)
+    arguments = "The arguments of tool calls in 'messages' must be JSON objects."
+    assert (error.message == arguments) is ("Expecting" in body)
+    other = b'{"error": "Repository Not Found: no Metal"}'
+    assert isinstance(engine.refusal(status, other, CHAT), errors.WorkerFailed)

@@ -11,19 +11,13 @@ from gateway.fleet.registry import WorkerRegistry
 from gateway.routing.select import Candidate
 from tests.support.fake_clock import FakeClock
 from tests.support.memory_records import MemoryRecords
+from tests.support.scheduler_harness import worker_report
 from tests.support.scripted_worker import lane_report
 from workers.protocol import WorkerReport
 
 
 def report(running: int) -> WorkerReport:
-    return WorkerReport(
-        worker_id="mac",
-        boot_id="1",
-        url="http://mac:9200",
-        model="demo",
-        context_tokens=100,
-        lanes=(lane_report("vlm", running=running),),
-    )
+    return worker_report(lanes=[lane_report("vlm", running=running)])
 
 
 async def test_a_worker_that_runs_a_request_of_another_gateway_is_not_drained() -> None:

@@ -31,21 +31,12 @@ def dequeue_clients(queue: FairQueue[str], count: int) -> list[str]:
     return order
 
 
-def test_requests_of_one_client_are_served_in_order_of_arrival() -> None:
-    queue = queue_of(*[("a", DEFAULT)] * 5)
-    assert list(queue) == [f"a-{number}" for number in range(5)]
-
-
 def test_a_ticket_has_the_place_in_which_it_is_served() -> None:
-    queue = queue_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT), ("c", Priority.INTERACTIVE))
+    queue = queue_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT), ("c", INTERACTIVE))
+    assert list(queue) == ["c-4", "a-0", "b-3", "a-1", "a-2"]
     for ticket in queue:
         assert [queue.place(one) for one in queue] == list(range(1, len(queue) + 1))
         queue.dequeue(ticket)
-
-
-def test_a_client_with_a_hundred_requests_delays_only_its_own() -> None:
-    queue = queue_of(*[("greedy", DEFAULT)] * 100, ("modest", DEFAULT))
-    assert "modest" in dequeue_clients(queue, 2)
 
 
 def test_c7_a_request_waits_for_one_request_of_a_client_that_keeps_the_queue_full() -> None:
@@ -73,20 +64,16 @@ def test_interactive_is_served_first_and_bulk_gets_its_share() -> None:
     assert shares == {"interactive": 32, "default": 8, "bulk": 2}
 
 
-def test_removing_a_ticket_removes_no_other_ticket() -> None:
-    queue = queue_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT))
-    for ticket in ("a-0", "a-1", "a-1", "unknown"):
-        queue.remove(ticket)
-    assert len(queue) == 2
-    assert set(queue) == {"a-2", "b-3"}
-
-
-def test_leaving_and_queueing_again_gains_no_position() -> None:
+def test_removing_a_ticket_removes_no_other_ticket_and_gains_no_position() -> None:
     queue = queue_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT))
     before = list(queue).index("b-3")
     queue.remove("b-3")
     queue.enqueue("b-4", DEFAULT, "b")
     assert list(queue).index("b-4") >= before
+    for ticket in ("a-0", "a-1", "a-1", "unknown"):
+        queue.remove(ticket)
+    assert len(queue) == 2
+    assert set(queue) == {"a-2", "b-4"}
 
 
 def test_a_client_whose_requests_have_all_left_starts_again_like_a_new_client() -> None:
@@ -99,10 +86,10 @@ def test_a_client_whose_requests_have_all_left_starts_again_like_a_new_client() 
 
 
 MOVES = st.lists(
-    st.one_of(
-        st.tuples(st.just("enter"), st.sampled_from("abc"), st.sampled_from(Priority)),
-        st.tuples(st.just("serve"), st.just(""), st.just(DEFAULT)),
-        st.tuples(st.just("leave"), st.just(""), st.just(DEFAULT)),
+    st.tuples(
+        st.sampled_from(["enter", "serve", "leave"]),
+        st.sampled_from("abc"),
+        st.sampled_from(Priority),
     ),
     max_size=60,
 )
@@ -131,9 +118,7 @@ def test_no_ticket_is_lost_duplicated_or_reordered_within_its_flow(
 
 
 @given(st.integers(1, 8), st.sampled_from(Priority))
-def test_a_ticket_is_served_after_at_most_its_weighted_share(
-    clients: int, priority: Priority
-) -> None:
+def test_a_ticket_waits_for_at_most_its_weighted_share(clients: int, priority: Priority) -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(200):
         for client in range(clients):

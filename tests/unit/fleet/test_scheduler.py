@@ -20,114 +20,78 @@ from gateway.routing.features import Feature
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
 from policies.compiler import CallerAttributes
-from policies.document import PolicyDocument, read_policy
+from policies.document import PolicyDocument
 from policies.request.profile import Priority
 from tests.support.fake_clock import START_S
+from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
-from tests.support.scheduler_harness import (
-    SchedulerHarness,
-    cancel_all,
-    run_ready_tasks,
-    worker_report,
-)
+from tests.support.scheduler_harness import SchedulerHarness as Harness
+from tests.support.scheduler_harness import cancel_all, run_ready_tasks, worker_report
 from tests.support.scripted_worker import lane_report
 
 
 def policy_of(*, spill_ms: int | None = None, **queue: Any) -> PolicyDocument:
     spill = {} if spill_ms is None else {"spill": {"after_wait_ms": spill_ms}}
-    return read_policy(
-        {
-            "version": 1,
-            "routes": [
-                {"name": "fast", "when": {"greedy": True}, "to": ["text-mtp", "vlm"], **spill},
-                {"name": "rest", "to": ["vlm"]},
-            ],
-            "pools": {
-                "text-mtp": {"lanes": ["text-mtp"], "queue": queue},
-                "vlm": {"lanes": ["vlm"], "queue": queue},
-            },
-        },
-        "test",
+    return make_policy(
+        [
+            {"name": "fast", "when": {"greedy": True}, "to": ["text-mtp", "vlm"], **spill},
+            {"name": "rest", "to": "vlm"},
+        ],
+        {name: {"lanes": name, "queue": queue} for name in ("text-mtp", "vlm")},
     )
 
 
-@pytest.fixture
-def scheduler() -> SchedulerHarness:
-    harness = SchedulerHarness(policy_of(limit=3, timeout_s=30))
-    harness.fleet.heartbeat(worker_report())
+def scheduler_of(policy: PolicyDocument | None = None, slots: int = 1, **queue: Any) -> Harness:
+    """Return a scheduler with one worker, by a policy or by one with these queues."""
+    harness = Harness(policy or policy_of(**queue))
+    harness.fleet.heartbeat(worker_report(slots=slots))
     return harness
 
 
-async def test_a_request_gets_a_free_slot_at_once_and_else_waits_for_one(
-    scheduler: SchedulerHarness,
-) -> None:
-    first = await scheduler.acquire()
-    second = scheduler.acquire()
-    assert await scheduler.queue_length() == 1
-    assert not second.done()
-    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
-    assert (await second).candidate.worker_id == "mac"
-    assert await scheduler.queue_length() == 0
+@pytest.fixture
+def scheduler() -> Harness:
+    return scheduler_of(limit=3, timeout_s=30)
 
 
-async def test_a_released_slot_goes_to_the_queue_and_not_to_a_new_request(
-    scheduler: SchedulerHarness,
+async def test_a_request_gets_a_free_slot_at_once_or_waits_and_goes_before_a_newer_one(
+    scheduler: Harness,
 ) -> None:
     first = await scheduler.acquire()
     waiting = scheduler.acquire()
-    await run_ready_tasks()
+    assert await scheduler.queue_length() == 1
+    assert not waiting.done()
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     newcomer = scheduler.acquire()
-    await run_ready_tasks()
-    assert (waiting.done(), newcomer.done()) == (True, False)
-    newcomer.cancel()
+    assert (await waiting).candidate.worker_id == "mac"
+    assert await scheduler.queue_length() == 1
+    assert not newcomer.done()
+    await cancel_all([newcomer])
 
 
-async def test_a_full_queue_rejects_a_request_with_a_retry_after(
-    scheduler: SchedulerHarness,
-) -> None:
-    first = await scheduler.acquire()
-    waiting = [scheduler.acquire() for _ in range(3)]
-    await run_ready_tasks()
-    with pytest.raises(QueueFull) as full:
-        await scheduler.acquire()
-    assert full.value.retry_after_s == 1.0
-    scheduler.clock.now_s = START_S + 5.0
-    scheduler.fleet.heartbeat(worker_report())
-    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
-    lease = await waiting[0]
-    assert lease.waited_s == 5.0
-    assert scheduler.dispatch.retry_after_s("vlm") == 10.0, "two wait, and one leaves each 5 s"
-    await cancel_all(waiting[1:])
-
-
-async def test_a_queued_request_has_a_place_and_an_expected_wait(
-    scheduler: SchedulerHarness,
-) -> None:
+async def test_a_full_queue_rejects_a_request_with_a_retry_after(scheduler: Harness) -> None:
     first = await scheduler.acquire()
     requests = [RoutingRequest(scheduler.policy, SAMPLED) for _ in range(3)]
     caller = scheduler.caller("a")
     waiting = [asyncio.create_task(scheduler.dispatch.acquire(one, caller)) for one in requests]
     await run_ready_tasks()
+    with pytest.raises(QueueFull) as full:
+        await scheduler.acquire()
+    assert full.value.retry_after_s == 1.0
     scheduler.clock.now_s = START_S + 5.0
-    assert [scheduler.dispatch.queue_place(one) for one in requests] == [
-        (1, 5.0),
-        (2, 10.0),
-        (3, 15.0),
-    ]
+    places = [scheduler.dispatch.queue_place(one) for one in requests]
+    assert places == [(1, 5.0), (2, 10.0), (3, 15.0)]
     scheduler.fleet.heartbeat(worker_report())
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
+    assert (await waiting[0]).waited_s == 5.0
+    assert scheduler.dispatch.retry_after_s("vlm") == 10.0, "two wait, and one leaves each 5 s"
     assert scheduler.dispatch.queue_place(requests[0]) is None
     scheduler.clock.now_s = START_S + 7.0
     assert scheduler.dispatch.queue_place(requests[2]) == (2, 10.0)
-    await waiting[0]
     await cancel_all(waiting[1:])
     assert scheduler.dispatch.queue_place(requests[2]) is None
 
 
-async def test_c7_a_full_queue_makes_room_for_the_client_with_the_fewest_requests(
-    scheduler: SchedulerHarness,
-) -> None:
+async def test_c7_a_full_queue_makes_room_for_the_least_busy_client(scheduler: Harness) -> None:
     first = await scheduler.acquire()
     flood = [scheduler.acquire(client="a") for _ in range(3)]
     await run_ready_tasks()
@@ -148,8 +112,7 @@ async def test_c7_a_full_queue_makes_room_for_the_client_with_the_fewest_request
 
 
 async def test_c7_a_full_queue_rejects_no_request_that_prefers_another_pool() -> None:
-    scheduler = SchedulerHarness(policy_of(spill_ms=1, limit=2))
-    scheduler.fleet.heartbeat(worker_report())
+    scheduler = scheduler_of(spill_ms=1, limit=2)
     await scheduler.acquire(GREEDY)
     await scheduler.acquire(SAMPLED)
     spilled = [scheduler.acquire(GREEDY, client="a") for _ in range(2)]
@@ -162,137 +125,97 @@ async def test_c7_a_full_queue_rejects_no_request_that_prefers_another_pool() ->
 
 
 async def test_a_request_that_waits_too_long_times_out_and_holds_no_slot() -> None:
-    scheduler = SchedulerHarness(policy_of(timeout_s=0.02))
-    scheduler.fleet.heartbeat(worker_report())
-    lease = await scheduler.acquire()
-    with pytest.raises(QueueTimeout):
-        await scheduler.acquire()
-    assert await scheduler.queue_length() == 0
-    scheduler.dispatch.release(lease, AttemptResult.SUCCEEDED)
+    """Without a spill it waits for its first pool alone."""
+    scheduler = scheduler_of(timeout_s=0.02)
+    for profile in (GREEDY, SAMPLED):
+        lease = await scheduler.acquire(profile)
+        with pytest.raises(QueueTimeout):
+            await scheduler.acquire(profile)
+        assert await scheduler.queue_length(lease.candidate.pool) == 0
+        scheduler.dispatch.release(lease, AttemptResult.SUCCEEDED)
     assert scheduler.slots_in_use() == 0
 
 
-async def test_a_cancelled_request_leaves_the_queue_at_once(scheduler: SchedulerHarness) -> None:
+async def test_a_cancelled_request_leaves_at_once_and_passes_on_its_slot(
+    scheduler: Harness,
+) -> None:
     first = await scheduler.acquire()
     waiting = [scheduler.acquire() for _ in range(3)]
     await run_ready_tasks()
-    await cancel_all(waiting[:2])
-    assert await scheduler.queue_length() == 1
+    await cancel_all(waiting[:1])
+    assert await scheduler.queue_length() == 2
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
+    waiting[1].cancel()  # it has its slot, but has not run since
     scheduler.dispatch.release(await waiting[2], AttemptResult.SUCCEEDED)
-    assert scheduler.slots_in_use() == 0
-
-
-async def test_a_request_cancelled_with_a_slot_assigned_passes_it_to_the_next(
-    scheduler: SchedulerHarness,
-) -> None:
-    first = await scheduler.acquire()
-    cancelled, successor = scheduler.acquire(), scheduler.acquire()
-    await run_ready_tasks()
-    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
-    cancelled.cancel()  # it has its slot, but has not run since
-    lease = await successor
-    assert cancelled.cancelled()
-    scheduler.dispatch.release(lease, AttemptResult.SUCCEEDED)
+    assert waiting[1].cancelled()
     assert scheduler.slots_in_use() == 0
 
 
 async def test_clients_alternate_and_interactive_requests_are_served_first() -> None:
-    scheduler = SchedulerHarness(policy_of(limit=100))
-    scheduler.fleet.heartbeat(worker_report())
+    scheduler = scheduler_of(limit=100)
     lease = await scheduler.acquire()
     order: list[str] = []
 
-    async def run_request(name: str, client: str, priority: Priority) -> None:
-        request_lease = await scheduler.acquire(client=client, priority=priority)
+    async def run_request(name: str, priority: Priority) -> None:
+        request_lease = await scheduler.acquire(client=name, priority=priority)
         order.append(name)
         scheduler.dispatch.release(request_lease, AttemptResult.SUCCEEDED)
 
     tasks: list[Awaitable[None]] = []
-    for name, client, priority in (
-        *(("greedy", "a", Priority.DEFAULT),) * 3,
-        ("modest", "b", Priority.DEFAULT),
-        ("bulk", "c", Priority.BULK),
-        ("urgent", "d", Priority.INTERACTIVE),
-    ):
-        tasks.append(asyncio.create_task(run_request(name, client, priority)))
+    arrivals = [*[("greedy", Priority.DEFAULT)] * 3, ("modest", Priority.DEFAULT)]
+    for name, priority in (*arrivals, ("bulk", Priority.BULK), ("urgent", Priority.INTERACTIVE)):
+        tasks.append(asyncio.create_task(run_request(name, priority)))
         await run_ready_tasks()
     scheduler.dispatch.release(lease, AttemptResult.SUCCEEDED)
     await asyncio.gather(*tasks)
     assert order == ["urgent", "greedy", "modest", "greedy", "greedy", "bulk"]
 
 
-async def test_a_full_pool_spills_after_its_wait_with_the_reason_spilled() -> None:
-    scheduler = SchedulerHarness(policy_of(spill_ms=20))
-    scheduler.fleet.heartbeat(worker_report())
-    assert (await scheduler.acquire(GREEDY)).candidate.reason == "eligible"
-    spilled = scheduler.acquire(GREEDY)
-    assert await scheduler.queue_length("text-mtp") == 1
-    lease = await spilled
-    assert (lease.candidate.pool, lease.candidate.reason) == ("vlm", "spilled")
-    assert await scheduler.queue_length("text-mtp") == 0
-
-
-async def test_without_spill_a_request_waits_for_a_full_pool_until_the_timeout() -> None:
-    scheduler = SchedulerHarness(policy_of(timeout_s=0.05))
-    scheduler.fleet.heartbeat(worker_report())
-    await scheduler.acquire(GREEDY)
-    with pytest.raises(QueueTimeout):
-        await scheduler.acquire(GREEDY)
-
-
-async def test_a_spill_after_0_ms_is_immediate() -> None:
-    scheduler = SchedulerHarness(policy_of(spill_ms=0))
-    scheduler.fleet.heartbeat(worker_report())
-    reasons = [(await scheduler.acquire(GREEDY)).candidate.reason for _ in range(2)]
-    assert reasons == ["eligible", "spilled"]
-
-
-async def test_a_spill_after_0_ms_does_not_pass_through_the_queue() -> None:
-    scheduler = SchedulerHarness(policy_of(spill_ms=0))
-    scheduler.fleet.heartbeat(worker_report())
-    await scheduler.acquire(GREEDY)
-    spilled = scheduler.acquire(GREEDY)
-    await asyncio.sleep(0)  # one step of the task: it waits for nothing
-    assert spilled.done()
-
-
-async def test_a_spilled_request_uses_the_preferred_pool_if_that_has_a_slot_first() -> None:
-    scheduler = SchedulerHarness(policy_of(spill_ms=1))
-    scheduler.fleet.heartbeat(worker_report())
+async def test_a_full_pool_spills_after_its_wait_unless_it_has_a_slot_first() -> None:
+    scheduler = scheduler_of(spill_ms=20)
     preferred = await scheduler.acquire(GREEDY)
-    await scheduler.acquire(SAMPLED)
+    assert preferred.candidate.reason == "eligible"
+    spilling = scheduler.acquire(GREEDY)
+    assert await scheduler.queue_length("text-mtp") == 1
+    spilled = (await spilling).candidate
+    assert (spilled.pool, spilled.reason) == ("vlm", "spilled")
+    assert await scheduler.queue_length("text-mtp") == 0
     waiting = scheduler.acquire(GREEDY)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # it waits for both pools
     assert not waiting.done()
     scheduler.dispatch.release(preferred, AttemptResult.SUCCEEDED)
     assert (await waiting).candidate.reason == "eligible"
 
 
-async def test_a_new_worker_serves_queued_requests(scheduler: SchedulerHarness) -> None:
-    await scheduler.acquire()
-    waiting = scheduler.acquire()
-    await run_ready_tasks()
-    scheduler.fleet.heartbeat(worker_report("other"))
-    scheduler.dispatch.wake()
-    assert (await waiting).candidate.worker_id == "other"
+async def test_a_spill_after_0_ms_is_immediate() -> None:
+    scheduler = scheduler_of(spill_ms=0)
+    assert (await scheduler.acquire(GREEDY)).candidate.reason == "eligible"
+    spilled = scheduler.acquire(GREEDY)
+    await asyncio.sleep(0)  # one step of the task: it waits for nothing
+    assert spilled.result().candidate.reason == "spilled"
 
 
 async def test_queued_requests_use_the_next_pool_when_the_preferred_one_has_no_worker() -> None:
-    scheduler = SchedulerHarness(policy_of())
-    scheduler.fleet.heartbeat(worker_report())
+    scheduler = scheduler_of()
     await scheduler.acquire(GREEDY)
     waiting = [scheduler.acquire(GREEDY) for _ in range(3)]
     await run_ready_tasks()
-    vlm_only = [lane_report("vlm", slots=3).model_dump()]
-    scheduler.fleet.heartbeat(worker_report(lanes=vlm_only))
+    scheduler.fleet.heartbeat(worker_report(lanes=[lane_report("vlm", slots=3)]))
     scheduler.dispatch.wake()
     for request in waiting:
         lease = await request
         assert (lease.candidate.pool, lease.candidate.reason) == ("vlm", "no_mtp_worker")
 
 
-async def test_a_request_for_another_model_delays_no_request(scheduler: SchedulerHarness) -> None:
+async def test_a_new_worker_serves_queued_requests(scheduler: Harness) -> None:
+    await scheduler.acquire()
+    waiting = scheduler.acquire()
+    await run_ready_tasks()
+    scheduler.fleet.heartbeat(worker_report("other"))
+    assert (await waiting).candidate.worker_id == "other"
+
+
+async def test_a_request_for_another_model_delays_no_request(scheduler: Harness) -> None:
     scheduler.fleet.heartbeat(worker_report("second", model="other"))
     demo = await scheduler.acquire()
     other = await scheduler.acquire(SAMPLED._replace(model="other"))
@@ -305,9 +228,7 @@ async def test_a_request_for_another_model_delays_no_request(scheduler: Schedule
     await blocked
 
 
-async def test_a_request_fails_at_once_where_every_worker_is_missing_or_busy(
-    scheduler: SchedulerHarness,
-) -> None:
+async def test_a_request_fails_at_once_if_no_worker_is_there_or_idle(scheduler: Harness) -> None:
     with pytest.raises(NoWorker):
         await scheduler.acquire(SAMPLED._replace(model="unknown"))
     with pytest.raises(NoWorker):
@@ -318,9 +239,7 @@ async def test_a_request_fails_at_once_where_every_worker_is_missing_or_busy(
     assert busy.value.retry_after_s == 7.0
 
 
-async def test_a_queued_request_gets_the_slot_of_a_busy_worker_after_its_retry_after(
-    scheduler: SchedulerHarness,
-) -> None:
+async def test_a_queued_request_gets_a_slot_after_the_retry_after(scheduler: Harness) -> None:
     running = await scheduler.acquire()
     queued = scheduler.acquire()
     assert await scheduler.queue_length() == 1
@@ -331,11 +250,9 @@ async def test_a_queued_request_gets_the_slot_of_a_busy_worker_after_its_retry_a
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_under_random_events_every_slot_is_released_and_none_is_leased_twice(
-    seed: int,
-) -> None:
+async def test_under_random_events_each_slot_is_released_and_none_leased_twice(seed: int) -> None:
     rng = Random(seed)
-    scheduler = SchedulerHarness(policy_of(spill_ms=1, limit=8, timeout_s=0.05))
+    scheduler = Harness(policy_of(spill_ms=1, limit=8, timeout_s=0.05))
     for name in ("a", "b"):
         scheduler.fleet.heartbeat(worker_report(name, slots=2))
     results: list[AttemptResult] = list(AttemptResult)
@@ -357,7 +274,7 @@ async def test_under_random_events_every_slot_is_released_and_none_is_leased_twi
         lambda: rng.choice(tasks).cancel(),
         lambda: scheduler.fleet.heartbeat(worker_report("a", slots=rng.choice((1, 2)))),
         scheduler.dispatch.wake,
-        lambda: setattr(scheduler.clock, "now_s", scheduler.clock.now_s + rng.random()),
+        lambda: scheduler.clock.advance(rng.random()),
         lambda: scheduler.fleet.heartbeat(worker_report("b", slots=2)),
     )
     while not all(task.done() for task in tasks):
@@ -372,38 +289,23 @@ async def test_under_random_events_every_slot_is_released_and_none_is_leased_twi
     assert {type(end) for end in ends} <= known
 
 
-def bounded_pools(slots: int) -> PolicyDocument:
-    """Return two pools over one lane; the first has few slots and spills to the second."""
-    return read_policy(
-        {
-            "version": 1,
-            "routes": [
-                {
-                    "name": "few",
-                    "when": {"greedy": True},
-                    "to": ["few", "many"],
-                    "spill": {"after_wait_ms": 20},
-                },
-                {"name": "strict", "when": {"stream": True}, "to": "few"},
-                {"name": "rest", "to": "many"},
-            ],
-            "pools": {
-                "few": {"lanes": "vlm", "slots": slots, "queue": {"timeout_s": 5}},
-                "many": {"lanes": "vlm"},
-            },
-        },
-        "test",
-    )
+def bounded_pools() -> Harness:
+    """Return a scheduler with two pools over one lane; the first has two slots and spills."""
+    spill = {"to": ["few", "many"], "spill": {"after_wait_ms": 20}}
+    routes = [
+        {"name": "few", "when": {"greedy": True}, **spill},
+        {"name": "strict", "when": {"stream": True}, "to": "few"},
+        {"name": "rest", "to": "many"},
+    ]
+    few = {"lanes": "vlm", "slots": 2, "queue": {"timeout_s": 5}}
+    return scheduler_of(make_policy(routes, {"few": few, "many": {"lanes": "vlm"}}), slots=9)
 
 
 STRICT = SAMPLED._replace(stream=True)
 
 
-async def test_a_pool_runs_no_more_requests_than_its_slots_while_the_lane_serves_other_pools() -> (
-    None
-):
-    scheduler = SchedulerHarness(bounded_pools(2))
-    scheduler.fleet.heartbeat(worker_report(slots=9))
+async def test_a_pool_runs_no_more_requests_than_its_slots_beside_other_pools_of_the_lane() -> None:
+    scheduler = bounded_pools()
     leases = [await scheduler.acquire(STRICT) for _ in range(2)]
     waiting = scheduler.acquire(STRICT)
     assert await scheduler.queue_length("few") == 1
@@ -415,33 +317,19 @@ async def test_a_pool_runs_no_more_requests_than_its_slots_while_the_lane_serves
     assert not waiting.done(), "a slot of another pool is no slot of this one"
     scheduler.dispatch.release(leases[0], AttemptResult.SUCCEEDED)
     assert (await waiting).candidate.pool == "few"
-    assert (scheduler.dispatch.running("few"), scheduler.dispatch.running("many")) == (2, 2)
-
-
-async def test_a_pool_whose_own_slots_are_full_spills() -> None:
-    scheduler = SchedulerHarness(bounded_pools(1))
-    scheduler.fleet.heartbeat(worker_report(slots=9))
-    assert (await scheduler.acquire(GREEDY)).candidate.pool == "few"
     spilled = await scheduler.acquire(GREEDY)
     assert (spilled.candidate.pool, spilled.candidate.reason) == ("many", "spilled")
-    assert (scheduler.dispatch.running("few"), scheduler.dispatch.running("many")) == (1, 1)
+    assert (scheduler.dispatch.running("few"), scheduler.dispatch.running("many")) == (2, 3)
 
 
 async def test_a_queued_request_keeps_its_route() -> None:
     """The team and the minute of its arrival decide, however long a request waits."""
-    policy = read_policy(
-        {
-            "version": 1,
-            "routes": [
-                {"name": "night", "when": {"hours": "00:00-06:00", "team": "a"}, "to": "few"},
-                {"name": "rest", "to": "many"},
-            ],
-            "pools": {"few": {"lanes": "vlm", "slots": 1}, "many": {"lanes": "vlm"}},
-        },
-        "test",
-    )
-    scheduler = SchedulerHarness(policy)
-    scheduler.fleet.heartbeat(worker_report(slots=9))
+    routes = [
+        {"name": "night", "when": {"hours": "00:00-06:00", "team": "a"}, "to": "few"},
+        {"name": "rest", "to": "many"},
+    ]
+    pools = {"few": {"lanes": "vlm", "slots": 1}, "many": {"lanes": "vlm"}}
+    scheduler = scheduler_of(make_policy(routes, pools), slots=9)
     first = await scheduler.acquire(attributes=CallerAttributes(team="a"))
     second = scheduler.acquire(attributes=CallerAttributes(team="a"))
     assert await scheduler.queue_length("few") == 1
@@ -451,9 +339,9 @@ async def test_a_queued_request_keeps_its_route() -> None:
 
 
 @pytest.fixture
-async def one_ejected() -> SchedulerHarness:
+async def one_ejected() -> Harness:
     """Return a fleet of two workers, of which `b` is ejected."""
-    harness = SchedulerHarness(policy_of(limit=3, timeout_s=30))
+    harness = Harness(policy_of(limit=3, timeout_s=30))
     for name in "ab":
         harness.fleet.heartbeat(worker_report(name))
     for _ in range(MAX_FAILURES):
@@ -464,7 +352,7 @@ async def one_ejected() -> SchedulerHarness:
 
 
 async def test_a_request_that_all_others_have_failed_gets_a_last_chance_at_an_ejected_worker(
-    one_ejected: SchedulerHarness,
+    one_ejected: Harness,
 ) -> None:
     lease = await one_ejected.acquire(tried=frozenset("a"))
     assert lease.candidate.worker_id == "b"
@@ -476,9 +364,7 @@ async def test_a_request_that_all_others_have_failed_gets_a_last_chance_at_an_ej
         await one_ejected.acquire(tried=frozenset("ab"))
 
 
-async def test_a_last_chance_that_fails_does_not_lengthen_the_ejection(
-    one_ejected: SchedulerHarness,
-) -> None:
+async def test_a_last_chance_that_fails_does_not_lengthen_an_ejection(one_ejected: Harness) -> None:
     for result in (AttemptResult.FAILED, AttemptResult.UNREACHABLE) * 5:
         lease = await one_ejected.acquire(tried=frozenset("a"))
         one_ejected.dispatch.release(lease, result)
@@ -492,9 +378,7 @@ async def test_a_last_chance_that_fails_does_not_lengthen_the_ejection(
     assert one_ejected.ejected() == ["b"], "it is on probation"
 
 
-async def test_a_first_attempt_waits_for_another_worker_than_an_ejected_one(
-    one_ejected: SchedulerHarness,
-) -> None:
+async def test_a_first_attempt_waits_for_a_worker_that_is_not_ejected(one_ejected: Harness) -> None:
     first = await one_ejected.acquire()
     second = one_ejected.acquire()
     assert await one_ejected.queue_length() == 1
@@ -504,7 +388,7 @@ async def test_a_first_attempt_waits_for_another_worker_than_an_ejected_one(
 
 async def test_a_feature_is_refused_only_if_no_worker_of_the_model_takes_it() -> None:
     """A worker that takes it may be busy, ejected or tried: that is no mistake of the client."""
-    harness = SchedulerHarness(policy_of(limit=3, timeout_s=30))
+    harness = Harness(policy_of(limit=3, timeout_s=30))
     picture = SAMPLED._replace(media=(("image", 1),))
     blind = OpenAIEngine()
     blind.update(EngineState((EngineModel("demo", lacks=frozenset({Feature.IMAGE})),)))

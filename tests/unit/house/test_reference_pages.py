@@ -1,4 +1,4 @@
-"""The reference pages list exactly the errors, settings, headers, fields and files that exist."""
+"""Pages list exactly the errors, settings, headers, fields, files and tests that exist."""
 
 from __future__ import annotations
 
@@ -88,12 +88,8 @@ def test_the_page_on_settings_names_exactly_the_settings_of_gateway_and_worker()
 def test_the_page_on_headers_names_exactly_the_headers_of_paceline() -> None:
     documented = set(re.findall(r"`(x-paceline-[a-z-]+)`", (REFERENCE / "headers.md").read_text()))
     sources = (*ROOT.glob("gateway/**/*.py"), *ROOT.glob("workers/**/*.py"))
-    headers = {
-        name
-        for file in sources
-        for name in re.findall(r'b?"(x-paceline-[a-z-]+)"', file.read_text())
-    }
-    assert documented == headers
+    text = "".join(file.read_text() for file in sources)
+    assert documented == set(re.findall(r'b?"(x-paceline-[a-z-]+)"', text))
 
 
 def test_the_page_on_requests_names_exactly_the_fields_that_openai_does_not_have() -> None:
@@ -122,3 +118,15 @@ def test_every_python_file_named_by_a_page_exists() -> None:
                 assert (ROOT / name).exists() or (ROOT / "gateway" / name).exists(), (page, name)
             else:
                 assert name in names, (page, name)
+
+
+def test_the_page_on_reliability_has_a_row_for_each_numbered_test_and_no_other() -> None:
+    page = (ROOT / "docs/reliability.md").read_text()
+    rows = set(re.findall(r"^\| ([FCLN]\d+) \|", page, re.MULTILINE))
+    tests = {
+        number.upper()
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def test_((?:[fcln]\d+_)+)", file.read_text())
+        for number in re.findall(r"[fcln]\d+", name)
+    }
+    assert rows == tests

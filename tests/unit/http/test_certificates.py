@@ -23,7 +23,7 @@ CCqGSM49BAMCA0gAMEUCIQDDDHRacRcUomX2DvFMdnp7iYnEQXTeS3Z4+SoJz8oc
 """
 
 
-def test_clients_trust_the_authorities_of_the_system(
+def test_clients_trust_the_systems_authorities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ca.pem").write_text(COMPANY_CA)

@@ -21,17 +21,11 @@ def piece(finish_reason: str | None = None, **delta: Any) -> bytes:
     return event(choices=[{"index": 0, "delta": delta, "finish_reason": finish_reason}])
 
 
+SPECULATION = {"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 3}
 USAGE = event(
     choices=[],
     usage={"prompt_tokens": 5, "completion_tokens": 4},
-    metrics={
-        "speculative_decoding": {
-            "num_spec_steps": 2,
-            "num_draft_tokens": 4,
-            "num_accepted_draft_tokens": 3,
-            "acceptance_histogram": [0, 1, 1],
-        }
-    },
+    metrics={"speculative_decoding": SPECULATION | {"acceptance_histogram": [0, 1, 1]}},
 )
 DONE = b"data: [DONE]\n\n"
 COMPLETE = (piece(role="assistant"), piece(content="a"), piece(content="b"), piece("stop"), USAGE)
@@ -64,36 +58,37 @@ def test_an_event_arrives_with_its_last_byte_for_any_split(data: st.DataObject) 
     assert (answer.problem, answer.pieces_s, answer.output_tokens) == ("", times_s, 4)
 
 
-def test_reasoning_and_tool_calls_count_as_output() -> None:
+def test_reasoning_and_tool_calls_count_as_output_and_without_usage_each_piece_as_a_token() -> None:
     reasoning = piece(reasoning_content="hm")
     call = piece(tool_calls=[{"index": 0, "function": {"name": "f"}}])
-    assert read_answer(response_of(reasoning, call, piece("tool_calls"))).pieces_s == (1, 2)
-
-
-def test_without_usage_an_answer_counts_pieces_and_marks_them_as_unreported() -> None:
-    answer = read_answer(response_of(piece(content="a"), piece("stop", content="b")))
+    answer = read_answer(response_of(reasoning, call, piece("tool_calls")))
+    assert answer.pieces_s == (1, 2)
     assert (answer.output_tokens, answer.tokens_reported) == (2, False)
 
 
 @pytest.mark.parametrize(
-    "frame",
-    [{"choices": [None]}, {"choices": 3}, {"choices": [{"delta": "x"}]}, {"usage": [1]}],
+    "frame", [{"choices": [None]}, {"choices": 3}, {"choices": [{"delta": "x"}]}, {"usage": [1]}]
 )
 def test_a_stream_of_another_shape_is_reported_as_a_problem(frame: dict[str, Any]) -> None:
     answer = read_answer(response_of(event(**frame), *COMPLETE[1:4]))
     assert answer.problem == "an event is not in OpenAI's shape"
 
 
-def test_an_incomplete_answer_reports_its_problem() -> None:
-    error_body = json.dumps({"error": {"message": "No such model."}}).encode()
-    broken = event(error={"message": "The worker was lost."})
-    for expected, response in (
-        ("404: No such model.", response_of(error_body, status=404)),
+ERROR_BODY = json.dumps({"error": {"message": "No such model."}}).encode()
+BROKEN = event(error={"message": "The worker was lost."})
+
+
+@pytest.mark.parametrize(
+    ("expected", "response"),
+    [
+        ("404: No such model.", response_of(ERROR_BODY, status=404)),
         ("502: without a reason", response_of(b"<html>", status=502)),
-        ("broke off: The worker was lost.", response_of(*COMPLETE[:2], broken)),
+        ("broke off: The worker was lost.", response_of(*COMPLETE[:2], BROKEN)),
         ("ended without a finish reason", response_of(*COMPLETE[:3])),
         ("nothing came in time", response_of(status=0, problem="nothing came in time")),
         ("the connection failed", response_of(*COMPLETE, problem="the connection failed")),
-    ):
-        answer = read_answer(response)
-        assert (answer.problem, answer.ttft_s) == (expected, None)
+    ],
+)
+def test_an_incomplete_answer_reports_its_problem(expected: str, response: RawResponse) -> None:
+    answer = read_answer(response)
+    assert (answer.problem, answer.ttft_s) == (expected, None)

@@ -46,22 +46,17 @@ def test_the_drafts_between_two_readings_are_the_difference() -> None:
     assert before + after.since(before) == after
 
 
+COUNTS = dict.fromkeys(("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"), 1)
+
+
 @pytest.mark.parametrize(
     "metrics",
     [
-        None,
-        {},
-        [],
-        {"speculative_decoding": None},
-        {"speculative_decoding": {"num_spec_steps": 1}},
-        {
-            "speculative_decoding": {
-                "num_spec_steps": 1,
-                "num_draft_tokens": 1,
-                "num_accepted_draft_tokens": 1,
-                "acceptance_histogram": ["1"],
-            }
-        },
+        *(None, {}, []),
+        *(
+            {"speculative_decoding": given}
+            for given in (None, {"num_spec_steps": 1}, COUNTS | {"acceptance_histogram": ["1"]})
+        ),
     ],
 )
 def test_metrics_of_another_shape_give_no_drafts(metrics: Any) -> None:

@@ -24,49 +24,53 @@ OLD: dict[str, Any] = {
 }
 
 
-def differences(change: Any) -> list[dict[str, Any]]:
+def edited(*path: Any, **fields: Any) -> dict[str, Any]:
+    """Return the old document with other fields at a path."""
     new = copy.deepcopy(OLD)
-    change(new)
-    return [difference.to_json() for difference in diff(OLD, new)]
+    parent: Any = new
+    for step in path:
+        parent = parent[step]
+    parent.update(fields)
+    return new
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("new", "expected"),
     [
-        (lambda new: None, []),
+        (OLD, []),
         (
-            lambda new: new["pools"]["vlm"]["queue"].update(limit=64),
+            edited("pools", "vlm", "queue", limit=64),
             [{"field": "pools.vlm.queue.limit", "old": 128, "new": 64}],
         ),
         (
-            lambda new: new["pools"].update(fast={"lanes": ["text-mtp"]}),
+            edited("pools", fast={"lanes": ["text-mtp"]}),
             [{"field": "pools.fast", "new": {"lanes": ["text-mtp"]}}],
         ),
-        (lambda new: new.pop("models"), [{"field": "models", "old": OLD["models"]}]),
         (
-            lambda new: new["models"]["demo"]["aliases"].append("gpt-4o"),
+            {name: value for name, value in OLD.items() if name != "models"},
+            [{"field": "models", "old": OLD["models"]}],
+        ),
+        (
+            edited("models", "demo", aliases=["default", "gpt-4o"]),
             [{"field": "models.demo.aliases", "old": ["default"], "new": ["default", "gpt-4o"]}],
         ),
         (
-            lambda new: new["routes"].insert(0, {"name": "night", "to": ["vlm"]}),
+            edited(routes=[{"name": "night", "to": ["vlm"]}, *OLD["routes"]]),
             [{"field": "routes.night", "new": {"name": "night", "to": ["vlm"]}}],
         ),
         (
-            lambda new: new["routes"][1].update(to=["text-mtp"]),
+            edited("routes", 1, to=["text-mtp"]),
             [{"field": "routes.rest.to", "old": ["vlm"], "new": ["text-mtp"]}],
         ),
         (
-            lambda new: new["routes"].reverse(),
+            edited(routes=OLD["routes"][::-1]),
             [{"field": "routes", "old": ["pictures", "rest"], "new": ["rest", "pictures"]}],
         ),
-        (
-            lambda new: new.update(version=True),
-            [{"field": "version", "old": 1, "new": True}],
-        ),
+        (edited(version=True), [{"field": "version", "old": 1, "new": True}]),
     ],
 )
-def test_each_change_is_reported_once_with_its_field(change: Any, expected: Any) -> None:
-    assert differences(change) == expected
+def test_each_change_is_reported_once_with_its_field(new: Any, expected: Any) -> None:
+    assert [difference.to_json() for difference in diff(OLD, new)] == expected
 
 
 @given(VALUES, VALUES)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from policies.document import default_policy, read_policy
+from policies.document import default_policy
 from policies.evaluate import match_route, resolve_model, sampling_defaults
 from policies.request.profile import Bypass, RequestProfile, Sampling
+from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 
 POLICY = default_policy()
@@ -33,20 +32,14 @@ def test_a_name_resolves_to_one_model(name: str, served: set[str], resolved: str
     assert resolve_model(POLICY, name, served) == resolved
 
 
-def test_the_name_default_resolves_to_the_only_model_of_the_fleet() -> None:
-    policy = policy_of([{"name": "all", "to": ["vlm"]}])
+def test_a_policy_overrides_what_workers_report_field_by_field_or_else_openais_defaults() -> None:
+    policy = make_policy(
+        "vlm", {"vlm": {"lanes": "vlm"}}, models={"m": {"sampling": {"temperature": 0}}}
+    )
     assert resolve_model(policy, "default", {"qwen"}) == "qwen"
     assert resolve_model(policy, "default", {"a", "b"}) == "default"
-
-
-def test_sampling_defaults_are_those_of_the_model_or_of_openai() -> None:
-    policy = policy_of([{"name": "all", "to": ["vlm"]}], m={"sampling": {"temperature": 0}})
     assert sampling_defaults(policy, "m").temperature == 0
     assert sampling_defaults(policy, "other").temperature == 1.0
-
-
-def test_a_policy_overrides_what_workers_report_field_by_field() -> None:
-    policy = policy_of([{"name": "all", "to": ["vlm"]}], m={"sampling": {"temperature": 0}})
     reported = {"m": Sampling(temperature=0.6, top_k=20), "other": Sampling(top_p=0.9)}
     assert sampling_defaults(policy, "m", reported) == Sampling(temperature=0, top_k=20)
     assert sampling_defaults(policy, "other", reported) == Sampling(top_p=0.9)
@@ -66,13 +59,6 @@ def test_a_policy_overrides_what_workers_report_field_by_field() -> None:
         (GREEDY._replace(choices=2), "everything-else", (Bypass.MULTIPLE_CHOICES,)),
     ],
 )
-def test_the_shipped_routes(
-    profile: RequestProfile, route: str, bypass: tuple[Bypass, ...]
-) -> None:
+def test_shipped_routes(profile: RequestProfile, route: str, bypass: tuple[Bypass, ...]) -> None:
     match = match_route(POLICY, profile)
     assert (match.route.name, match.bypass) == (route, bypass)
-
-
-def policy_of(routes: list[dict[str, Any]], **models: Any) -> Any:
-    pools = {"vlm": {"lanes": ["vlm"]}}
-    return read_policy({"version": 1, "models": models, "routes": routes, "pools": pools}, "test")

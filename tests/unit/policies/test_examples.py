@@ -26,8 +26,14 @@ MONDAY_NOON = SATURDAY_NOON._replace(minute_of_week=12 * 60)
 MONDAY_NIGHT = SATURDAY_NOON._replace(minute_of_week=21 * 60)
 
 
+INTERNS, CI = CallerAttributes(team="interns"), CallerAttributes(headers={"x-client": "ci"})
+
+
 def policy_of(example: str) -> PolicyDocument:
-    return parse_policy((EXAMPLES / f"{example}.yaml").read_text(), example)
+    """Return an example, which names its schema and describes its use."""
+    text = (EXAMPLES / f"{example}.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=../schema.json\n# ")
+    return parse_policy(text, example)
 
 
 def fleet(*labels: str) -> FleetView:
@@ -48,20 +54,8 @@ def fleet(*labels: str) -> FleetView:
         ("vision_on_the_big_mac", PICTURE, ANONYMOUS, ["big", "old"], "pictures: vision big"),
         ("vision_on_the_big_mac", PICTURE, ANONYMOUS, ["old"], "pictures: no worker"),
         ("teams", SAMPLED, CallerAttributes(team="product"), ["shared"], "product: shared shared"),
-        (
-            "teams",
-            SAMPLED,
-            CallerAttributes(team="interns"),
-            ["shared"],
-            "research: experiments shared",
-        ),
-        (
-            "teams",
-            SAMPLED,
-            CallerAttributes(headers={"x-client": "ci"}),
-            ["product"],
-            "ci: no worker",
-        ),
+        ("teams", SAMPLED, INTERNS, ["shared"], "research: experiments shared"),
+        ("teams", SAMPLED, CI, ["product"], "ci: no worker"),
         ("night_batch", SAMPLED, MONDAY_NOON, ["old"], "batch-by-day: no worker"),
         ("night_batch", SAMPLED, MONDAY_NIGHT, ["old"], "batch-at-night: everywhere old"),
         ("night_batch", SAMPLED, SATURDAY_NOON, ["old"], "batch-at-the-weekend: everywhere old"),
@@ -75,11 +69,9 @@ def test_an_example_routes_as_its_comments_describe(
     labels: list[str],
     expected: str,
 ) -> None:
-    policy = policy_of(example)
-    decision = decide(RoutingRequest(policy, profile, attributes), fleet(*labels), Random(0))
-    candidates = ", ".join(
-        f"{candidate.pool} {candidate.worker_id}" for candidate in decision.candidates
-    )
+    request = RoutingRequest(policy_of(example), profile, attributes)
+    decision = decide(request, fleet(*labels), Random(0))
+    candidates = ", ".join(f"{one.pool} {one.worker_id}" for one in decision.candidates)
     assert f"{decision.route}: {candidates or 'no worker'}".startswith(expected)
 
 
@@ -90,11 +82,3 @@ def test_the_limits_of_the_examples_are_enforced() -> None:
     vision = policy_of("vision_on_the_big_mac")
     with pytest.raises(FieldError, match="'video' content is not allowed"):
         apply_limits(PICTURE._replace(media=(("video", 1),)), vision.limits, vision.media)
-
-
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_names_its_schema_and_describes_its_use(example: Path) -> None:
-    policy_of(example.stem)
-    lines = example.read_text().splitlines()
-    assert lines[0] == "# yaml-language-server: $schema=../schema.json"
-    assert lines[1].startswith("# ")

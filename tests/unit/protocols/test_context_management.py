@@ -40,11 +40,16 @@ def results(messages: Any) -> list[str]:
 
 
 def inputs(messages: Any) -> list[Any]:
-    return [message["content"][2]["input"] for message in messages[1::2]]
+    """Return the inputs of the tools that assistants use."""
+    return [one["content"][2]["input"] for one in messages if one["role"] == "assistant"]
+
+
+def uses(name: str, value: int) -> dict[str, Any]:
+    return {"type": name, "value": value}
 
 
 def test_old_results_are_cleared_and_the_last_ones_kept() -> None:
-    trigger = {"type": "tool_uses", "value": 4}
+    trigger = uses("tool_uses", 4)
     edited, applied = edit({"type": TOOL_USES, "trigger": trigger})
     assert results(edited) == [CLEARED] * 2 + ["line " * 100] * 3
     assert inputs(edited) == inputs(CONVERSATION)
@@ -56,34 +61,32 @@ def test_old_results_are_cleared_and_the_last_ones_kept() -> None:
 
 
 def test_an_edit_waits_for_its_trigger() -> None:
-    for trigger in ({"type": "tool_uses", "value": 5}, {"type": "input_tokens", "value": 10_000}):
-        assert edit({"type": TOOL_USES, "trigger": trigger}) == (CONVERSATION, [])
-    assert edit({"type": TOOL_USES}) == (CONVERSATION, [])
-    trigger = {"type": "input_tokens", "value": 500}
-    assert results(edit({"type": TOOL_USES, "trigger": trigger}).messages)[0] == CLEARED
+    for trigger in (uses("tool_uses", 5), uses("input_tokens", 10_000), None):
+        waiting = {"trigger": trigger} if trigger else {}
+        assert edit({"type": TOOL_USES, **waiting}) == (CONVERSATION, [])
+    edited = edit({"type": TOOL_USES, "trigger": uses("input_tokens", 500)})
+    assert results(edited.messages)[0] == CLEARED
 
 
-def test_too_small_an_edit_clears_nothing() -> None:
-    fields = {"type": TOOL_USES, "trigger": {"type": "tool_uses", "value": 1}}
-    least = {"type": "input_tokens", "value": 5000}
-    assert edit({**fields, "clear_at_least": least}) == (CONVERSATION, [])
-    least = {"type": "input_tokens", "value": 100}
-    assert edit({**fields, "clear_at_least": least}).applied
+@pytest.mark.parametrize(("least", "clears"), [(5000, False), (100, True)])
+def test_too_small_an_edit_clears_nothing(least: int, clears: bool) -> None:
+    fields = {"type": TOOL_USES, "trigger": uses("tool_uses", 1)}
+    edited, applied = edit({**fields, "clear_at_least": uses("input_tokens", least)})
+    assert (edited != CONVERSATION, bool(applied)) == (clears, clears)
 
 
 def test_excluded_tools_keep_their_results_and_inputs_go_if_asked() -> None:
     messages = [*turn(0), *turn(1, "search"), *turn(2)]
-    fields = {
-        "type": TOOL_USES,
-        "trigger": {"type": "tool_uses", "value": 0},
-        "keep": {"type": "tool_uses", "value": 0},
-    }
-    edited, _ = edit({**fields, "exclude_tools": ["search"]}, messages=messages)
-    assert results(edited) == [CLEARED, "line " * 100, CLEARED]
-    edited, _ = edit({**fields, "clear_tool_inputs": ["search"]}, messages=messages)
-    assert [bool(message["content"][2]["input"]) for message in edited[::2]] == [True, False, True]
-    edited, _ = edit({**fields, "clear_tool_inputs": True}, messages=messages)
-    assert not any(message["content"][2]["input"] for message in edited[::2])
+    none = uses("tool_uses", 0)
+
+    def edited(**fields: Any) -> Any:
+        clear = {"type": TOOL_USES, "trigger": none, "keep": none, **fields}
+        return edit(clear, messages=messages).messages
+
+    assert results(edited(exclude_tools=["search"])) == [CLEARED, "line " * 100, CLEARED]
+    kept = [bool(one) for one in inputs(edited(clear_tool_inputs=["search"]))]
+    assert kept == [True, False, True]
+    assert not any(inputs(edited(clear_tool_inputs=True)))
 
 
 @pytest.mark.parametrize(
@@ -105,9 +108,8 @@ def test_old_reasoning_is_cleared(keep: dict[str, Any], kept: list[int]) -> None
 
 def test_a_conversation_is_not_compacted() -> None:
     assert edit({"type": "compact_20260112"}) == (CONVERSATION, [])
-    trigger = {"type": "input_tokens", "value": 100}
     with pytest.raises(FieldError, match="does not compact"):
-        edit({"type": "compact_20260112", "trigger": trigger})
+        edit({"type": "compact_20260112", "trigger": uses("input_tokens", 100)})
 
 
 @pytest.mark.parametrize(
@@ -117,8 +119,8 @@ def test_a_conversation_is_not_compacted() -> None:
         ({"edits": [{"type": "clear_all"}]}, "context_management.edits.0"),
         ({"edits": [{"type": THINKING}] * 9}, "context_management.edits"),
         (
-            {"edits": [{"type": TOOL_USES, "keep": {"type": "tool_uses", "value": -1}}]},
-            "context_management.edits.0.clear_tool_uses_20250919.keep.value",
+            {"edits": [{"type": TOOL_USES, "keep": uses("tool_uses", -1)}]},
+            f"context_management.edits.0.{TOOL_USES}.keep.value",
         ),
     ],
 )

@@ -46,11 +46,8 @@ def read(*chunks: Json) -> tuple[list[Json], list[Any]]:
     return [one["function"] | {"id": one["id"]} for one in merged], reasons
 
 
-END = chunk(finish_reason="stop")
-
-
 def end() -> Json:
-    return json.loads(json.dumps(END))  # type: ignore[no-any-return]
+    return chunk(finish_reason="stop")
 
 
 @pytest.mark.parametrize(
@@ -71,16 +68,14 @@ def end() -> Json:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("together", [False, True])
-def test_two_calls_stay_two_calls_however_an_engine_numbers_them(
+def test_two_calls_stay_two_however_they_are_numbered(
     pieces: list[Json], *, together: bool
 ) -> None:
     copies = json.loads(json.dumps(pieces))
     chunks = [chunk(*copies)] if together else [chunk(one) for one in copies]
     calls, reasons = read(*chunks, end())
-    assert [(one["name"], json.loads(one["arguments"])) for one in calls] == [
-        ("f", {"k": 1}),
-        ("g", {"k": 2}),
-    ]
+    found = [(one["name"], json.loads(one["arguments"])) for one in calls]
+    assert found == [("f", {"k": 1}), ("g", {"k": 2})]
     assert len({one["id"] for one in calls}) == 2
     assert reasons == ["tool_calls"], "by what is there, not by what the engine says"
 
@@ -108,7 +103,7 @@ def test_any_cutting_and_interleaving_gives_the_same_calls(
     assert reasons == ["tool_calls" if calls else "stop"]
 
 
-def test_what_has_its_form_stays_as_it_is() -> None:
+def test_what_has_its_form_stays_as_it_is_but_for_the_name_of_the_model() -> None:
     answer = EngineAnswer("x", "m")
     chunks = [
         chunk(piece(0, "a", "f") | {"type": "function"}),
@@ -117,27 +112,20 @@ def test_what_has_its_form_stays_as_it_is() -> None:
         {"model": "m", "choices": [{"index": 0, "delta": {"content": "Hi"}}]},
     ]
     assert [answer.read_chunk(one) for one in chunks] == [False] * 4
-
-
-def test_a_chunk_has_the_name_by_which_the_client_knows_the_model() -> None:
-    answer = EngineAnswer("x", "alias")
-    for model, renames in (("alias", False), ("/Users/me/model", True)):
+    for model, renames in (("m", False), ("/Users/me/model", True)):
         frame = {"model": model, "choices": []}
         assert answer.read_chunk(frame) == answer.renames == renames
-        assert frame["model"] == "alias"
+        assert frame["model"] == "m", "that by which the client knows it"
 
 
 def test_a_whole_call_is_passed_on_at_once_and_one_without_arguments_gets_an_empty_object() -> None:
     answer = EngineAnswer("x", "m")
-    first, second = chunk(piece(0, "a", "f", "{}")), chunk(piece(1, "b", "g"))
-    for one in (first, second):
-        answer.read_chunk(one)
-    assert second["choices"][0]["delta"]["tool_calls"][0]["index"] == 1
-    last = end()
-    answer.read_chunk(last)
-    assert last["choices"][0]["delta"]["tool_calls"] == [
-        {"index": 1, "function": {"arguments": "{}"}}
-    ]
+    frames = chunk(piece(0, "a", "f", "{}")), chunk(piece(1, "b", "g")), end()
+    for frame in frames:
+        answer.read_chunk(frame)
+    _, second, last = (frame["choices"][0]["delta"]["tool_calls"][0] for frame in frames)
+    assert second["index"] == 1
+    assert last == {"index": 1, "function": {"arguments": "{}"}}
 
 
 def whole(*calls: Json, reason: Any = "stop", **message: Any) -> Json:
@@ -146,9 +134,7 @@ def whole(*calls: Json, reason: Any = "stop", **message: Any) -> Json:
 
 
 def test_a_whole_answer_gets_the_form_too() -> None:
-    answer = whole(
-        piece(0, "", "f", {"k": 1}), piece(0, "a", "f"), piece(None, "a", "g", "{}"), reason="stop"
-    )
+    answer = whole(piece(0, "", "f", {"k": 1}), piece(0, "a", "f"), piece(None, "a", "g", "{}"))
     EngineAnswer("x", "m").read_whole(answer)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"

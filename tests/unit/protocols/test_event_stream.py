@@ -16,45 +16,29 @@ from tests.support.scripted_worker import DONE, chunk, event, stream_events, usa
 from workers.protocol import MAX_DRAFT_TOKENS
 
 
-def scan(
-    pieces: list[bytes],
-    *,
-    hide_usage: bool = True,
-    hide_metrics: bool = True,
-    running_usage: bool = False,
-    limit_bytes: int = 4096,
-) -> tuple[bytes, StreamState]:
-    scanner = scanner_of(
-        hide_usage=hide_usage,
-        hide_metrics=hide_metrics,
-        running_usage=running_usage,
-        limit_bytes=limit_bytes,
-    )
-    output = b"".join([scanner.feed(piece) for piece in pieces] + [scanner.close()])
-    return output, scanner.state
-
-
 def scanner_of(
     *,
     hide_usage: bool = True,
     hide_metrics: bool = True,
     running_usage: bool = False,
-    limit_bytes: int,
+    limit_bytes: int = 4096,
 ) -> StreamScanner:
     """Return a scanner whose events a chat client receives."""
     encoder = OpenAIStreamEncoder(
-        include_usage=not hide_usage,
-        include_metrics=not hide_metrics,
-        running_usage=running_usage,
+        include_usage=not hide_usage, include_metrics=not hide_metrics, running_usage=running_usage
     )
     return StreamScanner(encoder, CHAT.keep_alive, limit_bytes=limit_bytes)
+
+
+def scan(*pieces: bytes, **options: Any) -> tuple[bytes, StreamState]:
+    scanner = scanner_of(**options)
+    return b"".join([*map(scanner.feed, pieces), scanner.close()]), scanner.state
 
 
 def test_events_with_the_sources_of_tokens_pass_unparsed() -> None:
     source = {"text": "a", "source": "draft"}
     choice = {"index": 0, "delta": {"content": "a"}, "token_sources": [source]}
-    scanner = scanner_of(limit_bytes=4096)
-    assert not scanner.has_facts(event({"choices": [{**choice, "finish_reason": None}]}))
+    assert not scanner_of().has_facts(event({"choices": [{**choice, "finish_reason": None}]}))
 
 
 LINE_END = st.sampled_from([b"\n", b"\r\n", b"\r"])
@@ -62,23 +46,27 @@ WORDS = st.text(max_size=12) | st.sampled_from(
     ['"usage":{', "[DONE]", '"error":"x"', "\n\n", "usage", 'data: {"error": 1}', "\r"]
 )
 FRAMES = st.one_of(
-    WORDS.map(lambda word: chunk({"content": word})),
-    WORDS.map(lambda word: chunk({"reasoning_content": word})),
-    WORDS.map(lambda word: chunk({"reasoning": word})),
-    st.sampled_from(["stop", "length", "tool_calls"]).map(
-        lambda finish_reason: chunk({}, finish_reason)
+    st.builds(
+        lambda name, word: chunk({name: word}),
+        st.sampled_from(["content", "reasoning_content", "reasoning"]),
+        WORDS,
     ),
-    st.just(usage_chunk()),
-    st.just(DONE),
-    st.just(b": keep alive\n\n"),
-    st.just(b"event: x\nid: 4\ndata: {}\n\n"),
-    st.just(b"\n\n"),
-    st.just(event({"error": {"message": "no"}})),
-    st.just(b"data: not json\n\n"),
-    st.just(b"data: 5\n\n"),
-    st.just(b'data: {"choices":\ndata: []}\n\n'),
-    st.just(event({"choices": [None, 5, {"delta": 1}], "usage": {"prompt_tokens": -1}})),
-    st.just(b"data: " + b"x" * 300 + b"\n\n"),
+    st.sampled_from(["stop", "length", "tool_calls"]).map(lambda reason: chunk({}, reason)),
+    st.sampled_from(
+        [
+            usage_chunk(),
+            DONE,
+            b": keep alive\n\n",
+            b"event: x\nid: 4\ndata: {}\n\n",
+            b"\n\n",
+            event({"error": {"message": "no"}}),
+            b"data: not json\n\n",
+            b"data: 5\n\n",
+            b'data: {"choices":\ndata: []}\n\n',
+            event({"choices": [None, 5, {"delta": 1}], "usage": {"prompt_tokens": -1}}),
+            b"data: " + b"x" * 300 + b"\n\n",
+        ]
+    ),
 )
 
 
@@ -98,26 +86,16 @@ def test_any_split_of_the_bytes_gives_the_same_output_and_state(
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
     one_by_one = [bytes([byte]) for byte in stream]
     options: Any = {"hide_usage": hide_usage, "hide_metrics": hide_metrics, "limit_bytes": 256}
-    unsplit = scan([stream], **options)
-    assert scan(pieces, **options) == unsplit
-    assert scan(one_by_one, **options) == unsplit
-
-
-def test_an_event_split_at_any_byte_passes_in_order() -> None:
-    first, second = chunk({"content": "one"}), chunk({"content": " two"})
-    for cut in range(1, len(second)):
-        assert scan([first, second[:cut], second[cut:]])[0] == first + second
+    unsplit = scan(stream, **options)
+    assert scan(*pieces, **options) == scan(*one_by_one, **options) == unsplit
 
 
 @given(st.lists(WORDS, min_size=1, max_size=6), LINE_END)
-def test_a_valid_stream_passes_unchanged_with_the_end_as_openai_writes_it(
-    words: list[str], end: bytes
-) -> None:
+def test_a_valid_stream_passes_unchanged_with_openais_end(words: list[str], end: bytes) -> None:
     *events, done = (event.replace(b"\n", end) for event in stream_events(words))
     stream = b"".join(events)
-    output, state = scan(
-        [stream + done.replace(b"data: ", b"data:")], hide_usage=False, hide_metrics=False
-    )
+    shown: Any = {"hide_usage": False, "hide_metrics": False}
+    output, state = scan(stream + done.replace(b"data: ", b"data:"), **shown)
     assert output == stream + b"data: [DONE]\n\n"
     assert state.complete
     assert not state.broken
@@ -129,33 +107,28 @@ def test_a_valid_stream_passes_unchanged_with_the_end_as_openai_writes_it(
 @pytest.mark.parametrize("lines", [b'{"\n\r\n', b"event: ping\n\n", b"data\n\n", b"id: 4\n\n"])
 def test_lines_without_data_precede_no_text_unless_they_are_a_comment(lines: bytes) -> None:
     first, comment = chunk({"content": "one"}), b": queued\n\n"
-    assert scan([lines + comment + lines + first])[0] == comment + first
+    assert scan(lines + comment + lines + first)[0] == comment + first
 
 
 def test_a_histogram_may_have_every_position_that_a_worker_can_draft() -> None:
     by_accepted = tuple(range(MAX_DRAFT_TOKENS + 1))
     usage = json.loads(usage_chunk().removeprefix(b"data: "))
     usage["metrics"]["speculative_decoding"]["acceptance_histogram"] = [*by_accepted, 7]
-    _, state = scan([event(usage)])
-    assert state.drafts is not None
-    assert state.drafts.histogram == by_accepted
+    drafts = scan(event(usage))[1].drafts
+    assert drafts is not None
+    assert drafts.histogram == by_accepted
 
 
 def test_the_trailing_chunk_is_sent_with_its_metrics_or_without_them() -> None:
     stream = b"".join(stream_events(["one"]))
-    usage = {**json.loads(usage_chunk().removeprefix(b"data: "))}
-    assert scan([stream], hide_metrics=False)[0] == stream
-    output, state = scan([stream], hide_usage=False)
-    metrics = usage.pop("metrics")
+    usage = json.loads(usage_chunk().removeprefix(b"data: "))
+    assert scan(stream, hide_metrics=False)[0] == stream
+    assert usage.pop("metrics")["speculative_decoding"]["num_spec_steps"] == 1
+    output, state = scan(stream, hide_usage=False)
     assert output == stream.replace(usage_chunk(), event(usage))
-    assert metrics["speculative_decoding"]["num_spec_steps"] == 1
     assert state.drafts is not None, "hidden metrics are still recorded"
-
-
-def test_a_chunk_without_metrics_is_hidden_if_only_metrics_were_requested() -> None:
-    frame: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": 4}, "metrics": None}
-    stream = chunk({}, "stop") + event(frame) + DONE
-    assert scan([stream], hide_metrics=False)[0] == chunk({}, "stop") + DONE
+    without = chunk({}, "stop"), event(usage | {"metrics": None}), DONE
+    assert scan(*without, hide_metrics=False)[0] == without[0] + DONE
 
 
 @pytest.mark.parametrize(
@@ -166,12 +139,12 @@ def test_a_chunk_without_metrics_is_hidden_if_only_metrics_were_requested() -> N
         ({"hide_usage": False, "running_usage": True}, {"usage": {"prompt_tokens": 4}}),
     ],
 )
-def test_a_client_gets_the_usage_so_far_if_it_asks_for_it(
+def test_a_client_gets_the_usage_that_it_asks_for(
     shown: dict[str, bool], usage: dict[str, Any]
 ) -> None:
     frame = {"choices": [{"index": 0, "delta": {"content": "x"}}]}
     stream = [event(frame | {"usage": {"prompt_tokens": 4}}), chunk({}, "stop"), DONE]
-    output, state = scan(stream, **shown)
+    output, state = scan(*stream, **shown)
     assert output == event(frame | usage) + chunk({}, "stop") + DONE
     assert state.usage == Usage(prompt_tokens=4, completion_tokens=0, cached_known=False)
 
@@ -183,43 +156,26 @@ def test_l11_no_text_that_is_no_utf_8_passes_in_any_split(size: int) -> None:
     with_usage = event({"choices": [{"delta": {"content": "u"}}], "usage": {"prompt_tokens": 4}})
     stream = word + with_usage + word + broken + word + chunk({}, "stop") + DONE
     pieces = [word, *(stream[at : at + size] for at in range(len(word), len(stream), size))]
-    output, state = scan(pieces)
+    output, state = scan(*pieces)
     assert b"\xff" not in output
     assert state.broken
 
 
 def test_text_of_the_model_is_never_read_as_a_field_of_the_stream() -> None:
     text = 'text "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
-    output, state = scan([chunk({"content": text})])
+    output, state = scan(chunk({"content": text}))
     assert output == chunk({"content": text})
-    assert (state.finished, state.done, state.usage, state.broken) == (
-        False,
-        False,
-        None,
-        "",
-    )
+    assert (state.finished, state.done, state.usage, state.broken) == (False, False, None, "")
 
 
-def test_no_event_passes_after_an_error() -> None:
-    error = event({"error": {"message": "no"}})
-    output, state = scan([chunk({"content": "a"}) + error + chunk({"content": "b"}) + DONE])
-    assert output == chunk({"content": "a"})
+def test_no_event_passes_after_an_error_or_after_done() -> None:
+    first, late = chunk({"content": "a"}, "stop"), chunk({"content": "b"})
+    output, state = scan(first + event({"error": {"message": "no"}}) + late + DONE)
+    assert (output, state.complete) == (first, False)
     assert state.broken
-    assert not state.complete
-
-
-def test_no_event_passes_after_done() -> None:
-    stream = [chunk({"content": "a"}, "stop"), DONE, chunk({"content": "b"}), DONE]
-    output, _ = scan(stream)
-    assert output == stream[0] + DONE
-
-
-def test_bytes_after_done_do_not_break_a_complete_answer() -> None:
-    scanner = scanner_of(limit_bytes=300)
-    for piece in (chunk({"content": "a"}, "stop"), DONE, b"data: " + b"x" * 200, b"x" * 200):
-        scanner.feed(piece)
-    assert scanner.state.complete
-    assert not scanner.state.broken
+    endless = b"data: " + b"x" * 200
+    output, state = scan(first, DONE, late, DONE, endless, endless, limit_bytes=300)
+    assert (output, state.complete, state.broken) == (first + DONE, True, "")
 
 
 def test_an_event_without_end_is_bounded() -> None:
@@ -229,19 +185,16 @@ def test_an_event_without_end_is_bounded() -> None:
     assert scanner.state.broken == "an event is too long"
 
 
-def test_a_tool_call_counts_as_content() -> None:
-    _, state = scan([chunk({"role": "assistant", "content": ""})])
-    assert not state.content_seen
-    _, state = scan([chunk({"tool_calls": [{"index": 0}]})])
-    assert state.content_seen
-
-
-def test_the_text_of_completions_counts_as_content() -> None:
-    _, state = scan([event({"choices": [{"index": 0, "text": "x"}]})])
-    assert state.content_seen
-
-
-@pytest.mark.parametrize("name", ["content", "reasoning_content"])
-def test_reasoning_and_content_both_count_as_content(name: str) -> None:
-    assert not scan([chunk({"role": "assistant"})])[1].content_seen
-    assert scan([chunk({name: "Hm"})])[1].content_seen
+@pytest.mark.parametrize(
+    ("frame", "seen"),
+    [
+        (chunk({"role": "assistant", "content": ""}), False),
+        (chunk({"role": "assistant"}), False),
+        (chunk({"tool_calls": [{"index": 0}]}), True),
+        (chunk({"content": "Hm"}), True),
+        (chunk({"reasoning_content": "Hm"}), True),
+        (event({"choices": [{"index": 0, "text": "x"}]}), True),
+    ],
+)
+def test_texts_reasoning_and_calls_count_as_content(frame: bytes, seen: bool) -> None:
+    assert scan(frame)[1].content_seen is seen

@@ -19,21 +19,34 @@ PDF = "JVBERi0x"
 FILE = {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{PDF}"}}
 
 
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def result(*parts: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "c", "content": list(parts)}
+
+
+def read(*messages: Any, **can: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """Return the contents of a readable history, and what was replaced."""
+    body, replaced = readable({"messages": list(messages)}, Readable(**can))
+    return [one.get("content") for one in body["messages"]], replaced
+
+
+ANSWER = {"role": "assistant", "content": "Hm"}
+
+
 def test_f64_words_stand_for_what_no_model_reads_but_for_what_the_user_says_now() -> None:
-    said = {"role": "user", "content": [UNKNOWN, LINK, PICTURE]}
-    result = {"role": "tool", "tool_call_id": "c", "content": [UNKNOWN]}
-    messages = [said, {"role": "assistant", "content": "Hm"}, result, said]
-    body, replaced = readable({"model": "m", "messages": messages}, Readable())
+    said = user(UNKNOWN, LINK, PICTURE)
+    contents, replaced = read(said, ANSWER, result(UNKNOWN), said)
     words = [{"type": "text", "text": words_for(kind)} for kind in ("new, kind", "image_url")]
-    contents = [one["content"] for one in body["messages"]]
     assert contents == [[*words, PICTURE], "Hm", words[:1], said["content"]]
     assert replaced == (
         "messages[0].content[0]:new%2C%20kind",
         "messages[0].content[1]:image_url",
         "messages[2].content[0]:new%2C%20kind",
     )
-    assert messages[0] is said
-    assert said["content"] == [UNKNOWN, LINK, PICTURE]
+    assert said == user(UNKNOWN, LINK, PICTURE)
 
 
 def test_a_history_that_a_model_reads_stays_as_it_is() -> None:
@@ -49,48 +62,39 @@ def test_a_history_that_a_model_reads_stays_as_it_is() -> None:
 
 def test_a_pdf_is_its_text_and_its_pages_follow_the_other_parts() -> None:
     page = data_url(png_header(9, 9))
-    reading = Readable(documents={PDF: Document("One", 1, (page,))})
-    said = {"role": "user", "content": [FILE, PICTURE]}
-    result = {"role": "tool", "tool_call_id": "c", "content": [FILE]}
-    body, replaced = readable({"messages": [said, {"role": "assistant"}, result]}, reading)
-    first, _, told = (one.get("content") for one in body["messages"])
+    documents = {PDF: Document("One", 1, (page,))}
+    turn = user(FILE, PICTURE), ANSWER, result(FILE)
+    (first, _, told), replaced = read(*turn, documents=documents)
     text = {"type": "text", "text": "[The text of the PDF document, 1 pages:]\nOne"}
     assert first == [text, PICTURE, {"type": "image_url", "image_url": {"url": page}}]
     assert (told, replaced) == ([text], ()), "templates take pictures from users alone"
 
 
 def test_a_pdf_that_cannot_be_read_is_refused_only_where_the_user_sends_it_now() -> None:
-    reading = Readable(documents={PDF: Document(problem="it is encrypted")})
-    said = {"role": "user", "content": [FILE]}
-    result = {"role": "tool", "tool_call_id": "c", "content": [FILE]}
-    body, replaced = readable({"messages": [said, {"role": "assistant"}, result]}, reading)
+    documents = {PDF: Document(problem="it is encrypted")}
+    contents, replaced = read(user(FILE), ANSWER, result(FILE), documents=documents)
     words = [{"type": "text", "text": words_for_pdf("it is encrypted")}]
-    assert [one.get("content") for one in body["messages"]] == [words, None, words]
+    assert contents == [words, "Hm", words]
     assert replaced == ("messages[0].content[0]:file", "messages[2].content[0]:file")
     with pytest.raises(FieldError, match="encrypted") as refused:
-        readable({"messages": [said]}, reading)
+        read(user(FILE), documents=documents)
     assert refused.value.param == "messages[0].content[0].file.file_data"
 
 
 def test_words_stand_for_media_that_no_worker_takes_and_for_broken_pictures() -> None:
-    said = {"role": "user", "content": [PICTURE, BROKEN]}
-    turn = [said, {"role": "assistant", "content": "Hm"}]
     words = {"type": "text", "text": words_for("image_url")}
-    for media, parts in ((frozenset({"image"}), [PICTURE, words]), (frozenset(), [words] * 2)):
-        body, _ = readable({"messages": turn}, Readable(media))
-        assert body["messages"][0]["content"] == parts
+    for media, parts in (({"image"}, [PICTURE, words]), ((), [words] * 2)):
+        assert read(user(PICTURE, BROKEN), ANSWER, media=frozenset(media))[0][0] == parts
 
 
 @pytest.mark.parametrize(("count", "left"), [(32, 32), (33, 25), (40, 32), (41, 25)])
 def test_the_oldest_pictures_of_a_history_make_room_for_new_ones(count: int, left: int) -> None:
     """Eight at a time: else each new picture would change the beginning of the prompt."""
-    said = {"role": "user", "content": [PICTURE] * (count - 1)}
-    turn = [said, {"role": "assistant", "content": "Hm"}, {"role": "user", "content": [PICTURE]}]
-    body, replaced = readable({"messages": turn}, Readable())
-    kinds = [part["type"] for part in body["messages"][0]["content"]]
+    contents, replaced = read(user(*[PICTURE] * (count - 1)), ANSWER, user(PICTURE))
+    kinds = [part["type"] for part in contents[0]]
     assert kinds == ["text"] * (count - left) + ["image_url"] * (left - 1)
     assert len(replaced) == count - left
-    assert body["messages"][2]["content"] == [PICTURE]
+    assert contents[2] == [PICTURE]
 
 
 @pytest.mark.parametrize("behind", [True, False])
@@ -110,10 +114,7 @@ def test_the_oldest_pictures_of_new_results_of_tools_make_room_too(behind: bool)
 
 def test_large_pictures_make_room_too_and_those_of_this_turn_stay() -> None:
     large = {"type": "image_url", "image_url": {"url": data_url(png_header(4000, 4000))}}
-    turn = [{"role": "user", "content": [large] * 4}, {"role": "assistant", "content": "Hm"}]
-    new = {"role": "user", "content": [large] * 5}
-    body, replaced = readable({"messages": [*turn, new]}, Readable())
-    assert [one.rpartition(":")[0] for one in replaced] == [
-        f"messages[0].content[{place}]" for place in range(4)
-    ]
-    assert body["messages"][2] == new, "it is refused, by its field"
+    contents, replaced = read(user(*[large] * 4), ANSWER, user(*[large] * 5))
+    places = [one.rpartition(":")[0] for one in replaced]
+    assert places == [f"messages[0].content[{place}]" for place in range(4)]
+    assert contents[2] == [large] * 5, "it is refused, by its field"

@@ -16,43 +16,33 @@ CALL = {"name": "look", "arguments": '{"at": "a"}'}
 @pytest.mark.parametrize(
     ("choice", "tool_choice"),
     [
-        (None, None),
-        ("auto", "auto"),
-        ("none", "none"),
-        ({"name": "look"}, {"type": "function", "function": {"name": "look"}}),
+        (None, {}),
+        ("auto", {"tool_choice": "auto"}),
+        ("none", {"tool_choice": "none"}),
+        ({"name": "look"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
     ],
 )
-def test_functions_become_tools_of_one_call(choice: Any, tool_choice: Any) -> None:
+def test_functions_become_tools_of_one_call(choice: Any, tool_choice: dict[str, Any]) -> None:
     body = with_tools({"functions": [FUNCTION], "function_call": choice, "model": "m"})
-    expected = {
-        "model": "m",
-        "tools": [{"type": "function", "function": FUNCTION}],
-        "parallel_tool_calls": False,
-    }
-    if tool_choice is not None:
-        expected["tool_choice"] = tool_choice
-    assert body == expected
+    tools = [{"type": "function", "function": FUNCTION}]
+    assert body == {"model": "m", "tools": tools, "parallel_tool_calls": False, **tool_choice}
 
 
 def test_each_result_of_a_function_belongs_to_the_last_call_of_that_name() -> None:
     """Also without `functions`, since a conversation may go on without them."""
-    messages = with_tools(
-        {
-            "messages": [
-                {"role": "assistant", "content": None, "function_call": CALL},
-                {"role": "function", "name": "look", "content": "red"},
-                {"role": "assistant", "content": None, "function_call": CALL},
-                {"role": "function", "name": "look", "content": "blue"},
-                {"role": "assistant", "content": "Blue.", "function_call": None},
-            ]
-        }
-    )["messages"]
+    call = {"role": "assistant", "content": None, "function_call": CALL}
+    red, blue = (
+        {"role": "function", "name": "look", "content": color} for color in ("red", "blue")
+    )
+    last = {"role": "assistant", "content": "Blue."}
+    history = [call, red, call, blue, {**last, "function_call": None}]
+    messages = with_tools({"messages": history})["messages"]
     ids = [message["tool_calls"][0]["id"] for message in messages[:4:2]]
     assert [message["tool_call_id"] for message in messages[1:4:2]] == ids
     assert len(set(ids)) == 2
     assert [message["role"] for message in messages[:2]] == ["assistant", "tool"]
     assert messages[0]["tool_calls"][0]["function"] == CALL
-    assert messages[4] == {"role": "assistant", "content": "Blue."}
+    assert messages[4] == last
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+from collections import defaultdict
 from typing import Any, get_args
 
 import pytest
@@ -23,12 +23,16 @@ from gateway.protocols.messages.response import MessageEncoder
 from gateway.protocols.sealing import Sealer
 from gateway.strict_json import encode_json
 from policies.request.fields import FieldError
+from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
+from tests.support.tool_call_text import cut_at
 
 SEALER = Sealer(b"secret")
 MESSAGES = MessagesFormat(SEALER)
 PICTURE = data_url(png_header(8, 8))
+READABLE = Readable()
+SOURCE = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
 
 
 def sign(reasoning: str) -> str:
@@ -43,6 +47,11 @@ CALL = {"type": "tool_use", "id": "call00001", "name": "look", "input": {"at": "
 LOOK = {"name": "look", "input_schema": {"type": "object"}}
 WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 SEARCH = {"type": "tool", "name": "web_search"}
+
+
+LINE = "x-anthropic-billing-header: cch=1a2b"
+
+
 USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 3,
@@ -56,30 +65,46 @@ COUNTS = {
 }
 
 
-def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
+def to_body(*messages: Any, readable: Readable = READABLE, **fields: Any) -> Any:
     body = {"model": "m", "max_tokens": 5, "messages": list(messages), **fields}
-    return to_chat(body, is_ours).body
+    return to_chat(body, is_ours, readable)
+
+
+def chat(*messages: Any, **fields: Any) -> Any:
+    return to_body(*messages, **fields).body
+
+
+def assistant(*content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(content)}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def result(content: Any, index: int = 1) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": f"call{index:05}", "content": content}
+
+
+def image(picture: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": picture}}
 
 
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def chunk(delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "finish_reason": fields.pop("finish_reason", None)}
-    return {"id": "chatcmpl-1", "model": "m", "choices": [choice], **fields}
-
-
 def events(*frames: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the events of a stream; each has its type as the name too."""
     encoder = MessageEncoder(sign, {})
-    stream = b"".join(encoder.event(b"", frame) for frame in frames) + encoder.done()
-    found = []
-    for event in stream.decode().removesuffix("\n\n").split("\n\n"):
-        name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return named_events(b"".join(encoder.event(b"", one) for one in frames) + encoder.done())
+
+
+def whole(message: dict[str, Any], **fields: Any) -> Any:
+    """Return the message for a whole answer."""
+    answer = {"id": "chatcmpl-1", "model": "m", "choices": [{"message": message, **fields}]}
+    request: Any = None
+    encoded = MESSAGES.encode(request, answer | {"usage": USAGE}, b"")
+    return json.loads(encoded, parse_constant=pytest.fail)
 
 
 def test_a_plain_request_is_a_chat() -> None:
@@ -92,65 +117,41 @@ def test_a_plain_request_is_a_chat() -> None:
     }
 
 
-def test_a_text_that_changes_with_each_request_is_left_out_of_the_system_prompt() -> None:
-    blocks = [
-        {"type": "text", "text": "x-anthropic-billing-header: cch=1a2b"},
-        {"type": "text", "text": "You are Claude.", "cache_control": {"type": "ephemeral"}},
-        {"type": "text", "text": "Be brief."},
-    ]
-    system = chat(user("Hi"), system=blocks)["messages"][0]
-    assert system == {"role": "system", "content": "You are Claude.\n\nBe brief."}
-
-
-def test_only_the_line_that_changes_with_each_request_is_left_out_of_a_text() -> None:
-    text = "x-anthropic-billing-header: cch=1;\nBe brief.\n\nBe kind."
-    for system in (text, [{"type": "text", "text": text}]):
-        assert chat(user("Hi"), system=system)["messages"][0] == {
-            "role": "system",
-            "content": "Be brief.\n\nBe kind.",
-        }
-    assert chat(user("Hi"), system=text.partition("\n")[0])["messages"] == [user("Hi")]
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        ([text(LINE), text("You are Claude."), text("Be brief.")], "You are Claude.\n\nBe brief."),
+        (f"{LINE}\nBe brief.\n\nBe kind.", "Be brief.\n\nBe kind."),
+        ([text(f"{LINE}\nBe brief.\n\nBe kind.")], "Be brief.\n\nBe kind."),
+        (LINE, ""),
+    ],
+)
+def test_a_line_that_changes_with_each_request_is_left_out_of_the_system_prompt(
+    system: Any, expected: str
+) -> None:
+    before = [{"role": "system", "content": expected}] if expected else []
+    assert chat(user("Hi"), system=system)["messages"] == [*before, user("Hi")]
 
 
 def test_a_system_message_in_the_middle_keeps_its_place() -> None:
     given = [user("Hi"), {"role": "system", "content": "Now in French."}]
     assert chat(*given)["messages"] == [user("Hi"), user("Now in French.")]
-    in_blocks = {"role": "system", "content": [{"type": "text", "text": "Now in French."}]}
-    for one in (given, [user("Hi"), in_blocks]):
-        sent = to_chat({"messages": one}, is_ours, Readable(system_inside=True)).body
+    for content in ("Now in French.", [text("Now in French.")]):
+        system = {"role": "system", "content": content}
+        sent = chat(user("Hi"), system, readable=Readable(system_inside=True))
         assert sent["messages"] == given, "the worker renders it as its template takes it"
 
 
 def test_calls_and_results_become_messages_of_a_chat_in_their_order() -> None:
-    picture = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
-    results = [
-        {"type": "tool_result", "tool_use_id": "call00001", "content": "one"},
-        {
-            "type": "tool_result",
-            "tool_use_id": "call00002",
-            "is_error": True,
-            "content": [{"type": "text", "text": "two"}, {"type": "image", "source": picture}],
-        },
-        {"type": "text", "text": "Go on."},
-    ]
+    two = result([text("two"), {"type": "image", "source": SOURCE}], 2) | {"is_error": True}
     function = {"name": "look", "arguments": '{"at":"a"}'}
-    assert chat(
-        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALL]},
-        user(results),
-    )["messages"] == [
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "tool_calls": [{"id": "call00001", "type": "function", "function": function}],
-        },
+    call = {"id": "call00001", "type": "function", "function": function}
+    turn = user([result("one"), two, text("Go on.")])
+    assert chat(assistant(text("I look."), CALL), turn)["messages"] == [
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call00001", "content": "one"},
         {"role": "tool", "tool_call_id": "call00002", "content": "Error: two"},
-        user(
-            [
-                {"type": "image_url", "image_url": {"url": PICTURE}},
-                {"type": "text", "text": "Go on."},
-            ]
-        ),
+        user([image(PICTURE), text("Go on.")]),
     ]
 
 
@@ -159,10 +160,8 @@ def test_words_stand_for_what_tools_of_anthropics_servers_did() -> None:
     kinds = [get_args(block.model_fields["type"].annotation)[0] for block in blocks]
     kinds = [kind for kind in kinds if "_tool_" in kind and kind != "mcp_tool_listing"]
     assert {"server_tool_use", "web_fetch_tool_result", "mcp_tool_result"} < {*kinds}
-    content = [*({"type": kind, "id": "a", "tool_use_id": "a"} for kind in kinds)]
-    text = {"type": "text", "text": "I have read it."}
-    reply = {"role": "assistant", "content": [*content, text]}
-    translated = to_chat({"messages": [user("?"), reply]}, is_ours)
+    content = [{"type": kind, "id": "a", "tool_use_id": "a"} for kind in kinds]
+    translated = to_body(user("?"), assistant(*content, text("I have read it.")))
     (_, message) = translated.body["messages"]
     assert message["content"] == "".join(map(words_for, kinds)) + "I have read it."
     assert translated.replaced == tuple(
@@ -170,60 +169,53 @@ def test_words_stand_for_what_tools_of_anthropics_servers_did() -> None:
     )
 
 
-PDF = {
+PDF: dict[str, Any] = {
     "type": "document",
     "title": "Terms",
     "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0x"},
 }
-PAGES = {"JVBERi0x": Document("[Page 1]\nOne", 1, (PICTURE,))}
 PDF_TEXT = "[The text of the PDF document 'Terms', 1 pages:]\n[Page 1]\nOne"
 
 
 def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
-    call = {"role": "assistant", "content": [CALL]}
-    result = {"type": "tool_result", "tool_use_id": "call00001", "content": [PDF]}
-    image = {"type": "image_url", "image_url": {"url": PICTURE}}
-    turn = [user([PDF]), call, user([result])]
-    sent = to_chat({"messages": turn}, is_ours, Readable(documents=PAGES))
+    def read(*turn: Any, kinds: frozenset[str] | None = None, **document: Any) -> Any:
+        documents = {"JVBERi0x": Document(**document)}
+        readable = Readable(documents=documents) if kinds is None else Readable(kinds, documents)
+        return to_body(*turn, readable=readable)
+
+    turn = [user([PDF]), assistant(CALL), user([result([PDF])])]
+    sent = read(*turn, text="[Page 1]\nOne", page_count=1, pages=(PICTURE,))
     first, _, told, behind = sent.body["messages"]
-    assert first == user([{"type": "text", "text": PDF_TEXT}, image])
-    assert (told["content"], behind) == (PDF_TEXT, user([image]))
+    assert first == user([text(PDF_TEXT), image(PICTURE)])
+    assert (told["content"], behind) == (PDF_TEXT, user([image(PICTURE)]))
     assert not sent.replaced
     assert sent.param("messages[3].content[0].image_url") == "messages.2.content.0.content.0"
-
-    secret = {"JVBERi0x": Document(problem="it is encrypted")}
-    sent = to_chat({"messages": turn[1:]}, is_ours, Readable(documents=secret))
+    sent = read(*turn[1:], problem="it is encrypted")
     assert "encrypted" in sent.body["messages"][1]["content"]
     assert sent.replaced == ("messages.1.content.0.content.0:document",)
     with pytest.raises(FieldError, match=r"messages\.0\.content\.0\.source: .*encrypted"):
-        to_chat({"messages": [user([PDF])]}, is_ours, Readable(documents=secret))
-    scanned = Readable(frozenset(), {"JVBERi0x": Document(page_count=3)})
-    assert (
-        "sees no pictures"
-        in to_chat({"messages": turn}, is_ours, scanned).body["messages"][2]["content"]
-    )
+        read(user([PDF]), problem="it is encrypted")
+    scanned = read(*turn, kinds=frozenset(), page_count=3)
+    assert "sees no pictures" in scanned.body["messages"][2]["content"]
 
 
 def test_words_stand_for_pictures_of_a_history_that_no_worker_sees() -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
-    image["source"]["data"] = PICTURE.partition(",")[2]  # type: ignore[index]
-    result = {"type": "tool_result", "tool_use_id": "call00001", "content": [image]}
-    turn = [user([image]), {"role": "assistant", "content": [CALL]}, user([result, image])]
-    sent = to_chat({"messages": turn}, is_ours, Readable(frozenset()))
-    first, _, told, new = sent.body["messages"]
+    picture = {"type": "image", "source": SOURCE}
+    turn = [user([picture]), assistant(CALL), user([result([picture]), picture])]
+    first, _, told, new = chat(*turn, readable=Readable(frozenset()))["messages"]
     assert (first["content"], told["content"]) == (words_for("image"),) * 2
     assert new["content"][0]["type"] == "image_url", "a new picture is refused by its own name"
 
 
 def test_an_answer_goes_on_from_a_last_message_of_the_assistant() -> None:
-    turn = [user("Sing"), {"role": "assistant", "content": [{"type": "text", "text": "La"}]}]
-    sent = to_chat({"messages": turn}, is_ours)
+    turn = [user("Sing"), assistant(text("La"))]
+    sent = to_body(*turn)
     assert sent.body["continue_final_message"] is True
     assert sent.body["add_generation_prompt"] is False
     assert sent.param("continue_final_message") == "messages.1"
-    assert "continue_final_message" not in to_chat({"messages": turn[:1]}, is_ours).body
+    assert "continue_final_message" not in chat(turn[0])
     with pytest.raises(FieldError, match="tool calls") as refused:
-        to_chat({"messages": [*turn, {"role": "assistant", "content": [CALL]}]}, is_ours)
+        chat(*turn, assistant(CALL))
     assert refused.value.param == "messages.2"
 
 
@@ -233,10 +225,9 @@ LINK = {"type": "image", "source": {"type": "url", "url": "https://x/a.png"}}
 
 def test_f64_no_block_of_a_history_ends_a_conversation() -> None:
     """A block that no model reads is refused once, where the user says it; then words stand."""
-    result = {"type": "tool_result", "tool_use_id": "call00001", "content": [UNKNOWN, LINK]}
-    reply = {"role": "assistant", "content": [CALL, {"type": "new, kind"}]}
-    turn = [user([UNKNOWN, LINK]), reply, user([result])]
-    translated = to_chat({"messages": turn}, is_ours)
+    reply = assistant(CALL, {"type": "new, kind"})
+    turn = [user([UNKNOWN, LINK]), reply, user([result([UNKNOWN, LINK])])]
+    translated = to_body(*turn)
     first, called, last = translated.body["messages"]
     assert first["content"] == "\n\n".join((words_for("container_upload"), words_for("image")))
     assert called["content"] == words_for("new, kind")
@@ -249,22 +240,22 @@ def test_f64_no_block_of_a_history_ends_a_conversation() -> None:
         "messages.2.content.0.content.1:image",
     )
     with pytest.raises(FieldError, match="container_upload"):
-        to_chat({"messages": [*turn, user([UNKNOWN])]}, is_ours)
+        chat(*turn, user([UNKNOWN]))
 
 
 def test_a_deferred_tool_is_none_until_a_search_finds_it() -> None:
     tools = [{"name": name, "input_schema": {}, "defer_loading": True} for name in "ab"]
     tools.append({"name": "search", "input_schema": {}})
-    found = {"type": "tool_reference", "tool_name": "a"}
-    result = {"type": "tool_result", "tool_use_id": "call00001", "content": [found]}
-    turns = [[user("?")], [user("?"), {"role": "assistant", "content": [CALL]}, user([result])]]
-    for messages, names in zip(turns, (["search"], ["search", "a"]), strict=True):
-        sent = to_chat({"messages": messages, "tools": tools}, is_ours).body
-        assert [one["function"]["name"] for one in sent["tools"]] == names
-    assert sent["messages"][-1]["content"] == "Tool: a"
-    choice = {"type": "tool", "name": "b"}
-    sent = to_chat({"messages": turns[0], "tools": tools, "tool_choice": choice}, is_ours).body
-    assert [one["function"]["name"] for one in sent["tools"]] == ["b", "search"]
+    found = user([result([{"type": "tool_reference", "tool_name": "a"}])])
+
+    def tools_of(*messages: Any, **fields: Any) -> list[str]:
+        sent = chat(*messages, tools=tools, **fields)
+        return [one["function"]["name"] for one in sent["tools"]]
+
+    assert tools_of(user("?")) == ["search"]
+    assert tools_of(user("?"), assistant(CALL), found) == ["search", "a"]
+    assert tools_of(user("?"), tool_choice={"type": "tool", "name": "b"}) == ["b", "search"]
+    assert chat(user("?"), assistant(CALL), found)["messages"][-1]["content"] == "Tool: a"
 
 
 def test_tools_change_in_the_middle_of_a_conversation() -> None:
@@ -295,22 +286,34 @@ def test_tools_change_in_the_middle_of_a_conversation() -> None:
         to_chat({"messages": [user("?"), unknown], "tools": tools}, is_ours)
 
 
-def test_a_search_result_is_its_text() -> None:
-    block = {"type": "search_result", "title": "T", "source": "s", "content": [
-        {"type": "text", "text": "found"}]}  # fmt: skip
+def test_a_search_result_is_its_text_and_old_results_are_cleared_before() -> None:
+    block = {"type": "search_result", "title": "T", "source": "s", "content": [text("found")]}
     assert chat(user([block]))["messages"] == [user("T\ns\nfound")]
+    none = {"type": "tool_uses", "value": 0}
+    edit = {"type": "clear_tool_uses_20250919", "trigger": none, "keep": none}
+    edits = {"edits": [edit]}
+    sent = chat(assistant(CALL), user([result("much")]), context_management=edits)
+    assert sent["messages"][1]["content"].startswith("[The result of this tool call was cleared")
 
 
 def test_tools_and_the_choice_among_them() -> None:
+    """A tool of Anthropic's servers is left out and named."""
     tool = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
     function = {"name": "look", "description": "d", "parameters": {"type": "object"}}
-    sent = chat(
-        user("Hi"), tools=[tool], tool_choice={"type": "any", "disable_parallel_tool_use": True}
-    )
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    translated = to_body(user("Hi"), tools=[WEB_SEARCH, tool], tool_choice=choice)
+    sent = translated.body
     assert sent["tools"] == [{"type": "function", "function": function}]
+    assert translated.left_out == ("tools.0:web_search_20250305",)
     assert (sent["tool_choice"], sent["parallel_tool_calls"]) == ("required", False)
     named = chat(user("Hi"), tools=[tool], tool_choice={"type": "tool", "name": "look"})
     assert named["tool_choice"] == {"type": "function", "function": {"name": "look"}}
+    alone = chat(user("Hi"), tools=[WEB_SEARCH], tool_choice={"type": "auto"})
+    assert not {"tools", "tool_choice"} & alone.keys()
+
+
+FORMAT = {"type": "json_schema", "schema": {"type": "null"}}
+NULL = {"name": "answer", "strict": True, "schema": {"type": "null"}}
 
 
 @pytest.mark.parametrize(
@@ -328,39 +331,23 @@ def test_tools_and_the_choice_among_them() -> None:
             {"reasoning_effort": "high", "include_reasoning": False},
         ),
         (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "null"}}}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "answer", "strict": True, "schema": {"type": "null"}},
-                }
-            },
+            {"output_config": {"format": FORMAT}},
+            {"response_format": {"type": "json_schema", "json_schema": NULL}},
         ),
     ],
 )
 def test_reasoning_and_form(fields: dict[str, Any], sent: dict[str, Any]) -> None:
-    plain = chat(user("Hi"))
-    assert chat(user("Hi"), **fields) == plain | sent
+    assert chat(user("Hi"), **fields) == chat(user("Hi")) | sent
 
 
 def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() -> None:
-    answer = {
-        "choices": [
-            {
-                "message": {"reasoning_content": "Hm.", "content": "Yes."},
-                "finish_reason": "stop",
-            }
-        ]
-    }
-    request: Any = None
-    thinking, text = json.loads(MESSAGES.encode(request, answer, b""))["content"]
-    ours = chat(user("?"), {"role": "assistant", "content": [thinking, text]})["messages"][1]
+    thinking, answer = whole({"reasoning_content": "Hm.", "content": "Yes."})["content"]
+    ours = chat(user("?"), assistant(thinking, answer))["messages"][1]
     assert ours["reasoning_content"] == "Hm."
-    changed = thinking | {"thinking": "Hm!"}
-    assert (
-        "reasoning_content"
-        not in chat(user("?"), {"role": "assistant", "content": [changed, text]})["messages"][1]
-    )
+    signature = Sealer(b"other").seal(b"", b"thinking Hm.")
+    for change in ({"thinking": "Hm!"}, {"signature": signature}):
+        changed = chat(user("?"), assistant(thinking | change, answer))["messages"][1]
+        assert "reasoning_content" not in changed
 
 
 @pytest.mark.parametrize(
@@ -387,9 +374,7 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"n": 2}, "n"),
     ],
 )
-def test_an_invalid_field_is_named_as_anthropic_names_it(
-    fields: dict[str, Any], param: str
-) -> None:
+def test_an_invalid_field_is_named_as_anthropic_does(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(FieldError) as invalid:
         to_chat({"model": "m", "messages": [user("Hi")], **fields}, is_ours)
     assert invalid.value.param == param
@@ -429,30 +414,22 @@ CALLS = st.lists(
 CUTS = st.lists(st.integers(1, 40), max_size=4)
 
 
-def pieces(text: str, cuts: list[int]) -> list[str]:
-    """Return a text in pieces, cut at these places."""
-    edges = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
-    return [text[start:end] for start, end in itertools.pairwise(edges)]
-
-
 def content_of(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the blocks that a client puts together from the events of a message."""
     blocks: list[dict[str, Any]] = []
-    inputs: dict[int, str] = {}
+    inputs: defaultdict[int, str] = defaultdict(str)
     for event in stream:
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"])
         elif event["type"] == "content_block_delta":
-            delta = dict(event["delta"])
-            kind = delta.pop("type")
-            if kind == "input_json_delta":
-                index = event["index"]
-                inputs[index] = inputs.get(index, "") + delta["partial_json"]
+            index, delta = event["index"], dict(event["delta"])
+            if delta.pop("type") == "input_json_delta":
+                inputs[index] += delta["partial_json"]
             else:
                 for name, piece in delta.items():
-                    blocks[event["index"]][name] += piece
-    for index, text in inputs.items():
-        blocks[index]["input"] = json.loads(text or "{}")
+                    blocks[index][name] += piece
+    for index, written in inputs.items():
+        blocks[index]["input"] = json.loads(written or "{}")
     return blocks
 
 
@@ -470,140 +447,95 @@ def test_an_answer_that_comes_back_is_the_message_that_it_was(
             {"id": f"call{index}", "type": "function", "function": function}
             for index, function in enumerate(functions)
         ]
-    request: Any = None
-    answer = {"id": "c", "model": "m", "choices": [{"message": message}]}
-    content = json.loads(MESSAGES.encode(request, answer, b""))["content"]
-
-    frames = [chunk({"role": "assistant", "content": ""})]
-    frames += [chunk({"reasoning_content": one}) for one in pieces(reasoning, cuts)]
-    frames += [chunk({"content": one}) for one in pieces(text, cuts)]
+    content = whole(message)["content"]
+    frames = [chat_chunk({"role": "assistant", "content": ""})]
+    frames += [chat_chunk({"reasoning_content": one}) for one in cut_at(reasoning, cuts)]
+    frames += [chat_chunk({"content": one}) for one in cut_at(text, cuts)]
     for index, function in enumerate(functions):
-        first, *rest = pieces(function["arguments"], cuts)
-        call = {"index": index, "id": f"call{index}", "function": function | {"arguments": first}}
-        frames.append(chunk({"tool_calls": [call]}))
-        for one in rest:
-            rest_of_call = {"index": index, "function": {"arguments": one}}
-            frames.append(chunk({"tool_calls": [rest_of_call]}))
-    assert content_of(events(*frames, chunk({}, finish_reason="stop"))) == content
+        frames.append(chat_chunk(call_delta(index, name=function["name"], arguments="")))
+        for one in cut_at(function["arguments"], cuts):
+            frames.append(chat_chunk(call_delta(index, arguments=one)))
+    assert content_of(events(*frames, chat_chunk({}, finish_reason="stop"))) == content
 
-    turn = [user("?"), {"role": "assistant", "content": content}, user("And?")]
-    back = chat(*turn)["messages"][1:-1]
+    back = chat(user("?"), assistant(*content), user("And?"))["messages"][1:-1]
     assert back == ([message] if text or calls or reasoning else [])
 
 
-@settings(deadline=None)
 @given(system=TEXTS, asked=TEXTS, results=st.lists(TEXTS, min_size=1, max_size=3), then=TEXTS)
 def test_what_a_user_and_the_tools_say_is_in_the_chat(
     system: str, asked: str, results: list[str], then: str
 ) -> None:
-    blocks = [
-        {"type": "tool_result", "tool_use_id": f"call{index}", "content": result}
-        for index, result in enumerate(results)
+    blocks = [result(content, index) for index, content in enumerate(results)]
+    sent = chat(user(asked), user([*blocks, text(then)]), system=system)
+    tools = [
+        {"role": "tool", "tool_call_id": f"call{index:05}", "content": content}
+        for index, content in enumerate(results)
     ]
-    sent = chat(user(asked), user([*blocks, {"type": "text", "text": then}]), system=system)
-    assert sent["messages"] == [
-        *([{"role": "system", "content": system}] if system else []),
-        user(asked),
-        *(
-            {"role": "tool", "tool_call_id": f"call{index}", "content": result}
-            for index, result in enumerate(results)
-        ),
-        user(then),
-    ]
+    before = [{"role": "system", "content": system}] if system else []
+    assert sent["messages"] == [*before, user(asked), *tools, user(then)]
 
 
-def test_arguments_of_a_call_that_are_no_strict_json_stay_text() -> None:
-    for arguments in ('{"a": NaN}', "[1]", '{"a":'):
-        call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
-        answer = {"choices": [{"message": {"tool_calls": [call]}}]}
-        request: Any = None
-        (block,) = json.loads(MESSAGES.encode(request, answer, b""))["content"]
-        assert block["input"] == {"arguments": arguments}
-    call = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1e999}'}}
-    whole = MESSAGES.encode(request, {"choices": [{"message": {"tool_calls": [call]}}]}, b"")
-    assert json.loads(whole, parse_constant=pytest.fail)["content"][0]["input"] == {"a": None}
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        *((one, {"arguments": one}) for one in ('{"a": NaN}', "[1]", '{"a":')),
+        ('{"a": 1e999}', {"a": None}),
+    ],
+)
+def test_arguments_of_a_call_that_are_no_strict_json_stay_text(arguments: str, read: Any) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    (block,) = whole({"tool_calls": [call]})["content"]
+    assert block["input"] == read
 
 
 def test_an_answer_is_a_message() -> None:
     call = {"id": "call00001", "function": {"name": "look", "arguments": '{"at": "a"}'}}
-    answer = {
-        "id": "chatcmpl-1",
-        "model": "m",
-        "choices": [
-            {
-                "message": {"content": "I look.", "tool_calls": [call]},
-                "finish_reason": "tool_calls",
-            }
-        ],
-        "usage": USAGE,
-    }
-    request: Any = None
-    assert json.loads(MESSAGES.encode(request, answer, b"")) == {
+    message = {"content": "I look.", "tool_calls": [call]}
+    assert whole(message, finish_reason="tool_calls") == {
         "id": "msg_1",
         "type": "message",
         "role": "assistant",
         "model": "m",
-        "content": [{"type": "text", "text": "I look."}, CALL],
+        "content": [text("I look."), CALL],
         "stop_reason": "tool_use",
         "stop_sequence": None,
         "usage": COUNTS,
     }
 
 
-def test_usage_tells_the_tokens_of_reasoning() -> None:
-    usage = USAGE | {"completion_tokens_details": {"reasoning_tokens": 2}}
-    end = events(chunk({"content": "a"}), {"id": "chatcmpl-1", "choices": [], "usage": usage})[-2]
-    assert end["usage"] == COUNTS | {"output_tokens_details": {"thinking_tokens": 2}}
-
-
-def test_a_stop_sequence_is_named() -> None:
+def test_a_stop_sequence_is_named_and_usage_tells_the_tokens_of_reasoning() -> None:
     choice = {"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "END"}
-    end = events(chunk({"content": "a"}), {"id": "chatcmpl-1", "choices": [choice]})[-2]
+    usage = USAGE | {"completion_tokens_details": {"reasoning_tokens": 2}}
+    frame = {"id": "chatcmpl-1", "choices": [choice], "usage": usage}
+    end = events(chat_chunk({"content": "a"}), frame)[-2]
     assert end["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
-    request: Any = None
-    whole = {"choices": [{"message": {"content": "a"}, **choice}]}
-    message = json.loads(MESSAGES.encode(request, whole, b""))
-    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
-    token = whole["choices"][0] | {"stop_reason": 7}
-    message = json.loads(MESSAGES.encode(request, {"choices": [token]}, b""))
-    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
-
-
-def test_a_silent_stream_gets_pings_behind_its_comments() -> None:
-    assert MESSAGES.keep_alive(b": keepalive\n\n") == (
-        b': keepalive\n\nevent: ping\ndata: {"type": "ping"}\n\n'
-    )
+    assert end["usage"] == COUNTS | {"output_tokens_details": {"thinking_tokens": 2}}
+    for reason, expected in (("END", ("stop_sequence", "END")), (7, ("end_turn", None))):
+        message = whole({"content": "a"}, finish_reason="stop", stop_reason=reason)
+        assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
 def test_a_comment_of_a_worker_that_reads_a_prompt_reaches_the_client_with_a_ping() -> None:
     comment = b": read 2048 of 9000 tokens of the prompt\n\n"
     scanner = StreamScanner(MessageEncoder(sign, {}), MESSAGES.keep_alive, limit_bytes=4096)
-    assert scanner.feed(comment) == MESSAGES.keep_alive(comment)
+    assert scanner.feed(comment) == comment + b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 def test_the_events_of_a_stream_come_in_anthropics_order() -> None:
-    def call(**function: Any) -> dict[str, Any]:
-        return {"tool_calls": [{"index": 0, "id": "call00001", "function": function}]}
-
     found = events(
-        chunk({"role": "assistant", "content": ""}),
-        chunk({"reasoning_content": "Hm."}, usage=USAGE | {"completion_tokens": 1}),
-        chunk({"content": "I "}),
-        chunk({"content": "look."}),
-        chunk(call(name="look", arguments="")),
-        chunk(call(arguments='{"at": ')),
-        chunk(call(arguments='"a"}')),
-        chunk({}, finish_reason="tool_calls"),
+        chat_chunk({"role": "assistant", "content": ""}),
+        chat_chunk({"reasoning_content": "Hm."}, usage=USAGE | {"completion_tokens": 1}),
+        chat_chunk({"content": "I "}),
+        chat_chunk({"content": "look."}),
+        chat_chunk(call_delta(name="look", arguments="")),
+        chat_chunk(call_delta(arguments='{"at": ')),
+        chat_chunk(call_delta(arguments='"a"}')),
+        chat_chunk({}, finish_reason="tool_calls"),
         {"id": "chatcmpl-1", "model": "m", "choices": [], "usage": USAGE},
     )
     kinds = [event["type"].removeprefix("content_block_") for event in found]
-    assert kinds == [
-        "message_start",
-        *("start", "delta", "delta", "stop"),
-        *("start", "delta", "delta", "stop"),
-        *("start", "delta", "delta", "stop"),
-        *("message_delta", "message_stop"),
-    ]
+    block = ["start", "delta", "delta", "stop"]
+    assert kinds == ["message_start", *block * 3, "message_delta", "message_stop"]
     assert found[0]["message"]["usage"]["input_tokens"] == COUNTS["input_tokens"]
     blocks = [event["content_block"]["type"] for event in found if "content_block" in event]
     assert blocks == ["thinking", "text", "tool_use"]
@@ -623,46 +555,10 @@ def test_an_overflow_has_the_words_by_which_clients_shorten_a_conversation() -> 
         param="messages",
         code="context_length_exceeded",
     )
-    assert json.loads(error_body(overflow)) == {
-        "type": "error",
-        "error": {
-            "type": "invalid_request_error",
-            "message": "prompt is too long: 120 tokens > 100 maximum",
-        },
-    }
+    message = "prompt is too long: 120 tokens > 100 maximum"
+    error = {"type": "invalid_request_error", "message": message}
+    assert json.loads(error_body(overflow)) == {"type": "error", "error": error}
     words = json.dumps({"error": "the prompt exceeds the available context size"})
     of_an_engine = error_body(read_refusal(400, words.encode(), {"messages": [{}]}))
     assert json.loads(of_an_engine)["error"]["message"].startswith("prompt is too long")
     assert b'"api_error"' in error_body(GatewayError())
-
-
-def test_a_tool_of_anthropics_servers_is_left_out_and_named() -> None:
-    body = {"model": "m", "messages": [user("Hi")], "tools": [WEB_SEARCH, LOOK]}
-    sent = to_chat(body, is_ours)
-    assert [tool["function"]["name"] for tool in sent.body["tools"]] == ["look"]
-    assert sent.left_out == ("tools.0:web_search_20250305",)
-    alone = {**body, "tools": [WEB_SEARCH], "tool_choice": {"type": "auto"}}
-    assert not {"tools", "tool_choice"} & to_chat(alone, is_ours).body.keys()
-
-
-def test_a_signature_is_of_one_secret() -> None:
-    thinking = {"type": "thinking", "thinking": "Hm.", "signature": sign("Hm.")}
-    message = {"role": "assistant", "content": [thinking, {"type": "text", "text": "Yes."}]}
-    assert chat(user("?"), message)["messages"][1]["reasoning_content"] == "Hm."
-    thinking["signature"] = Sealer(b"other").seal(b"", b"thinking Hm.")
-    assert "reasoning_content" not in chat(user("?"), message)["messages"][1]
-
-
-def test_old_results_are_cleared_before_the_chat_is_built() -> None:
-    result = {"type": "tool_result", "tool_use_id": CALL["id"], "content": "much"}
-    edit = {
-        "type": "clear_tool_uses_20250919",
-        "trigger": {"type": "tool_uses", "value": 0},
-        "keep": {"type": "tool_uses", "value": 0},
-    }
-    sent = chat(
-        {"role": "assistant", "content": [CALL]},
-        user([result]),
-        context_management={"edits": [edit]},
-    )
-    assert sent["messages"][1]["content"].startswith("[The result of this tool call was cleared")

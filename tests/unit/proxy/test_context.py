@@ -22,6 +22,11 @@ NOW_S = 1_000_000.0
 PROMPT = system_prompt()
 PROFILE = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, max_tokens=6)
 CANDIDATE = Candidate("vlm", "vlm", "mac", "policy", 0.0)
+
+
+CACHED = CANDIDATE._replace(prefix_cached=True)
+
+
 CALLER = Caller(client="k", key="k")
 
 
@@ -33,11 +38,9 @@ def new_context(**fields: Any) -> RequestContext:
 
 def routed_context(prefix: PrefixKeys = NO_KEYS, **fields: Any) -> RequestContext:
     """Return the context of a request that waited a second and that a worker has begun."""
-    inspected = Inspected("alias", PROFILE, {})
-    request = RoutingRequest(default_policy(), PROFILE, prefix=prefix)
     values = {
-        "inspected": inspected,
-        "routing_request": request,
+        "inspected": Inspected("alias", PROFILE, {}),
+        "routing_request": RoutingRequest(default_policy(), PROFILE, prefix=prefix),
         "api_key": ApiKey(caller=CALLER),
         "caller": CALLER,
         "candidate": CANDIDATE,
@@ -109,44 +112,34 @@ def test_a_disconnected_client_is_logged_as_nginx_does() -> None:
     record = finished(context)
     assert (record.outcome, record.status, record.code) == (Outcome.CLIENT_LEFT, 499, "")
     assert record.spent == Spent(1, 10, 10)
-
-
-def test_a_request_without_a_worker_spends_nothing() -> None:
-    assert finished(routed_context(begun=False)).spent == Spent()
+    assert finished(routed_context(begun=False)).spent == Spent(), "no worker began"
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, "none"),
-        ({"prefix": PROMPT}, "miss"),
-        ({"prefix": PROMPT, "candidate": CANDIDATE._replace(prefix_cached=True)}, "hit"),
-        ({"prefix": PROMPT, "usage": Usage(5, 2, 1)}, "hit"),
-        ({"prefix": PROMPT, "usage": Usage(5, 2, 0)}, "miss"),
-        (
-            {
-                "prefix": PROMPT,
-                "candidate": CANDIDATE._replace(prefix_cached=True),
-                "usage": Usage(5, 2, cached_known=False),
-            },
-            "unknown",
-        ),
+        ({"prefix": NO_KEYS}, "none"),
+        ({}, "miss"),
+        ({"candidate": CACHED}, "hit"),
+        ({"usage": Usage(5, 2, 1)}, "hit"),
+        ({"usage": Usage(5, 2, 0)}, "miss"),
+        ({"candidate": CACHED, "usage": Usage(5, 2, cached_known=False)}, "unknown"),
     ],
 )
 def test_the_cache_result_is_the_expected_one_until_the_worker_reports_it(
     fields: dict[str, Any], expected: str
 ) -> None:
-    context = routed_context(**fields)
+    context = routed_context(**{"prefix": PROMPT, **fields})
     assert finished(context).prefix == expected
     assert (b"x-paceline-prefix", expected.encode()) in context.route_headers()
 
 
 def test_response_headers_show_the_route_after_routing() -> None:
     assert new_context().route_headers() == []
-    assert routed_context(attempts=2).route_headers() == [
-        (b"x-paceline-pool", b"vlm"),
-        (b"x-paceline-worker", b"mac"),
-        (b"x-paceline-reason", b"policy"),
-        (b"x-paceline-prefix", b"none"),
-        (b"x-paceline-attempts", b"2"),
-    ]
+    assert dict(routed_context(attempts=2).route_headers()) == {
+        b"x-paceline-pool": b"vlm",
+        b"x-paceline-worker": b"mac",
+        b"x-paceline-reason": b"policy",
+        b"x-paceline-prefix": b"none",
+        b"x-paceline-attempts": b"2",
+    }

@@ -23,17 +23,13 @@ def request(text: str, **fields: Any) -> ResponsesRequest:
 async def keep(kept: KeptItems, given: ResponsesRequest, status: str = "completed") -> str:
     """Keep a response to a request, after what it goes on from; return its id."""
     _, after = await kept.open("ann", given)
-    response = {
-        "id": new_id("resp"),
-        "status": status,
-        "conversation": None,
-        "previous_response_id": given.previous_id or None,
-    }
+    response = {"id": new_id("resp"), "status": status, "conversation": None}
+    response["previous_response_id"] = given.previous_id or None
     assert await kept.keep_response("ann", response, given, [], after)
     return str(response["id"])
 
 
-async def test_a_request_goes_on_from_whole_conversations_within_a_limit(
+async def test_a_request_goes_on_from_conversations_within_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = KeptItems(

@@ -23,14 +23,17 @@ LAB = Caller(key="1", team="lab")
 
 
 def keys(
-    *messages: Mapping[str, Any], hasher: PrefixHasher = HASHER, caller: Caller = LAB, **fields: Any
+    *messages: Mapping[str, Any],
+    hasher: PrefixHasher = HASHER,
+    caller: Caller = LAB,
+    model: str = "demo",
+    in_place: bool = False,
+    **fields: Any,
 ) -> PrefixKeys:
     """Return the keys of a chat."""
-    chars = sum(len(repr(message)) for message in messages) + len(repr(fields.get("tools", "")))
-    profile = RequestProfile(
-        endpoint=Endpoint.CHAT, model=fields.pop("model", "demo"), text_chars=chars
-    )
-    body = {"messages": normalise(messages), **fields}
+    chars = sum(len(repr(one)) for one in (*messages, *fields.get("tools", ())))
+    profile = RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=chars)
+    body = {"messages": normalise(messages, in_place=in_place), **fields}
     return hasher.prefix_keys(Inspected("demo", profile, body), caller, RULES)
 
 
@@ -74,12 +77,8 @@ def test_a_key_is_that_of_the_same_beginning_and_of_no_other() -> None:
     ]
     all_keys = [end.key for one in (found, *others) for end in one.ends]
     assert len(set(all_keys)) == len(all_keys) == 4 * 9
-
-
-def test_only_the_isolation_scope_tells_two_equal_system_prompts_apart() -> None:
-    lab, shop = keys(*CHAT), keys(*CHAT, caller=Caller(key="1", team="shop"))
-    assert lab.unscoped == shop.unscoped
-    assert lab.unscoped != keys(system(LONG + "!"), *CHAT[1:]).unscoped
+    assert others[5].unscoped == found.unscoped, "only the isolation scope tells them apart"
+    assert others[4].unscoped != found.unscoped
 
 
 @pytest.mark.parametrize("changed", range(1, 4))
@@ -89,20 +88,15 @@ def test_a_changed_message_changes_the_keys_from_there_on(changed: int) -> None:
     before = {end.messages: end.key for end in keys(*CHAT).ends}
     after = {end.messages: end.key for end in keys(*edited).ends}
     assert [before[n] == after[n] for n in range(1, 5)] == [n <= changed for n in range(1, 5)]
-
-
-def test_the_next_turn_has_the_keys_of_the_last_one() -> None:
-    first, second = keys(*CHAT), keys(*CHAT, assistant("Here."), user("Why?"))
-    assert second.ends[2:] == first.ends
-    assert {end.key for end in second.ends[:2]}.isdisjoint(end.key for end in first.ends)
+    next_turn = keys(*CHAT, assistant("Here."), user("Why?"))
+    assert next_turn.ends[2:] == keys(*CHAT).ends
+    assert {end.key for end in next_turn.ends[:2]}.isdisjoint(before.values())
 
 
 def test_the_results_of_several_tools_end_together() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    found = keys(
-        *CHAT[:2], assistant(None, tool_calls=[call] * 3), tool("a"), tool("b"), tool("c"),
-        assistant("Done."),
-    )  # fmt: skip
+    calls = assistant(None, tool_calls=[call] * 3)
+    found = keys(*CHAT[:2], calls, tool("a"), tool("b"), tool("c"), assistant("Done."))
     assert [end.messages for end in found.ends] == [7, 6, 3, 2, 1]
 
 
@@ -118,9 +112,8 @@ def test_fields_that_no_template_reads_change_no_key() -> None:
 
 def test_pictures_count_by_their_content_and_as_few_tokens() -> None:
     def picture(color: str) -> dict[str, Any]:
-        url = data_url(color.encode() * 9000)
-        return user([{"type": "text", "text": "What?"},
-                     {"type": "image_url", "image_url": {"url": url}}])  # fmt: skip
+        url = {"url": data_url(color.encode() * 9000)}
+        return user([{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": url}])
 
     red, same, blue = (keys(system(), picture(color)) for color in ("red", "red", "blue"))
     assert red == same
@@ -159,11 +152,7 @@ def completion_keys(
 
 
 CALLERS = (
-    Caller(),
-    LAB,
-    Caller(key="1", team="shop"),
-    Caller(key="1"),
-    Caller(key="lab"),
+    *(Caller(), LAB, Caller(key="1", team="shop"), Caller(key="1"), Caller(key="lab")),
     Caller(key="2"),
 )
 """Of six scopes, by teams, by keys without a team, and without a key."""
@@ -200,19 +189,20 @@ def test_texts_to_complete_share_the_blocks_that_they_begin_with() -> None:
     assert completion_keys([1, 2, 3]) is NO_KEYS
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(("user", "assistant")), st.text(max_size=9)), max_size=9),
-    st.lists(st.tuples(st.sampled_from(("user", "assistant")), st.text(max_size=9)), max_size=9),
+TURNS = st.lists(
+    st.builds(lambda say, text: say(text), st.sampled_from((user, assistant)), st.text(max_size=9)),
+    max_size=9,
 )
+
+
+@given(TURNS, TURNS)
 def test_two_chats_have_the_same_key_only_where_they_are_the_same(
-    one: list[tuple[str, str]], other: list[tuple[str, str]]
+    one: list[dict[str, Any]], other: list[dict[str, Any]]
 ) -> None:
-    chats = []
-    for chat in (one, other):
-        messages = normalise([system(), *({"role": r, "content": t} for r, t in chat)])
-        ends = {end.messages: end.key for end in keys(*messages).ends}
-        chats.append((messages, ends))
-    (first, first_ends), (second, second_ends) = chats
+    first, second = (normalise([system(), *chat]) for chat in (one, other))
+    first_ends, second_ends = (
+        {end.messages: end.key for end in keys(*chat).ends} for chat in (first, second)
+    )
     for length in first_ends.keys() & second_ends.keys():
         same = first[:length] == second[:length]
         assert (first_ends[length] == second_ends[length]) == same
@@ -220,15 +210,9 @@ def test_two_chats_have_the_same_key_only_where_they_are_the_same(
 
 def test_a_system_message_behind_others_keeps_the_keys_of_the_turns_before_it() -> None:
     """Moved to the front, it would change the beginning of the prompt."""
-    note = {"role": "system", "content": "It is late."}
-
-    def placed(*messages: Mapping[str, Any]) -> PrefixKeys:
-        body = {"messages": normalise(messages, in_place=True)}
-        profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=len(LONG))
-        return HASHER.prefix_keys(Inspected("demo", profile, body), LAB, RULES)
-
-    before, after = placed(*CHAT), placed(*CHAT, assistant("Here."), note, user("Why?"))
+    later = *CHAT, assistant("Here."), system("It is late.")
+    before, after = keys(*CHAT, in_place=True), keys(*later, user("Why?"), in_place=True)
     assert set(before.ends) < set(after.ends)
-    assert not set(keys(*CHAT).ends) & set(keys(*CHAT, assistant("Here."), note).ends)
-    following = placed(*CHAT, assistant("Here."), note, user("Why?"), assistant("So."), user("O"))
+    assert not set(keys(*CHAT).ends) & set(keys(*later).ends)
+    following = keys(*later, user("Why?"), assistant("So."), user("O"), in_place=True)
     assert after.ends[0] in following.ends

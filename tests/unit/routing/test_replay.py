@@ -10,24 +10,23 @@ from gateway.routing.replay import MAX_RECENT_REQUESTS, PoolMoves, RecentRequest
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from policies.compiler import CallerAttributes
-from policies.document import PolicyDocument, default_policy, read_policy
+from policies.document import PolicyDocument, default_policy
 from policies.request.profile import bypass_reasons
 from tests.support.fleet_views import fleet_view, worker_view
-from tests.support.policies import single_pool_policy
+from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 
 OLD = default_policy()
-NEW = read_policy(single_pool_policy("all", lanes=("text-mtp", "vlm")), "test")
+NEW = make_policy("all", {"all": {"lanes": ["text-mtp", "vlm"]}})
 FLEET = fleet_view(worker_view("a"))
 NO_WORKERS = FleetView.of((), frozenset())
 
 
 async def count_moves(
-    recent: RecentRequests, old: PolicyDocument, new: PolicyDocument, fleet_view: FleetView
+    recent: RecentRequests, old: PolicyDocument, new: PolicyDocument, fleet: FleetView
 ) -> PoolMoves:
-    return await recent.count_moves(
-        old, new, fleet_view, rng=Random(0), pause=functools.partial(asyncio.sleep, 0)
-    )
+    pause = functools.partial(asyncio.sleep, 0)
+    return await recent.count_moves(old, new, fleet, rng=Random(0), pause=pause)
 
 
 async def test_the_last_ten_thousand_are_replayed() -> None:
@@ -55,17 +54,12 @@ async def test_replay_includes_the_caller_and_the_pools_that_its_key_allows() ->
         {"name": "rest", "to": ["text-mtp", "all"]},
     ]
     pools = {name: {"lanes": "vlm"} for name in ("vlm", "text-mtp", "all")}
-    by_team = read_policy({"version": 1, "routes": routes, "pools": pools}, "test")
+    red = CallerAttributes(team="red")
     recent.add(RoutingRequest(OLD, SAMPLED, CallerAttributes(team="blue")))
-    recent.add(
-        RoutingRequest(OLD, SAMPLED, CallerAttributes(team="red"), frozenset({"vlm", "all"}))
-    )
-    recent.add(RoutingRequest(OLD, SAMPLED, CallerAttributes(team="red"), frozenset({"unknown"})))
-    assert await count_moves(recent, OLD, by_team, FLEET) == {
-        ("vlm", "vlm"): 1,
-        ("vlm", "all"): 1,
-        ("none", "none"): 1,
-    }
+    for allowed in ({"vlm", "all"}, {"unknown"}):
+        recent.add(RoutingRequest(OLD, SAMPLED, red, frozenset(allowed)))
+    moves = await count_moves(recent, OLD, make_policy(routes, pools), FLEET)
+    assert moves == {("vlm", "vlm"): 1, ("vlm", "all"): 1, ("none", "none"): 1}
 
 
 def test_a_stored_request_has_no_text_and_gets_the_same_decision() -> None:

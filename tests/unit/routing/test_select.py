@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.select import RoutingRequest, decide
+from gateway.routing.select import Decision, RoutingRequest, decide
 from gateway.routing.view import LaneView, WorkerView
 from policies.compiler import CallerAttributes
-from policies.document import PolicyDocument, default_policy, read_policy
+from policies.document import PolicyDocument, default_policy
 from policies.request.profile import Bypass, Endpoint, RequestProfile, Sampling
 from tests.support.fleet_views import fleet_view, worker_view
+from tests.support.policies import DEFAULT_ROUTE, make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scripted_worker import lane_report
 
@@ -23,30 +25,47 @@ POLICY = default_policy()
 PICTURE = GREEDY._replace(media=(("image", 1),))
 
 
+def decided(
+    profile: RequestProfile,
+    *workers: WorkerView,
+    policy: PolicyDocument = POLICY,
+    rng: Random | None = None,
+    first_only: bool = False,
+) -> Decision:
+    """Return the decision for a request on a fleet of these workers."""
+    request = RoutingRequest(policy, profile)
+    return decide(request, fleet_view(*workers), rng or Random(0), first_only=first_only)
+
+
 def first_choice(
     profile: RequestProfile, *workers: WorkerView, seed: int = 0
 ) -> tuple[str, str, str]:
-    first = decide(RoutingRequest(POLICY, profile), fleet_view(*workers), Random(seed)).candidates[
-        0
-    ]
+    first = decided(profile, *workers, rng=Random(seed)).candidates[0]
     return first.pool, first.worker_id, first.reason
 
 
+def pools_of(decision: Decision) -> list[str]:
+    """Return the pools of the candidates, each once."""
+    return list(dict.fromkeys(candidate.pool for candidate in decision.candidates))
+
+
 def test_each_kind_of_request_is_routed_to_its_lane_with_a_reason() -> None:
-    mac = worker_view("mac")
-    assert first_choice(GREEDY, mac) == ("text-mtp", "mac", "eligible")
-    assert first_choice(SAMPLED, mac) == ("vlm", "mac", "non_greedy_sampling")
-    assert first_choice(PICTURE, mac) == ("vlm", "mac", "media")
+    mac, other = worker_view("mac"), worker_view("a", model="other")
+    for profile, lane, reason in (
+        (GREEDY, "text-mtp", "eligible"),
+        (SAMPLED, "vlm", "non_greedy_sampling"),
+        (PICTURE, "vlm", "media"),
+    ):
+        assert first_choice(profile, other, mac) == (lane, "mac", reason)
+        assert decided(profile, other).candidates == (), "it has another model"
 
 
 def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
     small = WorkerView.of("small", ("demo",), (LaneView.of(lane_report("vlm", slots=2), 1),))
     large = WorkerView.of("large", ("demo",), (LaneView.of(lane_report("vlm", slots=16), 4),))
     assert first_choice(SAMPLED, small, large)[1] == "large"
-
-
-def test_between_equal_lanes_the_less_busy_worker_is_first() -> None:
-    assert first_choice(GREEDY, worker_view("a", vlm=3), worker_view("b"))[1] == "b"
+    busy_elsewhere = first_choice(GREEDY, worker_view("a", vlm=3), worker_view("b"))
+    assert busy_elsewhere[1] == "b", "between equal lanes the less busy worker"
 
 
 def test_the_given_random_generator_breaks_ties() -> None:
@@ -58,21 +77,13 @@ def test_the_given_random_generator_breaks_ties() -> None:
 
 
 def test_every_candidate_of_the_first_pool_ranks_before_the_second() -> None:
-    decision = decide(
-        RoutingRequest(POLICY, GREEDY),
-        fleet_view(worker_view("a", text_mtp=9), worker_view("b")),
-        Random(0),
-    )
-    assert [(candidate.pool, candidate.worker_id) for candidate in decision.candidates] == [
-        ("text-mtp", "b"),
-        ("text-mtp", "a"),
-        ("vlm", "b"),
-        ("vlm", "a"),
+    decision = decided(GREEDY, worker_view("a", text_mtp=9), worker_view("b"))
+    assert [(one.pool, one.worker_id, one.spill, one.reason) for one in decision.candidates] == [
+        ("text-mtp", "b", False, "eligible"),
+        ("text-mtp", "a", False, "eligible"),
+        ("vlm", "b", True, "spilled"),
+        ("vlm", "a", True, "spilled"),
     ]
-    assert [candidate.spill for candidate in decision.candidates] == [False, False, True, True]
-    assert [candidate.reason for candidate in decision.candidates] == ["eligible"] * 2 + [
-        "spilled"
-    ] * 2
     assert decision.spill_after_s == 0.25
 
 
@@ -87,9 +98,7 @@ def test_the_reason_names_why_no_lane_speculates(changes: dict[str, Any], reason
     assert first_choice(GREEDY, both) == ("vlm", "mac", reason)
     assert first_choice(SAMPLED, both) == ("vlm", "mac", "non_greedy_sampling")
     text_only = WorkerView.of("mac", ("demo",), (text_lane,))
-    assert first_choice(GREEDY, text_only) == ("text-mtp", "mac", reason), (
-        "the only candidate still serves"
-    )
+    assert first_choice(GREEDY, text_only) == ("text-mtp", "mac", reason), "it serves all the same"
     assert first_choice(GREEDY, text_only, worker_view("b")) == ("text-mtp", "b", "eligible")
 
 
@@ -104,49 +113,21 @@ def test_the_reason_is_mtp_not_paying_where_drafts_do_not_pay_at_the_batch_size(
     assert [reason(rows) for rows in (0, 1, 2, 3, 9)] == ["eligible"] * 2 + ["mtp_not_paying"] * 3
 
 
-def test_only_workers_of_the_model_are_candidates() -> None:
-    assert first_choice(GREEDY, worker_view("a", model="other"), worker_view("b"))[1] == "b"
-    decision = decide(
-        RoutingRequest(POLICY, GREEDY), fleet_view(worker_view("a", model="other")), Random(0)
-    )
-    assert decision.candidates == ()
-
-
 def test_under_any_policy_the_speculative_lane_gets_only_eligible_requests() -> None:
-    all_to_fast = read_policy(
-        {
-            "version": 1,
-            "routes": [{"name": "all", "to": ["fast", "slow"]}],
-            "pools": {"fast": {"lanes": ["text-mtp"]}, "slow": {"lanes": ["vlm"]}},
-        },
-        "test",
-    )
-    pools = [candidate.pool for candidate in candidates(all_to_fast, SAMPLED)]
-    assert pools == ["slow"]
-    assert [candidate.pool for candidate in candidates(all_to_fast, GREEDY)] == ["fast", "slow"]
-
-
-def test_the_reason_is_policy_where_the_route_excludes_the_speculative_lane() -> None:
-    plain = read_policy(
-        {
-            "version": 1,
-            "routes": [{"name": "all", "to": ["vlm"]}],
-            "pools": {"vlm": {"lanes": ["vlm"]}},
-        },
-        "test",
-    )
-    assert candidates(plain, GREEDY)[0].reason == "policy"
-
-
-def pools_of(pool: dict[str, Any]) -> PolicyDocument:
-    """Return a policy with one pool."""
-    return read_policy(
-        {"version": 1, "routes": [{"name": "all", "to": "p"}], "pools": {"p": {**VLM, **pool}}},
-        "test",
-    )
+    routes = [{"name": "all", "to": ["fast", "slow"]}]
+    to_fast = make_policy(routes, {"fast": {"lanes": "text-mtp"}, "slow": VLM})
+    assert pools_of(decided(SAMPLED, worker_view("mac"), policy=to_fast)) == ["slow"]
+    assert pools_of(decided(GREEDY, worker_view("mac"), policy=to_fast)) == ["fast", "slow"]
+    plain = decided(GREEDY, worker_view("mac"), policy=make_policy("vlm", {"vlm": VLM}))
+    assert plain.candidates[0].reason == "policy", "the route excludes the lane"
 
 
 VLM = {"lanes": "vlm"}
+
+
+def policy_of(pool: dict[str, Any]) -> PolicyDocument:
+    """Return a policy with one pool."""
+    return make_policy("p", {"p": {**VLM, **pool}})
 
 
 def labelled_worker(name: str, *labels: str, busy: int = 0, model: str = "demo") -> WorkerView:
@@ -158,17 +139,9 @@ def test_a_brief_decision_covers_the_pools_that_may_serve_the_request_at_once(
     after_wait_ms: int, pools: list[str]
 ) -> None:
     route = {"name": "all", "to": ["p", "vlm"], "spill": {"after_wait_ms": after_wait_ms}}
-    policy = read_policy(
-        {
-            "version": 1,
-            "routes": [route],
-            "pools": {"p": {"workers": {"labels": "big"}, **VLM}, "vlm": VLM},
-        },
-        "test",
-    )
-    fleet = fleet_view(labelled_worker("a", "big"), labelled_worker("b"))
-    decision = decide(RoutingRequest(policy, SAMPLED), fleet, Random(0), first_only=True)
-    assert list(dict.fromkeys(candidate.pool for candidate in decision.candidates)) == pools
+    policy = make_policy([route], {"p": {"workers": {"labels": "big"}, **VLM}, "vlm": VLM})
+    workers = labelled_worker("a", "big"), labelled_worker("b")
+    assert pools_of(decided(SAMPLED, *workers, policy=policy, first_only=True)) == pools
 
 
 @pytest.mark.parametrize(
@@ -182,71 +155,41 @@ def test_a_brief_decision_covers_the_pools_that_may_serve_the_request_at_once(
         ({"labels": "big", "models": "other"}, ""),
     ],
 )
-def test_a_pool_contains_the_workers_that_its_selector_matches(
-    workers: dict[str, Any], expected: str
-) -> None:
-    fleet = fleet_view(
-        labelled_worker("a", "big"), labelled_worker("b", "new"), labelled_worker("c")
-    )
-    decision = decide(
-        RoutingRequest(pools_of({"workers": workers}), SAMPLED), fleet, Random(0)
-    ).candidates
-    assert sorted(candidate.worker_id for candidate in decision) == [*expected]
+def test_a_pool_has_the_workers_of_its_selector(workers: dict[str, Any], expected: str) -> None:
+    fleet = labelled_worker("a", "big"), labelled_worker("b", "new"), labelled_worker("c")
+    found = decided(SAMPLED, *fleet, policy=policy_of({"workers": workers})).candidates
+    assert sorted(candidate.worker_id for candidate in found) == [*expected]
 
 
-def test_an_idle_worker_of_weight_two_gets_twice_the_requests() -> None:
-    policy = pools_of({"weights": {"big": 2}})
-    fleet = fleet_view(labelled_worker("a", "big"), labelled_worker("b"), labelled_worker("c"))
+def test_a_worker_of_weight_two_gets_twice_the_requests_and_carries_twice_the_load() -> None:
+    policy = policy_of({"weights": {"big": 2, "slow": 0.5}})
+    labels = {"a": ("big",), "b": (), "c": ("slow",), "d": ("slow", "big")}
+
+    def fleet(busy: Mapping[str, int]) -> list[WorkerView]:
+        return [labelled_worker(name, *labels[name], busy=busy[name]) for name in busy]
+
+    idle = [*fleet({"a": 0, "b": 0}), labelled_worker("c")]
     firsts = Counter(
-        decide(RoutingRequest(policy, SAMPLED), fleet, Random(seed)).candidates[0].worker_id
+        decided(SAMPLED, *idle, policy=policy, rng=Random(seed)).candidates[0].worker_id
         for seed in range(4000)
     )
     assert 0.47 < firsts["a"] / 4000 < 0.53
     assert 0.22 < firsts["b"] / 4000 < 0.28
-
-
-def test_a_worker_of_weight_two_carries_twice_the_load() -> None:
-    policy = pools_of({"weights": {"big": 2, "slow": 0.5}})
-    labels = {"a": ("big",), "b": (), "c": ("slow",), "d": ("slow", "big")}
-    busy = dict.fromkeys(labels, 0)
-    rng = Random(0)
+    busy, rng = dict.fromkeys(labels, 0), Random(0)
     for _ in range(1100):
-        fleet = fleet_view(
-            *(labelled_worker(name, *labels[name], busy=busy[name]) for name in labels)
-        )
-        busy[decide(RoutingRequest(policy, SAMPLED), fleet, rng).candidates[0].worker_id] += 1
+        busy[decided(SAMPLED, *fleet(busy), policy=policy, rng=rng).candidates[0].worker_id] += 1
     assert busy == {"a": 400, "b": 200, "c": 100, "d": 400}, "the larger of two weights applies"
 
 
 def test_a_route_may_depend_on_the_caller_and_the_time() -> None:
-    policy = read_policy(
-        {
-            "version": 1,
-            "routes": [
-                {"name": "night", "when": {"team": "a", "hours": "22:00-06:00"}, "to": "slow"},
-                {"name": "rest", "to": "vlm"},
-            ],
-            "pools": {"slow": {**VLM, "workers": {"labels": "old"}}, "vlm": VLM},
-        },
-        "test",
-    )
+    night = {"name": "night", "when": {"team": "a", "hours": "22:00-06:00"}, "to": "slow"}
+    slow = {**VLM, "workers": {"labels": "old"}}
+    policy = make_policy([night, DEFAULT_ROUTE], {"slow": slow, "vlm": VLM})
     fleet = fleet_view(labelled_worker("a", "old", busy=1), labelled_worker("b"))
-    decisions = [
-        decide(RoutingRequest(policy, SAMPLED, attributes), fleet, Random(0))
-        for attributes in (
-            CallerAttributes(team="a", minute_of_week=1),
-            CallerAttributes(team="a", minute_of_week=720),
-        )
-    ]
-    assert [(candidate.route, candidate.candidates[0].worker_id) for candidate in decisions] == [
-        *(("night", "a"), ("rest", "b"))
-    ]
-
-
-def candidates(policy: PolicyDocument, profile: RequestProfile) -> tuple[Any, ...]:
-    return decide(
-        RoutingRequest(policy, profile), fleet_view(worker_view("mac")), Random(0)
-    ).candidates
+    for minute, expected in ((1, ("night", "a")), (720, ("rest", "b"))):
+        caller = CallerAttributes(team="a", minute_of_week=minute)
+        decision = decide(RoutingRequest(policy, SAMPLED, caller), fleet, Random(0))
+        assert (decision.route, decision.candidates[0].worker_id) == expected
 
 
 PROFILES = st.builds(
@@ -278,32 +221,22 @@ WORKERS = st.lists(
 def test_every_decision_is_possible_ranked_and_reasoned(
     profile: RequestProfile, workers: list[WorkerView], seed: int
 ) -> None:
-    view = fleet_view(*workers)
-    decision = decide(RoutingRequest(POLICY, profile), view, Random(seed))
-    assert decision == decide(RoutingRequest(POLICY, profile), view, Random(seed))
-    by_id = {candidate.worker_id: candidate for candidate in workers}
+    decision = decided(profile, *workers, rng=Random(seed))
+    assert decision == decided(profile, *workers, rng=Random(seed))
+    models = {worker.worker_id: worker.models for worker in workers}
     scores_s: dict[str, list[float]] = {}
     for candidate in decision.candidates:
-        assert profile.model in by_id[candidate.worker_id].models
+        assert profile.model in models[candidate.worker_id]
         scores_s.setdefault(candidate.pool, []).append(candidate.score_s)
         if candidate.lane == "text-mtp":
-            assert candidate.reason == "eligible"
-            assert decision.bypass == ()
+            assert (candidate.reason, decision.bypass) == ("eligible", ())
         else:
             assert candidate.reason in [*Bypass, "policy", "spilled"]
-        assert (
-            candidate.spill
-            == (candidate.reason == "spilled")
-            == (candidate.pool != decision.candidates[0].pool)
-        )
-    for ranked in scores_s.values():
-        assert ranked == sorted(ranked)
-    brief = decide(RoutingRequest(POLICY, profile), view, Random(seed), first_only=True)
+        spills = candidate.pool != decision.candidates[0].pool
+        assert candidate.spill == (candidate.reason == "spilled") == spills
+    assert all(ranked == sorted(ranked) for ranked in scores_s.values())
+    brief = decided(profile, *workers, rng=Random(seed), first_only=True)
     assert (brief.route, brief.bypass, brief.forbidden) == (*decision[:2], decision.forbidden)
-    assert [candidate[:3] for candidate in brief.candidates[:1]] == [
-        candidate[:3] for candidate in decision.candidates[:1]
-    ]
-    left_out = {candidate[:3] for candidate in decision.candidates} - {
-        candidate[:3] for candidate in brief.candidates
-    }
-    assert not left_out or not brief.complete
+    found, all_found = ([one[:3] for one in given.candidates] for given in (brief, decision))
+    assert found[:1] == all_found[:1]
+    assert set(all_found) <= set(found) or not brief.complete

@@ -25,9 +25,7 @@ def record(worker_id: str, model: str) -> RequestRecord:
     )
 
 
-def test_c5_requests_to_endless_workers_and_models_have_bounded_labels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_c5_endless_workers_and_models_have_bounded_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "_LANES_LIMIT", 3)
     accounts = Accounting(
         UsageStore(MemoryRecords(), lambda: 0.0, "life"), RecentErrors(), None, lambda: 0.0

@@ -5,20 +5,17 @@ from __future__ import annotations
 from gateway.telemetry import engine_counts
 from gateway.telemetry.engine_counts import engine_reports, untold_by_place
 
+
+def counts_of(worker_id: str, model: str, **counts: int) -> dict[tuple[str, ...], int]:
+    return {("engine", worker_id, model, "vlm", name): count for name, count in counts.items()}
+
+
 COUNTS = {
     ("decisions", "vlm", "rest", "policy"): 9,
-    ("engine", "mac", "org/a:8b", "vlm", "requests"): 4,
-    ("engine", "mac", "org/a:8b", "vlm", "prompt"): 40,
-    ("engine", "mac", "org/a:8b", "vlm", "completion"): 12,
-    ("engine", "mac", "org/a:8b", "vlm", "steps"): 3,
-    ("engine", "mac", "org/a:8b", "vlm", "drafted"): 6,
-    ("engine", "mac", "org/a:8b", "vlm", "accepted"): 4,
-    ("engine", "mac", "org/a:8b", "vlm", "accepted_1"): 2,
-    ("engine", "mac", "org/a:8b", "vlm", "accepted_2"): 1,
-    ("engine", "mac", "/models/b", "vlm", "requests"): 1,
-    ("engine", "mac", "/models/b", "vlm", "untold_drafts"): 1,
-    ("engine", "liar", "a", "vlm", "drafted"): 1,
-    ("engine", "liar", "a", "vlm", "accepted"): 2,
+    **counts_of("mac", "org/a:8b", requests=4, prompt=40, completion=12, steps=3, drafted=6),
+    **counts_of("mac", "org/a:8b", accepted=4, accepted_1=2, accepted_2=1),
+    **counts_of("mac", "/models/b", requests=1, untold_drafts=1),
+    **counts_of("liar", "a", drafted=1, accepted=2),
 }
 
 
@@ -34,10 +31,6 @@ def test_each_model_of_an_engine_has_a_report_of_its_counts() -> None:
 
 
 def test_what_an_engine_does_not_tell_is_counted_apart() -> None:
-    untold = untold_by_place(COUNTS)
     place = engine_counts.LanePlace("mac", "/models/b", "vlm")
-    assert untold[place] == {"usage": 0, "cached_tokens": 0, "drafts": 1}
-
-
-def test_a_longer_draft_than_any_counts_as_the_longest() -> None:
-    assert engine_counts.accepted_name(10_000) == engine_counts.accepted_name(64)
+    assert untold_by_place(COUNTS)[place] == {"usage": 0, "cached_tokens": 0, "drafts": 1}
+    assert engine_counts.accepted_name(10_000) == engine_counts.accepted_name(64), "the longest"

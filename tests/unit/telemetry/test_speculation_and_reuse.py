@@ -114,9 +114,7 @@ async def test_the_alarm_ends_after_ten_minutes(fleet: Fleet) -> None:
         {"inspected": Inspected("demo", RequestProfile(Endpoint.CHAT, "demo", draft_tokens=0), {})},
     ],
 )
-def test_a_request_that_could_not_do_both_raises_no_alarm(
-    fleet: Fleet, changes: dict[str, Any]
-) -> None:
+def test_one_that_could_not_do_both_raises_no_alarm(fleet: Fleet, changes: dict[str, Any]) -> None:
     fleet.finish(9, **{"usage": READ_AGAIN, **changes})
     assert fleet.alarm.problem == ""
     assert sum(fleet.alarm.counts.values()) == 0

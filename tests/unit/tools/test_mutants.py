@@ -62,20 +62,14 @@ def position(text: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("text", "spared"),
     [
-        ("1\n\nLIMIT", True),
-        ("2\n", False),
-        ("True, order", True),
-        ("True)", False),
-        ("| None, Field", True),
-        ("3)]", False),
-        ("4\n", False),
-        ("| None, *", True),
-        ("*, by", True),
-        ("5)", False),
-        ("| None:\n", True),
-        ("+ 6", True),
-        ("+ by", False),
-        ("> LIMIT", False),
+        *(
+            (text, True)
+            for text in (
+                *("1\n\nLIMIT", "True, order", "| None, Field", "| None, *", "*, by"),
+                *("| None:\n", "+ 6"),
+            )
+        ),
+        *((text, False) for text in ("2\n", "True)", "3)]", "4\n", "5)", "+ by", "> LIMIT")),
     ],
 )
 def test_mutants_without_effect_are_excluded(text: str, spared: bool) -> None:
@@ -84,18 +78,11 @@ def test_mutants_without_effect_are_excluded(text: str, spared: bool) -> None:
 
 def test_a_seed_determines_the_order_of_the_sample(root: Path, mutants: list[Mutant]) -> None:
     mutations = all_mutations(root, ["gateway/part.py"], root)
-    few = draw(root, mutations, load_config().skip, count=5, seed=1)
-    other = draw(root, mutations, load_config().skip, count=5, seed=2)
-
+    few, other = (draw(root, mutations, load_config().skip, count=5, seed=seed) for seed in (1, 2))
     assert few == mutants[:5]
     assert other != few
     assert len({mutant.key for mutant in mutants}) == len(mutants)
-
-
-def test_a_mutant_contains_its_line_before_and_after(mutants: list[Mutant]) -> None:
-    lines = {(mutant.line, mutant.becomes) for mutant in mutants}
-
-    assert ("LIMIT = 2", "LIMIT = 3") in lines
+    assert ("LIMIT = 2", "LIMIT = 3") in {(mutant.line, mutant.becomes) for mutant in mutants}
     assert all(mutant.line != mutant.becomes for mutant in mutants)
 
 
@@ -107,12 +94,10 @@ def test_a_target_that_matches_no_file_is_rejected(root: Path) -> None:
 
 def test_the_tests_of_a_line_run_it_or_use_a_name_that_it_binds(root: Path) -> None:
     body = position("return x")[0]
-    tests_of = {("gateway/part.py", body): ["t::grow"], ("gateway/other.py", 7): ["t::twice"]}
+    tests_of = {("gateway/part.py", body): ["grow"], ("gateway/other.py", 7): ["twice"]}
     reach = Reach(root, tests_of, ["gateway/part.py", "gateway/other.py"])
-
-    assert reach.tests("gateway/part.py", position("> LIMIT")) == {"t::grow"}
-    assert reach.tests("gateway/part.py", position("5)")) == {"t::grow"}
-    assert reach.tests("gateway/part.py", position("2\n")) == {"t::grow", "t::twice"}
+    for text, tests in (("> LIMIT", {"grow"}), ("5)", {"grow"}), ("2\n", {"grow", "twice"})):
+        assert reach.tests("gateway/part.py", position(text)) == tests
     assert reach.tests("gateway/part.py", position("4\n")) == set()
 
 
@@ -121,12 +106,9 @@ def test_a_result_is_valid_until_its_tests_change(tmp_path: Path, mutants: list[
     tests = ["a.py::one", "b.py::two"]
     before = Measured(seconds=dict.fromkeys(tests, 0.1), digests={"a.py": "1", "b.py": "1"})
     results = Results(tmp_path / "results.jsonl")
-    results.add(
-        Result(
-            key=killed.key, outcome=Outcome.KILLED, killer=tests[0], proof=proof(tests[:1], before)
-        )
-    )
-    results.add(Result(key=survived.key, outcome=Outcome.SURVIVED, proof=proof(tests, before)))
+    by_one, by_none = proof(tests[:1], before), proof(tests, before)
+    results.add(Result(key=killed.key, outcome=Outcome.KILLED, killer=tests[0], proof=by_one))
+    results.add(Result(key=survived.key, outcome=Outcome.SURVIVED, proof=by_none))
     stored = Results(tmp_path / "results.jsonl")
     after = Measured(seconds=before.seconds, digests={"a.py": "1", "b.py": "2"})
 

@@ -20,27 +20,18 @@ def test_the_wait_is_the_place_times_the_mean_interval() -> None:
     rate = drained_each(4.0, 3)
     assert rate.place(3, 112.0) == QueuePlace(3, 12.0)
     assert rate.place(1, 115.0).wait_s == 4.0
+    assert rate.place(5, 132.0).wait_s == 5 * (3 * 4.0 + 20.0) / 4, "the last one has not ended"
 
 
-def test_a_queue_without_a_history_counts_the_time_since_it_began() -> None:
+def test_without_a_history_the_first_interval_is_the_time_in_which_all_that_run_end() -> None:
     rate = DrainRate()
     rate.begin(100.0)
     assert rate.place(3, 110.0).wait_s == 30.0
-
-
-def test_the_first_interval_is_the_time_in_which_all_that_run_end() -> None:
-    rate = DrainRate()
-    rate.begin(100.0)
     assert rate.place(32, 140.0, running=16).wait_s == 80.0
     rate.record(140.0, running=16)
     assert rate.place(32, 140.0, running=16).wait_s == 80.0
     rate.record(145.0, running=16)
     assert rate.place(2, 145.0, running=16).wait_s == 7.5
-
-
-def test_an_interval_that_is_longer_than_the_mean_counts_before_it_ends() -> None:
-    rate = drained_each(4.0, 3)
-    assert rate.place(5, 112.0 + 20.0).wait_s == 5 * (3 * 4.0 + 20.0) / 4
 
 
 def test_the_wait_is_not_shorter_than_the_time_since_the_last_request_left() -> None:
@@ -54,14 +45,11 @@ def test_the_wait_is_not_shorter_than_the_time_since_the_last_request_left() -> 
     assert halted.place(0, 115.0 + 30.0).wait_s == 0.0
 
 
-def test_the_time_in_which_the_queue_is_empty_does_not_count() -> None:
+def test_old_intervals_and_the_time_in_which_the_queue_is_empty_do_not_count() -> None:
     rate = drained_each(4.0, 3)
     rate.begin(5000.0)
     rate.record(5004.0)
     assert rate.place(2, 5004.0).wait_s == 8.0
-
-
-def test_old_intervals_are_forgotten() -> None:
     rate = drained_each(60.0, 5)
     rate.begin(1000.0)
     for number in range(1, 40):
@@ -77,5 +65,5 @@ def test_a_rejected_request_returns_when_the_queue_has_drained_within_bounds(
 
 
 def test_a_comment_tells_place_and_time() -> None:
-    assert QueuePlace(3, 12.4).comment() == b": queued 3, about 12 s\n\n"
-    assert QueuePlace(1, 0.1).comment() == b": queued 1, about 1 s\n\n"
+    for wait_s, told in ((12.4, b"12"), (0.1, b"1")):
+        assert QueuePlace(3, wait_s).comment() == b": queued 3, about %b s\n\n" % told

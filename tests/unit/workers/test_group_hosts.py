@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,8 @@ def read(folder: Path, document: object, backend: Backend = Backend.RING) -> Hos
 
 
 def facts(**fields: Any) -> RankFacts:
-    known: dict[str, Any] = {
-        "pid": 1,
-        "versions": {"mlx": "0.32.4"},
-        "ports": (5000,),
-        "fingerprint": "a",
-        "limit_bytes": 100,
-        "free_bytes": 100,
-    }
-    return RankFacts(**known | fields)
+    known = {"pid": 1, "versions": {"mlx": "0.32.4"}, "ports": (5000,), "fingerprint": "a"}
+    return RankFacts(**{**known, "limit_bytes": 100, "free_bytes": 100, **fields})
 
 
 def test_ranks_listen_on_the_addresses_of_the_file_alone(tmp_path: Path) -> None:
@@ -44,42 +36,39 @@ def test_ranks_listen_on_the_addresses_of_the_file_alone(tmp_path: Path) -> None
 
 
 def test_jaccl_gets_the_devices_and_a_coordinator(tmp_path: Path) -> None:
-    document = [
-        {"ips": ["127.0.0.1"], "rdma": [None, "rdma_en3"]},
-        {"ips": ["127.0.0.1"], "rdma": ["rdma_en3", None]},
-    ]
+    devices = [[None, "rdma_en3"], ["rdma_en3", None]]
+    document = [{"ips": ["127.0.0.1"], "rdma": rdma} for rdma in devices]
     hosts = read(tmp_path, document, Backend.JACCL)
     variables, files = hosts.environment(Backend.JACCL, [(5000,), (5001,)])
     assert variables == {"MLX_JACCL_COORDINATOR": "127.0.0.1:5000"}
-    assert files == {"MLX_IBV_DEVICES": [(None, "rdma_en3"), ("rdma_en3", None)]}
-
-
-@dataclass(frozen=True)
-class Refused:
-    document: object
-    reason: str
-    backend: Backend = Backend.RING
+    assert files == {"MLX_IBV_DEVICES": [*map(tuple, devices)]}
 
 
 @pytest.mark.parametrize(
-    "refused",
+    ("document", "reason", "backend"),
     [
-        Refused(LOCAL[:1], "hosts"),
-        Refused([{"ips": ["8.8.8.8"]}] * 2, "must be a private address"),
-        Refused([{"ips": ["0.0.0.0"]}] * 2, "must be a private address"),
-        Refused([{"ips": ["fe80::1"]}] * 2, "must be an IPv4 address"),
-        Refused([{"ips": ["mac.local"]}] * 2, "must be an IP address"),
-        Refused([{"ips": ["127.0.0.1"], "ssh": "-oProxyCommand=x"}] * 2, "ssh"),
-        Refused([*LOCAL[:1], {"ips": ["10.9.9.9"]}], "loopback"),
-        Refused([{"ips": ["192.0.2.1"]}] * 2, "is no address of it"),
-        Refused({"hosts": LOCAL, "envs": ["PATH=/x"]}, "envs"),
-        Refused(LOCAL, "needs an RDMA device", Backend.JACCL),
+        (LOCAL[:1], "hosts", Backend.RING),
+        *(
+            ([{"ips": [address]}] * 2, reason, Backend.RING)
+            for address, reason in (
+                ("8.8.8.8", "must be a private address"),
+                ("0.0.0.0", "must be a private address"),
+                ("fe80::1", "must be an IPv4 address"),
+                ("mac.local", "must be an IP address"),
+                ("192.0.2.1", "is no address of it"),
+            )
+        ),
+        ([{"ips": ["127.0.0.1"], "ssh": "-oProxyCommand=x"}] * 2, "ssh", Backend.RING),
+        ([*LOCAL[:1], {"ips": ["10.9.9.9"]}], "loopback", Backend.RING),
+        ({"hosts": LOCAL, "envs": ["PATH=/x"]}, "envs", Backend.RING),
+        (LOCAL, "needs an RDMA device", Backend.JACCL),
     ],
-    ids=lambda refused: refused.reason,
 )
-def test_file_that_cannot_work_is_refused(tmp_path: Path, refused: Refused) -> None:
-    with pytest.raises(InvalidSettings, match=refused.reason):
-        read(tmp_path, refused.document, refused.backend)
+def test_file_that_cannot_work_is_refused(
+    tmp_path: Path, document: object, reason: str, backend: Backend
+) -> None:
+    with pytest.raises(InvalidSettings, match=reason):
+        read(tmp_path, document, backend)
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,15 @@ from workers.engine.types import ModelUnusable
 from workers.server.model_source import resolve_adapter, resolve_model
 
 
-def test_without_a_model_name_the_demo_is_served_under_its_name_in_the_default_policy() -> None:
-    source = resolve_model("")
-    assert (source.folder, source.served_name, source.toy) == (CHECKPOINT, "demo", True)
-
-
-def test_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
+def test_a_folder_is_served_under_its_name_and_else_the_demo(tmp_path: Path) -> None:
     folder = tmp_path / "my-qwen"
     folder.mkdir()
-    source = resolve_model(str(folder))
-    assert (source.folder, source.served_name, source.toy) == (folder, "my-qwen", False)
+    for name, expected in ((str(folder), (folder, "my-qwen", False)), ("", DEMO)):
+        source = resolve_model(name)
+        assert (source.folder, source.served_name, source.toy) == expected
+
+
+DEMO = (CHECKPOINT, "demo", True)
 
 
 def test_a_repository_is_downloaded_without_its_code_and_served_under_its_name(
@@ -49,7 +48,7 @@ def test_a_model_with_an_adapter_is_served_under_both_names(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("named", ["/nowhere", "a/b/c", "http://host/model", "one word"])
-def test_any_other_name_is_rejected_without_a_download(
+def test_other_names_are_rejected_without_a_download(
     monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError))

@@ -42,9 +42,7 @@ REPORT: dict[str, Any] = {
         ({"stage": "of-a-newer-worker", "total": 2}, "of-a-newer-worker, 0 of 2"),
     ],
 )
-def test_a_start_is_described_with_its_stage_and_amount(
-    start: dict[str, Any], description: str
-) -> None:
+def test_a_start_is_told_with_its_stage_and_amount(start: dict[str, Any], description: str) -> None:
     assert StartProgress.model_validate(start).description == description
 
 
@@ -57,13 +55,7 @@ def test_a_report_of_a_newer_worker_may_have_further_fields() -> None:
     newer = {**REPORT, "protocol": PROTOCOL + 1, "more": 1, **lane(more=1, prefix={"more": 1})}
     assert WorkerReport.model_validate(newer).protocol == PROTOCOL + 1
     assert WorkerReport.model_validate(REPORT).protocol == 1, "that of reports without a number"
-    assert [speaks(PROTOCOL + step) for step in (-2, -1, 0, 1, 2)] == [
-        False,
-        True,
-        True,
-        True,
-        False,
-    ]
+    assert [step for step in range(-3, 4) if speaks(PROTOCOL + step)] == [-1, 0, 1]
 
 
 HUGE = 10**400
@@ -145,13 +137,14 @@ def test_c5_acceptance_by_position_takes_linear_time() -> None:
 
 
 def test_drafts_add_up_by_source_also_with_a_worker_that_does_not_tell() -> None:
-    one = Speculation(drafted=5, drafted_by_source={"head": 2, "lookup": 3}, accepted=3,
-                      accepted_by_source={"lookup": 3})  # fmt: skip
-    total = one + one + Speculation(drafted=7, accepted=7)
-    assert total.by_source == {
-        "head": {"attempted": 4, "accepted": 0},
-        "lookup": {"attempted": 6, "accepted": 6},
+    by_source: Any = {
+        "drafted_by_source": {"head": 2, "lookup": 3},
+        "accepted_by_source": {"lookup": 3},
     }
+    one = Speculation(drafted=5, accepted=3, **by_source)
+    total = one + one + Speculation(drafted=7, accepted=7)
+    lookup = {"attempted": 6, "accepted": 6}
+    assert total.by_source == {"head": {"attempted": 4, "accepted": 0}, "lookup": lookup}
     assert (total.drafted, total.accepted) == (17, 13)
 
 

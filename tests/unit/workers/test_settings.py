@@ -7,24 +7,38 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.scheduler_harness import worker_report
 from workers.addresses import is_loopback
 from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
 from workers.heartbeat import advertised_url
-from workers.protocol import WorkerReport
 from workers.server.main import read_settings
 from workers.server.settings import default_worker_id, prefix_cache_on_disk
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run in an empty folder, without any Paceline setting of this machine."""
+def state_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Run in an empty folder, without any Paceline setting of this machine but a state folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("JOIN_TOKEN", "CONFIG", "WORKER_PORT", "WORKER_LANES", "WORKER_LABELS"):
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
 
 
-def test_by_default_a_worker_listens_on_loopback_with_both_lanes() -> None:
+def cache_of(*arguments: str) -> tuple[Path | None, bytes]:
+    """Return the folder and the secret of a prefix cache in the folder `cache`."""
+    return prefix_cache_on_disk(read_settings(["--prefix-cache-dir", "cache", *arguments]))
+
+
+def mode_of(path: Path | str) -> int:
+    return stat.S_IMODE(Path(path).stat().st_mode)
+
+
+def test_a_worker_listens_on_loopback_with_both_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host and port of the gateway do not apply to it."""
+    monkeypatch.setenv("PACELINE_PORT", "8000")
+    monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
     settings = read_settings([])
     assert (settings.listening_host, settings.port) == ("127.0.0.1", 9200)
     assert settings.lanes == (LaneName.TEXT_MTP, LaneName.VLM)
@@ -32,8 +46,7 @@ def test_by_default_a_worker_listens_on_loopback_with_both_lanes() -> None:
 
 
 def test_the_bits_of_kept_keys_are_8_or_16_from_a_flag_or_the_file(tmp_path: Path) -> None:
-    assert read_settings([]).kv_bits == 16
-    assert read_settings(["--kv-bits", "8"]).kv_bits == 8
+    assert [read_settings(flags).kv_bits for flags in ([], ["--kv-bits", "8"])] == [16, 8]
     (tmp_path / "paceline.yaml").write_text("worker: {kv_bits: 8}")
     assert read_settings([]).kv_bits == 8
     with pytest.raises(InvalidSettings, match=r"--kv-bits.*8 or 16"):
@@ -52,31 +65,16 @@ def test_flags_override_the_environment_and_that_overrides_the_file(
     assert (settings.port, settings.draft_tokens, settings.id) == (3, 2, "filed")
 
 
-def test_paceline_yaml_of_the_working_folder_is_read_and_may_contain_lists(tmp_path: Path) -> None:
-    (tmp_path / "paceline.yaml").write_text("worker: {lanes: [vlm]}")
-    assert read_settings([]).lanes == (LaneName.VLM,)
-    assert read_settings(["--lanes", "vlm, text-mtp"]).lanes == (
-        LaneName.VLM,
-        LaneName.TEXT_MTP,
-    )
-
-
-def test_labels_are_repeated_flags_or_lists(
+def test_lists_are_lists_in_the_file_of_the_working_folder_and_texts_or_repeated_flags_elsewhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "paceline.yaml").write_text("worker: {labels: [big, lab-2]}")
+    (tmp_path / "paceline.yaml").write_text("worker: {labels: [big, lab-2], lanes: [vlm]}")
+    assert read_settings([]).lanes == (LaneName.VLM,)
+    assert read_settings(["--lanes", "vlm, text-mtp"]).lanes == (LaneName.VLM, LaneName.TEXT_MTP)
     assert read_settings([]).labels == ("big", "lab-2")
     monkeypatch.setenv("PACELINE_WORKER_LABELS", "small, new")
     assert read_settings([]).labels == ("small", "new")
     assert read_settings(["--label", "big", "--label", "bf16"]).labels == ("big", "bf16")
-
-
-def test_host_and_port_of_the_gateway_do_not_apply_to_the_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PACELINE_PORT", "8000")
-    monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
-    assert (read_settings([]).port, read_settings([]).listening_host) == (9200, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -114,13 +112,14 @@ def test_the_token_comes_from_a_flag_or_the_environment_and_is_never_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PACELINE_JOIN_TOKEN", "canary-1")
-    from_environment = read_settings(["--host", "0.0.0.0"])
-    from_flag = read_settings(["--token", "canary-2"])
-    assert from_environment.token is not None
-    assert from_environment.token.get_secret_value() == "canary-1"
-    assert from_flag.token is not None
-    assert from_flag.token.get_secret_value() == "canary-2"
-    assert "canary" not in repr(from_flag)
+    for flags, token in (
+        (["--host", "0.0.0.0"], "canary-1"),
+        (["--token", "canary-2"], "canary-2"),
+    ):
+        settings = read_settings(flags)
+        assert settings.token is not None
+        assert settings.token.get_secret_value() == token
+        assert "canary" not in repr(settings)
     with pytest.raises(InvalidSettings) as invalid:
         read_settings(["--token", "canary-3", "--port", "x"])
     assert "canary" not in str(invalid.value)
@@ -136,14 +135,8 @@ def test_the_token_comes_from_a_flag_or_the_environment_and_is_never_printed(
     ],
 )
 def test_the_default_name_is_host_and_port_in_plain_letters(hostname: str, expected: str) -> None:
-    worker_id = default_worker_id(hostname, 9200)
-    assert worker_id == expected
-    url = "http://mac"
-    WorkerReport(worker_id=worker_id, boot_id="b", url=url, model="m", context_tokens=1, lanes=())
-
-
-def test_two_workers_of_one_machine_have_different_names() -> None:
-    assert default_worker_id("studio", 9200) != default_worker_id("studio", 9201)
+    assert default_worker_id(hostname, 9200) == expected
+    assert worker_report(expected, url="http://mac").worker_id == expected
 
 
 def test_a_wildcard_host_advertises_the_address_towards_the_gateway() -> None:
@@ -152,86 +145,54 @@ def test_a_wildcard_host_advertises_the_address_towards_the_gateway() -> None:
     assert advertised_url("fd00::7", 9200, None) == "http://[fd00::7]:9200"
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.8.8", True),
-        ("::1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("localhost.evil", False),
-        ("192.168.1.2", False),
-    ],
-)
-def test_is_loopback_recognises_local_hosts(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_is_loopback_recognises_local_hosts(host: str) -> None:
+    assert is_loopback(host)
+    assert not any(map(is_loopback, ("0.0.0.0", f"{host}.evil", "192.168.1.2")))
 
 
-def test_l8_the_secret_of_the_prefix_cache_is_derived_from_the_join_token(tmp_path: Path) -> None:
-    flags = ["--prefix-cache-dir", str(tmp_path / "cache"), "--token"]
-    secrets = [prefix_cache_on_disk(read_settings([*flags, token])) for token in ("a", "a", "b")]
+def test_l8_the_secret_of_the_prefix_cache_is_derived_from_the_join_token() -> None:
+    secrets = [cache_of("--token", token) for token in ("a", "a", "b")]
     assert secrets[0] == secrets[1] != secrets[2]
-    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+    assert mode_of("cache") == 0o700
 
 
-def test_l8_a_worker_without_a_token_keeps_its_secret_in_the_state_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
-    settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
-    assert prefix_cache_on_disk(settings) == prefix_cache_on_disk(settings)
-    (path,) = (tmp_path / "state").iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+def test_l8_a_worker_without_a_token_keeps_its_secret_in_the_state_folder(state_dir: Path) -> None:
+    assert cache_of() == cache_of()
+    (path,) = state_dir.iterdir()
+    assert mode_of(path) == 0o600
     assert len(path.read_bytes()) == 64
+    path.write_bytes(b"")
+    with pytest.raises(InvalidSettings, match="is empty"):
+        cache_of()
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 @pytest.mark.parametrize("name", ["cache", "state"])
-def test_l8_a_folder_that_others_may_write_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int, name: str
-) -> None:
-    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
+def test_l8_a_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name).chmod(mode)
-    settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
     with pytest.raises(InvalidSettings, match=f"{name}: other users may write there"):
-        prefix_cache_on_disk(settings)
+        cache_of()
 
 
-def test_l8_an_empty_secret_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
-    (tmp_path / "prefix-cache-secret").touch()
-    settings = read_settings(["--prefix-cache-dir", str(tmp_path / "cache")])
-    with pytest.raises(InvalidSettings, match="is empty"):
-        prefix_cache_on_disk(settings)
+def test_a_folder_that_others_may_read_becomes_private(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o755)
+    cache_of("--token", "a")
+    assert mode_of("cache") == 0o700
 
 
-def test_conversations_are_stored_in_the_state_folder_by_default(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
+def test_conversations_are_stored_in_the_state_folder_by_default(state_dir: Path) -> None:
     folder, secret = prefix_cache_on_disk(read_settings([]))
-    assert folder == tmp_path / "prefix-cache"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder == state_dir / "prefix-cache"
+    assert mode_of(folder) == 0o700
     assert secret
     assert prefix_cache_on_disk(read_settings(["--prefix-cache-gb", "0"])) == (None, b"")
 
 
 def test_a_default_folder_that_cannot_be_used_leaves_memory_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    state_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "file"))
-    (tmp_path / "file").touch()
+    state_dir.touch()
     assert prefix_cache_on_disk(read_settings([])) == (None, b"")
-    assert [record.getMessage().split()[0] for record in caplog.records] == [
-        "prefix_cache.memory_only"
-    ]
-
-
-def test_a_folder_that_others_may_read_becomes_private(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o755)
-    prefix_cache_on_disk(
-        read_settings(["--prefix-cache-dir", str(tmp_path / "cache"), "--token", "a"])
-    )
-    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+    assert [message.split()[0] for message in caplog.messages] == ["prefix_cache.memory_only"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.call_writers import WRITERS
 from tests.support.tool_call_text import read_calls, tool_of
 from workers.engine.tool_formats import FORMATS, ToolFormat, detect_tool_format
 from workers.server.tool_calls import FORCED_CALLS
@@ -14,108 +15,26 @@ from workers.server.tool_calls import FORCED_CALLS
 PROSE = 'Tides rise and fall twice a day, said "she", and <b>nobody</b> knows {why} it\'s so.'
 ARGUMENTS = {"text": PROSE, "count": 3}
 TOOLS = [tool_of("write", ARGUMENTS), tool_of("stop", {})]
-JSON = json.dumps(ARGUMENTS)
 EVERY = {**FORMATS, "forced": FORCED_CALLS}
-# Each holds the same two calls, except those of which a format has one.
-TEXTS = {
-    "json_tools": '<tool_call>\n{"name": "write", "arguments": %s}\n</tool_call>\n'
-    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=write>\n<parameter=text>\n%p\n</parameter>\n"
-    "<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>\n"
-    "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
-    "glm47": "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>%p</arg_value>\n"
-    "<arg_key>count</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
-    "<tool_call>stop\n</tool_call>",
-    "longcat": "<longcat_tool_call>write\n<longcat_arg_key>text</longcat_arg_key>"
-    "<longcat_arg_value>%p</longcat_arg_value><longcat_arg_key>count</longcat_arg_key>"
-    "<longcat_arg_value>3</longcat_arg_value></longcat_tool_call>"
-    "<longcat_tool_call>stop\n</longcat_tool_call>",
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="write">\n<parameter name="text">%p'
-    '</parameter>\n<parameter name="count">3</parameter>\n</invoke>\n<invoke name="stop">\n'
-    "</invoke>\n</minimax:tool_call>",
-    "atem": '<atem:function_calls>\n<atem:invoke name="write">\n<atem:parameter name="text">%p'
-    '</atem:parameter>\n<atem:parameter name="count">3</atem:parameter>\n</atem:invoke>\n'
-    '<atem:invoke name="stop">\n</atem:invoke>\n</atem:function_calls>',
-    "minicpm5": '<function name="write"><param name="text"><![CDATA[%p]]></param>'
-    '<param name="count">3</param></function>\n<function name="stop"></function>',
-    "pythonic": "<|tool_call_start|>[write(text=%r, count=3), stop()]<|tool_call_end|>",
-    "cohere2_moe": '<|START_ACTION|>[\n  {"tool_call_id": "0", "tool_name": "write", '
-    '"parameters": %s},\n  {"tool_call_id": "1", "tool_name": "stop", "parameters": {}}\n]'
-    "<|END_ACTION|>",
-    "gemma4": '<|tool_call>call:write{text:<|"|>%p<|"|>,count:3}<tool_call|>'
-    "<|tool_call>call:stop{}<tool_call|>",
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.write:0"
-    "<|tool_call_argument_begin|>%s<|tool_call_end|><|tool_call_begin|>functions.stop:1"
-    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-    "mistral": "[TOOL_CALLS]write[CALL_ID]abcdefgh1[ARGS]%s[TOOL_CALLS]stop[ARGS]{}",
-    "harmony": "<|channel|>commentary to=functions.write <|constrain|>json<|message|>%s<|call|>",
-    "functionary_v3.1": "<function=write>%s</function><function=stop>{}</function>",
-    "functionary_v3.2": "write\n%s>>>stop\n{}",
-    "llama3": '{"name": "write", "parameters": %s}; {"name": "stop", "parameters": {}}',
-    "llama4": '<|python_start|><|python_end|>{"name": "write", "parameters": %s}'
-    '{"name": "stop", "parameters": {}}',
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>write\n"
-    "```json\n%s\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>stop\n```json\n{}\n```"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="write">\n'
-    '<｜DSML｜parameter name="text" string="true">%p</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="count" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-    '<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
-    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="write">\n'
-    '<｜DSML｜parameter name="text" string="true">%p</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="count" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-    '<｜DSML｜invoke name="stop">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
-    "granite": '<|tool_call|>[{"name": "write", "arguments": %s}, {"name": "stop"}]',
-    "phi4": '<|tool_call|>[{"name": "write", "arguments": %s}, {"name": "stop", "arguments": {}}]'
-    "<|/tool_call|>",
-    "nemotron": '<TOOLCALL>[{"name": "write", "arguments": %s}, {"name": "stop", "arguments": '
-    "{}}]</TOOLCALL>",
-    "apriel": '<tool_calls>[{"name": "write", "arguments": %s, "id": "1"}, '
-    '{"name": "stop", "arguments": {}, "id": "2"}]</tool_calls>',
-    "seed_oss": "<seed:tool_call>\n<function=write>\n<parameter=text>%p</parameter>\n"
-    "<parameter=count>3</parameter>\n</function>\n</seed:tool_call>\n"
-    "<seed:tool_call>\n<function=stop>\n</function>\n</seed:tool_call>",
-    "gigachat3.1": '<|function_call|>{"name": "write", "arguments": %s}',
-    "apertus": '<|tools_prefix|>[{"write": %s}, {"stop": {}}]<|tools_suffix|>',
-    "solar": "<|tool_calls|><|tool_call:begin|>ab1<|tool_call:name|>write<|tool_call:args|>%s"
-    "<|tool_call:end|><|tool_call:begin|>ab2<|tool_call:name|>stop<|tool_call:args|>{}"
-    "<|tool_call:end|><|calls|>",
-    "hunyuan3": "<tool_calls:opensource>\n<tool_call:opensource>write<tool_sep:opensource>\n"
-    "<arg_key:opensource>text</arg_key:opensource>\n<arg_value:opensource>%p"
-    "</arg_value:opensource>\n<arg_key:opensource>count</arg_key:opensource>\n"
-    "<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n"
-    "<tool_call:opensource>stop<tool_sep:opensource>\n</tool_call:opensource>\n"
-    "</tool_calls:opensource>",
-    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="write" index="1"<|sep|><|open|>argument '
-    'key="text" type="string"<|sep|>%p<|close|>argument<|sep|><|open|>argument key="count" '
-    'type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="stop" '
-    'index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
-    "forced": '[{"name": "write", "arguments": %s}, {"name": "stop", "arguments": {}}]',
-}
-STOPS = [("stop", {}), ("stop", {"a": "b"})]
-ONE_CALL = {"harmony", "gigachat3.1"}
+STOP: list[tuple[str, Any]] = [("stop", {})]
+STOPS = [*STOP, ("stop", {"a": "b"})]
+A: list[tuple[str, Any]] = [("a", {})]
+B: list[tuple[str, Any]] = [("b", {})]
 
 
-def text_of(family: str) -> str:
-    text = TEXTS[family]
-    return text.replace("%s", JSON).replace("%p", PROSE).replace("%r", repr(PROSE))
+CALLS = [("write", ARGUMENTS), ("stop", {})]
+TEXTS = {family: writer.answer(CALLS) for family, writer in WRITERS.items()}
 
 
 def decoded(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-def test_every_format_has_its_text() -> None:
-    assert TEXTS.keys() == EVERY.keys()
-
-
 @pytest.mark.parametrize("family", EVERY)
 def test_calls_are_read_whole_and_letter_by_letter(family: str) -> None:
-    known, text = EVERY[family], text_of(family)
+    known, text = EVERY[family], TEXTS[family]
     whole = read_calls(known, [text], TOOLS)
-    assert decoded(whole.calls) == [("write", ARGUMENTS), ("stop", {})][: len(whole.calls)]
-    assert len(whole.calls) == (1 if family in ONE_CALL else 2)
-    assert whole.content == ""
+    assert (decoded(whole.calls), whole.content) == (CALLS, "")
     assert read_calls(known, text, TOOLS)[:2] == whole[:2]
     if not known.opened:
         after = read_calls(known, f"Let me see.\n\n{text}", TOOLS)
@@ -127,7 +46,7 @@ def test_calls_are_read_whole_and_letter_by_letter(family: str) -> None:
 @pytest.mark.parametrize("family", EVERY)
 def test_arguments_arrive_while_they_are_written(family: str) -> None:
     """Each letter of a long text adds to the arguments; a client waits for none of them."""
-    known, text = EVERY[family], text_of(family)
+    known, text = EVERY[family], TEXTS[family]
     middle = text.index("nobody")
     read = read_calls(known, [text[:middle]], TOOLS, cut=None)
     ((name, arguments),) = read.calls
@@ -149,7 +68,7 @@ def test_a_text_that_may_be_null_arrives_while_it_is_written() -> None:
 
 @pytest.mark.parametrize("family", EVERY)
 def test_a_call_cut_anywhere_leaves_no_markup_in_the_content(family: str) -> None:
-    known, text = EVERY[family], text_of(family)
+    known, text = EVERY[family], TEXTS[family]
     before = "" if known.opened else "See."
     for length in range(1, len(text)):
         read = read_calls(known, [before + text[:length]], TOOLS, cut=True)
@@ -160,7 +79,7 @@ def test_a_call_cut_anywhere_leaves_no_markup_in_the_content(family: str) -> Non
 @pytest.mark.parametrize("family", EVERY)
 def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
     """A call that lacks its end marks is a call all the same."""
-    known, text = EVERY[family], text_of(family)
+    known, text = EVERY[family], TEXTS[family]
     end = text.index("3") + 1
     calls = read_calls(known, [text[:end]], TOOLS).calls
     assert [name for name, _ in calls] == ["write"]
@@ -177,33 +96,18 @@ def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
             "",
             [("add", {"a": [1]})],
         ),
-        (
-            "json_tools",
-            '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            "",
-            [("add", {"a": 1})],
-        ),
-        (
-            "json_tools",
-            '<tool_call>[{"name": "add", "arguments": null}, {"name": "b"}',
-            "",
-            [("add", {}), ("b", {})],
-        ),
-        ("json_tools", "See <tool_call>.", "See <tool_call>.", []),
-        (
-            "json_tools",
-            '<tool_call>{"nom": "add"}</tool_call> x',
-            '<tool_call>{"nom": "add"}</tool_call> x',
-            [],
-        ),
-        ("json_tools", '<tool_call>{"name": "a', '<tool_call>{"name": "a', []),
+        ("json_tools", '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', "", A),
+        ("json_tools", '<tool_call>[{"name": "a", "arguments": null}, {"name": "b"}', "", A + B),
+        ("json_tools", "See <tool_call>.", None, []),
+        ("json_tools", '<tool_call>{"nom": "add"}</tool_call> x', None, []),
+        ("json_tools", '<tool_call>{"name": "a', None, []),
         (
             "json_tools",
             '<tool_call>{"name": "a", "arguments": {\'b\': True, "c": "\n", \'d\': (1,)}}',
             "",
             [("a", {"b": True, "c": "\n", "d": [1]})],
         ),
-        ("qwen3_coder", '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "", [("a", {})]),
+        ("qwen3_coder", '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "", A),
         (
             "qwen3_coder",
             "<tool_call><function=write><parameter=text>\n</parameter>\n</b>\n</parameter>"
@@ -212,7 +116,7 @@ def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
             [("write", {"text": "</parameter>\n</b>", "count": 3})],
         ),
         ("llama3", '<|python_tag|>search.call(query="a\\"b")', "", [("search", {"query": 'a"b'})]),
-        ("llama3", '<|python_tag|>{"name": "b", "parameters": {}}', "", [("b", {})]),
+        ("llama3", '<|python_tag|>{"name": "b", "parameters": {}}', "", B),
         (
             "llama3",
             '{"type": "function", "name": "stop", "parameters": {"a": "{"}}',
@@ -220,12 +124,18 @@ def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
             [("stop", {"a": "{"})],
         ),
         ("llama3", "[stop(), stop(a='b')]", "", STOPS),
-        ("llama3", '{"name": "Bo", "parameters": {}}', '{"name": "Bo", "parameters": {}}', []),
-        ("llama3", "print(1)", "print(1)", []),
+        ("llama3", '{"name": "Bo", "parameters": {}}', None, []),
+        ("llama3", "print(1)", None, []),
         ("llama4", "<|python_start|>[stop(), stop(a='b')]<|python_end|>", "", STOPS),
         ("llama4", "[stop(), stop(a='b')]", "", STOPS),
-        ("llama4", 'I see.<|python_end|>{"name": "b", "parameters": {}}', "I see.", [("b", {})]),
-        ("llama4", "I see.", "I see.", []),
+        ("llama4", 'I see.<|python_end|>{"name": "b", "parameters": {}}', "I see.", B),
+        (
+            "llama4",
+            '<|python_start|><|python_end|>{"name": "stop", "parameters": {}}',
+            "",
+            STOPS[:1],
+        ),
+        ("llama4", "I see.", None, []),
         ("functionary_v3.2", "all\nHi {there}", "Hi {there}", []),
         ("functionary_v3.2", "all\nHi.>>>stop\n{}", "Hi.", [("stop", {})]),
         ("functionary_v3.2", "all\n>>> 1 + 1\n2", ">>> 1 + 1\n2", []),
@@ -236,7 +146,9 @@ def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
             "",
             [("add", {}), ("function", {})],
         ),
-        ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b"}]', "", None),
+        ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b"}]', "", A + B),
+        ("mistral", "[TOOL_CALLS]b[CALL_ID]abcdefgh1[ARGS]{}", "", B),
+        ("granite", '<|tool_call|>[{"name": "a", "arguments": {}}, {"name": "b"}]', "", A + B),
         (
             "pythonic",
             "<|tool_call_start|>[f(a=None, b='\\x41\\U0001f600\\d', c={'x': -1.5e3, 2: ()})]",
@@ -253,12 +165,13 @@ def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
     ],
 )
 def test_variants_that_models_write(
-    family: str, text: str, content: str, calls: list[tuple[str, Any]] | None
+    family: str, text: str, content: str | None, calls: list[tuple[str, Any]]
 ) -> None:
+    """Without a content of its own all the text is content."""
     for pieces in ([text], text):
         read = read_calls(FORMATS[family], pieces, TOOLS)
-        assert read.content == content
-        assert decoded(read.calls) == ([("a", {}), ("b", {})] if calls is None else calls)
+        assert read.content == (text if content is None else content)
+        assert decoded(read.calls) == calls
 
 
 @pytest.mark.parametrize(
