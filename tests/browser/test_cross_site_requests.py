@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from playwright.async_api import Browser
+from playwright.async_api import BrowserContext
 
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import ScriptedWorker
@@ -21,18 +21,13 @@ async def test_a_blind_post_from_a_page_of_another_site_reaches_no_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     second_worker: ScriptedWorker,
-    browser: Browser,
+    browser: BrowserContext,
 ) -> None:
-    context = await browser.new_context()
-    try:
-        page = await context.new_page()
-        # Any page of another origin will do.
-        await page.goto(second_worker.url.replace("127.0.0.1", "localhost"))
-        assert (
-            await page.evaluate(POST, [f"{gateway_with_worker.url}/v1/chat/completions", BODY])
-            == "opaque"
-        )
-    finally:
-        await context.close()
+    page = await browser.new_page()
+    # Any page of another origin will do.
+    await page.goto(second_worker.url.replace("127.0.0.1", "localhost"))
+    url = f"{gateway_with_worker.url}/v1/chat/completions"
+    assert await page.evaluate(POST, [url, BODY]) == "opaque"
+    await page.close()
     assert gateway_with_worker.status()["outcomes"] == {"refused": 1}
     assert not worker.requests

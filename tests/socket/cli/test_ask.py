@@ -32,35 +32,32 @@ def test_the_answer_is_printed_as_it_arrives_and_ctrl_c_frees_the_worker(
         assert worker.client_disconnected.wait(60)
 
 
-def test_a_terminal_shows_where_an_answer_ran_how_fast_and_its_drafts(
-    gateway_with_worker: RunningGateway, tmp_path: Path
-) -> None:
-    arguments = ("ask", "Say a word.", "--url", gateway_with_worker.url)
-    with start_paceline(*arguments, environment={}, folder=tmp_path, terminal=True) as process:
+def lines_on_a_terminal(url: str, folder: Path) -> list[str]:
+    """Return the lines that a question prints on a terminal."""
+    arguments = ("ask", "Say a word.", "--url", url)
+    with start_paceline(*arguments, environment={}, folder=folder, terminal=True) as process:
         printed = PacelineProcess(process)
         assert printed.wait_for_end() == 0
-    assert printed.lines[0] == "one two three"
-    assert printed.lines[1].startswith(
-        "text-mtp on fake-a, because the request can use drafts; first token after "
-    )
-    assert printed.lines[1].endswith("; 50% of 2 drafted tokens accepted")
+    return printed.lines
 
 
-def test_reasoning_is_shown_on_a_terminal_alone(
+def test_a_terminal_alone_shows_reasoning_where_an_answer_ran_how_fast_and_its_drafts(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    url = gateway_with_worker.url
+    answer, facts = lines_on_a_terminal(url, tmp_path)[:2]
+    assert answer == "one two three"
+    where = "text-mtp on fake-a, because the request can use drafts; first token after "
+    assert facts.startswith(where)
+    assert facts.endswith("; 50% of 2 drafted tokens accepted")
     thoughts = [chunk({"reasoning_content": one, "reasoning": one}) for one in ("Hm", "m.\x1b[2J")]
     worker.script = Script(events=(*thoughts, chunk({"content": "Yes"}), chunk({}, "stop"), DONE))
-    arguments = ("ask", "Say a word.", "--url", gateway_with_worker.url)
-    assert main([*arguments]) == 0
+    assert main(["ask", "Say a word.", "--url", url]) == 0
     assert capsys.readouterr().out == "Yes\n"
-    with start_paceline(*arguments, environment={}, folder=tmp_path, terminal=True) as process:
-        printed = PacelineProcess(process)
-        assert printed.wait_for_end() == 0
-    assert printed.lines[:3] == ["Hmm.\ufffd[2J", "", "Yes"]
+    assert lines_on_a_terminal(url, tmp_path)[:3] == ["Hmm.\ufffd[2J", "", "Yes"]
 
 
 def test_a_pipe_asks_and_gets_the_answer_alone(
@@ -92,12 +89,12 @@ def test_options_and_pictures_are_sent_and_the_content_of_a_file_is_its_type(
 
 
 def test_control_characters_of_an_answer_never_reach_a_terminal(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
+    shared_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    worker.script = Script(tokens=("\x1b[2J", "a\tb\r\nc", "\x9b\u202e"))
-    assert main(["ask", "Hi", "--url", gateway_with_worker.url]) == 0
+    module_worker.script = Script(tokens=("\x1b[2J", "a\tb\r\nc", "\x9b\u202e"))
+    assert main(["ask", "Hi", "--url", shared_gateway.url]) == 0
     assert capsys.readouterr().out == "\ufffd[2Ja\tb\nc\ufffd\ufffd\n"
 
 
@@ -112,16 +109,16 @@ def test_control_characters_of_an_answer_never_reach_a_terminal(
     ids=["error", "no end", "cut", "refused"],
 )
 def test_an_answer_that_fails_ends_with_a_sentence(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
+    shared_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
     capsys: pytest.CaptureFixture[str],
     script: Script,
     message: str,
 ) -> None:
-    worker.script = script
+    module_worker.script = script
     failure = "broke off: " if message else "the gateway refused: "
     with pytest.raises(SystemExit, match=failure):
-        main(["ask", "Hi", "--url", gateway_with_worker.url])
+        main(["ask", "Hi", "--url", shared_gateway.url])
     assert capsys.readouterr().out == message
 
 

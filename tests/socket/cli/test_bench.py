@@ -24,34 +24,19 @@ STEPS = {
     "mean_acceptance_length": 2.1,
     "draft_acceptance_rate": 0.55,
 }
-LAST_CHUNK = {
-    "id": "c",
-    "object": "chat.completion.chunk",
-    "created": 1,
-    "model": "demo",
+LAST_CHUNK = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "demo"} | {
     "choices": [],
+    "usage": USAGE,
 }
-DRAFTED = Script(
-    events=(
-        *(chunk({"content": word}) for word in ("one", " two", " three")),
-        chunk({}, "stop"),
-        event({**LAST_CHUNK, "usage": USAGE, "metrics": {"speculative_decoding": STEPS}}),
-        DONE,
-    )
-)
-
+WORDS = tuple(chunk({"content": word}) for word in ("one", " two", " three"))
+LAST = event({**LAST_CHUNK, "metrics": {"speculative_decoding": STEPS}})
+DRAFTED = Script(events=(*WORDS, chunk({}, "stop"), LAST, DONE))
 VLLM_LINES = (
     " Serving Benchmark Result ",
-    "Successful requests:",
-    "Failed requests:",
-    "Benchmark duration (s):",
-    "Total input tokens:",
-    "Total generated tokens:",
-    "Request throughput (req/s):",
-    "Output token throughput (tok/s):",
-    "Peak output token throughput (tok/s):",
-    "Peak concurrent requests:",
-    "Total token throughput (tok/s):",
+    *("Successful requests:", "Failed requests:", "Benchmark duration (s):"),
+    *("Total input tokens:", "Total generated tokens:", "Request throughput (req/s):"),
+    *("Output token throughput (tok/s):", "Peak output token throughput (tok/s):"),
+    *("Peak concurrent requests:", "Total token throughput (tok/s):"),
     "Time to First Token",
     *("Mean TTFT (ms):", "Median TTFT (ms):", "P99 TTFT (ms):"),
     "Time per Output Token (excl. 1st token)",
@@ -59,13 +44,8 @@ VLLM_LINES = (
     "Inter-token Latency",
     *("Mean ITL (ms):", "Median ITL (ms):", "P99 ITL (ms):"),
     "Speculative Decoding",
-    "Acceptance rate (%):",
-    "Acceptance length:",
-    "Drafts:",
-    "Draft tokens:",
-    "Accepted tokens:",
-    "Per-position acceptance (%):",
-    "  Position 0:",
+    *("Acceptance rate (%):", "Acceptance length:", "Drafts:", "Draft tokens:"),
+    *("Accepted tokens:", "Per-position acceptance (%):", "  Position 0:"),
 )
 
 
@@ -153,9 +133,8 @@ def test_failed_requests_are_counted_and_their_problem_is_printed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     complete = Script()
-    cut = Script(cut_after=2)
     # The first request, the warm-up, then the two requests of the run.
-    worker.script = Script(rotation=(complete, complete, complete, cut))
+    worker.script = Script(rotation=(complete, complete, complete, Script(cut_after=2)))
     assert bench(gateway_with_worker, "--requests", "2") == 0
     output = capsys.readouterr()
     assert ["Failed", "requests:", "1"] in [line.split() for line in output.out.splitlines()]
@@ -166,9 +145,8 @@ def test_an_interrupted_sweep_prints_and_writes_its_completed_runs(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
     requests_of_one_level = 1 + 1 + 2
-    worker.script = Script(
-        rotation=(*[DRAFTED] * requests_of_one_level, *[Script(hang=True)] * 100)
-    )
+    hanging = [Script(hang=True)] * 100
+    worker.script = Script(rotation=(*[DRAFTED] * requests_of_one_level, *hanging))
     record = tmp_path / "run.json"
     command = ("bench", "--url", gateway_with_worker.url, "--concurrency", "1,2", "--requests", "2")
     with PacelineFork([*command, "--json", str(record)], **PIPES, env=os.environ) as process:
@@ -187,14 +165,8 @@ def test_an_interrupted_sweep_prints_and_writes_its_completed_runs(
 def test_without_drafts_no_speculative_block_is_printed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worker.script = Script(
-        events=(
-            chunk({"content": "one"}),
-            chunk({}, "stop"),
-            event({**LAST_CHUNK, "usage": USAGE}),
-            DONE,
-        )
-    )
+    events = (chunk({"content": "one"}), chunk({}, "stop"), event(LAST_CHUNK), DONE)
+    worker.script = Script(events=events)
     assert bench(gateway_with_worker, "--requests", "2", "--rate", "100") == 0
     printed = capsys.readouterr().out
     assert "Request rate configured (RPS):" in printed
@@ -208,16 +180,11 @@ def test_prompts_of_a_file_are_sent(
     system = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Two?"}]
     lines = ({"prompt": "One?", "max_tokens": 9}, {"messages": system})
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    body = '{"top_p": 0.5}'
-    assert (
-        bench(gateway_with_worker, "--prompts", str(prompts), "--requests", "2", "--body", body)
-        == 0
-    )
+    arguments = ("--prompts", str(prompts), "--requests", "2", "--body", '{"top_p": 0.5}')
+    assert bench(gateway_with_worker, *arguments) == 0
     bodies = [received.body for received in worker.requests[-2:]]
-    assert {body["messages"][-1]["content"]: body["max_tokens"] for body in bodies} == {
-        "One?": 9,
-        "Two?": 256,
-    }
+    lengths = {body["messages"][-1]["content"]: body["max_tokens"] for body in bodies}
+    assert lengths == {"One?": 9, "Two?": 256}
     assert {body["top_p"] for body in bodies} == {0.5}
 
 
@@ -231,10 +198,10 @@ def test_prompts_of_a_file_are_sent(
     ],
 )
 def test_an_unusable_endpoint_or_file_is_reported_in_one_message(
-    gateway_with_worker: RunningGateway, arguments: tuple[str, ...], message: str
+    module_gateway: RunningGateway, arguments: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(SystemExit, match=message):
-        bench(gateway_with_worker, *arguments)
+        bench(module_gateway, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.running_gateway import (
-    RunningGateway,
-    bearer_headers,
-    make_settings,
-)
+from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from tests.support.scripted_worker import JOIN_TOKEN
 

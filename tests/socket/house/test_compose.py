@@ -68,9 +68,7 @@ def test_compose_names_a_missing_secret_and_the_script_that_creates_it(
         assert f"${{{name}:?{message.format(name)}}}" in FILE.read_text()
 
 
-def test_make_env_writes_the_required_secrets_and_never_overwrites_them(
-    tmp_path: Path,
-) -> None:
+def test_make_env_writes_the_required_secrets_and_never_overwrites_them(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     script = shutil.copy(ROOT / "scripts" / "make-env", tmp_path / "scripts")
     subprocess.run([script], check=True, capture_output=True)

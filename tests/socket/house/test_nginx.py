@@ -140,9 +140,7 @@ def test_metrics_of_a_single_gateway_are_not_served(nginx: NginxClient) -> None:
     assert nginx.client.get("/livez").status_code == 200
 
 
-def test_c12_a_body_over_the_limit_is_rejected_before_it_is_stored(
-    nginx: NginxClient,
-) -> None:
+def test_c12_a_body_over_the_limit_is_rejected_before_it_is_stored(nginx: NginxClient) -> None:
     head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {40 * 1024 * 1024}\r\n\r\n"
     with socket.create_connection((nginx.machine.address, PORT), timeout=30) as raw:
         raw.sendall(head.encode())
@@ -188,9 +186,7 @@ def test_l1_a_request_waits_in_one_queue_only_and_counts_once(nginx: NginxClient
         }
 
 
-def test_l1_a_rejection_that_is_sent_to_another_gateway_is_no_error(
-    nginx: NginxClient,
-) -> None:
+def test_l1_a_rejection_that_is_sent_to_another_gateway_is_no_error(nginx: NginxClient) -> None:
     before = counts(nginx)
     assert status_and_code(nginx.chat()) == (503, "no_worker")
     assert counts_since(nginx, before) == {

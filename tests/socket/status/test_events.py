@@ -6,23 +6,23 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
 from gateway.errors import ShuttingDown
 from gateway.status.events import VIEWERS_LIMIT, StatusFeed
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
-    make_settings,
+    begun,
     status_and_code,
     wait_until,
 )
-from tests.support.scripted_worker import Script, ScriptedWorker
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker
 
 EVENTS = "/v1/status/events"
 
@@ -51,25 +51,20 @@ def event_data(line: str) -> dict[str, Any]:
     return data
 
 
-def test_each_event_has_the_content_of_the_status(gateway_with_worker: RunningGateway) -> None:
+def test_each_event_has_the_content_of_the_status_and_all_viewers_get_the_same(
+    gateway_with_worker: RunningGateway,
+) -> None:
     assert gateway_with_worker.chat().status_code == 200
-    with open_events(gateway_with_worker) as events:
-        first, second = event_data(next(events)), event_data(next(events))
+    with open_events(gateway_with_worker) as one, open_events(gateway_with_worker) as other:
+        lines, others = ([next(events) for _ in range(4)] for events in (one, other))
+    assert len({*lines}) == len({*others}) == 4
+    assert {*lines} & {*others}
+    first, second = map(event_data, lines[:2])
     status = gateway_with_worker.status()
     assert first.keys() == second.keys() == status.keys()
     assert first["decisions"] == status["decisions"]
     assert first["workers"].keys() == {"fake-a"}
     assert second["gateway"]["uptime_s"] > first["gateway"]["uptime_s"]
-
-
-def test_all_viewers_get_the_same_snapshots(gateway_with_worker: RunningGateway) -> None:
-    with (
-        open_events(gateway_with_worker) as first_events,
-        open_events(gateway_with_worker) as second_events,
-    ):
-        snapshots = [{next(events) for _ in range(4)} for events in (first_events, second_events)]
-    assert len(snapshots[0]) == len(snapshots[1]) == 4
-    assert snapshots[0] & snapshots[1]
 
 
 def test_a_viewer_over_the_limit_gets_503_until_another_disconnects(
@@ -93,39 +88,22 @@ def test_a_viewer_over_the_limit_gets_503_until_another_disconnects(
     wait_until(below_limit)
 
 
-def test_the_event_stream_requires_the_permission_of_the_status(
+def test_the_event_stream_requires_the_permission_of_the_status_until_its_end(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    unrestricted, restricted = (
-        gateway_with_worker.create_key(),
-        gateway_with_worker.create_key(models=["demo"]),
-    )
-    assert status_and_code(gateway_with_worker.client.get(EVENTS)) == (401, "invalid_api_key")
-    assert status_and_code(
-        gateway_with_worker.client.get(EVENTS, headers=bearer_headers(restricted))
-    ) == (
-        403,
-        "permission_denied",
-    )
-    with open_events(gateway_with_worker, **bearer_headers(unrestricted)) as events:
+    gateway = gateway_with_worker
+    with open_events(gateway) as events:
         assert "workers" in event_data(next(events))
-
-
-def test_revoking_a_key_ends_its_event_stream(gateway_with_worker: RunningGateway) -> None:
-    key = gateway_with_worker.create_key()
-    with open_events(gateway_with_worker, **bearer_headers(key)) as events:
-        assert "workers" in event_data(next(events))
-        gateway_with_worker.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
+        key = gateway.create_key()
         *_, last = events
-    assert event_data(last)["error"]["code"] == "invalid_api_key"
-
-
-def test_creating_the_first_key_ends_unauthenticated_event_streams(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    with open_events(gateway_with_worker) as events:
+    assert event_data(last)["error"]["code"] == "invalid_api_key", "one is needed from now on"
+    assert status_and_code(gateway.client.get(EVENTS)) == (401, "invalid_api_key")
+    restricted = bearer_headers(gateway.create_key(models=["demo"]))
+    forbidden = gateway.client.get(EVENTS, headers=restricted)
+    assert status_and_code(forbidden) == (403, "permission_denied")
+    with open_events(gateway, **bearer_headers(key)) as events:
         assert "workers" in event_data(next(events))
-        gateway_with_worker.create_key()
+        gateway.revoke_key(key)
         *_, last = events
     assert event_data(last)["error"]["code"] == "invalid_api_key"
 
@@ -143,33 +121,23 @@ def test_an_exception_while_rendering_becomes_an_error_event_and_is_logged(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_shutdown_ends_event_streams_after_all_responses(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+def test_shutdown_ends_event_streams_after_all_responses_and_accepts_no_viewer(
+    make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
+    """The gateway closes the connection after the last event, so that it can exit at once."""
     worker.script = Script(hang_after=1)
-    with open_events(gateway_with_worker) as events, gateway_with_worker.stream() as response:
-        response_lines = response.iter_lines()
-        next(response_lines)
-        gateway_with_worker.request_shutdown()
+    gateway = make_gateway(worker, drain_timeout_s=600)
+    with open_events(gateway) as events, begun(gateway.stream()) as read:
+        gateway.request_shutdown()
         while not event_data(next(events))["gateway"]["stopping"]:
             pass
         threading.Timer(0.1, worker.resume.set).start()
-        assert "data: [DONE]" in list(response_lines)
+        assert read().endswith(DONE)
         *_, name, last = events
     assert (name, last) == ("event: end", "data: {}")
-    gateway_with_worker.wait_closed()
-
-
-def test_a_gateway_that_has_shut_down_accepts_no_viewer(tmp_path: Path) -> None:
-    """The gateway closes the connection after the last event, so that it can exit at once."""
-    settings = make_settings(tmp_path, drain_timeout_s=60, admin_key=SecretStr("admin"))
-    with RunningGateway(settings) as running, open_events(running) as events:
-        next(events)
-        running.request_shutdown()
-        assert list(events)[-2:] == ["event: end", "data: {}"]
-        running.wait_closed()
-        with pytest.raises(httpx.ConnectError):
-            running.client.get(EVENTS)
+    gateway.wait_closed()
+    with pytest.raises(httpx.ConnectError):
+        gateway.client.get(EVENTS)
 
 
 async def test_a_request_after_the_feed_was_closed_raises_shutting_down() -> None:

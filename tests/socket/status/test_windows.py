@@ -100,9 +100,8 @@ def test_every_level_has_the_figures_of_its_requests(
         assert speed["p50"] == pytest.approx(1 / recent["token_s"]["p50"])
         assert recent["tokens_per_s"] > 0
         mtp = recent["mtp"]
-        assert (mtp["drafts"], mtp["attempted"], mtp["accepted"]) == (
-            *(requests, 2 * requests, requests),
-        )
+        drafted = (mtp["drafts"], mtp["attempted"], mtp["accepted"])
+        assert drafted == (requests, 2 * requests, requests)
         assert mtp["acceptance_rate_per_position"] == [1.0, 0.0]
     assert status["pools"]["text-mtp"]["recent"]["reasons"] == {"eligible": 2}
     assert status["pools"]["text-mtp"]["decisions"] == {"eligible": 2}

@@ -41,24 +41,18 @@ def alerts() -> list[dict[str, Any]]:
 
 def queries() -> list[Query]:
     dashboard = json.loads((FOLDER / "paceline.json").read_text())
-    panels = [
-        Query(
-            panel["title"],
-            target["expr"].replace("$__rate_interval", "1m"),
-            frozenset(re.findall(r"{{(\w+)}}", target["legendFormat"])),
-        )
+    used = [
+        (panel["title"], target["expr"], re.findall(r"{{(\w+)}}", target["legendFormat"]))
         for panel in dashboard["panels"]
         for target in panel["targets"]
     ]
-    alert_queries = [
-        Query(
-            rule["alert"],
-            rule["expr"],
-            frozenset(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))),
-        )
-        for rule in alerts()
+    for rule in alerts():
+        labels = re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))
+        used.append((rule["alert"], rule["expr"], labels))
+    return [
+        Query(source, expr.replace("$__rate_interval", "1m"), frozenset(labels))
+        for source, expr, labels in used
     ]
-    return panels + alert_queries
 
 
 def identifiers(expr: str) -> set[str]:
@@ -90,9 +84,7 @@ def test_every_metric_and_label_of_dashboard_and_alerts_is_exposed(
     for query in queries():
         used = identifiers(query.expr)
         metrics = used & exposed_labels.keys()
-        labels = {
-            label for metric in metrics for label in exposed_labels[metric]
-        } | PROMETHEUS_LABELS
+        labels = PROMETHEUS_LABELS.union(*(exposed_labels[metric] for metric in metrics))
         assert metrics, query
         assert used - metrics <= labels, query
         assert query.legend_labels <= labels, query

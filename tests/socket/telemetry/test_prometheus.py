@@ -3,32 +3,30 @@ labels."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import shutil
 import string
 import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from policies.request.profile import Bypass
-from tests.support.gateway_fixtures import cause_traffic, remove_settings
-from tests.support.running_gateway import (
-    RunningGateway,
-    chat_body,
-    make_settings,
-    running_server,
-)
-from tests.support.scripted_worker import Script, ScriptedWorker, lane_report, speculation
+from tests.support.gateway_fixtures import cause_traffic, gateway_of_module
+from tests.support.running_gateway import RunningGateway
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 # From promlint, which `promtool check metrics` runs.
 ABBREVIATED = frozenset("s ms us ns sec b kb mb gb tb pb m h d".split())
 NOT_BASE = re.compile(
     r"(milli|micro|nano|kilo|mega|giga|kibi|mebi|gibi)\w+|minutes?|hours?|days?|weeks?|bits?|fahrenheit"
 )
+PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 KINDS = ("counter", "gauge", "histogram", "summary")
 VLLM = "vllm:"  # vLLM defines these names
 
@@ -38,18 +36,20 @@ def families(text: str) -> list[Metric]:
 
 
 @pytest.fixture(scope="module")
-def exposition(tmp_path_factory: pytest.TempPathFactory) -> str:
+def exposition(tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker) -> str:
     """Return the metrics of a gateway after traffic of every kind."""
-    worker = ScriptedWorker()
-    with pytest.MonkeyPatch.context() as patched:
-        remove_settings(patched)
-        settings = make_settings(tmp_path_factory.mktemp("traffic"))
-    with (
-        running_server(worker, sockets=[worker.socket]),
-        RunningGateway(settings) as gateway,
-    ):
-        cause_traffic(gateway, worker)
+    with gateway_of_module(tmp_path_factory.mktemp("traffic")) as gateway:
+        cause_traffic(gateway, module_worker)
         return gateway.client.get("/metrics").text
+
+
+def test_the_metrics_page_lists_exactly_the_exposed_metrics(exposition: str) -> None:
+    exposed = {
+        family.name + "_total" * (family.type == "counter"): family.type
+        for family in families(exposition)
+    }
+    rows = re.findall(r"^\| `((?:paceline_|vllm:)\w+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
+    assert dict(rows) == exposed
 
 
 def problems(family: Metric) -> list[str]:
@@ -58,30 +58,21 @@ def problems(family: Metric) -> list[str]:
     names = {sample.name for sample in family.samples} or {name}
     labels = {label for sample in family.samples for label in sample.labels}
     name_parts = set(name.split("_"))
-    total_suffixes = {sample_name.endswith("_total") for sample_name in names}
-    histogram_suffix = any(
-        sample_name.endswith(("_bucket", "_count", "_sum")) for sample_name in names
-    )
+    totals = {sample_name.endswith("_total") for sample_name in names}
+    of_histogram = any(one.endswith(("_bucket", "_count", "_sum")) for one in names)
+    counter, histogram = family.type == "counter", family.type == "histogram"
+    other_unit = bool(name_parts & ABBREVIATED) or any(map(NOT_BASE.fullmatch, name_parts))
     checks = (
         ("no help text", not family.documentation),
         ("the help is no sentence", not re.fullmatch(r"\S.*\.", family.documentation)),
         ("no type", family.type not in KINDS),
-        (
-            "a counter without _total",
-            family.type == "counter" and family.samples and False in total_suffixes,
-        ),
-        (
-            "_total on another type than a counter",
-            family.type != "counter" and True in total_suffixes,
-        ),
-        ("a suffix of histograms", family.type != "histogram" and histogram_suffix),
-        ("a label of histograms", family.type != "histogram" and "le" in labels),
+        ("a counter without _total", counter and family.samples and False in totals),
+        ("_total on another type than a counter", not counter and True in totals),
+        ("a suffix of histograms", not histogram and of_histogram),
+        ("a label of histograms", not histogram and "le" in labels),
         ("capital letters", name != name.lower()),
         ("a reserved character", ":" in name and not name.startswith(VLLM)),
-        (
-            "no base unit",
-            bool(name_parts & ABBREVIATED) or any(map(NOT_BASE.fullmatch, name_parts)),
-        ),
+        ("no base unit", other_unit),
         ("its type in its name", bool(name_parts & set(KINDS))),
         ("a bad label", not all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in labels)),
     )
@@ -116,9 +107,7 @@ def test_promtool_reports_no_problem(exposition: str) -> None:
     assert (result.returncode, result.stdout + result.stderr) == (0, "")
 
 
-def test_all_required_metrics_are_exposed_with_their_labels(
-    exposition: str,
-) -> None:
+def test_all_required_metrics_are_exposed_with_their_labels(exposition: str) -> None:
     exposed = {family.name: family for family in families(exposition)}
     for name, kind, labels in (
         ("paceline_requests", "counter", {"pool", "reason", "status"}),
@@ -146,9 +135,7 @@ def test_all_required_metrics_are_exposed_with_their_labels(
         ("vllm:spec_decode_num_drafts", "counter", {"model_name", "worker"}),
     ):
         assert exposed[name].type == kind, name
-        assert {label for sample in exposed[name].samples for label in sample.labels} == labels, (
-            name
-        )
+        assert {*itertools.chain(*(one.labels for one in exposed[name].samples))} == labels, name
 
 
 @pytest.mark.parametrize(
@@ -194,14 +181,10 @@ def test_neither_clients_nor_workers_can_create_label_values(
         return "".join(rng.choices(string.ascii_letters, k=8))
 
     for _ in range(30):
-        gateway_with_worker.client.post(
-            "/v1/chat/completions",
-            json={"model": word(), "messages": [{"role": "user", "content": word()}]},
-            headers={"user-agent": word(), "x-request-id": word()},
-        )
-        gateway_with_worker.client.post(
-            "/v1/chat/completions", json=chat_body(), headers={"x-paceline-priority": word()}
-        )
+        message = {"role": "user", "content": word()}
+        named = {"user-agent": word(), "x-request-id": word()}
+        gateway_with_worker.chat(model=word(), messages=[message], headers=named)
+        gateway_with_worker.chat(headers={"x-paceline-priority": word()})
         gateway_with_worker.chat(user=word())
         gateway_with_worker.client.get(f"/{word()}")
     exposed = families(gateway_with_worker.client.get("/metrics").text)
@@ -221,23 +204,9 @@ def test_neither_clients_nor_workers_can_create_label_values(
     assert gateway_with_worker.status()["errors"].keys() == codes
 
 
-def test_without_workers_model_names_of_requests_are_not_counted(
-    gateway: RunningGateway,
-) -> None:
+def test_without_workers_model_names_of_requests_are_not_counted(gateway: RunningGateway) -> None:
     for name in ("one", "two"):
         assert gateway.chat(model=name).status_code == 503
     assert gateway.status()["models"] == {}
     text = gateway.client.get("/metrics").text
     assert "one" not in re.findall(r'model_name="(\w+)"', text)
-
-
-def test_vllm_counters_continue_over_worker_restarts(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    for boot in ("one", "two"):
-        worker.boot_id = boot
-        lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1))
-        worker.status_report = worker.report(lanes=[lane.model_dump()])
-        gateway_with_worker.send_heartbeat(worker)
-        text = gateway_with_worker.client.get("/metrics").text
-    assert 'num_drafts_total{model_name="demo",worker="fake-a"} 8.0' in text
