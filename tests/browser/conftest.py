@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -24,9 +24,6 @@ from tests.support.gateway_fixtures import (  # noqa: F401
     shared_gateway,
     worker,
 )
-from tests.support.heartbeats import send_heartbeats
-from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import ScriptedWorker
 
 # A slow page on a busy machine is no failure.
 expect.set_options(timeout=60_000)
@@ -48,16 +45,6 @@ async def browser() -> AsyncIterator[BrowserContext]:
             yield await open_context(chromium)
         finally:
             await chromium.close()
-
-
-@pytest.fixture
-def gateway_with_worker(
-    gateway: RunningGateway,  # noqa: F811
-    worker: ScriptedWorker,  # noqa: F811
-) -> Iterator[RunningGateway]:
-    """Yield a gateway with a scripted worker that sends heartbeats."""
-    with send_heartbeats(gateway, worker):
-        yield gateway
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
 import pytest
 from playwright.async_api import expect
 
 from gateway.status import events
-from policies.request.profile import Bypass
 from tests.support.browser_tab import BrowserTab
 from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.heartbeats import send_heartbeats
-from tests.support.page_files import PAGES
 from tests.support.running_gateway import RunningGateway, begun
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report
 
-IN_BROWSER = pytest.mark.asyncio(loop_scope="session")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,7 +26,6 @@ def frequent_events() -> Iterator[None]:
         yield
 
 
-@IN_BROWSER
 async def test_the_page_shows_what_is_missing_and_each_running_request_as_a_mark(
     gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
@@ -65,7 +60,6 @@ async def test_the_page_shows_what_is_missing_and_each_running_request_as_a_mark
         await expect(track).to_contain_text("0 of 4")
 
 
-@IN_BROWSER
 async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
     gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
@@ -103,7 +97,6 @@ async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
     await expect(speed).to_be_hidden()
 
 
-@IN_BROWSER
 async def test_the_page_asks_for_a_key_and_stores_it_only_in_its_tab(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
@@ -132,38 +125,6 @@ async def test_the_page_asks_for_a_key_and_stores_it_only_in_its_tab(
     await expect(page.locator("#view-line")).to_be_hidden()
 
 
-@IN_BROWSER
-async def test_closing_a_page_frees_its_connection_for_another_viewer(
-    gateway_with_worker: RunningGateway, tab: BrowserTab
-) -> None:
-    await tab.open(gateway_with_worker.url, "/dashboard")
-    await expect(tab.page.locator("#live")).to_have_text("Live")
-    async with contextlib.AsyncExitStack() as viewers:
-        for _ in range(events.VIEWERS_LIMIT - 1):
-            assert await viewers.enter_async_context(viewer(gateway_with_worker)) == 200
-        async with viewer(gateway_with_worker) as status:
-            assert status == 503
-        await tab.page.close()
-        async with asyncio.timeout(60):
-            while True:
-                async with viewer(gateway_with_worker) as status:
-                    if status == 200:
-                        return
-
-
-@contextlib.asynccontextmanager
-async def viewer(gateway: RunningGateway) -> AsyncIterator[int]:
-    """Open the stream of status events; yield the status of the response."""
-    address = urlsplit(gateway.url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(b"GET /v1/status/events HTTP/1.1\r\nhost: %b\r\n\r\n" % address.netloc.encode())
-    try:
-        yield int((await reader.readline()).split()[1])
-    finally:
-        writer.close()
-
-
-@IN_BROWSER
 async def test_the_page_names_one_of_several_gateways_and_reconnects_after_its_stop(
     make_cluster_gateway: MakeClusterGateway, gateway: RunningGateway, tab: BrowserTab
 ) -> None:
@@ -187,7 +148,6 @@ async def test_the_page_names_one_of_several_gateways_and_reconnects_after_its_s
     tab.errors[:] = [error for error in tab.errors if error != refused]
 
 
-@IN_BROWSER
 async def test_a_bypass_reason_counts_only_requests_without_drafts(
     gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
@@ -202,9 +162,3 @@ async def test_a_bypass_reason_counts_only_requests_without_drafts(
         gateway.join_with(worker, drafting)
         await expect(reasons).to_contain_text("Log probabilities")
         await expect(reasons).not_to_contain_text("Temperature above 0")
-
-
-def test_each_bypass_reason_has_a_description() -> None:
-    text = (PAGES / "shared" / "bypass_reasons.js").read_text()
-    for reason in Bypass:
-        assert text.count(f'\n  {reason.value}: "') == 2, f"a name and a sentence: {reason}"

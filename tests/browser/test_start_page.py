@@ -1,15 +1,22 @@
-"""The start page and the API reference: snippets, navigation, and what their scripts can read."""
+"""The start page and the API reference, and what scripts of other pages and sites can do."""
 
 from __future__ import annotations
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import BrowserContext, expect
 
 from tests.support.accessibility import accessibility_problems
 from tests.support.browser_tab import BrowserTab
 from tests.support.running_gateway import RunningGateway
+from tests.support.scripted_worker import ScriptedWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+POST = """async ([url, body]) => {
+  const sent = { method: "POST", mode: "no-cors", headers: { "content-type": "text/plain" }, body };
+  return (await fetch(url, sent)).type;
+}"""
+BODY = '{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
 
 
 async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippet(
@@ -87,3 +94,19 @@ async def test_the_api_reference_is_accessible_and_reads_no_key_that_another_pag
     assert await accessibility_problems(page) == []
     await page.get_by_role("link", name="Policy").click()
     await expect(page.locator("#active-version")).to_contain_text("is active")
+
+
+async def test_s22_a_blind_post_from_a_page_of_another_site_reaches_no_worker(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    browser: BrowserContext,
+) -> None:
+    page = await browser.new_page()
+    # Any page of another origin will do.
+    await page.goto(second_worker.url.replace("127.0.0.1", "localhost"))
+    url = f"{gateway_with_worker.url}/v1/chat/completions"
+    assert await page.evaluate(POST, [url, BODY]) == "opaque"
+    await page.close()
+    assert gateway_with_worker.status()["outcomes"] == {"refused": 1}
+    assert not worker.requests

@@ -118,6 +118,15 @@ def gateway_with_worker(gateway: RunningGateway, worker: ScriptedWorker) -> Runn
     return gateway
 
 
+@pytest.fixture(name="gateway_with_worker")
+def gateway_with_heartbeats(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> Iterator[RunningGateway]:
+    """Yield a gateway with a worker that sends heartbeats, for folders whose tests take longer."""
+    with send_heartbeats(gateway, worker):
+        yield gateway
+
+
 @pytest.fixture(scope="module")
 def module_worker() -> Iterator[ScriptedWorker]:
     """Run a worker for all tests of a file that change nothing at it."""

@@ -13,8 +13,8 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.app import create_app
-from gateway.config.settings import Settings
 from gateway.protocols import PROXY_PATHS
+from tests.support.gateway_fixtures import gateway_of_module
 from tests.support.gateway_routes import ADMIN_PAGE, BOTH_PORTS, PUBLIC, route_paths
 from tests.support.heartbeats import send_heartbeats
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
@@ -22,6 +22,7 @@ from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 ROOT = Path(__file__).parents[3]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+KEYS: dict[str, Any] = {"api_key": SecretStr("static-key"), "admin_key": SecretStr("admin-key")}
 WORKER = "/admin/v1/workers/fake-a"
 DATA_PLANE = (
     ("POST", "/v1/chat/completions", 200),
@@ -103,8 +104,8 @@ def gateway_with_keys(
     tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
 ) -> Iterator[RunningGateway]:
     """Run a gateway with every kind of key, which the tests only add to."""
-    settings = settings_with_keys(tmp_path_factory.mktemp("keys"))
-    with RunningGateway(settings) as gateway, send_heartbeats(gateway, module_worker):
+    folder = tmp_path_factory.mktemp("keys")
+    with gateway_of_module(folder, module_worker, **KEYS) as gateway:
         yield gateway
 
 
@@ -124,11 +125,6 @@ def secrets(gateway_with_keys: RunningGateway) -> dict[str, str]:
     }
 
 
-def settings_with_keys(state_dir: Path, **changes: Any) -> Settings:
-    keys = {"api_key": SecretStr("static-key"), "admin_key": SecretStr("admin-key")}
-    return make_settings(state_dir, **keys, **changes)
-
-
 def request_with_key(
     gateway: RunningGateway, method: str, path: str, secret: str | None
 ) -> httpx.Response:
@@ -144,7 +140,7 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(
 ) -> None:
     """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): every route, method and port
     returns 401 without a key unless the route is public, and no route serves files."""
-    settings = settings_with_keys(tmp_path, admin_port=admin_port)
+    settings = make_settings(tmp_path, admin_port=admin_port, **KEYS)
     app = asyncio.run(create_app(settings))
     expected_routes = all_routes(tmp_path)
     assert len(expected_routes) > 12

@@ -32,6 +32,7 @@ from policies.request.fields import FieldError
 from policies.request.parser import HONOURED_FIELDS, read_profile
 from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.gateway_routes import PAGE, PUBLIC, route_paths
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
@@ -43,14 +44,6 @@ CHECKS = [
 INVALIDATABLE = {"parameters", "requestBody", "security"}
 ROUTES_WITHOUT_BODY = ("/cordon", "/drain", "/cancel", "/compact")
 KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": JOIN_TOKEN}
-
-
-@pytest.fixture
-def gateway_with_keys(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
-    secrets = {"api_key": SecretStr("static-key"), "admin_key": SecretStr("admin-key")}
-    with RunningGateway(make_settings(tmp_path, admin_port=0, **secrets)) as gateway:
-        gateway.join(worker)
-        yield gateway
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -143,10 +136,13 @@ def test_the_schema_of_a_body_lists_every_field_and_its_bounds(
 @pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("port", ["data", "admin"])
 def test_valid_and_invalid_requests_get_documented_responses(
-    gateway_with_keys: RunningGateway, worker: ScriptedWorker, port: str, examples: int
+    make_gateway: MakeGateway, worker: ScriptedWorker, port: str, examples: int
 ) -> None:
     """A few requests of each kind to each route; the proof sends more."""
-    url = gateway_with_keys.url if port == "data" else gateway_with_keys.admin_url
+    gateway = make_gateway(
+        worker, admin_port=0, api_key=SecretStr("static-key"), admin_key=SecretStr("admin-key")
+    )
+    url = gateway.url if port == "data" else gateway.admin_url
     for result in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
         assert isinstance(result, Ok)
         operation = result.ok()
@@ -155,7 +151,7 @@ def test_valid_and_invalid_requests_get_documented_responses(
         if answer.keys() == {"text/event-stream"}:
             continue  # the stream never ends
         # A worker without heartbeats leaves the pool within seconds.
-        gateway_with_keys.send_heartbeat(worker)
+        gateway.send_heartbeat(worker)
         check_operation(operation, GenerationMode.POSITIVE, examples)
         if definition.keys() & INVALIDATABLE:
             check_operation(operation, GenerationMode.NEGATIVE, examples)

@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.page_files import FOLDERS, page_files, page_path
+from policies.request.profile import Bypass
+from tests.support.page_files import FOLDERS, PAGES, page_files, page_path
 from tests.support.running_gateway import RunningGateway, make_settings
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -96,3 +97,9 @@ def test_pages_contain_no_other_origin_and_no_inline_code() -> None:
             assert not re.search("style=|<style", text), file
             own = r'<script ((type="module" )?src="/|id="openapi" type="application/json")'
             assert text.count("<script") == len(re.findall(own, text)), file
+
+
+def test_each_bypass_reason_has_a_description() -> None:
+    text = (PAGES / "shared" / "bypass_reasons.js").read_text()
+    for reason in Bypass:
+        assert text.count(f'\n  {reason.value}: "') == 2, f"a name and a sentence: {reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +26,6 @@ def module_admin(module_gateway: RunningGateway) -> Iterator[PolicyAdmin]:
     """Yield an admin for all tests that change nothing."""
     with PolicyAdmin(module_gateway.url, module_gateway.admin_key) as policy_admin:
         yield policy_admin
-
-
-def test_the_shipped_policy_is_version_one(gateway: RunningGateway, admin: PolicyAdmin) -> None:
-    shipped = default_policy().model_dump(mode="json", exclude_unset=True)
-    assert admin.document() == shipped
-    assert gateway.status()["policy"]["source"] == "shipped"
-    (version,) = admin.get("/history").json()["versions"]
-    assert (version["number"], version["reason"]) == (1, "start")
 
 
 def test_an_edit_may_be_yaml_and_a_client_that_accepts_yaml_gets_it(admin: PolicyAdmin) -> None:
@@ -84,29 +77,23 @@ def test_f45_an_invalid_policy_is_rejected_by_field_and_changes_nothing(
     assert (after.json(), after.headers["etag"]) == (before.json(), before.headers["etag"])
 
 
-@pytest.mark.parametrize("body", [b"{", b"\xff", b'{"version": NaN}', b"[" * 100_000, b""])
-def test_a_body_that_is_not_json_is_rejected(module_admin: PolicyAdmin, body: bytes) -> None:
-    headers = {"if-match": module_admin.etag(), "x-paceline-note": "x"}
-    headers["content-type"] = "application/json"
-    response = module_admin.request("PUT", "", content=body, headers=headers)
-    assert status_and_code(response) == (400, "invalid_policy")
-    assert "it is not valid JSON" in response.text
-
-
-@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
-def test_a_body_of_an_unsupported_content_type_is_rejected(
-    module_admin: PolicyAdmin, content_type: str
+def test_a_body_of_an_unsupported_content_type_or_beyond_the_limit_or_not_json_is_rejected(
+    module_admin: PolicyAdmin,
 ) -> None:
-    for method, path in (("PUT", ""), ("PATCH", ""), ("POST", "/validate"), ("POST", "/diff")):
-        response = module_admin.edit(method, "version: 1", path, content_type=content_type)
-        assert status_and_code(response) == (415, "unsupported_media_type")
+    routes = (("PUT", ""), ("PATCH", ""), ("POST", "/validate"), ("POST", "/diff"))
+    for content_type in ("", "text/plain", "application/x-www-form-urlencoded"):
+        for method, path in routes:
+            response = module_admin.edit(method, "version: 1", path, content_type=content_type)
+            assert status_and_code(response) == (415, "unsupported_media_type")
     response = module_admin.put("{}", content_type="application/merge-patch+json")
     assert status_and_code(response) == (415, "unsupported_media_type")
-
-
-def test_a_policy_over_the_size_limit_is_rejected(module_admin: PolicyAdmin) -> None:
-    response = module_admin.put("#" * 300_000)
-    assert status_and_code(response) == (413, "body_too_large")
+    assert status_and_code(module_admin.put("#" * 300_000)) == (413, "body_too_large")
+    headers = {"if-match": module_admin.etag(), "x-paceline-note": "x"}
+    headers["content-type"] = "application/json"
+    for body in (b"{", b"\xff", b'{"version": NaN}', b"[" * 100_000, b""):
+        response = module_admin.request("PUT", "", content=body, headers=headers)
+        assert status_and_code(response) == (400, "invalid_policy")
+        assert "it is not valid JSON" in response.text
 
 
 def test_validate_reports_problems_without_applying_the_policy(module_admin: PolicyAdmin) -> None:
@@ -202,15 +189,21 @@ def test_the_text_of_the_author_is_kept_with_its_comments(admin: PolicyAdmin) ->
     assert "text" not in admin.get("/history").json()["versions"][0]
 
 
-def test_the_page_can_load_the_schema_and_valid_examples(module_admin: PolicyAdmin) -> None:
-    admin = module_admin
-    assert admin.get("/schema").json() == json.loads(schema())
-    examples = admin.get("/examples").json()["examples"]
+def test_the_shipped_policy_is_version_one_and_the_page_can_load_schema_and_valid_examples(
+    module_gateway: RunningGateway, module_admin: PolicyAdmin
+) -> None:
+    shipped = default_policy().model_dump(mode="json", exclude_unset=True)
+    assert module_admin.document() == shipped
+    assert module_gateway.status()["policy"]["source"] == "shipped"
+    (version,) = module_admin.get("/history").json()["versions"]
+    assert (version["number"], version["reason"]) == (1, "start")
+    assert module_admin.get("/schema").json() == json.loads(schema())
+    examples = module_admin.get("/examples").json()["examples"]
     assert [one["name"] for one in examples][:2] == ["default", "night_batch"]
     assert len(examples) == 6
     for example in examples:
         assert 4 < len(example["title"]) < 40, example["name"]
-        assert admin.post("/validate", example["text"], "application/yaml")["problems"] == []
+        assert module_admin.post("/validate", example["text"], "application/yaml")["problems"] == []
 
 
 @pytest.mark.parametrize("content_type", ["application/merge-patch+json", "application/json"])
@@ -312,7 +305,9 @@ def test_a_rollback_creates_a_new_version(
     assert repeated.json()["note"] == "back to version 4"
 
 
-def test_a_rollback_to_an_unknown_version_returns_404(module_admin: PolicyAdmin) -> None:
+def test_an_unknown_version_is_not_found_and_no_route_changes_one(
+    module_admin: PolicyAdmin,
+) -> None:
     for number in (0, 2, 99, -1):
         response = module_admin.edit("POST", {"version": number}, "/rollback")
         assert status_and_code(response) == (404, "version_not_found")
@@ -323,15 +318,12 @@ def test_a_rollback_to_an_unknown_version_returns_404(module_admin: PolicyAdmin)
         assert status_and_code(response) == (400, "invalid_value")
     response = module_admin.edit("POST", [1], "/rollback")
     assert status_and_code(response) == (400, "invalid_json")
-
-
-@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "POST"])
-def test_no_route_changes_a_version(module_admin: PolicyAdmin, method: str) -> None:
-    not_allowed = (405, "method_not_allowed")
-    for path in ("/history", "/history/1"):
+    for method, path in itertools.product(
+        ("PUT", "PATCH", "DELETE", "POST"), ("/history", "/history/1")
+    ):
         response = module_admin.edit(method, single_pool_policy("a"), path)
-        assert status_and_code(response) == not_allowed
-    assert status_and_code(module_admin.edit("DELETE", {})) == not_allowed
+        assert status_and_code(response) == (405, "method_not_allowed")
+    assert status_and_code(module_admin.edit("DELETE", {})) == (405, "method_not_allowed")
 
 
 def test_a_new_alias_of_the_policy_routes_to_its_model(

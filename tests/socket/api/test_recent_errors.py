@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from gateway.proxy.handler import _RESEND
 from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.running_gateway import RunningGateway, bearer_headers, wait_until
@@ -88,25 +86,20 @@ def test_an_error_within_a_stream_has_its_worker_and_a_rejection_by_it_no_messag
     assert reason == "The worker rejects the request (context_length_exceeded)."
 
 
-@pytest.mark.parametrize("fields", [{"model": SENTENCE}, {SENTENCE: 1}])
 def test_names_that_may_be_text_of_a_prompt_are_left_out(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, fields: dict[str, Any]
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    assert gateway_with_worker.chat(**fields).status_code in {400, 404}
-    gateway_with_worker.remove_worker(worker)
-    gateway_with_worker.chat(**fields)
-    rows = last_errors(gateway_with_worker)
-    assert len(rows) == 2
-    assert SENTENCE not in str(rows)
-
-
-def test_before_any_worker_has_joined_the_model_of_a_request_may_be_any_text(
-    gateway: RunningGateway,
-) -> None:
+    """Before any worker has joined, the model of a request may be any text."""
     assert gateway.chat(model=SENTENCE).status_code == 503
     assert gateway.chat(model="demo-7b").status_code == 503
+    assert [row["model"] for row in last_errors(gateway)] == ["demo-7b", ""]
+    gateway.join(worker)
+    names: tuple[dict[str, Any], ...] = ({"model": SENTENCE}, {SENTENCE: 1})
+    assert {gateway.chat(**fields).status_code for fields in names} == {400, 404}
+    gateway.remove_worker(worker)
+    assert all(gateway.chat(**fields).is_error for fields in names)
     rows = last_errors(gateway)
-    assert [row["model"] for row in rows] == ["demo-7b", ""]
+    assert len(rows) == 6
     assert SENTENCE not in str(rows)
 
 

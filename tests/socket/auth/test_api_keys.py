@@ -1,7 +1,4 @@
-"""API keys: creation, changes at run time, expiry and revocation.
-
-Also: warnings about a policy without the pools that keys name.
-"""
+"""API keys: creation, changes, expiry, revocation, and warnings about pools that they name."""
 
 from __future__ import annotations
 
@@ -101,6 +98,7 @@ def test_after_the_first_key_every_request_requires_one_whatever_becomes_of_it(
         ({"name": "a", "priority": "urgent"}, "priority", "interactive"),
         ({"name": "a", "expires_at": "2020-01-01T00:00:00Z"}, "expires_at", "past"),
         ({"name": "a", "expires_at": "2099-01-01T00:00:00"}, "expires_at", "timezone"),
+        ({"team": "-", "tokens_a_day": -1}, "tokens_a_day", "(?=.*name: )(?=.*team: )"),
         ({"name": "a", "id": "key-000000000000"}, "id", "unknown field"),
         ({"name": "a", "revoked_at": None, "digest": "0" * 64}, "revoked_at", "unknown field"),
     ],
@@ -113,14 +111,8 @@ def test_invalid_terms_are_named_and_create_no_key(
     response = module_gateway.admin.post("/admin/v1/keys", json=terms)
     assert status_and_code(response) == (400, "invalid_value")
     assert response.json()["error"]["param"] == param
-    assert expected in response.json()["error"]["message"]
+    assert re.search(expected, response.json()["error"]["message"])
     assert module_gateway.admin.get("/admin/v1/keys").json() == before
-
-
-def test_an_error_names_every_invalid_field(module_gateway: RunningGateway) -> None:
-    response = module_gateway.admin.post("/admin/v1/keys", json={"team": "-", "tokens_a_day": -1})
-    for field in ("name", "team", "tokens_a_day"):
-        assert f"{field}: " in response.json()["error"]["message"]
 
 
 def test_a_patch_changes_terms_at_run_time_and_null_removes_a_limit(
@@ -140,23 +132,25 @@ def test_a_patch_changes_terms_at_run_time_and_null_removes_a_limit(
     assert not [name for name in response.headers if name.startswith("x-ratelimit")]
 
 
-async def test_the_api_key_and_the_admin_key_must_differ(tmp_path: Path) -> None:
-    """CVE-2026-114612: a shared secret would authorize data clients as admins."""
-    same = SecretStr("the-same")
-    settings = make_settings(tmp_path, api_key=same, admin_key=same)
-    problem = "PACELINE_API_KEY and PACELINE_ADMIN_KEY have the same value"
-    with pytest.raises(StartupError, match=problem):
-        await serve(settings, shutdown=Shutdown())
-
-
-@pytest.mark.parametrize("name", ["api_key", "admin_key", "join_token"])
-async def test_a_secret_invalid_as_a_header_value_fails_the_start_and_is_not_printed(
-    tmp_path: Path, name: str
+@pytest.mark.parametrize(
+    ("secrets", "problem"),
+    [
+        (
+            {"api_key": "a-secret", "admin_key": "a-secret"},
+            "PACELINE_API_KEY and PACELINE_ADMIN_KEY have the same value",
+        ),
+        ({"api_key": "a-secret\n"}, "PACELINE_API_KEY contains"),
+        ({"admin_key": "a-secret\n"}, "PACELINE_ADMIN_KEY contains"),
+        ({"join_token": "a-secret\n"}, "PACELINE_JOIN_TOKEN contains"),
+    ],
+)
+async def test_equal_secrets_and_those_that_no_header_carries_fail_the_start_and_are_not_printed(
+    tmp_path: Path, secrets: dict[str, str], problem: str
 ) -> None:
-    invalid = {name: SecretStr("a-secret\n")}
-    settings = make_settings(tmp_path).model_copy(update=invalid)
-    with pytest.raises(StartupError, match=f"PACELINE_{name.upper()} contains") as error:
-        await serve(settings, shutdown=Shutdown())
+    """CVE-2026-114612: a shared secret would authorize data clients as admins."""
+    update = {name: SecretStr(secret) for name, secret in secrets.items()}
+    with pytest.raises(StartupError, match=problem) as error:
+        await serve(make_settings(tmp_path).model_copy(update=update), shutdown=Shutdown())
     assert "a-secret" not in str(error.value)
 
 
@@ -181,32 +175,26 @@ def test_c15_a_key_whose_record_or_revocation_is_damaged_is_rejected_and_stops_n
     assert log_capture.texts.count(message) == 1
 
 
-def test_a_revoked_key_is_rejected_immediately(shared_gateway: RunningGateway) -> None:
-    created, other = shared_gateway.create_key(), shared_gateway.create_key()
-    shared_gateway.use_key(created["secret"])
-    assert shared_gateway.chat().status_code == 200
-    revoked = shared_gateway.revoke_key(created)
-    assert revoked["state"] == "revoked"
-    assert status_and_code(shared_gateway.chat()) == (401, "invalid_api_key")
-    assert shared_gateway.chat(headers=bearer_headers(other)).status_code == 200
-    assert shared_gateway.revoke_key(created) == revoked, "a second one changes no timestamp"
-
-
-def test_f51_revoking_a_key_ends_its_running_streams(
+def test_f51_a_revoked_key_is_rejected_immediately_and_its_running_streams_end(
     shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    created, other = shared_gateway.create_key(), shared_gateway.create_key()
+    created = shared_gateway.use_new_key()
+    other = bearer_headers(shared_gateway.create_key())
     module_worker.script = Script(hang_after=3)
     with (
-        begun(shared_gateway.stream(headers=bearer_headers(created))) as revoked,
-        begun(shared_gateway.stream(headers=bearer_headers(other))) as valid,
+        begun(shared_gateway.stream()) as read,
+        begun(shared_gateway.stream(headers=other)) as rest,
     ):
-        shared_gateway.revoke_key(created)
-        received = revoked()
+        revoked = shared_gateway.revoke_key(created)
+        received = read()
         assert b'"code":"key_revoked"' in received
-        assert b"[DONE]" not in received
+        assert DONE not in received
         module_worker.resume.set()
-        assert valid().endswith(DONE)
+        assert rest().endswith(DONE)
+    assert status_and_code(shared_gateway.chat()) == (401, "invalid_api_key")
+    assert shared_gateway.chat(headers=other).status_code == 200
+    assert revoked["state"] == "revoked"
+    assert shared_gateway.revoke_key(created) == revoked, "a second one changes no timestamp"
 
 
 def test_revoking_a_key_ends_a_response_that_has_not_begun(
@@ -285,11 +273,16 @@ def warning_messages(body: dict[str, list[dict[str, str]]]) -> list[str]:
 
 
 def test_a_policy_without_the_pools_of_a_key_is_applied_with_a_warning(
-    gateway: RunningGateway, admin: PolicyAdmin
+    gateway_with_worker: RunningGateway,
+    admin: PolicyAdmin,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """An admin sees it in each answer and each command, and patches the key."""
+    gateway = gateway_with_worker
     gateway.create_key(name="everywhere")
     gateway.revoke_key(gateway.create_key(name="revoked", pools=["text-mtp"]))
-    ann = gateway.create_key(name="Ann", pools=["text-mtp"])
+    ann = gateway.use_new_key(name="Ann", pools=["text-mtp"])
     bob = gateway.create_key(name="Bob", pools=["text-mtp", "vlm"])
     lacking = "names 'text-mtp', which the policy does not have; it could use"
     expected = [
@@ -300,8 +293,17 @@ def test_a_policy_without_the_pools_of_a_key_is_applied_with_a_warning(
     assert warning_messages(admin.post("/diff", single_pool_policy("vlm"))) == expected
     applied = admin.put(single_pool_policy("vlm"))
     assert (applied.status_code, warning_messages(applied.json())) == (200, expected)
+    assert status_and_code(gateway.chat()) == (403, "pool_not_allowed")
+    path = f"/admin/v1/keys/{ann['id']}"
+    assert gateway.admin.patch(path, json={"pools": ["vlm"]}).status_code == 200
+    assert gateway.chat().headers["x-paceline-pool"] == "vlm"
     rollback = admin.edit("POST", {"version": 1}, "/rollback")
     assert (rollback.status_code, warning_messages(rollback.json())) == (200, [])
+    file = tmp_path / "policy.yaml"
+    file.write_text(to_yaml(single_pool_policy("vlm")))
+    for command in (["validate"], ["diff"], ["apply", "--note", "x"]):
+        assert main(["policy", *command, str(file), "--url", gateway.url]) == 0
+        assert "(Bob) names 'text-mtp', which the policy does not have" in capsys.readouterr().out
 
 
 def test_each_policy_change_logs_a_warning_about_keys_without_a_pool(
@@ -330,25 +332,3 @@ def test_each_policy_change_logs_a_warning_about_keys_without_a_pool(
     for version, warning in enumerate(warnings(), start=2):
         assert warning.startswith(f"policy.warning version={version} message=the key key-")
         assert "(Ann) names 'a', which the policy does not have" in warning
-
-
-def test_after_a_pool_is_renamed_a_patched_key_uses_the_new_name(
-    gateway_with_worker: RunningGateway, admin: PolicyAdmin
-) -> None:
-    ann = gateway_with_worker.use_new_key(name="Ann", pools=["vlm"])
-    assert len(admin.put(single_pool_policy("all")).json()["warnings"]) == 1
-    assert status_and_code(gateway_with_worker.chat()) == (403, "pool_not_allowed")
-    path = f"/admin/v1/keys/{ann['id']}"
-    assert gateway_with_worker.admin.patch(path, json={"pools": ["all"]}).status_code == 200
-    assert gateway_with_worker.chat().headers["x-paceline-pool"] == "all"
-
-
-def test_the_policy_command_prints_the_warning(
-    gateway: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gateway.create_key(name="Ann", pools=["text-mtp"])
-    file = tmp_path / "policy.yaml"
-    file.write_text(to_yaml(single_pool_policy("vlm")))
-    for command in (["validate"], ["diff"], ["apply", "--note", "x"]):
-        assert main(["policy", *command, str(file), "--url", gateway.url]) == 0
-        assert "(Ann) names 'text-mtp', which the policy does not have" in capsys.readouterr().out

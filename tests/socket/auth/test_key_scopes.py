@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -63,12 +64,9 @@ def test_arbitrary_bytes_authenticate_no_caller(offered: bytes) -> None:
                 ring.authenticate(authorization)
 
 
-def test_a_key_is_unlimited_without_any_limit() -> None:
+def test_a_key_is_unlimited_without_any_limit_and_its_repr_contains_no_digest() -> None:
     assert KeyTerms(name="a").unlimited
     assert not KeyTerms(name="a", **ALL_LIMITS.model_dump()).unlimited
-
-
-def test_the_repr_of_a_key_contains_no_digest() -> None:
     record, _ = new_key(KeyTerms(name="a"), datetime.fromtimestamp(0, UTC))
     assert record.digest not in repr(record)
 
@@ -150,19 +148,15 @@ def test_a_queued_request_never_spills_to_a_pool_outside_the_keys_scope(
     """The key's pools also apply when the scheduler routes a queued request again."""
     gateway_with_worker.use_new_key(pools=["text-mtp"])
     worker.script = Script(hang_after=2)
-    with ThreadPoolExecutor(8) as pool:
-
-        def send_request(_: int) -> str:
-            with gateway_with_worker.stream(temperature=0) as response:
-                response.read()
-                return response.headers["x-paceline-pool"]
-
-        requests = [pool.submit(send_request, index) for index in range(6)]
+    waiting = 'paceline_pool_waiting{pool="text-mtp"} 2.0'
+    with ThreadPoolExecutor(6) as pool:
+        chat = functools.partial(gateway_with_worker.chat, temperature=0, stream=True)
+        requests = [pool.submit(chat) for _ in range(6)]
         wait_until(lambda: worker.in_flight == 4)
-        waiting = 'paceline_pool_waiting{pool="text-mtp"} 2.0'
         wait_until(lambda: waiting in gateway_with_worker.client.get("/metrics").text)
         worker.resume.set()
-        assert {request.result(30) for request in requests} == {"text-mtp"}
+        used = {request.result(30).headers["x-paceline-pool"] for request in requests}
+    assert used == {"text-mtp"}
 
 
 @pytest.mark.parametrize(

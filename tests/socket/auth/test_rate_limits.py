@@ -16,7 +16,6 @@ from tests.support.raw_client import leave_once
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
-    begun,
     chat_body,
     make_settings,
     running_server,
@@ -82,7 +81,9 @@ def test_f52_tokens_are_reserved_before_and_settled_with_the_workers_usage(
     assert remaining_tokens(second) == 2000 - USED_TOKENS - PROMPT_TOKENS - 500
 
 
-def test_a_rejected_request_consumes_no_limit(shared_gateway: RunningGateway) -> None:
+def test_a_rejected_request_consumes_no_limit_and_an_explanation_no_tokens(
+    shared_gateway: RunningGateway,
+) -> None:
     shared_gateway.use_new_key(tokens_a_day=2000, requests_a_minute=50)
     for fields in (
         {"temperature": 9},
@@ -94,6 +95,12 @@ def test_a_rejected_request_consumes_no_limit(shared_gateway: RunningGateway) ->
         assert response.status_code in {400, 404}
         assert remaining_tokens(response) == 2000
         assert response.headers["x-ratelimit-remaining-requests"] == "50"
+    shared_gateway.use_new_key(requests_a_minute=2, tokens_a_day=2000)
+    path = "/v1/route/explain"
+    responses = [shared_gateway.client.post(path, json=chat_body()) for _ in range(3)]
+    assert [response.status_code for response in responses] == [200, 200, 429]
+    assert status_and_code(responses[-1]) == (429, "requests_a_minute_exceeded")
+    assert remaining_tokens(shared_gateway.chat()) == 2000, "C16"
 
 
 def test_a_request_that_no_worker_serves_consumes_no_tokens(
@@ -113,53 +120,30 @@ def test_a_request_that_no_worker_serves_consumes_no_tokens(
     assert remaining_tokens(gateway.chat(max_tokens=100)) == 2000
 
 
-def test_a_client_that_disconnects_early_is_charged_the_reservation(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
-    shared_gateway.use_new_key(tokens_a_day=2000)
-    module_worker.script = Script(hang_after=2)
-    with begun(shared_gateway.stream(max_tokens=100)):
-        pass
-    assert module_worker.client_disconnected.wait(10)
-    module_worker.script = Script()
-    reserved = PROMPT_TOKENS + 100
-    wait_until(lambda: shared_gateway.requests_in_flight() == 0)
-    assert remaining_tokens(shared_gateway.chat(max_tokens=100)) == 2000 - 2 * reserved
-
-
-def test_c6_a_stream_that_is_left_costs_the_usage_that_the_worker_reported_so_far(
+def test_c6_a_stream_that_is_left_costs_the_reservation_or_the_usage_reported_so_far(
     shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     """LiteLLM #38176, #23714, #11083: budgets that some paths do not enforce."""
-    shared_gateway.use_new_key(tokens_a_day=2000)
     frame = {"choices": [{"index": 0, "delta": {"content": "x"}}]}
     usage = {"prompt_tokens": 950, "completion_tokens": 3}
-    events = (event(frame | {"usage": usage}), event(frame), event(frame))
-    module_worker.script = Script(events=events, hang_after=3)
-    with shared_gateway.stream(max_tokens=8) as response:
-        received = b""
-        for piece in response.iter_raw():
-            received += piece
-            if received.count(b"content") == 3:
-                break
-    assert module_worker.client_disconnected.wait(10)
-    assert b"usage" not in received
-    module_worker.script = Script()
-    wait_until(lambda: shared_gateway.requests_in_flight() == 0)
-    charged = 950 + 3 + RUNNING_USAGE_TOKENS
-    remaining = remaining_tokens(shared_gateway.chat(max_tokens=100))
-    assert remaining == 2000 - charged - PROMPT_TOKENS - 100
-
-
-def test_c16_an_explanation_counts_as_a_request_without_tokens(
-    shared_gateway: RunningGateway,
-) -> None:
-    shared_gateway.use_new_key(requests_a_minute=2, tokens_a_day=2000)
-    client = shared_gateway.client
-    responses = [client.post("/v1/route/explain", json=chat_body()) for _ in range(3)]
-    assert [response.status_code for response in responses] == [200, 200, 429]
-    assert status_and_code(responses[-1]) == (429, "requests_a_minute_exceeded")
-    assert remaining_tokens(shared_gateway.chat()) == 2000
+    reporting = (event(frame | {"usage": usage}), event(frame), event(frame))
+    reserved = PROMPT_TOKENS + 100
+    for events, charged in ((None, reserved), (reporting, 950 + 3 + RUNNING_USAGE_TOKENS)):
+        shared_gateway.use_new_key(tokens_a_day=2000)
+        module_worker.reset()
+        module_worker.script = Script(events=events, hang_after=3)
+        with shared_gateway.stream(max_tokens=100) as response:
+            received = b""
+            for piece in response.iter_raw():
+                received += piece
+                if received.count(b"content") == 3:
+                    break
+        assert module_worker.client_disconnected.wait(10)
+        assert b'"usage":{' not in received
+        module_worker.script = Script()
+        wait_until(lambda: shared_gateway.requests_in_flight() == 0)
+        remaining = remaining_tokens(shared_gateway.chat(max_tokens=100))
+        assert remaining == 2000 - charged - reserved
 
 
 @contextlib.contextmanager
@@ -293,7 +277,7 @@ def test_c6_the_default_of_the_model_is_reserved_and_sent_as_max_tokens(
     assert worker.requests[-1].body["max_tokens"] == reserved
 
 
-def test_c6_a_prompt_above_the_estimate_is_reserved_exactly_before_it_is_read(
+def test_c6_a_prompt_above_the_estimate_is_reserved_exactly_before_it_is_read_or_gets_429(
     shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
     shared_gateway.use_new_key(tokens_a_day=2000)
@@ -302,13 +286,6 @@ def test_c6_a_prompt_above_the_estimate_is_reserved_exactly_before_it_is_read(
     assert (response.status_code, response.headers["x-paceline-attempts"]) == (200, "1")
     limits = [int(request.headers[TOKENS_LIMIT_HEADER]) for request in module_worker.requests]
     assert limits == [PROMPT_TOKENS + 100, 900]
-
-
-def test_c6_a_prompt_above_what_remains_gets_429_and_ejects_no_worker(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
-    shared_gateway.use_new_key(tokens_a_day=2000)
-    assert shared_gateway.chat(max_tokens=100).status_code == 200
     module_worker.script = refusal(1999)
     for _ in range(6):
         response = shared_gateway.chat(max_tokens=100)
@@ -319,7 +296,7 @@ def test_c6_a_prompt_above_what_remains_gets_429_and_ejects_no_worker(
     module_worker.script = Script()
     response = shared_gateway.chat(max_tokens=100)
     assert remaining_tokens(response) == 2000 - 10 - PROMPT_TOKENS - 100
-    assert shared_gateway.client.get("/readyz").status_code == 200
+    assert shared_gateway.client.get("/readyz").status_code == 200, "none is ejected"
 
 
 def test_c6_an_answer_without_a_stream_that_is_left_costs_all_that_the_worker_may_use(

@@ -116,7 +116,7 @@ def test_an_interrupted_compaction_counts_no_request_twice(
     assert len(texts) <= len(days) + 2 * 2, "only the last two days have more than one record"
 
 
-def test_compaction_skips_today_and_yesterday() -> None:
+def test_compaction_skips_today_and_yesterday_and_sums_skip_unreadable_records() -> None:
     for days_ago in (0, 1):
         open_day = stored_records([("life-1", ANN, 4, days_ago), ("life-2", BOB, 5, days_ago)])
         assert compacted(open_day, TODAY) == ({}, ())
@@ -125,6 +125,8 @@ def test_compaction_skips_today_and_yesterday() -> None:
     assert len(merged) == 1
     assert set(obsolete) == set(past_day)
     assert totals(merged) == totals(past_day)
+    invalid = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
+    assert totals(past_day | invalid) == totals(past_day)
 
 
 async def test_a_day_is_written_only_after_a_change_and_dropped_once_it_is_past_and_stored() -> (
@@ -151,12 +153,6 @@ async def test_a_day_is_written_only_after_a_change_and_dropped_once_it_is_past_
     await ledger.flush()
     assert ledger.records() == {}
     assert totals(records.texts["usage"]) == past
-
-
-def test_an_unreadable_record_is_skipped() -> None:
-    valid = stored_records([("life-1", ANN, 4, 0)])
-    invalid = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
-    assert totals(valid | invalid) == totals(valid)
 
 
 async def test_tokens_used_today_include_earlier_processes() -> None:

@@ -49,40 +49,28 @@ VLLM_LINES = (
 )
 
 
-@pytest.fixture
-def gateway_with_drafts(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> RunningGateway:
-    """Return a gateway whose worker reports drafts."""
-    worker.script = DRAFTED
-    return gateway_with_worker
-
-
 def bench(gateway: RunningGateway, *arguments: str) -> int:
     return main(["bench", "--url", gateway.url, *arguments])
 
 
 def test_results_are_printed_written_and_plotted(
-    gateway_with_drafts: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    worker.script = DRAFTED
     record, plot = tmp_path / "run.json", tmp_path / "run.svg"
     files = ("--json", str(record), "--plot", str(plot))
-    assert bench(gateway_with_drafts, "--concurrency", "1,3", "--requests", "5", *files) == 0
+    assert bench(gateway_with_worker, "--concurrency", "1,3", "--requests", "5", *files) == 0
 
     printed = capsys.readouterr().out
     printed_words = [line.split() for line in printed.splitlines()]
     for line in (
-        "Successful requests: 5",
-        "Failed requests: 0",
-        "Maximum request concurrency: 3",
-        "Total generated tokens: 15",
-        "Acceptance rate (%): 55.00",
-        "Acceptance length: 2.10",
-        "Drafts: 50",
-        "Draft tokens: 100",
-        "Accepted tokens: 55",
-        "Position 0: 70.00",
-        "Position 1: 40.00",
+        *("Successful requests: 5", "Failed requests: 0", "Maximum request concurrency: 3"),
+        *("Total generated tokens: 15", "Acceptance rate (%): 55.00", "Acceptance length: 2.10"),
+        *("Drafts: 50", "Draft tokens: 100", "Accepted tokens: 55"),
+        *("Position 0: 70.00", "Position 1: 40.00"),
     ):
         assert line.split() in printed_words, line
     first_block = printed.partition("=" * 50)[0]
@@ -94,7 +82,7 @@ def test_results_are_printed_written_and_plotted(
     result = json.loads(record.read_text())
     first, second = result["runs"]
     body = {"max_tokens": 256, "temperature": 0.0}
-    assert result["endpoints"] == [{"url": gateway_with_drafts.url, "model": "demo", "body": body}]
+    assert result["endpoints"] == [{"url": gateway_with_worker.url, "model": "demo", "body": body}]
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
     assert second["max_concurrent_requests"] <= 3
     assert first["total_input_tokens"] == 5 * 7, "from the worker's usage"
@@ -105,14 +93,15 @@ def test_results_are_printed_written_and_plotted(
 
 
 def test_two_endpoints_are_measured_alternately_with_the_same_prompts(
-    gateway_with_drafts: RunningGateway,
+    gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    worker.script = DRAFTED
     record = tmp_path / "run.json"
-    other = ("--compare", f"{gateway_with_drafts.url}/v1", "--compare-body", '{"max_tokens": 7}')
-    assert bench(gateway_with_drafts, *other, "--requests", "2", "--json", str(record)) == 0
+    other = ("--compare", f"{gateway_with_worker.url}/v1", "--compare-body", '{"max_tokens": 7}')
+    assert bench(gateway_with_worker, *other, "--requests", "2", "--json", str(record)) == 0
 
     measured = worker.requests[4:]  # after two first requests and two warm-ups
     assert [received.body["max_tokens"] for received in measured] == [256, 256, 7, 7] * 2
@@ -125,7 +114,7 @@ def test_two_endpoints_are_measured_alternately_with_the_same_prompts(
     by_name = {ratio["figure"]: ratio for ratio in result["ratios"]}
     assert by_name["spec_decode_acceptance_rate"]["ratio"] == 1.0
     printed = capsys.readouterr().out
-    for text in ("A / B", f"A1: demo on {gateway_with_drafts.url} max_tokens=256", "max_tokens=7"):
+    for text in ("A / B", f"A1: demo on {gateway_with_worker.url} max_tokens=256", "max_tokens=7"):
         assert text in printed
 
 

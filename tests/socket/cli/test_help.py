@@ -56,6 +56,7 @@ def test_the_main_help_lists_every_command_and_imports_none(arguments: Path_) ->
     process = run(*arguments)
     assert (process.returncode, process.stderr) == (0, "")
     assert all(f"\n  {name} " in process.stdout for name in paceline.commands)
+    assert run("--version").stdout == f"paceline {version('paceline')}\n"
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -98,11 +99,6 @@ def test_an_invalid_setting_is_reported_before_the_server_is_imported(command: s
     reason = "Invalid settings: --port: it must be a whole number."
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == f"{title}: {reason}\n"
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"paceline {version('paceline')}\n"
 
 
 @pytest.mark.parametrize(

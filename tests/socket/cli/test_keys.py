@@ -54,14 +54,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_first_key_needs_a_confirmation_on_a_terminal_alone(
+def test_the_first_key_needs_a_confirmation_on_a_terminal_without_yes(
     gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = ["keys", "create", "Ann", "--url", gateway.url]
+    warning = "All clients need a key from now on; this cannot be undone."
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
     with pytest.raises(SystemExit, match="no key was created"):
         main(create)
-    assert "All clients need a key from now on; this cannot be undone." in capsys.readouterr().err
+    assert warning in capsys.readouterr().err
     assert gateway.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
 
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
@@ -139,7 +140,9 @@ def test_c3_commands_send_the_stored_admin_key_to_this_machine_only(
 
 
 def test_a_rejection_is_one_message_with_the_field(
-    module_gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+    module_gateway: RunningGateway,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PACELINE_ADMIN_KEY", module_gateway.admin_key)
     url = ("--url", module_gateway.url)
@@ -147,9 +150,6 @@ def test_a_rejection_is_one_message_with_the_field(
         main(["keys", "create", "Ann", "--pool", "vml", *url])
     with pytest.raises(SystemExit, match="The key 'key-x' does not exist"):
         main(["keys", "revoke", "key-x", *url])
-
-
-def test_a_duration_with_an_unknown_unit_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["keys", "create", "Ann", "--expires-in", "3w"])
     assert "must be like 90m, 12h or 30d" in capsys.readouterr().err

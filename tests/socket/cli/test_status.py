@@ -53,7 +53,10 @@ class Watch:
         self._reader.join(TIMEOUT_S)
         return self.process.returncode, errors
 
-    def close(self) -> None:
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
         os.close(self._read_fd)
@@ -65,22 +68,13 @@ class Watch:
                 self.output += data.decode(errors="replace")
 
 
-@contextlib.contextmanager
-def watch_status(url: str, *arguments: str, terminal: bool) -> Iterator[Watch]:
-    watch = Watch(url, *arguments, terminal=terminal)
-    try:
-        yield watch
-    finally:
-        watch.close()
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_watch_prints_every_refresh_and_continues_after_an_outage_of_the_gateway(
     gateway_with_worker: RunningGateway, terminal: bool
 ) -> None:
     with (
         running_proxy(gateway_with_worker.url) as proxy,
-        watch_status(proxy.url, terminal=terminal) as watch,
+        Watch(proxy.url, terminal=terminal) as watch,
     ):
         wait_until(lambda: watch.output.count("text-mtp") >= 3)
         proxy.refuse()
@@ -95,7 +89,7 @@ def test_a_watch_prints_every_refresh_and_continues_after_an_outage_of_the_gatew
 
 
 def test_a_json_watch_prints_one_line_per_refresh(gateway_with_worker: RunningGateway) -> None:
-    with watch_status(gateway_with_worker.url, "--json", terminal=False) as watch:
+    with Watch(gateway_with_worker.url, "--json", terminal=False) as watch:
         wait_until(lambda: watch.output.count("\n") >= 2)
         assert watch.end() == (0, "")
     states = [json.loads(line) for line in watch.output.splitlines()]
@@ -128,9 +122,8 @@ def test_a_closed_pipe_ends_a_watch_without_an_error(gateway_with_worker: Runnin
         assert watch.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
 
 
-@pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_c18_control_characters_of_a_worker_do_not_reach_the_terminal(
-    gateway_with_worker: RunningGateway, capsys: pytest.CaptureFixture[str], arguments: list[str]
+def test_c18_control_characters_of_a_worker_or_an_error_do_not_reach_the_terminal(
+    gateway_with_worker: RunningGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     escape = "\x1b]0;owned\x07\x9b2J"
     state = gateway_with_worker.status()
@@ -139,13 +132,11 @@ def test_c18_control_characters_of_a_worker_do_not_reach_the_terminal(
     state["workers"][f"fake-a{escape}"] = {**worker, "model": f"demo{escape}", "lanes": lanes}
     state["policy"]["file_problem"] = state["store"]["problem"] = escape
     with serving_json(200, state) as url:
-        assert main(["status", "--url", url, *arguments]) == 0
-    output = capsys.readouterr().out
-    assert "demo" in output
-    assert not {"\x1b", "\x07", "\x9b"} & {*output}
-
-
-def test_c18_control_characters_of_an_error_do_not_reach_the_terminal() -> None:
+        for arguments in ([], ["--json"]):
+            assert main(["status", "--url", url, *arguments]) == 0
+            output = capsys.readouterr().out
+            assert "demo" in output
+            assert not {"\x1b", "\x07", "\x9b"} & {*output}
     with (
         serving_json(400, {"error": {"message": "no \x1b[2J"}}) as url,
         pytest.raises(SystemExit) as ended,

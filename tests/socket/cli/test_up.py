@@ -30,29 +30,23 @@ def message(
     return runner._ready_message("demo")
 
 
-def test_it_begins_with_a_question_and_the_join_command_waits_for_an_open_gateway(
+def test_its_commands_ask_a_question_find_this_gateway_and_open_it_for_another_mac(
     tmp_path: Path,
 ) -> None:
     text = message(tmp_path)
     assert text.index(" ask ") < text.index("curl http://127.0.0.1:8000/v1/chat/completions")
     assert "keys create NAME" in text
     assert "up --host 0.0.0.0" in text
-    assert "--join" not in text
-
-
-def test_its_commands_find_this_gateway_and_restart_the_same_model(tmp_path: Path) -> None:
+    assert "--join" not in text, "the gateway is not open yet"
+    assert "--url" not in text
     text = message(tmp_path, "--model", "Qwen/Qwen3.5-4B", port=8100)
     assert 'ask "Count from 1 to 20." --url http://127.0.0.1:8100' in text
     assert "keys create NAME --url http://127.0.0.1:8100" in text
     assert "up --host 0.0.0.0 --port 8100 --model Qwen/Qwen3.5-4B" in text
-    assert "--url" not in message(tmp_path)
-
-
-def test_with_a_key_it_needs_no_first_one_and_the_commands_send_one(tmp_path: Path) -> None:
     text = message(tmp_path, keyed=True)
     assert "PACELINE_API_KEY=pk-... " in text
     assert '-H "authorization: Bearer $PACELINE_API_KEY"' in text
-    assert "keys create" not in text
+    assert "keys create" not in text, "it needs no first one"
 
 
 def test_l9_an_open_gateway_prints_the_token_on_a_terminal_alone(

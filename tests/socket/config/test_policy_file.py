@@ -125,23 +125,23 @@ def test_f45_an_invalid_file_fails_the_start_with_file_line_and_field(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "problem"),
     [
-        {"host": "0.0.0.0"},
-        {"host": "0.0.0.0", "admin_port": 0},
-        {"port": None},
-        {"admin_port": None},
+        ({"host": "0.0.0.0"}, "Set PACELINE_API_KEY first"),
+        ({"host": "0.0.0.0", "admin_port": 0}, "Set PACELINE_API_KEY first"),
+        ({"port": None}, "Cannot listen on 127.0.0.1 port {}: another program uses the port"),
+        ({"admin_port": None}, "Cannot listen on 127.0.0.1 port {}.*PACELINE_ADMIN_PORT"),
     ],
     ids=str,
 )
-def test_a_failed_start_changes_no_policy(
-    file: Path, tmp_path: Path, changes: dict[str, Any]
+def test_a_start_on_a_host_without_keys_or_an_occupied_port_fails_and_changes_no_policy(
+    file: Path, tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         settings = make_settings(tmp_path, policy=file)
         resolved = {name: port if value is None else value for name, value in changes.items()}
-        with pytest.raises(StartupError, match=r"Set PACELINE_|Cannot listen on"):
+        with pytest.raises(StartupError, match=problem.format(port)):
             start(settings.model_copy(update=resolved))
     assert not (tmp_path / "state.json").exists()
 
@@ -229,27 +229,27 @@ def worker_settings(pool: str) -> dict[str, Any]:
     return {"workers": (static_worker(url="http://127.0.0.1:9", pools=[pool], slots=1),)}
 
 
-def test_a_policy_that_would_fail_the_next_start_is_rejected(file: Path, tmp_path: Path) -> None:
+def test_a_policy_without_the_pools_of_static_workers_is_rejected_and_fails_a_start(
+    file: Path, tmp_path: Path
+) -> None:
+    """The active policy counts, not the file."""
+    problem = "'studio' is configured for the pool 'a'"
     with (
         running(file, tmp_path, **worker_settings("a")) as gateway,
         PolicyAdmin(gateway.url, gateway.admin_key) as admin,
     ):
-        for response in (admin.put(single_pool_policy("b")), admin.patch({"pools": {"a": None}})):
-            assert response.status_code == 400
-        assert "'studio' is configured for the pool 'a'" in admin.put(single_pool_policy("b")).text
+        assert admin.patch({"pools": {"a": None}}).status_code == 400
+        rejected = admin.put(single_pool_policy("b"))
+        assert rejected.status_code == 400
+        assert problem in rejected.text
         assert not admin.post("/validate", single_pool_policy("b"))["valid"]
         file.write_text(to_yaml(single_pool_policy("b")))
-        wait_until(lambda: "'studio' is configured for the pool 'a'" in file_problem(gateway))
+        wait_until(lambda: problem in file_problem(gateway))
         assert active_policy(gateway) == (1, ["a"], "file")
-
-
-def test_static_workers_are_checked_against_the_active_policy_not_the_file(
-    file: Path, tmp_path: Path
-) -> None:
+    file.write_text(to_yaml(single_pool_policy("a")))
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         admin.put(single_pool_policy("b"))
     with running(file, tmp_path, **worker_settings("b")) as gateway:
         assert active_policy(gateway) == (2, ["b"], "admin")
-    settings = make_settings(tmp_path, policy=file, **worker_settings("a"))
-    with pytest.raises(StartupError, match="'studio' is configured for the pool 'a'"):
-        start(settings)
+    with pytest.raises(StartupError, match=problem):
+        start(make_settings(tmp_path, policy=file, **worker_settings("a")))

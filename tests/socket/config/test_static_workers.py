@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.cli import main
 from gateway.config.settings import load_settings
 from gateway.config.static_workers import (
     StaticWorker,
@@ -27,7 +27,6 @@ from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry
 from gateway.storage.counters import MemoryCounters
 from policies.document import default_policy
-from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.policies import gateway_with_policy
 from tests.support.running_gateway import (
     RunningGateway,
@@ -46,14 +45,6 @@ def gateway_with(folder: Path, *workers: StaticWorker) -> Iterator[RunningGatewa
     with RunningGateway(make_settings(folder, workers=workers)) as gateway:
         wait_until(lambda: len(gateway.status()["workers"]) == len(workers) and ready(gateway))
         yield gateway
-
-
-def status_output(gateway: RunningGateway) -> str:
-    """Return the output of `paceline status`."""
-    with PacelineFork(["status", "--url", gateway.url], **PIPES, env=os.environ) as process:
-        printed, errors = process.communicate()
-    assert (process.returncode, errors) == (0, "")
-    return printed
 
 
 def ready(gateway: RunningGateway) -> bool:
@@ -108,7 +99,9 @@ def test_c8_a_static_worker_gets_the_isolation_scope_as_its_cache_salt(
     assert all("cache_salt" not in received.body for received in second_worker.requests)
 
 
-def test_models_of_a_static_worker_share_its_slots(tmp_path: Path, worker: ScriptedWorker) -> None:
+def test_models_of_a_static_worker_share_its_slots(
+    tmp_path: Path, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
     worker.script.hang = True
     static = static_worker(url=worker.url, models=["demo", "other"], slots=2)
     with gateway_with(tmp_path, static) as gateway, ThreadPoolExecutor(3) as executor:
@@ -119,7 +112,8 @@ def test_models_of_a_static_worker_share_its_slots(tmp_path: Path, worker: Scrip
         requests.append(executor.submit(gateway.chat))
         wait_until(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
         assert worker.in_flight == 2
-        assert status_output(gateway).count(" 1/2 ") >= 2, "one in each lane"
+        assert main(["status", "--url", gateway.url]) == 0
+        assert capsys.readouterr().out.count(" 1/2 ") >= 2, "one in each lane"
         worker.resume.set()
         assert {response.result().status_code for response in requests} == {200}
         assert gateway.status()["models"]["other"]["workers"] == ["studio"]
@@ -187,17 +181,14 @@ def test_an_invalid_entry_is_named_by_field_without_its_value(
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("written", "base"),
-    [
+def test_a_url_is_normalized() -> None:
+    for written, base in (
         ("http://a:1", "http://a:1"),
         ("http://a:1/", "http://a:1"),
         ("https://a/v1", "https://a"),
         ("https://a/api/v1/", "https://a/api"),
-    ],
-)
-def test_a_url_is_normalized(written: str, base: str) -> None:
-    assert static_worker(url=written).url == base
+    ):
+        assert static_worker(url=written).url == base
 
 
 def test_ids_must_be_unique_and_pools_must_be_in_the_policy() -> None:
@@ -209,11 +200,18 @@ def test_ids_must_be_unique_and_pools_must_be_in_the_policy() -> None:
     assert re.search(r"the pool 'fast', but .* only in: embeddings, rerank, text-mtp, vlm", problem)
 
 
-def test_an_unset_key_is_named_by_its_environment_variable() -> None:
+def test_a_key_is_read_without_its_line_break_and_named_by_its_variable_if_it_is_invalid() -> None:
     with_key = static_worker(api_key_env="STUDIO_KEY")
-    assert read_worker_keys((with_key, static_worker()), {"STUDIO_KEY": "x"}) == {"studio": "x"}
+    for end in ("", "\n", "\r\n", "\r"):
+        given = {"STUDIO_KEY": f"sk-abc{end}"}
+        assert read_worker_keys((with_key, static_worker()), given) == {"studio": "sk-abc"}
     with pytest.raises(StartupError, match="STUDIO_KEY"):
         read_worker_keys((with_key,), {})
+    for key in ("sk-\nabc", "sk-äbc", "sk-\x00abc"):
+        problem = "STUDIO_KEY, the API key of the worker 'studio'"
+        with pytest.raises(StartupError, match=problem) as error:
+            read_worker_keys([with_key], {"STUDIO_KEY": key})
+        assert key not in str(error.value)
 
 
 def test_an_engine_gets_no_fields_without_effect() -> None:
@@ -242,28 +240,3 @@ async def test_a_worker_that_cannot_be_reached_is_logged_once_as_unhealthy(
     warnings = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
     reason = "The engine does not answer: nothing listens at its URL."
     assert warnings == [f"worker.unhealthy worker=studio reason={reason}"]
-
-
-def test_a_key_is_read_without_its_line_break() -> None:
-    worker = static_worker(api_key_env="STUDIO_KEY")
-    for end in ("", "\n", "\r\n", "\r"):
-        assert read_worker_keys([worker], {"STUDIO_KEY": f"sk-abc{end}"}) == {"studio": "sk-abc"}
-
-
-@pytest.mark.parametrize("key", ["sk-\nabc", "sk-äbc", "sk-\x00abc"])
-def test_a_key_invalid_as_a_header_value_fails_the_start_and_is_not_printed(key: str) -> None:
-    problem = "STUDIO_KEY, the API key of the worker 'studio'"
-    with pytest.raises(StartupError, match=problem) as error:
-        read_worker_keys([static_worker(api_key_env="STUDIO_KEY")], {"STUDIO_KEY": key})
-    assert key not in str(error.value)
-
-
-def test_f02_a_body_that_failed_two_static_workers_is_quarantined(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
-    worker.script = second_worker.script = Script(drop=True)
-    workers = [static_worker(id=one.worker_id, url=one.url) for one in (worker, second_worker)]
-    with gateway_with(tmp_path, *workers) as gateway:
-        codes = [gateway.chat().json()["error"]["code"] for _ in range(12)]
-    assert set(codes) == {"worker_lost", "request_quarantined"}
-    assert codes[-1] == "request_quarantined"

@@ -98,11 +98,12 @@ def test_a_queued_request_is_served_after_the_worker_is_uncordoned(
         assert [response.result().status_code for response in responses] == [200] * 5
 
 
-def test_a_cordon_survives_restarts_of_worker_and_gateway(
+def test_a_cordon_survives_restarts_of_worker_and_gateway_and_holds_at_all_gateways(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     """An admin cordons a worker to stop, change and start it again."""
-    with RunningGateway(make_settings(tmp_path)) as gateway:
+    settings = make_settings(tmp_path)
+    with RunningGateway(settings) as gateway:
         gateway.join(worker)
         cordon(gateway)
         gateway.remove_worker(worker)
@@ -110,24 +111,17 @@ def test_a_cordon_survives_restarts_of_worker_and_gateway(
         assert (removed["state"], removed["lanes"]) == ("gone", [])
         gateway.join(worker, boot_id="boot-2")
         assert workers(gateway)["fake-a"]["state"] == "cordoned"
-    with RunningGateway(make_settings(tmp_path)) as gateway:
+    with RunningGateway(settings) as gateway, RunningGateway(settings) as other:
         gateway.join(worker)
+        other.join(worker)
         assert status_and_code(gateway.chat()) == (503, "no_worker")
         assert gateway.client.get("/readyz").status_code == 503
         assert uncordon(gateway).status_code == 204
         assert gateway.chat().status_code == 200
+        wait_until(lambda: workers(other)["fake-a"]["state"] == "ready")
+        cordon(other)
+        wait_until(lambda: workers(gateway)["fake-a"]["state"] == "cordoned")
     assert len(worker.requests) == 1
-
-
-def test_gateways_with_shared_state_share_cordons(tmp_path: Path, worker: ScriptedWorker) -> None:
-    settings = make_settings(tmp_path)
-    with RunningGateway(settings) as first, RunningGateway(settings) as second:
-        first.send_heartbeat(worker)
-        second.send_heartbeat(worker)
-        cordon(first)
-        wait_until(lambda: workers(second)["fake-a"]["state"] == "cordoned")
-        uncordon(second)
-        wait_until(lambda: workers(first)["fake-a"]["state"] == "ready")
 
 
 def test_drain_returns_once_no_request_is_running_and_the_stream_completes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 from collections import Counter
@@ -15,11 +14,10 @@ import pytest
 
 from gateway.errors import QueueFull, QueueTimeout
 from gateway.fleet.circuit_breaker import AttemptResult
-from gateway.routing.select import RoutingRequest
 from policies.document import read_policy
 from tests.support.policies import PolicyAdmin, single_pool_policy
 from tests.support.request_profiles import SAMPLED
-from tests.support.running_gateway import RunningGateway, begun, chat_body, wait_until
+from tests.support.running_gateway import RunningGateway, chat_body, wait_until
 from tests.support.scheduler_harness import (
     SchedulerHarness,
     cancel_all,
@@ -61,19 +59,6 @@ def test_f48_a_queued_request_keeps_its_pool_and_later_requests_get_the_new_one(
     pools = [response.headers["x-paceline-pool"] for response in responses]
     assert pools == ["before"] * 4 + ["after"] * 3
     assert gateway.status()["outcomes"] == {"completed": 7}
-
-
-def test_f48_a_stream_completes_and_releases_its_slot(
-    gateway: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
-) -> None:
-    gateway.join_with(worker, *both_lanes(slots=1))
-    worker.script = Script(hang_after=2)
-    with begun(gateway.stream()) as read:
-        assert admin.put(single_pool_policy("all", lanes=("text-mtp",))).status_code == 200
-        worker.resume.set()
-        assert read().endswith(DONE)
-    lanes = gateway.status()["workers"]["fake-a"]["lanes"]
-    assert [lane["in_flight"] for lane in lanes.values()] == [0, 0]
 
 
 def test_f48_a_retry_uses_the_policy_of_the_first_attempt(
@@ -119,6 +104,7 @@ def test_f48_every_request_succeeds_while_pools_change_under_load(
                 body = chat_body(stream=rng.random() < 0.5)
                 response = client.post("/v1/chat/completions", json=body)
                 assert response.status_code == 200, response.text
+                assert response.content.endswith(DONE) == body["stream"]
                 pool_counts[response.headers["x-paceline-pool"]] += 1
 
     def send_heartbeats() -> None:
@@ -143,31 +129,6 @@ def test_f48_every_request_succeeds_while_pools_change_under_load(
     assert status["policy"]["version"] == 14
     for entry in status["workers"].values():
         assert [lane["in_flight"] for lane in entry["lanes"].values()] == [0, 0]
-
-
-@pytest.mark.parametrize("seed", range(10))
-async def test_random_policy_changes_leak_no_slot_and_leave_no_request_queued(seed: int) -> None:
-    rng = Random(seed)
-    policies = [
-        read_policy(single_pool_policy(name, limit=20, timeout_s=5.0), "test")
-        for name in ("a", "b", "c")
-    ]
-    harness = SchedulerHarness(policies[0])
-    harness.fleet.heartbeat(worker_report(slots=2))
-
-    async def run_request() -> str:
-        request = RoutingRequest(rng.choice(policies), SAMPLED)
-        lease = await harness.dispatch.acquire(request, harness.caller(rng.choice("xyz")))
-        try:
-            await asyncio.sleep(rng.choice((0, 0, 0.001)))
-            return lease.candidate.pool
-        finally:
-            harness.dispatch.release(lease, AttemptResult.SUCCEEDED)
-
-    results = await asyncio.gather(*(run_request() for _ in range(200)), return_exceptions=True)
-    assert {type(result) for result in results} <= {str, QueueFull}
-    assert harness.slots_in_use() == 0
-    assert [harness.dispatch.waiting(name) for name in ("a", "b", "c")] == [0, 0, 0]
 
 
 async def test_a_queued_request_has_the_queue_limits_of_its_own_policy() -> None:

@@ -11,7 +11,6 @@ import httpx
 import yaml
 
 from policies.document import DEFAULT_FILE
-from tests.support.raw_client import raw_client
 from tests.support.running_gateway import (
     RunningGateway,
     make_settings,
@@ -39,22 +38,6 @@ def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> Runni
     file = folder / "policy.yaml"
     file.write_text(yaml.safe_dump(document))
     return RunningGateway(make_settings(folder, policy=file))
-
-
-def test_f27_a_lane_runs_no_more_requests_than_it_has_slots(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
-    gateway.join_with(worker, *both_lanes(slots=2))
-    worker.script.hang = True
-    with ThreadPoolExecutor(5) as executor:
-        responses = [executor.submit(gateway.chat) for _ in range(5)]
-        wait_until(lambda: waiting(gateway, "vlm") == 3)
-        assert worker.in_flight == 2
-        assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
-        worker.resume.set()
-        assert {response.result().status_code for response in responses} == {200}
-    assert waiting(gateway, "vlm") == 0
-    assert "paceline_queue_wait_seconds_count" in gateway.client.get("/metrics").text
 
 
 def test_f27_a_full_speculative_lane_spills_to_vlm_with_its_reason(
@@ -107,24 +90,6 @@ def test_f27_a_full_queue_and_a_queue_timeout_return_retry_after(
         worker.resume.set()
         assert running.result().status_code == 200
         assert gateway.status()["outcomes"] == {"completed": 1, "unserved": 1}
-
-
-def test_f08_a_client_that_disconnects_while_queued_leaves_the_queue(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
-    gateway.join_with(worker, *both_lanes(slots=1))
-    worker.script.hang = True
-    with ThreadPoolExecutor(2) as executor:
-        running = executor.submit(gateway.chat)
-        assert worker.request_received.wait(60)
-        with raw_client(gateway) as client:
-            client.send_chat()
-            wait_until(lambda: waiting(gateway, "vlm") == 1)
-        wait_until(lambda: waiting(gateway, "vlm") == 0)
-        worker.resume.set()
-        assert running.result().status_code == 200
-    assert len(worker.requests) == 1
-    assert gateway.status()["outcomes"] == {"client_left": 1, "completed": 1}
 
 
 def test_an_interactive_request_is_served_before_an_earlier_bulk_request(

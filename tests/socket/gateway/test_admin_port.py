@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from gateway.cli import main
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.policies import PolicyAdmin, single_pool_policy
 from tests.support.running_gateway import RunningGateway, make_settings, status_and_code
 from tests.support.scripted_worker import ScriptedWorker
 
 
 @pytest.fixture
-def split_gateway(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
+def split_gateway(make_gateway: MakeGateway, worker: ScriptedWorker) -> RunningGateway:
     """Return a gateway with an admin port and one joined worker."""
-    with RunningGateway(make_settings(tmp_path, admin_port=0)) as gateway:
-        gateway.join(worker)
-        yield gateway
+    return make_gateway(worker, admin_port=0)
 
 
 def test_keys_and_policies_of_the_admin_port_apply_to_the_data_port(

@@ -46,15 +46,9 @@ SCRIPTS = (
     Script(cut_after=1),
     Script(drop=True),
 )
-HEADERS = {
-    "cookie": CANARY,
-    "user-agent": CANARY,
-    "referer": f"http://{CANARY}/",
-    "x-api-key": CANARY,
-    "x-forwarded-for": CANARY,
-    "openai-organization": CANARY,
-    "idempotency-key": CANARY,
-}
+HEADERS = dict.fromkeys(
+    ("cookie", "user-agent", "x-api-key", "x-forwarded-for", "openai-organization"), CANARY
+) | {"referer": f"http://{CANARY}/", "idempotency-key": CANARY}
 FIELDS = (
     *("messages", "prompt", "stream", "stream_options", "max_tokens", "stop", "n", "seed"),
     *("temperature", "top_k", "logit_bias", "logprobs", "top_logprobs", "tools", "tool_choice"),

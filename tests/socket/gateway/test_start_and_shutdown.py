@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -77,22 +76,6 @@ def test_f35_the_drain_timeout_ends_a_hanging_stream_with_an_error_event(
     gateway.wait_closed()
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [("port", ": another program uses the port"), ("admin_port", ".*PACELINE_ADMIN_PORT")],
-)
-async def test_an_occupied_port_fails_the_start_with_one_message(
-    tmp_path: Path, name: str, problem: str
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        settings = make_settings(tmp_path).model_copy(update={name: port})
-        with pytest.raises(
-            StartupError, match=rf"Cannot listen on 127\.0\.0\.1 port {port}{problem}"
-        ):
-            await serve(settings, shutdown=Shutdown())
-
-
 async def test_an_unknown_host_fails_the_start_and_names_the_flag(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, api_key=SecretStr("static-key"))
     settings = settings.model_copy(update={"host": "nosuchhost.invalid"})
@@ -126,26 +109,22 @@ async def test_listening_beyond_loopback_requires_a_given_or_a_stored_key(tmp_pa
         assert told.url.startswith("http://0.0.0.0:")
 
 
-@pytest.mark.parametrize("name", ["join_token", "admin_key"])
-def test_a_stored_secret_survives_a_restart_and_is_readable_by_its_owner_only(
-    tmp_path: Path, name: StoredSecret
+def test_a_stored_secret_survives_a_restart_is_private_and_fails_a_start_if_it_is_damaged(
+    tmp_path: Path,
 ) -> None:
     settings = Settings(state_dir=tmp_path / "state")
-    first = ensure_secrets(settings)
-    secret: SecretStr = getattr(first, name)
-    assert secret == getattr(ensure_secrets(settings), name)
-    assert len(secret.get_secret_value()) >= 32
-    file = secret_file(settings, name)
-    assert file.read_text() == secret.get_secret_value()
-    assert file.stat().st_mode & 0o777 == 0o600
+    first, second = ensure_secrets(settings), ensure_secrets(settings)
+    names: tuple[StoredSecret, ...] = ("join_token", "admin_key")
+    for name in names:
+        secret: SecretStr = getattr(first, name)
+        assert secret == getattr(second, name)
+        assert len(secret.get_secret_value()) >= 32
+        file = secret_file(settings, name)
+        assert file.read_text() == secret.get_secret_value()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert secret.get_secret_value() not in repr(first)
     files = {"join-token", ".join-token.lock", "admin-key", ".admin-key.lock"}
     assert {path.name for path in file.parent.iterdir()} == files
-    assert secret.get_secret_value() not in repr(first)
-
-
-def test_a_stored_secret_that_is_empty_or_unreadable_fails_the_start(tmp_path: Path) -> None:
-    settings = Settings(state_dir=tmp_path)
-    file = secret_file(settings, "admin_key")
     file.write_text("\n")
     with pytest.raises(StartupError, match=r"The admin key in \S+ is empty\."):
         ensure_secrets(settings)

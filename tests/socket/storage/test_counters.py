@@ -1,7 +1,4 @@
-"""Counter stores: the same behavior in memory and in Redis.
-
-Tests of several gateways over one Redis are in `tests/socket/cluster`.
-"""
+"""Counter stores: the same behavior in memory and in Redis."""
 
 from __future__ import annotations
 

@@ -159,12 +159,6 @@ async def test_a_log_that_cannot_be_opened_fails_the_start_before_state_is_writt
     assert not (tmp_path / "state.json").exists()
 
 
-async def test_a_dash_means_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
-    async with AccessLog("-") as log:
-        log.write(RequestRecord("req-1", Outcome.REFUSED, 400, 0.1), 0.0)
-    assert json.loads(capfd.readouterr().out)["request"] == "req-1"
-
-
 async def test_with_a_full_queue_each_line_is_written_or_counted_as_lost(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +197,7 @@ async def test_a_stalled_reader_blocks_neither_requests_nor_shutdown(
     assert requests == [f"req-{number}" for number in range(1000)]
 
 
-def test_a_process_exits_although_its_log_is_not_read() -> None:
+def test_a_dash_means_standard_output_and_a_process_exits_although_it_is_not_read() -> None:
     program = """
 import asyncio
 from gateway.telemetry.access_log import AccessLog
@@ -217,3 +211,5 @@ asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.wait(30) == 0
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["request"] == "req-0"

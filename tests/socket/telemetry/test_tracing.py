@@ -220,13 +220,6 @@ def test_an_unresponsive_collector_fails_no_request_and_no_shutdown(
         gateway.wait_closed()
 
 
-def test_without_traces_no_context_is_sent(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    assert gateway_with_worker.chat(headers={"traceparent": PARENT}).status_code == 200
-    assert "traceparent" not in worker.requests[0].headers
-
-
 def test_no_tracing_module_is_imported_without_traces_and_a_missing_extra_is_named(
     tmp_path: Path,
 ) -> None:
