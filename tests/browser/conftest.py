@@ -15,6 +15,7 @@ from tests.support.gateway_fixtures import (  # noqa: F401
     admin,
     clean_environment,
     gateway,
+    gateway_with_heartbeats,
     make_cluster_gateway,
     module_gateway,
     module_worker,

@@ -133,7 +133,7 @@ def test_the_schema_of_a_body_lists_every_field_and_its_bounds(
     assert not valid({"model": ""})
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("examples", [2, pytest.param(30, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("port", ["data", "admin"])
 def test_valid_and_invalid_requests_get_documented_responses(
     make_gateway: MakeGateway, worker: ScriptedWorker, port: str, examples: int
