@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, async_playwright, expect
+from playwright.async_api import BrowserContext, async_playwright, expect
 
-from tests.support.browser_tab import BrowserTab
+from tests.support.browser_tab import BrowserTab, open_context
 from tests.support.gateway_fixtures import (  # noqa: F401
+    admin,
     clean_environment,
     gateway,
+    gateway_with_heartbeats,
+    make_cluster_gateway,
     module_gateway,
     module_worker,
     redis,
     second_worker,
     session_redis,
+    shared_gateway,
     worker,
 )
-from tests.support.heartbeats import send_heartbeats
-from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import ScriptedWorker
 
 # A slow page on a busy machine is no failure.
 expect.set_options(timeout=60_000)
@@ -31,8 +32,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def browser() -> AsyncIterator[Browser]:
-    """Yield one Chromium for the whole session."""
+async def browser() -> AsyncIterator[BrowserContext]:
+    """Yield one Chromium for the whole session, whose tabs share a cache and no key."""
     executable = next((path for path in map(shutil.which, NAMES) if path), None)
     if executable is None and sys.platform != "darwin":
         pytest.skip("Chromium is not installed; `scripts/setup dev` installs it")
@@ -42,25 +43,15 @@ async def browser() -> AsyncIterator[Browser]:
             executable_path=executable, args=["--disable-gpu"]
         )
         try:
-            yield chromium
+            yield await open_context(chromium)
         finally:
             await chromium.close()
 
 
-@pytest.fixture
-def gateway_with_worker(
-    gateway: RunningGateway,  # noqa: F811
-    worker: ScriptedWorker,  # noqa: F811
-) -> Iterator[RunningGateway]:
-    """Yield a gateway with a scripted worker that sends heartbeats."""
-    with send_heartbeats(gateway, worker):
-        yield gateway
-
-
 @pytest_asyncio.fixture(loop_scope="session")
-async def tab(browser: Browser) -> AsyncIterator[BrowserTab]:
+async def tab(browser: BrowserContext) -> AsyncIterator[BrowserTab]:
     """Yield a new tab; fail if its page caused an error or requested another origin."""
-    tab = await BrowserTab.open(browser)
+    tab = BrowserTab(await browser.new_page())
     yield tab
-    await tab.context.close()
+    await tab.page.close()
     assert tab.errors == []

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
 import pytest
 from playwright.async_api import expect
-from pydantic import SecretStr
 
 from gateway.status import events
-from policies.request.profile import Bypass
 from tests.support.browser_tab import BrowserTab
-from tests.support.gateway_fixtures import QUICK
+from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.heartbeats import send_heartbeats
-from tests.support.page_files import PAGES
-from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import RunningGateway, make_settings
-from tests.support.scripted_worker import Script, ScriptedWorker, lane_report
+from tests.support.running_gateway import RunningGateway, begun
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report
 
-IN_BROWSER = pytest.mark.asyncio(loop_scope="session")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,54 +26,42 @@ def frequent_events() -> Iterator[None]:
         yield
 
 
-@IN_BROWSER
-async def test_before_the_first_request_the_page_shows_what_is_missing(
+async def test_the_page_shows_what_is_missing_and_each_running_request_as_a_mark(
     gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_dashboard(gateway.url)
+    await page.emulate_media(reduced_motion="no-preference")  # the marks ride
+    await tab.open(gateway.url, "/dashboard")
     await expect(page.locator("#live")).to_have_text("No Mac ready")
     await expect(page.locator("#trouble")).to_contain_text("No worker has joined")
-    gateway.join(worker)
-    await expect(page.locator("#trouble")).to_be_hidden()
-    await expect(page.locator("#macs")).to_have_text("1 of 1")
-    await expect(page.locator("#macs-line")).to_have_text("demo")
-    for figure in ("saved-mtp", "accepted", "saved-prompts", "requests", "errors"):
-        await expect(page.locator(f"#{figure}-line")).to_have_text("No request yet")
-    await expect(page.locator("#reasons")).to_have_text("No request yet.")
-    await expect(page.locator("#chart-acceptance .nothing")).to_be_visible()
-    await expect(page.get_by_role("article", name="fake-a")).to_contain_text("0 of 4")
+    with send_heartbeats(gateway, worker):
+        await expect(page.locator("#trouble")).to_be_hidden()
+        await expect(page.locator("#macs")).to_have_text("1 of 1")
+        await expect(page.locator("#macs-line")).to_have_text("demo")
+        for figure in ("saved-mtp", "accepted", "saved-prompts", "requests", "errors"):
+            await expect(page.locator(f"#{figure}-line")).to_have_text("No request yet")
+        await expect(page.locator("#reasons")).to_have_text("No request yet.")
+        await expect(page.locator("#chart-acceptance .nothing")).to_be_visible()
+        await expect(page.get_by_role("article", name="fake-a")).to_contain_text("0 of 4")
+        track = page.get_by_role("article", name="text-mtp")
+        await expect(track).to_contain_text("0 of 4")
+        worker.script = Script(hang_after=1)
+        with (
+            begun(gateway.stream(temperature=0)) as first,
+            begun(gateway.stream(temperature=0)) as second,
+        ):
+            await expect(track).to_contain_text("2 of 4")
+            assert await track.locator(".mark").count() == 2
+            await expect(page.locator("#requests-line")).to_contain_text("2 running")
+            worker.resume.set()
+            assert first().endswith(DONE)
+            assert second().endswith(DONE)
+        await expect(track.locator(".mark")).to_have_count(0)
+        await expect(track).to_contain_text("0 of 4")
 
 
-@IN_BROWSER
-async def test_a_running_request_is_a_mark_on_the_track_of_its_lane(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
-) -> None:
-    worker.script = Script(hang_after=1)
-    track = tab.page.get_by_role("article", name="text-mtp")
-    await tab.page.emulate_media(reduced_motion="no-preference")  # the marks ride
-    await tab.open_dashboard(gateway_with_worker.url)
-    await expect(track).to_contain_text("0 of 4")
-    with (
-        gateway_with_worker.stream(temperature=0) as first,
-        gateway_with_worker.stream(temperature=0) as second,
-    ):
-        await expect(track).to_contain_text("2 of 4")
-        assert await track.locator(".mark").count() == 2
-        await expect(tab.page.locator("#requests-line")).to_contain_text("2 running")
-        worker.resume.set()
-        for stream in (first, second):
-            stream.read()
-    await expect(track.locator(".mark")).to_have_count(0)
-    await expect(track).to_contain_text("0 of 4")
-
-
-@IN_BROWSER
 async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
-    gateway: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    tab: BrowserTab,
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     page = tab.page
     with send_heartbeats(gateway, worker):
@@ -89,7 +70,7 @@ async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
         worker.script = Script(status=500)
         failed = gateway.chat()
         assert failed.status_code == 502
-        await tab.open_dashboard(gateway.url)
+        await tab.open(gateway.url, "/dashboard")
         await expect(page.locator("#live")).to_have_text("Live")
         await expect(page.locator("#errors-hour")).to_have_text("1")
         await expect(page.locator("#errors-line")).to_contain_text("of 2 requests")
@@ -104,7 +85,7 @@ async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
         await expect(copy).to_have_text("Copy")
         await expect(page.locator("#errors-of")).to_contain_text("of requests without a key")
         await tab.open_admin(gateway)
-        await tab.open_dashboard(gateway.url)
+        await tab.open(gateway.url, "/dashboard")
         await expect(page.locator("#errors-of")).to_have_text("of all clients")
     with send_heartbeats(gateway, second_worker):
         gateway.remove_worker(worker, restarting=True)
@@ -116,14 +97,13 @@ async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
     await expect(speed).to_be_hidden()
 
 
-@IN_BROWSER
 async def test_the_page_asks_for_a_key_and_stores_it_only_in_its_tab(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     key = gateway_with_worker.create_key()
     limited_key = gateway_with_worker.create_key(models=["demo"])
-    await tab.open_dashboard(gateway_with_worker.url)
+    await tab.open(gateway_with_worker.url, "/dashboard")
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
     refusal = page.locator("#sign-in-refusal")
     for secret, message in (
@@ -140,71 +120,22 @@ async def test_the_page_asks_for_a_key_and_stores_it_only_in_its_tab(
     storage = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
     assert key["secret"] not in await page.evaluate(storage)
 
-    gateway_with_worker.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
+    gateway_with_worker.revoke_key(key)
     await expect(refusal).to_contain_text("does not accept this key, or no longer does")
     await expect(page.locator("#view-line")).to_be_hidden()
 
 
-@IN_BROWSER
-async def test_the_page_fits_a_phone_and_follows_the_colour_scheme(
-    gateway_with_worker: RunningGateway, tab: BrowserTab
+async def test_the_page_names_one_of_several_gateways_and_reconnects_after_its_stop(
+    make_cluster_gateway: MakeClusterGateway, gateway: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = tab.page
-    await page.set_viewport_size({"width": 375, "height": 720})
-    assert gateway_with_worker.chat(temperature=0).status_code == 200
-    assert gateway_with_worker.chat(temperature=1).status_code == 200
-    is_too_wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-    background = "getComputedStyle(document.body).backgroundColor"
-    backgrounds = []
-    for scheme in ("light", "dark"):
-        await page.emulate_media(color_scheme=scheme)
-        await tab.open_dashboard(gateway_with_worker.url)
-        await expect(page.get_by_role("article", name="fake-a")).to_be_visible()
-        await expect(page.locator("#chart-answer canvas")).to_be_visible()
-        assert not await page.evaluate(is_too_wide), scheme
-        backgrounds.append(await page.evaluate(background))
-    assert backgrounds == ["rgb(246, 246, 243)", "rgb(18, 20, 22)"]
-
-
-@IN_BROWSER
-async def test_closing_a_page_frees_its_connection_for_another_viewer(
-    gateway_with_worker: RunningGateway, tab: BrowserTab
-) -> None:
-    await tab.open_dashboard(gateway_with_worker.url)
-    await expect(tab.page.locator("#live")).to_have_text("Live")
-    async with contextlib.AsyncExitStack() as viewers:
-        for _ in range(events.VIEWERS_LIMIT - 1):
-            assert await viewers.enter_async_context(viewer(gateway_with_worker)) == 200
-        async with viewer(gateway_with_worker) as status:
-            assert status == 503
-        await tab.page.close()
-        async with asyncio.timeout(60):
-            while True:
-                async with viewer(gateway_with_worker) as status:
-                    if status == 200:
-                        return
-
-
-@contextlib.asynccontextmanager
-async def viewer(gateway: RunningGateway) -> AsyncIterator[int]:
-    """Open the stream of status events; yield the status of the response."""
-    address = urlsplit(gateway.url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(b"GET /v1/status/events HTTP/1.1\r\nhost: %b\r\n\r\n" % address.netloc.encode())
-    try:
-        yield int((await reader.readline()).split()[1])
-    finally:
-        writer.close()
-
-
-@IN_BROWSER
-async def test_the_page_shows_a_stopped_gateway_and_reconnects(
-    gateway: RunningGateway, tab: BrowserTab
-) -> None:
-    page = tab.page
-    await tab.open_dashboard(gateway.url)
+    page, source = tab.page, tab.page.locator("#whose")
+    await tab.open(gateway.url, "/dashboard")
     await expect(page.locator("#live")).to_have_text("No Mac ready")
-    gateway.request_shutdown()
+    await expect(source).to_be_hidden()
+    first, _ = make_cluster_gateway(), make_cluster_gateway()
+    await tab.open(first.url, "/dashboard")
+    await expect(source).to_contain_text("this gateway sent, one of 2")
+    first.request_shutdown()
     await expect(page.locator("#live")).to_have_text("Not connected")
     await expect(page.locator("#trouble")).to_contain_text("shows the last state meanwhile")
     await expect(page.locator("#view-line")).to_be_visible()
@@ -217,29 +148,6 @@ async def test_the_page_shows_a_stopped_gateway_and_reconnects(
     tab.errors[:] = [error for error in tab.errors if error != refused]
 
 
-@IN_BROWSER
-async def test_with_several_gateways_the_page_names_the_source_of_its_curves(
-    redis: RedisServer, tmp_path: Path, gateway: RunningGateway, tab: BrowserTab
-) -> None:
-    source = tab.page.locator("#whose")
-    await tab.open_dashboard(gateway.url)
-    await expect(tab.page.locator("#live")).to_have_text("No Mac ready")
-    await expect(source).to_be_hidden()
-    with contextlib.ExitStack() as gateways:
-        first, _ = (
-            gateways.enter_context(
-                RunningGateway(
-                    make_settings(tmp_path / name, redis_url=SecretStr(redis.url)), QUICK
-                )
-            )
-            for name in ("first", "second")
-        )
-        await tab.open_dashboard(first.url)
-        await expect(source).to_contain_text("this gateway sent, one of 2")
-        await tab.page.goto("about:blank")
-
-
-@IN_BROWSER
 async def test_a_bypass_reason_counts_only_requests_without_drafts(
     gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
@@ -248,15 +156,9 @@ async def test_a_bypass_reason_counts_only_requests_without_drafts(
     worker.lanes = ("vlm",)
     with send_heartbeats(gateway, worker):
         assert gateway.chat(temperature=0.5).status_code == 200
-        await tab.open_dashboard(gateway.url)
+        await tab.open(gateway.url, "/dashboard")
         await expect(reasons).to_contain_text("Temperature above 0")
         drafting = lane_report("vlm", mtp_enabled=True, bypass_counts={"logprobs": 2})
-        worker.status_report = worker.report(lanes=[drafting.model_dump()])
+        gateway.join_with(worker, drafting)
         await expect(reasons).to_contain_text("Log probabilities")
         await expect(reasons).not_to_contain_text("Temperature above 0")
-
-
-def test_each_bypass_reason_has_a_description() -> None:
-    text = (PAGES / "shared" / "bypass_reasons.js").read_text()
-    for reason in Bypass:
-        assert text.count(f'\n  {reason.value}: "') == 2, f"a name and a sentence: {reason}"

@@ -68,9 +68,11 @@ def value_at(status: Any, path: str) -> Any:
     return status
 
 
-async def test_the_numbers_on_the_page_equal_the_status(up: UpProcess, tab: BrowserTab) -> None:
+async def test_the_numbers_on_the_page_equal_the_status_and_a_new_viewer_sees_them_too(
+    up: UpProcess, tab: BrowserTab
+) -> None:
     page = tab.page
-    await tab.open_dashboard(up.url)
+    await tab.open(up.url, "/dashboard")
     await expect(page.locator("#saved-mtp-line")).to_have_text("No request yet")
 
     bodies = mixed_bodies(up.model)
@@ -113,22 +115,19 @@ async def test_the_numbers_on_the_page_equal_the_status(up: UpProcess, tab: Brow
     positions = status["mtp"]["acceptance_rate_per_position"]
     await expect(page.locator(".position")).to_have_count(len(positions))
 
-
-async def test_a_new_viewer_sees_the_earlier_traffic(up: UpProcess, tab: BrowserTab) -> None:
-    """The gateway sends its whole window to each new viewer."""
-    await send_all(up, mixed_bodies(up.model), concurrency=4)
-    await tab.open_dashboard(up.url)
-    await expect(tab.page.locator("#accepted-line")).to_contain_text("tokens per step")
+    # The gateway sends its whole window to each new viewer.
+    await page.reload()
+    await expect(page.locator("#accepted-line")).to_contain_text("tokens per step")
     for chart in ("acceptance", "tokens", "first-token", "answer"):
-        await expect(tab.page.locator(f"#chart-{chart} .nothing")).to_be_hidden()
-    await expect(tab.page.locator("#speeds tbody tr")).to_have_count(5)
+        await expect(page.locator(f"#chart-{chart} .nothing")).to_be_hidden()
+    await expect(page.locator("#speeds tbody tr")).to_have_count(5)
 
 
 async def test_a_question_shows_its_drafted_tokens_and_where_it_ran(
     up: UpProcess, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await tab.open_start(up.url)
+    await tab.open(up.url, "/")
     await page.get_by_role("link", name="Try it").click()
     await page.get_by_role("button", name="Count from 1 to 20.").click()
     answer = page.get_by_role("article", name=f"Answer of {up.model}")

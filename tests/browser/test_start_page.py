@@ -1,42 +1,46 @@
-"""The start page and the API reference: snippets, navigation, and what their scripts can read."""
+"""The start page and the API reference, and what scripts of other pages and sites can do."""
 
 from __future__ import annotations
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import BrowserContext, expect
 
+from tests.support.accessibility import accessibility_problems
 from tests.support.browser_tab import BrowserTab
 from tests.support.running_gateway import RunningGateway
+from tests.support.scripted_worker import ScriptedWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+POST = """async ([url, body]) => {
+  const sent = { method: "POST", mode: "no-cors", headers: { "content-type": "text/plain" }, body };
+  return (await fetch(url, sent)).type;
+}"""
+BODY = '{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
 
 
 async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippet(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page, url = tab.page, gateway_with_worker.url
-    await tab.open_start(url)
+    await tab.open(url, "/")
     await expect(page.locator("#live")).to_have_text("1 Mac ready")
     await expect(page.get_by_role("article", name="demo")).to_contain_text("Also called default")
     await expect(page.get_by_role("article", name="fake-a")).to_contain_text("ready")
     await expect(page.locator("#key-state")).to_contain_text("Not needed")
-    for client in ("curl", "Python", "JavaScript", "LangChain"):
-        await page.get_by_role("tab", name=client).click()
-        code = page.get_by_role("tabpanel").locator("code")
-        for part in (f"{url}/v1", "demo", "none"):
-            await expect(code).to_contain_text(part)
-    for client in ("Claude Code", "Anthropic SDK"):
-        await page.get_by_role("tab", name=client).click()
-        code = page.get_by_role("tabpanel").locator("code")
-        for part in (url, "demo", "none"):
-            await expect(code).to_contain_text(part)
-        await expect(code).not_to_contain_text(f"{url}/v1")
-        if client == "Claude Code":
-            await expect(code).to_contain_text("CLAUDE_CODE_MAX_CONTEXT_TOKENS=4096\n")
-    await page.get_by_role("tab", name="Codex").click()
     code = page.get_by_role("tabpanel").locator("code")
-    await expect(code).to_contain_text(f'base_url = "{url}/v1"')
-    await expect(code).to_contain_text("model_context_window = 4096\n")
+    openai = (f"{url}/v1", "demo", "none")
+    for client, parts in (
+        *((client, openai) for client in ("curl", "Python", "JavaScript", "LangChain")),
+        ("Claude Code", (url, "demo", "none", "CLAUDE_CODE_MAX_CONTEXT_TOKENS=4096\n")),
+        ("Anthropic SDK", (url, "demo", "none")),
+        ("Codex", (f'base_url = "{url}/v1"', "model_context_window = 4096\n")),
+    ):
+        await page.get_by_role("tab", name=client).click()
+        for part in parts:
+            await expect(code).to_contain_text(part)
+        if url in parts:
+            await expect(code).not_to_contain_text(f"{url}/v1")
     await expect(code).not_to_contain_text("env_key")
     await page.keyboard.press("Home")
     await expect(page.get_by_role("tab", name="curl")).to_be_focused()
@@ -46,7 +50,7 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
     copied = await page.evaluate("navigator.clipboard.readText()")
     assert copied.startswith(f"curl {url}/v1/chat/completions")
     await page.get_by_label("Model", exact=True).select_option("gpt-4o-mini")
-    await expect(page.get_by_role("tabpanel").locator("code")).to_contain_text('"gpt-4o-mini"')
+    await expect(code).to_contain_text('"gpt-4o-mini"')
 
 
 async def test_a_stranger_without_a_key_sees_the_address_and_no_model(
@@ -55,7 +59,7 @@ async def test_a_stranger_without_a_key_sees_the_address_and_no_model(
     key = gateway_with_worker.create_key()
     limited_key = gateway_with_worker.create_key(models=["demo"])
     page = tab.page
-    await tab.open_start(gateway_with_worker.url)
+    await tab.open(gateway_with_worker.url, "/")
     await expect(page.locator("#live")).to_have_text("Key needed")
     await expect(page.get_by_role("tabpanel").locator("code")).to_contain_text("Bearer YOUR_KEY")
     text = await page.locator("main").inner_text()
@@ -74,7 +78,7 @@ async def test_a_stranger_without_a_key_sees_the_address_and_no_model(
         await expect(page.locator("#live")).to_have_text("Key needed")
 
 
-async def test_the_api_reference_reads_no_key_that_another_page_stored(
+async def test_the_api_reference_is_accessible_and_reads_no_key_that_another_page_stored(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
@@ -87,5 +91,22 @@ async def test_the_api_reference_reads_no_key_that_another_page_stored(
     for storage in ("sessionStorage", "localStorage"):
         assert await page.evaluate(read, storage) == "SecurityError"
     assert await page.evaluate("origin") == "null"
+    assert await accessibility_problems(page) == []
     await page.get_by_role("link", name="Policy").click()
     await expect(page.locator("#active-version")).to_contain_text("is active")
+
+
+async def test_s22_a_blind_post_from_a_page_of_another_site_reaches_no_worker(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    browser: BrowserContext,
+) -> None:
+    page = await browser.new_page()
+    # Any page of another origin will do.
+    await page.goto(second_worker.url.replace("127.0.0.1", "localhost"))
+    url = f"{gateway_with_worker.url}/v1/chat/completions"
+    assert await page.evaluate(POST, [url, BODY]) == "opaque"
+    await page.close()
+    assert gateway_with_worker.status()["outcomes"] == {"refused": 1}
+    assert not worker.requests

@@ -60,20 +60,20 @@ def piece(text: str, source: str, **delta: str) -> bytes:
 
 
 async def open_try(tab: BrowserTab, gateway: RunningGateway) -> None:
-    await tab.open_start(gateway.url)
-    await tab.page.get_by_role("link", name="Try it").click()
+    """Open the page, and wait until it listens."""
+    await tab.open(gateway.url, "/try")
+    await expect(tab.page.get_by_label("Model")).to_have_value("demo")
 
 
 async def test_reasoning_folds_away_when_the_answer_begins(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     """It is shown as it comes; drafted tokens of the answer are marked where they are."""
     page = tab.page
     thoughts = [piece(one, "draft", reasoning_content=one) for one in ("Hm", "m. ")]
     texts = [piece("Yes", "model", content="Yes"), piece(" sir", "draft", content=" sir")]
-    worker.script = Script(events=(*thoughts, *texts, chunk({}, "stop"), DONE), hang_after=2)
-    await open_try(tab, gateway_with_worker)
-    await expect(page.get_by_label("Model")).to_have_value("demo")  # the page listens
+    module_worker.script = Script(events=(*thoughts, *texts, chunk({}, "stop"), DONE), hang_after=2)
+    await open_try(tab, shared_gateway)
     await page.get_by_label("Reasoning effort").select_option("high")
     await page.get_by_label("Question").fill("Hello")
     await page.keyboard.press("Enter")
@@ -82,21 +82,20 @@ async def test_reasoning_folds_away_when_the_answer_begins(
     thinking = answer.locator("details")
     await expect(thinking.locator("p")).to_have_text("Hmm. ")
     await expect(thinking).to_have_attribute("open", "")
-    worker.resume.set()
+    module_worker.resume.set()
     await expect(answer.locator(".content")).to_have_text("Yes sir")
     await expect(answer.locator(".content .drafted")).to_have_text(" sir")
     await expect(thinking).not_to_have_attribute("open", "")
     await thinking.locator("summary").click()
     await expect(thinking.locator("p")).to_be_visible()
-    assert worker.requests[-1].body["reasoning_effort"] == "high"
+    assert module_worker.requests[-1].body["reasoning_effort"] == "high"
 
 
 async def test_a_conversation_streams_stops_fails_and_is_asked_again(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await open_try(tab, gateway_with_worker)
-    await expect(page.get_by_label("Model")).to_have_value("demo")  # the page listens
+    await open_try(tab, shared_gateway)
     await page.get_by_label("System prompt").fill("Be kind.")
     await page.get_by_label("Longest answer").fill("50")
     await page.get_by_label("Question").fill("Hello")
@@ -107,7 +106,7 @@ async def test_a_conversation_streams_stops_fails_and_is_asked_again(
     for part in ('"temperature":0,"max_tokens":50', "Be kind.", "Hello"):
         await expect(code).to_contain_text(part)
 
-    worker.script = Script(hang_after=1)
+    module_worker.script = Script(hang_after=1)
     await page.get_by_label("Question").fill("Again")
     await tab.button("Send").click()
     await expect(tab.button("Stop")).to_be_visible()
@@ -115,11 +114,11 @@ async def test_a_conversation_streams_stops_fails_and_is_asked_again(
     await expect(answers.nth(1)).to_contain_text("topped")
     await expect(tab.button("Send")).to_be_visible()
 
-    worker.script = Script(status=500)
+    module_worker.script = Script(status=500)
     await page.get_by_label("Question").fill("Fail")
     await page.keyboard.press("Enter")
     await expect(answers.nth(2).get_by_role("alert")).to_be_visible()
-    worker.script = Script()
+    module_worker.script = Script()
     await tab.button("Try again").click()
     await expect(answers.nth(2).locator(".facts")).to_contain_text("It ran on fake-a")
     await tab.button("New chat").click()
@@ -131,7 +130,7 @@ async def test_a_key_is_asked_for_and_pictures_are_bounded(
 ) -> None:
     page = tab.page
     secret = gateway_with_worker.create_key()["secret"]
-    await open_try(tab, gateway_with_worker)
+    await tab.open(gateway_with_worker.url, "/try")
     await page.get_by_label("Your key").fill(secret)
     await page.keyboard.press("Enter")
     await expect(page.get_by_label("Model")).to_have_value("demo")
@@ -155,11 +154,10 @@ async def test_a_key_is_asked_for_and_pictures_are_bounded(
 
 
 async def test_markdown_becomes_elements_and_hostile_text_stays_text(
-    gateway_with_worker: RunningGateway, tab: BrowserTab
+    shared_gateway: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
-    await open_try(tab, gateway_with_worker)
-    await expect(page.get_by_label("Model")).to_have_value("demo")
+    await open_try(tab, shared_gateway)
     whole, grown = await page.evaluate(RENDER, HOSTILE)
     assert whole == grown, "an answer looks the same, however it arrived"
     assert "<h3>Title &lt;img src=x onerror=alert(1)&gt;</h3>" in whole

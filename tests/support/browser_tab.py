@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import urlsplit
 
 from playwright.async_api import (
@@ -26,11 +25,20 @@ _OFTEN = """{
 _REFUSED = "Failed to load resource: the server responded with a status of "
 
 
+async def open_context(browser: Browser) -> BrowserContext:
+    """Return a context for tabs without motion: a colour that still changes has no contrast."""
+    context = await browser.new_context(
+        viewport={"width": 1280, "height": 800}, reduced_motion="reduce"
+    )
+    context.set_default_timeout(60_000)
+    await context.add_init_script(_OFTEN)
+    return context
+
+
 class BrowserTab:
     """A browser tab with its requests and errors, and shortcuts for actions of a user."""
 
-    def __init__(self, context: BrowserContext, page: Page) -> None:
-        self.context = context
+    def __init__(self, page: Page) -> None:
         self.page = page
         self.errors: list[str] = []
         self.requested_urls: list[str] = []
@@ -41,35 +49,14 @@ class BrowserTab:
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("dialog", self._accept_dialog)
 
-    @classmethod
-    async def open(cls, browser: Browser, **context: Any) -> BrowserTab:
-        # Without motion: a colour that still changes has the contrast of neither scheme.
-        browser_context = await browser.new_context(
-            viewport={"width": 1280, "height": 800}, reduced_motion="reduce", **context
-        )
-        browser_context.set_default_timeout(60_000)
-        await browser_context.add_init_script(_OFTEN)
-        return cls(browser_context, await browser_context.new_page())
-
     async def open_admin(self, gateway: RunningGateway, section: str = "") -> None:
         """Open the page for admins by the link that a gateway prints on a terminal."""
-        await self._go(gateway.url, f"/admin#admin-key={gateway.admin_key}")
+        await self.open(gateway.url, f"/admin#admin-key={gateway.admin_key}")
         if section:
-            await self._go(gateway.url, f"/admin{section}")
+            await self.open(gateway.url, f"/admin{section}")
 
-    async def open_sign_in(self, gateway: RunningGateway) -> None:
-        """Open the page for admins without a key."""
-        await self._go(gateway.url, "/admin")
-
-    async def open_start(self, url: str) -> None:
-        """Open the start page of a gateway."""
-        await self._go(url, "/")
-
-    async def open_dashboard(self, url: str) -> None:
-        """Open the dashboard of a gateway."""
-        await self._go(url, "/dashboard")
-
-    async def _go(self, url: str, path: str) -> None:
+    async def open(self, url: str, path: str) -> None:
+        """Open a page of a gateway."""
         parts = urlsplit(url)
         self._origin = f"{parts.scheme}://{parts.netloc}"
         await self.page.goto(url + path)

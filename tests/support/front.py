@@ -52,6 +52,9 @@ class NginxClient:
     def chat(self, **fields: Any) -> httpx.Response:
         return self.client.post(PATH, json=chat_body(**fields))
 
+    def stream(self, **fields: Any) -> contextlib.AbstractContextManager[httpx.Response]:
+        return self.client.stream("POST", PATH, json=chat_body(stream=True, **fields))
+
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         """Let the worker join the name of the gateways; wait until each of them is ready."""

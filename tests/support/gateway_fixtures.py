@@ -153,11 +153,33 @@ def shared(shared_gateway: RunningGateway, module_worker: ScriptedWorker) -> Ser
     return Served(shared_gateway, module_worker)
 
 
+@pytest.fixture(name="gateway_with_worker")
+def gateway_with_heartbeats(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> Iterator[RunningGateway]:
+    """Yield a gateway with a worker that sends heartbeats, for folders whose tests take longer."""
+    with send_heartbeats(gateway, worker):
+        yield gateway
+
+
 @pytest.fixture(scope="module")
 def module_worker() -> Iterator[ScriptedWorker]:
     """Run a worker for all tests of a file that change nothing at it."""
     with running_worker() as scripted:
         yield scripted
+
+
+@contextlib.contextmanager
+def gateway_of_module(
+    folder: Path, *workers: ScriptedWorker, **settings: object
+) -> Iterator[RunningGateway]:
+    """Run a gateway with workers, before the environment of a test is clean."""
+    with contextlib.ExitStack() as stack:
+        remove_settings(stack.enter_context(pytest.MonkeyPatch.context()))
+        running = stack.enter_context(RunningGateway(make_settings(folder, **settings)))
+        for one in workers:
+            stack.enter_context(send_heartbeats(running, one))
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +188,7 @@ def module_gateway(
 ) -> Iterator[RunningGateway]:
     """Run a gateway with `module_worker` for all tests of a file that change nothing at it."""
     folder = tmp_path_factory.mktemp("module-gateway")
-    with contextlib.ExitStack() as stack:
-        # Before the environment of a test is clean.
-        clean = stack.enter_context(pytest.MonkeyPatch.context())
-        remove_settings(clean)
-        running = stack.enter_context(RunningGateway(make_settings(folder)))
-        stack.enter_context(send_heartbeats(running, module_worker))
+    with gateway_of_module(folder, module_worker) as running:
         yield running
 
 
@@ -205,8 +222,7 @@ def gateway_with_traffic(gateway: RunningGateway, worker: ScriptedWorker) -> Run
 def cause_traffic(gateway: RunningGateway, worker: ScriptedWorker) -> None:
     """Cause what every metric counts."""
     lane = lane_report("text-mtp", slots=1, speculation=speculation(steps=4, one=1, two=1))
-    worker.status_report = worker.report(lanes=[lane.model_dump()])
-    gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
+    gateway.join_with(worker, lane)
     worker.script.hang = True
     with ThreadPoolExecutor(2) as pool:
         responses = [pool.submit(gateway.chat, temperature=0, stream=True) for _ in range(2)]

@@ -86,21 +86,6 @@ def gateway_with_policy(
         yield gateway
 
 
-ROUTES = (
-    ("GET", ""),
-    ("PUT", ""),
-    ("PATCH", ""),
-    ("POST", "/validate"),
-    ("POST", "/diff"),
-    ("GET", "/schema"),
-    ("GET", "/examples"),
-    ("GET", "/history"),
-    ("GET", "/history/1"),
-    ("POST", "/rollback"),
-)
-"""Routes below `/admin/v1/policy`."""
-
-
 class PolicyAdmin:
     """An admin of a running gateway, which edits its policy over HTTP."""
 

@@ -25,6 +25,7 @@ from tests.support.fake_clock import MovedClock
 from tests.support.http_server import Request, ServerConnection, serve_connections
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from workers.lifecycle import Shutdown
+from workers.protocol import LaneReport
 
 ADMIN_KEY = "the-admin-key-of-all-gateways"
 """The key of gateways that share a Redis; others store one in their state folder."""
@@ -148,14 +149,22 @@ class RunningGateway:
         headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
         return self.client.delete(path, headers=headers, params=query)
 
-    def chat(self, **fields: Any) -> httpx.Response:
-        """Request a chat answer."""
-        return self.client.post("/v1/chat/completions", json=chat_body(**fields))
+    def join_with(self, worker: ScriptedWorker, *lanes: LaneReport, **changes: Any) -> None:
+        """Let a worker join with these lanes, which it also reports whenever it is asked."""
+        report = {"lanes": [lane.model_dump() for lane in lanes], **changes}
+        worker.status_report = worker.report(**report)
+        self.join(worker, **report)
 
-    def stream(self, **fields: Any) -> contextlib.AbstractContextManager[httpx.Response]:
+    def chat(self, *, headers: Any = None, **fields: Any) -> httpx.Response:
+        """Request a chat answer."""
+        return self.client.post("/v1/chat/completions", json=chat_body(**fields), headers=headers)
+
+    def stream(
+        self, *, headers: Any = None, **fields: Any
+    ) -> contextlib.AbstractContextManager[httpx.Response]:
         """Request a streamed chat answer."""
         body = chat_body(stream=True, **fields)
-        return self.client.stream("POST", "/v1/chat/completions", json=body)
+        return self.client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
 
     def create_key(self, **terms: Any) -> dict[str, Any]:
         """Create a key as an admin; the result contains `secret`."""
@@ -167,9 +176,24 @@ class RunningGateway:
         created: dict[str, Any] = response.json()
         return created
 
+    def revoke_key(self, key: Mapping[str, Any]) -> dict[str, Any]:
+        """Revoke a key as an admin, and return it."""
+        revoked: dict[str, Any] = self.admin.delete(f"/admin/v1/keys/{key['id']}").json()
+        return revoked
+
     def use_key(self, secret: str) -> None:
         """Send this key with every further request."""
         self.client.headers["authorization"] = f"Bearer {secret}"
+
+    def use_new_key(self, **terms: Any) -> dict[str, Any]:
+        """Create a key, and send it with every further request."""
+        created = self.create_key(**terms)
+        self.use_key(created["secret"])
+        return created
+
+    def requests_in_flight(self) -> int:
+        count: int = self.status()["gateway"]["requests_in_flight"]
+        return count
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.client.get("/v1/status").json()
@@ -190,6 +214,17 @@ class RunningGateway:
             if not self._listening.done():
                 self._listening.set_exception(error)
             raise
+
+
+@contextlib.contextmanager
+def begun(
+    streaming: contextlib.AbstractContextManager[httpx.Response],
+) -> Iterator[Callable[[], bytes]]:
+    """Yield, once a stream has begun, a function that reads it to its end and returns it all."""
+    with streaming as response:
+        pieces = response.iter_raw()
+        first = next(pieces)
+        yield lambda: first + b"".join(pieces)
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:

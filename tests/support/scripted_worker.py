@@ -285,6 +285,10 @@ def lane_report(name: str, **changes: Any) -> LaneReport:
     return LaneReport.model_validate({**lane.model_dump(), **changes})
 
 
+def both_lanes(*, slots: int) -> tuple[LaneReport, LaneReport]:
+    return lane_report("text-mtp", slots=slots), lane_report("vlm", slots=slots)
+
+
 def speculation(*, steps: int, one: int, two: int) -> Speculation:
     """Return the counts of steps at k = 2; `one` accepted one token and `two` both."""
     return Speculation(

@@ -1,4 +1,4 @@
-"""The start page for browsers and for other clients, and the navigation of each port."""
+"""The pages: the printed address, the navigation of each port, security headers and inline code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import httpx
-from pydantic import SecretStr
+import pytest
 
+from policies.request.profile import Bypass
+from tests.support.page_files import FOLDERS, PAGES, page_files, page_path
 from tests.support.running_gateway import RunningGateway, make_settings
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -29,32 +31,75 @@ def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_othe
     page = gateway.client.get("/", headers=BROWSER)
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     told = gateway.client.get("/")
+    pages = ["/", "/dashboard", "/try", "/docs", "/admin"]
     assert told.json() == {
         "name": "Paceline",
         "version": version("paceline"),
         "base_path": "/v1",
         "key_required": False,
         "openapi": "/openapi.json",
-        "pages": ["/", "/dashboard", "/try", "/docs", "/admin"],
+        "pages": pages,
     }
     assert page.headers["vary"] == told.headers["vary"] == "accept"
-    for path in told.json()["pages"]:
-        assert gateway.client.get(path, headers=BROWSER).status_code == 200, path
+    for path in pages:
+        page = gateway.client.get(path, headers=BROWSER)
+        assert links_of(page) == [*MAIN_LINKS, *ADMIN_LINKS, DOCS_LINK]
+        assert f'<span class="version">{version("paceline")}</span>' in page.text
     icon = gateway.client.get("/favicon.ico")
     assert icon.headers["content-type"] == "image/vnd.microsoft.icon"
     gateway.create_key()
-    assert httpx.get(f"{gateway.url}/", timeout=60).json()["key_required"] is True
+    assert gateway.client.get("/").json()["key_required"] is True
 
 
-def test_every_page_links_to_all_pages_of_its_port(gateway: RunningGateway, tmp_path: Path) -> None:
-    everywhere = [*MAIN_LINKS, *ADMIN_LINKS, DOCS_LINK]
-    for path in gateway.client.get("/").json()["pages"]:
-        page = gateway.client.get(path, headers=BROWSER)
-        assert links_of(page) == everywhere
-        assert f'<span class="version">{version("paceline")}</span>' in page.text
-    settings = make_settings(tmp_path / "split", admin_port=0, admin_key=SecretStr("admin-key"))
-    with RunningGateway(settings) as split:
+def test_the_pages_of_an_admin_port_and_those_of_clients_do_not_link_to_each_other(
+    tmp_path: Path,
+) -> None:
+    with RunningGateway(make_settings(tmp_path, admin_port=0)) as split:
         for path in split.client.get("/").json()["pages"]:
             assert links_of(split.client.get(path, headers=BROWSER)) == [*MAIN_LINKS, DOCS_LINK]
         for path in ("/admin", "/docs"):
             assert links_of(split.admin.get(path)) == ["/admin", *ADMIN_LINKS, DOCS_LINK]
+
+
+@pytest.mark.parametrize("page", FOLDERS)
+def test_every_file_of_a_page_has_security_headers_and_an_etag(
+    module_gateway: RunningGateway, page: str
+) -> None:
+    # The script of the API reference is another party's: a sandbox keeps it from keys and network.
+    own = "sandbox allow-scripts" if page == "docs" else "connect-src 'self'"
+    paths = [page_path(page), *(f"/{page}/page/{file.name}" for file in page_files(page))]
+    paths.remove(f"/{page}/page/index.html")
+    assert len(paths) > 5
+    for path in paths:
+        response = module_gateway.client.get(path, headers=BROWSER)
+        assert response.status_code == 200
+        directives = response.headers["content-security-policy"].split("; ")
+        assert {
+            *("default-src 'none'", "script-src 'self'", "style-src 'self'", own),
+            *("frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"),
+        } <= {*directives}
+        assert sum(one.startswith("connect-src") for one in directives) == (page != "docs")
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        if path != "/docs":  # it contains the description of the routes
+            known = {**BROWSER, "if-none-match": response.headers["etag"]}
+            cached = module_gateway.client.get(path, headers=known)
+            assert (cached.status_code, cached.content) == (304, b"")
+
+
+def test_pages_contain_no_other_origin_and_no_inline_code() -> None:
+    for file in {file for page in FOLDERS for file in page_files(page)}:
+        if file.parent.name == "uplot":
+            continue  # a third-party library, which the tests in the browser cover
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search("://|innerHTML", text), file
+        if file.suffix == ".html":
+            assert not re.search("style=|<style", text), file
+            own = r'<script ((type="module" )?src="/|id="openapi" type="application/json")'
+            assert text.count("<script") == len(re.findall(own, text)), file
+
+
+def test_each_bypass_reason_has_a_description() -> None:
+    text = (PAGES / "shared" / "bypass_reasons.js").read_text()
+    for reason in Bypass:
+        assert text.count(f'\n  {reason.value}: "') == 2, f"a name and a sentence: {reason}"

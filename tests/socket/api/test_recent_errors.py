@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from gateway.http.downstream import RESEND
 from tests.support.gateway_fixtures import MakeClusterGateway
-from tests.support.running_gateway import RunningGateway, bearer_headers, chat_body, wait_until
+from tests.support.running_gateway import RunningGateway, bearer_headers, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 SENTENCE = "words of a person"
@@ -22,51 +20,43 @@ def last_errors(gateway: RunningGateway) -> list[dict[str, Any]]:
 def test_each_error_names_time_key_model_worker_code_reason_and_request(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    key = gateway_with_worker.create_key(name="Ann")
-    gateway_with_worker.use_key(key["secret"])
+    gateway = gateway_with_worker
+    key = gateway.use_new_key(name="Ann")
     worker.script = Script(status=500)
-    failed = gateway_with_worker.chat(temperature=0)
-    invalid = gateway_with_worker.chat(temperature=9)
-    unknown = gateway_with_worker.chat(model="gpt-7")
-    gateway_with_worker.use_key("wrong")
-    refused = gateway_with_worker.chat()
-    rows = last_errors(gateway_with_worker)
-    assert [row["request_id"] for row in rows] == [
-        response.headers["x-request-id"] for response in (refused, unknown, invalid, failed)
-    ]
-    named = ("key", "key_name", "model", "worker", "status", "code", "reason")
+    failed = gateway.chat(temperature=0)
+    invalid, unknown = gateway.chat(temperature=9), gateway.chat(model="gpt-7")
+    gateway.use_key("wrong")
+    refused = gateway.chat()
+    rows = last_errors(gateway)
+    ann = (key["id"], "Ann")
+    named = ("key", "key_name", "model", "worker", "status", "code", "reason", "request_id")
     assert [tuple(row[name] for name in named) for row in rows] == [
-        ("", "", "", "", 401, "invalid_api_key", refused.json()["error"]["message"]),
-        *(
-            (key["id"], "Ann", "", "", status, code, response.json()["error"]["message"])
-            for status, code, response in (
-                (404, "model_not_found", unknown),
-                (400, "invalid_value", invalid),
-            )
-        ),
-        (
-            *(key["id"], "Ann", "demo", "fake-a", 502, "worker_failed"),
-            "The worker failed to process this request.",
-        ),
+        (*fields, response.json()["error"]["message"], response.headers["x-request-id"])
+        for fields, response in (
+            (("", "", "", "", 401, "invalid_api_key"), refused),
+            ((*ann, "", "", 404, "model_not_found"), unknown),
+            ((*ann, "", "", 400, "invalid_value"), invalid),
+            ((*ann, "demo", "fake-a", 502, "worker_failed"), failed),
+        )
     ]
+    assert rows[-1]["reason"] == "The worker failed to process this request."
     assert all(row["time"].endswith("+00:00") for row in rows)
 
 
-def test_a_client_sees_the_errors_of_its_own_key_alone(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    gateway_with_worker.chat(temperature=8)
-    before = gateway_with_worker.client.get("/v1/errors").json()["errors"]
+def test_a_client_sees_the_errors_of_its_own_key_alone(gateway_with_worker: RunningGateway) -> None:
+    gateway = gateway_with_worker
+    gateway.chat(temperature=8)
+    before = gateway.client.get("/v1/errors").json()["errors"]
     assert [row["code"] for row in before] == ["invalid_value"], "no key is needed yet"
-    ann, bob = (gateway_with_worker.create_key(name=name) for name in ("Ann", "Bob"))
-    limited = gateway_with_worker.create_key(name="Eve", models=["demo"])
+    ann, bob = (gateway.create_key(name=name) for name in ("Ann", "Bob"))
+    limited = gateway.create_key(name="Eve", models=["demo"])
     for key, temperature in ((ann, 7), (bob, 9), (limited, 9)):
-        gateway_with_worker.use_key(key["secret"])
-        assert gateway_with_worker.chat(temperature=temperature).status_code == 400
+        response = gateway.chat(temperature=temperature, headers=bearer_headers(key))
+        assert response.status_code == 400
     for key in (ann, bob, limited):
-        own = gateway_with_worker.client.get("/v1/errors", headers=bearer_headers(key)).json()
+        own = gateway.client.get("/v1/errors", headers=bearer_headers(key)).json()
         assert [row["key_name"] for row in own["errors"]] == [key["name"]]
-    assert len(last_errors(gateway_with_worker)) == 4
+    assert len(last_errors(gateway)) == 4
 
 
 def test_answers_and_requests_that_a_proxy_sends_elsewhere_are_no_errors(
@@ -74,16 +64,12 @@ def test_answers_and_requests_that_a_proxy_sends_elsewhere_are_no_errors(
 ) -> None:
     assert gateway_with_worker.chat().status_code == 200
     gateway_with_worker.remove_worker(worker)
-    resend = {RESEND.decode(): "1"}
-    for headers in (resend, {}):
-        response = gateway_with_worker.client.post(
-            "/v1/chat/completions", json=chat_body(), headers=headers
-        )
-        assert response.status_code == 503
+    for headers in ({RESEND.decode(): "1"}, {}):
+        assert gateway_with_worker.chat(headers=headers).status_code == 503
     assert [row["code"] for row in last_errors(gateway_with_worker)] == ["no_worker"]
 
 
-def test_a_stream_that_breaks_is_an_error_with_its_worker(
+def test_an_error_within_a_stream_has_its_worker_and_a_rejection_by_it_no_message(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(cut_after=1)
@@ -93,38 +79,28 @@ def test_a_stream_that_breaks_is_an_error_with_its_worker(
     wait_until(lambda: bool(last_errors(gateway_with_worker)))
     (row,) = last_errors(gateway_with_worker)
     assert (row["status"], row["code"], row["worker"]) == (502, "worker_lost", "fake-a")
-
-
-@pytest.mark.parametrize("fields", [{"model": SENTENCE}, {SENTENCE: 1}])
-def test_names_that_may_be_text_of_a_prompt_are_left_out(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, fields: dict[str, Any]
-) -> None:
-    assert gateway_with_worker.chat(**fields).status_code in {400, 404}
-    gateway_with_worker.remove_worker(worker)
-    gateway_with_worker.chat(**fields)
-    rows = last_errors(gateway_with_worker)
-    assert len(rows) == 2
-    assert SENTENCE not in str(rows)
-
-
-def test_before_any_worker_has_joined_the_model_of_a_request_may_be_any_text(
-    gateway: RunningGateway,
-) -> None:
-    assert gateway.chat(model=SENTENCE).status_code == 503
-    assert gateway.chat(model="demo-7b").status_code == 503
-    rows = last_errors(gateway)
-    assert [row["model"] for row in rows] == ["demo-7b", ""]
-    assert SENTENCE not in str(rows)
-
-
-def test_a_rejection_by_a_worker_has_its_code_and_not_its_message(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
     body = b'{"error": {"message": "words of a person", "code": "context_length_exceeded"}}'
     worker.script = Script(status=400, body=body)
     assert gateway_with_worker.chat(temperature=0).status_code == 400
-    (row,) = last_errors(gateway_with_worker)
-    assert row["reason"] == "The worker rejects the request (context_length_exceeded)."
+    reason = last_errors(gateway_with_worker)[0]["reason"]
+    assert reason == "The worker rejects the request (context_length_exceeded)."
+
+
+def test_names_that_may_be_text_of_a_prompt_are_left_out(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    """Before any worker has joined, the model of a request may be any text."""
+    assert gateway.chat(model=SENTENCE).status_code == 503
+    assert gateway.chat(model="demo-7b").status_code == 503
+    assert [row["model"] for row in last_errors(gateway)] == ["demo-7b", ""]
+    gateway.join(worker)
+    names: tuple[dict[str, Any], ...] = ({"model": SENTENCE}, {SENTENCE: 1})
+    assert {gateway.chat(**fields).status_code for fields in names} == {400, 404}
+    gateway.remove_worker(worker)
+    assert all(gateway.chat(**fields).is_error for fields in names)
+    rows = last_errors(gateway)
+    assert len(rows) == 6
+    assert SENTENCE not in str(rows)
 
 
 def test_gateways_of_one_redis_list_the_errors_of_all(

@@ -23,7 +23,7 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import DONE, ScriptedWorker
 
 PATH = "/v1/chat/completions"
 PLAIN = "location / { proxy_pass http://127.0.0.1:8000; }"
@@ -61,6 +61,19 @@ def proxied(
         yield client
 
 
+def check_keys(client: httpx.Client, gateway: RunningGateway) -> None:
+    """Check that chats need a key once there is one, with streams, and admin routes their own."""
+    assert status_and_code(client.get("/admin/v1/keys")) == (401, "invalid_api_key")
+    admin = {"authorization": f"Bearer {gateway.admin_key}"}
+    assert client.get("/admin/v1/keys", headers=admin).json() == {"keys": [], "required": False}
+    assert client.post(PATH, json=chat_body()).status_code == 200
+    key = bearer_headers(gateway.create_key())
+    assert status_and_code(client.post(PATH, json=chat_body())) == (401, "invalid_api_key")
+    assert client.post(PATH, json=chat_body(), headers=key).status_code == 200
+    stream = client.post(PATH, json=chat_body(stream=True), headers=key)
+    assert stream.content.endswith(DONE)
+
+
 def test_c3_behind_a_proxy_admin_routes_need_their_key_and_chats_once_there_is_one(
     proxied: httpx.Client, gateway_with_worker: RunningGateway
 ) -> None:
@@ -68,16 +81,7 @@ def test_c3_behind_a_proxy_admin_routes_need_their_key_and_chats_once_there_is_o
     for method, path, _ in ADMIN_PLANE:
         response = proxied.request(method, path, json=None if method == "GET" else {})
         assert status_and_code(response) == (401, "invalid_api_key"), path
-    assert gateway_with_worker.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
-    admin = {"authorization": f"Bearer {gateway_with_worker.admin_key}"}
-    assert proxied.get("/admin/v1/keys", headers=admin).status_code == 200
-
-    assert proxied.post(PATH, json=chat_body()).status_code == 200
-    key = bearer_headers(gateway_with_worker.create_key())
-    assert status_and_code(proxied.post(PATH, json=chat_body())) == (401, "invalid_api_key")
-    assert proxied.post(PATH, json=chat_body(), headers=key).status_code == 200
-    stream = proxied.post(PATH, json=chat_body(stream=True), headers=key)
-    assert stream.text.endswith("data: [DONE]\n\n")
+    check_keys(proxied, gateway_with_worker)
 
 
 def test_c3_caddy_passes_the_name_on_which_the_gateway_must_know(
@@ -101,12 +105,6 @@ def test_c3_caddy_passes_the_name_on_which_the_gateway_must_know(
                 wait_until(lambda: answers(port))
                 url, host = f"http://127.0.0.1:{port}", {"host": f"llm.example.com:{port}"}
                 with httpx.Client(base_url=url, headers=host, timeout=30) as client:
-                    refused = client.get("/admin/v1/keys")
-                    assert status_and_code(refused) == (401, "invalid_api_key")
-                    assert client.post(PATH, json=chat_body()).status_code == 200
-                    key = bearer_headers(gateway.create_key())
-                    assert client.post(PATH, json=chat_body()).status_code == 401
-                    stream = client.post(PATH, json=chat_body(stream=True), headers=key)
-                    assert stream.text.endswith("data: [DONE]\n\n")
+                    check_keys(client, gateway)
             finally:
                 caddy.terminate()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,11 +17,12 @@ from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyTerms, new_key
 from gateway.errors import KeyRefused
 from policies.request.profile import Priority
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.rate_limit_model import ALL_LIMITS
 from tests.support.running_gateway import (
     RunningGateway,
+    bearer_headers,
     chat_body,
-    make_settings,
     status_and_code,
     wait_until,
 )
@@ -61,12 +64,9 @@ def test_arbitrary_bytes_authenticate_no_caller(offered: bytes) -> None:
                 ring.authenticate(authorization)
 
 
-def test_a_key_is_unlimited_without_any_limit() -> None:
+def test_a_key_is_unlimited_without_any_limit_and_its_repr_contains_no_digest() -> None:
     assert KeyTerms(name="a").unlimited
     assert not KeyTerms(name="a", **ALL_LIMITS.model_dump()).unlimited
-
-
-def test_the_repr_of_a_key_contains_no_digest() -> None:
     record, _ = new_key(KeyTerms(name="a"), datetime.fromtimestamp(0, UTC))
     assert record.digest not in repr(record)
 
@@ -77,118 +77,86 @@ def test_unknown_malformed_and_revoked_keys_get_identical_responses(
     """S13 (CVE-2025-59425, CVE-2026-23996): the gateway returns the same body and headers for
     every invalid key, along the same code path."""
     revoked = shared_gateway.create_key()
-    shared_gateway.admin.delete(f"/admin/v1/keys/{revoked['id']}")
-    offered = (
-        None,
-        "Bearer x",
-        f"Bearer {revoked['secret']}",
-        "Basic x",
-        "Bearer",
-        "Bearer \xe9\x80",
-    )
+    shared_gateway.revoke_key(revoked)
+    known = bearer_headers(revoked)["authorization"].encode()
     responses = set()
-    for authorization in offered:
-        headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
+    for offered in (b"", b"Bearer x", known, b"Basic x", b"Bearer", b"Bearer \xe9\x80"):
         response = shared_gateway.client.post(
-            "/v1/chat/completions", json=chat_body(), headers=headers
+            "/v1/chat/completions",
+            json=chat_body(),
+            headers=[(b"authorization", offered)] if offered else [],
         )
         responses.add((response.status_code, response.text, response.headers["www-authenticate"]))
-    assert len(responses) == 1
-    assert next(iter(responses))[0] == 401
+    ((status, _, _),) = responses
+    assert status == 401
 
 
 def test_the_static_key_has_no_limits_beside_limited_keys(
-    tmp_path: Path, worker: ScriptedWorker
+    make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
-    settings = make_settings(tmp_path, api_key=SecretStr("static-secret"))
-    with RunningGateway(settings) as gateway:
-        gateway.send_heartbeat(worker)
-        limited = gateway.create_key(requests_a_minute=1)
-        gateway.use_key("static-secret")
-        for _ in range(3):
-            assert gateway.chat().status_code == 200
-        gateway.use_key(limited["secret"])
-        assert [gateway.chat().status_code for _ in range(2)] == [200, 429]
-        usage = gateway.admin.get("/admin/v1/usage").json()["keys"]
-        assert {key: row["requests"] for key, row in usage.items()} == {
-            "static": 3,
-            limited["id"]: 1,
-        }
-
-
-@pytest.fixture
-def two_model_gateway(
-    gateway_with_worker: RunningGateway, second_worker: ScriptedWorker
-) -> RunningGateway:
-    """Return a gateway with the models `demo` and `other`."""
-    second_worker.model = "other"
-    gateway_with_worker.join(second_worker)
-    return gateway_with_worker
+    gateway = make_gateway(worker, api_key=SecretStr("static-secret"))
+    gateway.use_key("static-secret")
+    assert [gateway.chat().status_code for _ in range(3)] == [200] * 3
+    limited = gateway.use_new_key(requests_a_minute=1)
+    assert [gateway.chat().status_code for _ in range(2)] == [200, 429]
+    usage = gateway.admin.get("/admin/v1/usage").json()["keys"]
+    requests = {key: row["requests"] for key, row in usage.items()}
+    assert requests == {"static": 3, limited["id"]: 1}
 
 
 def test_a_model_outside_a_keys_scope_looks_like_an_unknown_model(
-    two_model_gateway: RunningGateway,
+    gateway_with_worker: RunningGateway, second_worker: ScriptedWorker
 ) -> None:
-    gateway = two_model_gateway
-    gateway.use_key(gateway.create_key(models=["demo"])["secret"])
+    gateway = gateway_with_worker
+    second_worker.model = "other"
+    gateway.join(second_worker)
+    gateway.use_new_key(models=["demo"])
     assert gateway.chat().status_code == 200
     assert gateway.chat(model="gpt-4o-mini").status_code == 200, "an alias of it"
     forbidden, unknown = gateway.chat(model="other"), gateway.chat(model="no-such-model")
-    assert status_and_code(forbidden) == status_and_code(unknown) == (404, "model_not_found")
+    explained = gateway.client.post("/v1/route/explain", json=chat_body(model="other"))
+    for response in (forbidden, unknown, explained, gateway.client.get("/v1/models/other")):
+        assert status_and_code(response) == (404, "model_not_found")
     assert forbidden.text.replace("other", "X") == unknown.text.replace("no-such-model", "X")
     listed = [entry["id"] for entry in gateway.client.get("/v1/models").json()["data"]]
     assert "demo" in listed
     assert "other" not in listed
-    assert status_and_code(gateway.client.get("/v1/models/other")) == (404, "model_not_found")
-    explained = gateway.client.post("/v1/route/explain", json=chat_body(model="other"))
-    assert status_and_code(explained) == (404, "model_not_found")
     assert status_and_code(gateway.client.get("/v1/status")) == (403, "permission_denied")
 
 
-def test_routing_skips_pools_outside_a_keys_scope(shared_gateway: RunningGateway) -> None:
-    shared_gateway.use_key(shared_gateway.create_key(pools=["vlm"])["secret"])
-    greedy = shared_gateway.chat(temperature=0)
-    assert greedy.headers["x-paceline-pool"] == "vlm"
-    explained = shared_gateway.client.post(
-        "/v1/route/explain", json=chat_body(temperature=0)
-    ).json()
-    assert {candidate["pool"] for candidate in explained["candidates"]} == {"vlm"}
-
-
-def test_a_key_without_any_pool_of_the_route_gets_403(
+def test_routing_skips_pools_outside_a_keys_scope_and_rejects_without_any(
     shared_gateway: RunningGateway, module_worker: ScriptedWorker
 ) -> None:
-    shared_gateway.use_key(
-        shared_gateway.create_key(pools=["text-mtp"], requests_a_minute=5)["secret"]
-    )
+    def explain(**fields: Any) -> httpx.Response:
+        return shared_gateway.client.post("/v1/route/explain", json=chat_body(**fields))
+
+    shared_gateway.use_new_key(pools=["vlm"])
+    assert shared_gateway.chat(temperature=0).headers["x-paceline-pool"] == "vlm"
+    assert {one["pool"] for one in explain(temperature=0).json()["candidates"]} == {"vlm"}
+    shared_gateway.use_new_key(pools=["text-mtp"], requests_a_minute=5)
     assert shared_gateway.chat(temperature=0).status_code == 200
     sampled = shared_gateway.chat(temperature=1)
     assert status_and_code(sampled) == (403, "pool_not_allowed")
     assert sampled.headers["x-ratelimit-remaining-requests"] == "4"
-    explained = shared_gateway.client.post("/v1/route/explain", json=chat_body(temperature=1))
-    assert status_and_code(explained) == (403, "pool_not_allowed")
-    assert len(module_worker.requests) == 1
+    assert status_and_code(explain(temperature=1)) == (403, "pool_not_allowed")
+    assert len(module_worker.requests) == 2
 
 
 def test_a_queued_request_never_spills_to_a_pool_outside_the_keys_scope(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """The key's pools also apply when the scheduler routes a queued request again."""
-    gateway_with_worker.use_key(gateway_with_worker.create_key(pools=["text-mtp"])["secret"])
+    gateway_with_worker.use_new_key(pools=["text-mtp"])
     worker.script = Script(hang_after=2)
-    with ThreadPoolExecutor(8) as pool:
-
-        def send_request(_: int) -> str:
-            with gateway_with_worker.stream(temperature=0) as response:
-                response.read()
-                return response.headers["x-paceline-pool"]
-
-        requests = [pool.submit(send_request, index) for index in range(6)]
+    waiting = 'paceline_pool_waiting{pool="text-mtp"} 2.0'
+    with ThreadPoolExecutor(6) as pool:
+        chat = functools.partial(gateway_with_worker.chat, temperature=0, stream=True)
+        requests = [pool.submit(chat) for _ in range(6)]
         wait_until(lambda: worker.in_flight == 4)
-        waiting = 'paceline_pool_waiting{pool="text-mtp"} 2.0'
         wait_until(lambda: waiting in gateway_with_worker.client.get("/metrics").text)
         worker.resume.set()
-        assert {request.result(30) for request in requests} == {"text-mtp"}
+        used = {request.result(30).headers["x-paceline-pool"] for request in requests}
+    assert used == {"text-mtp"}
 
 
 @pytest.mark.parametrize(
@@ -204,10 +172,10 @@ def test_a_queued_request_never_spills_to_a_pool_outside_the_keys_scope(
 def test_a_priority_above_the_maximum_of_the_key_returns_400(
     shared_gateway: RunningGateway, highest: Priority, requested: Priority, status: int
 ) -> None:
-    shared_gateway.use_key(shared_gateway.create_key(priority=highest)["secret"])
-    headers = {"x-paceline-priority": requested}
-    response = shared_gateway.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+    shared_gateway.use_new_key(priority=highest)
+    response = shared_gateway.chat(headers={"x-paceline-priority": requested})
     assert response.status_code == status
     if status == 400:
-        assert response.json()["error"]["param"] == "x-paceline-priority"
-        assert requested not in response.json()["error"]["message"].partition(": ")[2].split(", ")
+        error = response.json()["error"]
+        assert error["param"] == "x-paceline-priority"
+        assert requested not in error["message"].partition(": ")[2].split(", ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,17 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import SecretStr
 
 from gateway.assembly import TIMING
 from gateway.auth.rate_limits import DAY_S
-from gateway.auth.usage import (
-    RETENTION_DAYS,
-    UsageRow,
-    compacted,
-    date_of,
-    rows_by_day,
-)
+from gateway.auth.usage import RETENTION_DAYS, UsageRow, compacted, date_of, rows_by_day
 from gateway.auth.usage_store import UsageStore
 from gateway.errors import RecordsUnwritable
 from gateway.types import Caller, Spent, Usage
@@ -32,6 +24,7 @@ from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
+    begun,
     make_settings,
     status_and_code,
     wait_until,
@@ -123,7 +116,7 @@ def test_an_interrupted_compaction_counts_no_request_twice(
     assert len(texts) <= len(days) + 2 * 2, "only the last two days have more than one record"
 
 
-def test_compaction_skips_today_and_yesterday() -> None:
+def test_compaction_skips_today_and_yesterday_and_sums_skip_unreadable_records() -> None:
     for days_ago in (0, 1):
         open_day = stored_records([("life-1", ANN, 4, days_ago), ("life-2", BOB, 5, days_ago)])
         assert compacted(open_day, TODAY) == ({}, ())
@@ -132,9 +125,13 @@ def test_compaction_skips_today_and_yesterday() -> None:
     assert len(merged) == 1
     assert set(obsolete) == set(past_day)
     assert totals(merged) == totals(past_day)
+    invalid = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
+    assert totals(past_day | invalid) == totals(past_day)
 
 
-async def test_a_stored_day_is_written_again_only_after_a_change() -> None:
+async def test_a_day_is_written_only_after_a_change_and_dropped_once_it_is_past_and_stored() -> (
+    None
+):
     records = SwitchableRecords()
     ledger = usage_store("life", records)
     ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
@@ -144,27 +141,18 @@ async def test_a_stored_day_is_written_again_only_after_a_change() -> None:
         assert name == f"{date_of(TODAY)}/life"
         assert json.loads(text)["rows"] == [["key-a", "lab", 1, 5, 2, 1, 0, 0]]
         assert records.writes == 1
-
-
-async def test_a_past_day_is_dropped_from_memory_once_it_is_stored() -> None:
-    records = SwitchableRecords()
+    records, past = SwitchableRecords(), {(TODAY - 9, "key-a"): (1, 7)}
     ledger = usage_store("life", records)
     ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), (TODAY - 9) * DAY_S)
     records.writable = False
     for _ in range(2):
         with pytest.raises(RecordsUnwritable):
             await ledger.flush()
-        assert totals(ledger.records()) == {(TODAY - 9, "key-a"): (1, 7)}
+        assert totals(ledger.records()) == past
     records.writable = True
     await ledger.flush()
     assert ledger.records() == {}
-    assert totals(records.texts["usage"]) == {(TODAY - 9, "key-a"): (1, 7)}
-
-
-def test_an_unreadable_record_is_skipped() -> None:
-    valid = stored_records([("life-1", ANN, 4, 0)])
-    invalid = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
-    assert totals(valid | invalid) == totals(valid)
+    assert totals(records.texts["usage"]) == past
 
 
 async def test_tokens_used_today_include_earlier_processes() -> None:
@@ -189,21 +177,18 @@ def row_of(usage: dict[str, Any], key: str) -> dict[str, Any]:
     return dict(match)
 
 
-def test_usage_is_reported_by_key_and_by_team(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+def test_usage_is_reported_by_key_and_by_team_as_json_and_csv(
+    gateway_with_worker: RunningGateway,
 ) -> None:
-    ann = gateway_with_worker.create_key(name="Ann", team="lab")
-    bob = gateway_with_worker.create_key(name="Bob", team="lab")
-    eve = gateway_with_worker.create_key(name="Eve")
-    for key, times in ((ann, 2), (bob, 1), (eve, 1)):
-        gateway_with_worker.use_key(key["secret"])
-        for _ in range(times):
-            assert gateway_with_worker.chat().status_code == 200
-    assert gateway_with_worker.chat(temperature=9).status_code == 400
-    usage = usage_of(gateway_with_worker)
-    assert row_of(usage, ann["id"]) == {
+    gateway = gateway_with_worker
+    for name, team, times in (("Eve", "", 1), ("Bob", "lab", 1), ("Ann", "lab", 2)):
+        key = gateway.use_new_key(name=name, team=team)
+        assert [gateway.chat().status_code for _ in range(times)] == [200] * times
+    assert gateway.chat(temperature=9).status_code == 400
+    usage = usage_of(gateway)
+    expected = {
         "day": str(datetime.now(UTC).date()),
-        "key": ann["id"],
+        "key": key["id"],
         "name": "Ann",
         "team": "lab",
         "requests": 2,
@@ -213,55 +198,40 @@ def test_usage_is_reported_by_key_and_by_team(
         "guessed_tokens": 0,
         "cached_unknown_requests": 0,
     }
+    assert row_of(usage, key["id"]) == expected
     assert usage["teams"]["lab"]["requests"] == 3
     assert usage["teams"][""]["completion_tokens"] == 3
-    assert usage["keys"][eve["id"]]["requests"] == 1
+    assert sorted(row["requests"] for row in usage["keys"].values()) == [1, 1, 2]
+    assert gateway.admin.get("/admin/v1/usage?format=json").json() == usage
+    for response in (
+        gateway.admin.get("/admin/v1/usage?format=csv"),
+        gateway.admin.get("/admin/v1/usage", headers={"accept": "text/csv"}),
+    ):
+        assert response.headers["content-type"] == "text/csv; charset=utf-8"
+        table = csv.DictReader(io.StringIO(response.text))
+        assert table.fieldnames == [*[*expected][:4], *UsageRow._fields[2:]]
+        (entry,) = (row for row in table if row["key"] == key["id"])
+        assert entry == {name: str(value) for name, value in expected.items()}
+    assert usage_of(gateway, "?from=2020-01-01&to=2020-12-31")["rows"] == []
+    assert usage_of(gateway, "?from=2020-01-01")["rows"] == usage["rows"]
 
 
-def test_guessed_tokens_count_against_a_budget() -> None:
-    row = UsageRow("a", "", 1, 10, 4, 2, 7)
-    assert row.tokens == 21
-
-
-def test_an_aborted_stream_is_reported_with_guessed_tokens(
+def test_an_aborted_stream_is_reported_with_guessed_tokens_which_count_against_a_budget(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    key = gateway_with_worker.create_key()
-    gateway_with_worker.use_key(key["secret"])
-    with gateway_with_worker.stream() as response:
-        response.read()
-    worker.script = Script(hang_after=2)
-    with gateway_with_worker.stream(max_tokens=50) as response:
-        next(response.iter_raw())
-    wait_until(lambda: row_of(usage_of(gateway_with_worker), key["id"])["requests"] == 2)
-    usage = row_of(usage_of(gateway_with_worker), key["id"])
-    assert (usage["prompt_tokens"], usage["guessed_tokens"]) == (7, 16 + 4 + 50)
-
-
-def test_requests_without_keys_have_a_row_without_a_key(
-    gateway_with_worker: RunningGateway,
-) -> None:
+    assert UsageRow("a", "", 1, 10, 4, 2, 7).tokens == 10 + 4 + 7
     assert gateway_with_worker.chat().status_code == 200
     (row,) = usage_of(gateway_with_worker)["rows"]
     assert (row["key"], row["name"], row["requests"], row["prompt_tokens"]) == ("", "", 1, 7)
-
-
-def test_usage_is_returned_as_csv_by_format_or_accept_header(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    key = gateway_with_worker.create_key(name="Ann", team="lab")
-    gateway_with_worker.use_key(key["secret"])
-    gateway_with_worker.chat()
-    for response in (
-        gateway_with_worker.admin.get("/admin/v1/usage?format=csv"),
-        gateway_with_worker.admin.get("/admin/v1/usage", headers={"accept": "text/csv"}),
-    ):
-        assert response.headers["content-type"] == "text/csv; charset=utf-8"
-        (entry,) = csv.DictReader(io.StringIO(response.text))
-        assert (entry["key"], entry["name"], entry["team"]) == (key["id"], "Ann", "lab")
-        assert tuple(entry)[4:] == UsageRow._fields[2:]
-        assert entry["prompt_tokens"] == "7"
-    assert gateway_with_worker.admin.get("/admin/v1/usage?format=json").json()["rows"]
+    key = gateway_with_worker.use_new_key()["id"]
+    with gateway_with_worker.stream() as response:
+        response.read()
+    worker.script = Script(hang_after=2)
+    with begun(gateway_with_worker.stream(max_tokens=50)):
+        pass
+    wait_until(lambda: row_of(usage_of(gateway_with_worker), key)["requests"] == 2)
+    usage = row_of(usage_of(gateway_with_worker), key)
+    assert (usage["prompt_tokens"], usage["guessed_tokens"]) == (7, 16 + 4 + 50)
 
 
 @pytest.mark.parametrize(
@@ -274,77 +244,49 @@ def test_usage_is_returned_as_csv_by_format_or_accept_header(
     ],
 )
 def test_an_invalid_query_parameter_is_named(
-    gateway: RunningGateway, query: str, param: str
+    module_gateway: RunningGateway, query: str, param: str
 ) -> None:
-    response = gateway.admin.get(f"/admin/v1/usage{query}")
+    response = module_gateway.admin.get(f"/admin/v1/usage{query}")
     assert status_and_code(response) == (400, "invalid_value")
     assert response.json()["error"]["param"] == param
 
 
-def test_usage_contains_only_the_requested_days(gateway_with_worker: RunningGateway) -> None:
-    gateway_with_worker.use_key(gateway_with_worker.create_key()["secret"])
-    gateway_with_worker.chat()
-    assert usage_of(gateway_with_worker, "?from=2020-01-01&to=2020-12-31")["rows"] == []
-    assert usage_of(gateway_with_worker, "?from=2020-01-01")["rows"]
+def test_usage_accumulates_over_restarts_and_stays_with_the_team_of_its_time(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    key: dict[str, Any] = {}
+    for times, team in ((1, "lab"), (2, "shop"), (3, "shop")):
+        with RunningGateway(make_settings(tmp_path)) as gateway:
+            gateway.join(worker)
+            key = key or gateway.create_key()
+            gateway.admin.patch(f"/admin/v1/keys/{key['id']}", json={"team": team})
+            assert gateway.chat(headers=bearer_headers(key)).status_code == 200
+            usage = usage_of(gateway)
+            assert usage["keys"][key["id"]]["requests"] == times
+    teams = {team: sums["requests"] for team, sums in usage["teams"].items()}
+    assert teams == {"lab": 1, "shop": 2}
 
 
-def test_usage_accumulates_over_restarts(tmp_path: Path, worker: ScriptedWorker) -> None:
-    with_key = make_settings(tmp_path, api_key=SecretStr("static-key"))
-    for times in (1, 2, 3):
-        with RunningGateway(with_key) as gateway:
-            gateway.send_heartbeat(worker)
-            gateway.use_key("static-key")
-            assert gateway.chat().status_code == 200
-            assert row_of(usage_of(gateway), "static")["requests"] == times
+def test_f54_requests_succeed_while_the_disk_fails_and_usage_is_saved_at_run_time(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    def saved() -> dict[str, Any]:
+        state = json.loads((tmp_path / "state.json").read_text())
+        usage: dict[str, Any] = state.get("usage", {})
+        return usage
 
-
-@pytest.fixture
-def saving_gateway(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
-    """Return a gateway that saves usage often."""
     timing = replace(TIMING, usage_flush_s=0.05)
     with RunningGateway(make_settings(tmp_path), timing) as gateway:
         gateway.join(worker)
-        yield gateway
-
-
-def test_usage_is_saved_at_run_time(saving_gateway: RunningGateway, tmp_path: Path) -> None:
-    key = saving_gateway.create_key()
-    saving_gateway.use_key(key["secret"])
-    saving_gateway.chat()
-    wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
-    stored = json.loads((tmp_path / "state.json").read_text())["usage"]
-    ((_, record),) = stored.items()
-    assert record["rows"] == [[key["id"], "", 1, 7, 3, 2, 0, 0]]
-
-
-def test_f54_requests_succeed_while_the_disk_fails_and_usage_is_saved_later(
-    saving_gateway: RunningGateway, tmp_path: Path
-) -> None:
-    key = saving_gateway.create_key()
-    saving_gateway.use_key(key["secret"])
-    lock = tmp_path / ".state.json.lock"
-    lock.unlink()
-    lock.mkdir()
-    assert status_and_code(saving_gateway.admin.post("/admin/v1/keys", json={"name": "no"})) == (
-        503,
-        "state_unavailable",
-    )
-    assert saving_gateway.chat().status_code == 200
-    assert row_of(usage_of(saving_gateway), key["id"])["requests"] == 1
-    lock.rmdir()
-    assert saving_gateway.chat().status_code == 200
-    wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
-
-
-def test_usage_before_a_team_change_stays_with_the_former_team(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    key = gateway_with_worker.create_key(team="lab")
-    for team in ("lab", "shop"):
-        gateway_with_worker.admin.patch(f"/admin/v1/keys/{key['id']}", json={"team": team})
-        response = gateway_with_worker.client.get("/v1/models", headers=bearer_headers(key))
-        assert response.status_code == 200
-        gateway_with_worker.use_key(key["secret"])
-        assert gateway_with_worker.chat().status_code == 200
-    teams = usage_of(gateway_with_worker)["teams"]
-    assert {team: sums["requests"] for team, sums in teams.items()} == {"lab": 1, "shop": 1}
+        key = gateway.use_new_key()["id"]
+        lock = tmp_path / ".state.json.lock"
+        lock.unlink()
+        lock.mkdir()
+        rejected = gateway.admin.post("/admin/v1/keys", json={"name": "no"})
+        assert status_and_code(rejected) == (503, "state_unavailable")
+        assert gateway.chat().status_code == 200
+        assert row_of(usage_of(gateway), key)["requests"] == 1
+        lock.rmdir()
+        wait_until(lambda: bool(saved()))
+        (record,) = saved().values()
+        assert record["rows"] == [[key, "", 1, 7, 3, 2, 0, 0]]

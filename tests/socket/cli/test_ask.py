@@ -1,12 +1,14 @@
-"""`paceline ask` as a user runs it, against a real gateway."""
+"""`paceline ask`, `explain` and `errors` as a user runs them, against a real gateway."""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from gateway.cli import main
 from tests.support.images import png_header
 from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.paceline_process import PacelineProcess, process_environment, start_paceline
-from tests.support.running_gateway import RunningGateway
+from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, event
 
 
@@ -32,35 +34,32 @@ def test_the_answer_is_printed_as_it_arrives_and_ctrl_c_frees_the_worker(
         assert worker.client_disconnected.wait(60)
 
 
-def test_a_terminal_shows_where_an_answer_ran_how_fast_and_its_drafts(
-    gateway_with_worker: RunningGateway, tmp_path: Path
-) -> None:
-    arguments = ("ask", "Say a word.", "--url", gateway_with_worker.url)
-    with start_paceline(*arguments, environment={}, folder=tmp_path, terminal=True) as process:
+def lines_on_a_terminal(url: str, folder: Path) -> list[str]:
+    """Return the lines that a question prints on a terminal."""
+    arguments = ("ask", "Say a word.", "--url", url)
+    with start_paceline(*arguments, environment={}, folder=folder, terminal=True) as process:
         printed = PacelineProcess(process)
         assert printed.wait_for_end() == 0
-    assert printed.lines[0] == "one two three"
-    assert printed.lines[1].startswith(
-        "text-mtp on fake-a, because the request can use drafts; first token after "
-    )
-    assert printed.lines[1].endswith("; 50% of 2 drafted tokens accepted")
+    return printed.lines
 
 
-def test_reasoning_is_shown_on_a_terminal_alone(
+def test_a_terminal_alone_shows_reasoning_where_an_answer_ran_how_fast_and_its_drafts(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    url = gateway_with_worker.url
+    answer, facts = lines_on_a_terminal(url, tmp_path)[:2]
+    assert answer == "one two three"
+    where = "text-mtp on fake-a, because the request can use drafts; first token after "
+    assert facts.startswith(where)
+    assert facts.endswith("; 50% of 2 drafted tokens accepted")
     thoughts = [chunk({"reasoning_content": one, "reasoning": one}) for one in ("Hm", "m.\x1b[2J")]
     worker.script = Script(events=(*thoughts, chunk({"content": "Yes"}), chunk({}, "stop"), DONE))
-    arguments = ("ask", "Say a word.", "--url", gateway_with_worker.url)
-    assert main([*arguments]) == 0
+    assert main(["ask", "Say a word.", "--url", url]) == 0
     assert capsys.readouterr().out == "Yes\n"
-    with start_paceline(*arguments, environment={}, folder=tmp_path, terminal=True) as process:
-        printed = PacelineProcess(process)
-        assert printed.wait_for_end() == 0
-    assert printed.lines[:3] == ["Hmm.\ufffd[2J", "", "Yes"]
+    assert lines_on_a_terminal(url, tmp_path)[:3] == ["Hmm.\ufffd[2J", "", "Yes"]
 
 
 def test_a_pipe_asks_and_gets_the_answer_alone(
@@ -92,12 +91,12 @@ def test_options_and_pictures_are_sent_and_the_content_of_a_file_is_its_type(
 
 
 def test_control_characters_of_an_answer_never_reach_a_terminal(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
+    shared_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    worker.script = Script(tokens=("\x1b[2J", "a\tb\r\nc", "\x9b\u202e"))
-    assert main(["ask", "Hi", "--url", gateway_with_worker.url]) == 0
+    module_worker.script = Script(tokens=("\x1b[2J", "a\tb\r\nc", "\x9b\u202e"))
+    assert main(["ask", "Hi", "--url", shared_gateway.url]) == 0
     assert capsys.readouterr().out == "\ufffd[2Ja\tb\nc\ufffd\ufffd\n"
 
 
@@ -112,16 +111,16 @@ def test_control_characters_of_an_answer_never_reach_a_terminal(
     ids=["error", "no end", "cut", "refused"],
 )
 def test_an_answer_that_fails_ends_with_a_sentence(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
+    shared_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
     capsys: pytest.CaptureFixture[str],
     script: Script,
     message: str,
 ) -> None:
-    worker.script = script
+    module_worker.script = script
     failure = "broke off: " if message else "the gateway refused: "
     with pytest.raises(SystemExit, match=failure):
-        main(["ask", "Hi", "--url", gateway_with_worker.url])
+        main(["ask", "Hi", "--url", shared_gateway.url])
     assert capsys.readouterr().out == message
 
 
@@ -146,3 +145,81 @@ def test_what_cannot_be_sent_is_one_sentence(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(SystemExit, match="the question is empty"):
         main(["ask", "-"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"temperature": 0}, "text-mtp on fake-a, because the request can use drafts."),
+        ({}, "vlm on fake-a, because temperature is 1.0."),
+        ({"temperature": 0.5, "n": 2}, "vlm on fake-a, because temperature is 0.5, and n is 2."),
+    ],
+)
+def test_the_first_line_is_a_sentence_with_the_reason(
+    module_gateway: RunningGateway,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fields: dict[str, Any],
+    sentence: str,
+) -> None:
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(chat_body(**fields)))
+    command = ["explain", str(file), "--url", module_gateway.url]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[0] == sentence
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["worker"] == "fake-a"
+
+
+def test_a_file_may_hold_the_request_of_any_wire(
+    module_gateway: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"model": "demo", "temperature": 0}
+    said = [{"role": "user", "content": "Hi"}]
+    file = tmp_path / "request.json"
+    for fields in ({"messages": said, "system": "Be brief."}, {"input": "Hi"}, {"prompt": "Hi"}):
+        file.write_text(json.dumps(plain | fields))
+        assert main(["explain", str(file), "--url", module_gateway.url]) == 0
+        sentence = capsys.readouterr().out.splitlines()[0]
+        assert sentence == "text-mtp on fake-a, because the request can use drafts."
+
+
+def test_without_a_worker_or_a_body_in_json_a_sentence_says_so(
+    gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["explain", "-", "--url", gateway.url]
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(chat_body(model="default"))))
+    assert main(command) == 0
+    assert capsys.readouterr().out == "No worker can take this request now.\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("{"))
+    with pytest.raises(SystemExit, match="standard input is not JSON: line 1"):
+        main(command)
+
+
+def test_an_admin_sees_all_errors_and_a_client_those_of_its_key(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    gateway = gateway_with_worker
+    command = ["errors", "--url", gateway.url]
+    assert main(command) == 0
+    assert capsys.readouterr().out == "No request has failed lately.\n"
+
+    ann, bob = (gateway.create_key(name=name)["secret"] for name in ("Ann", "Bob"))
+    gateway.use_key(ann)
+    worker.script = Script(status=500)
+    request_id = gateway.chat().headers["x-request-id"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    for text in (request_id, "Ann", "demo", "fake-a", "502 worker_failed"):
+        assert text in printed
+
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "without-an-admin-key"))
+    for secret, count in ((ann, 1), (bob, 0)):
+        monkeypatch.setenv("PACELINE_API_KEY", secret)
+        assert main([*command, "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["errors"]) == count

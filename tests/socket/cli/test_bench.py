@@ -24,34 +24,19 @@ STEPS = {
     "mean_acceptance_length": 2.1,
     "draft_acceptance_rate": 0.55,
 }
-LAST_CHUNK = {
-    "id": "c",
-    "object": "chat.completion.chunk",
-    "created": 1,
-    "model": "demo",
+LAST_CHUNK = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "demo"} | {
     "choices": [],
+    "usage": USAGE,
 }
-DRAFTED = Script(
-    events=(
-        *(chunk({"content": word}) for word in ("one", " two", " three")),
-        chunk({}, "stop"),
-        event({**LAST_CHUNK, "usage": USAGE, "metrics": {"speculative_decoding": STEPS}}),
-        DONE,
-    )
-)
-
+WORDS = tuple(chunk({"content": word}) for word in ("one", " two", " three"))
+LAST = event({**LAST_CHUNK, "metrics": {"speculative_decoding": STEPS}})
+DRAFTED = Script(events=(*WORDS, chunk({}, "stop"), LAST, DONE))
 VLLM_LINES = (
     " Serving Benchmark Result ",
-    "Successful requests:",
-    "Failed requests:",
-    "Benchmark duration (s):",
-    "Total input tokens:",
-    "Total generated tokens:",
-    "Request throughput (req/s):",
-    "Output token throughput (tok/s):",
-    "Peak output token throughput (tok/s):",
-    "Peak concurrent requests:",
-    "Total token throughput (tok/s):",
+    *("Successful requests:", "Failed requests:", "Benchmark duration (s):"),
+    *("Total input tokens:", "Total generated tokens:", "Request throughput (req/s):"),
+    *("Output token throughput (tok/s):", "Peak output token throughput (tok/s):"),
+    *("Peak concurrent requests:", "Total token throughput (tok/s):"),
     "Time to First Token",
     *("Mean TTFT (ms):", "Median TTFT (ms):", "P99 TTFT (ms):"),
     "Time per Output Token (excl. 1st token)",
@@ -59,23 +44,9 @@ VLLM_LINES = (
     "Inter-token Latency",
     *("Mean ITL (ms):", "Median ITL (ms):", "P99 ITL (ms):"),
     "Speculative Decoding",
-    "Acceptance rate (%):",
-    "Acceptance length:",
-    "Drafts:",
-    "Draft tokens:",
-    "Accepted tokens:",
-    "Per-position acceptance (%):",
-    "  Position 0:",
+    *("Acceptance rate (%):", "Acceptance length:", "Drafts:", "Draft tokens:"),
+    *("Accepted tokens:", "Per-position acceptance (%):", "  Position 0:"),
 )
-
-
-@pytest.fixture
-def gateway_with_drafts(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> RunningGateway:
-    """Return a gateway whose worker reports drafts."""
-    worker.script = DRAFTED
-    return gateway_with_worker
 
 
 def bench(gateway: RunningGateway, *arguments: str) -> int:
@@ -83,26 +54,23 @@ def bench(gateway: RunningGateway, *arguments: str) -> int:
 
 
 def test_results_are_printed_written_and_plotted(
-    gateway_with_drafts: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    worker.script = DRAFTED
     record, plot = tmp_path / "run.json", tmp_path / "run.svg"
     files = ("--json", str(record), "--plot", str(plot))
-    assert bench(gateway_with_drafts, "--concurrency", "1,3", "--requests", "5", *files) == 0
+    assert bench(gateway_with_worker, "--concurrency", "1,3", "--requests", "5", *files) == 0
 
     printed = capsys.readouterr().out
     printed_words = [line.split() for line in printed.splitlines()]
     for line in (
-        "Successful requests: 5",
-        "Failed requests: 0",
-        "Maximum request concurrency: 3",
-        "Total generated tokens: 15",
-        "Acceptance rate (%): 55.00",
-        "Acceptance length: 2.10",
-        "Drafts: 50",
-        "Draft tokens: 100",
-        "Accepted tokens: 55",
-        "Position 0: 70.00",
-        "Position 1: 40.00",
+        *("Successful requests: 5", "Failed requests: 0", "Maximum request concurrency: 3"),
+        *("Total generated tokens: 15", "Acceptance rate (%): 55.00", "Acceptance length: 2.10"),
+        *("Drafts: 50", "Draft tokens: 100", "Accepted tokens: 55"),
+        *("Position 0: 70.00", "Position 1: 40.00"),
     ):
         assert line.split() in printed_words, line
     first_block = printed.partition("=" * 50)[0]
@@ -114,7 +82,7 @@ def test_results_are_printed_written_and_plotted(
     result = json.loads(record.read_text())
     first, second = result["runs"]
     body = {"max_tokens": 256, "temperature": 0.0}
-    assert result["endpoints"] == [{"url": gateway_with_drafts.url, "model": "demo", "body": body}]
+    assert result["endpoints"] == [{"url": gateway_with_worker.url, "model": "demo", "body": body}]
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
     assert second["max_concurrent_requests"] <= 3
     assert first["total_input_tokens"] == 5 * 7, "from the worker's usage"
@@ -125,14 +93,15 @@ def test_results_are_printed_written_and_plotted(
 
 
 def test_two_endpoints_are_measured_alternately_with_the_same_prompts(
-    gateway_with_drafts: RunningGateway,
+    gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    worker.script = DRAFTED
     record = tmp_path / "run.json"
-    other = ("--compare", f"{gateway_with_drafts.url}/v1", "--compare-body", '{"max_tokens": 7}')
-    assert bench(gateway_with_drafts, *other, "--requests", "2", "--json", str(record)) == 0
+    other = ("--compare", f"{gateway_with_worker.url}/v1", "--compare-body", '{"max_tokens": 7}')
+    assert bench(gateway_with_worker, *other, "--requests", "2", "--json", str(record)) == 0
 
     measured = worker.requests[4:]  # after two first requests and two warm-ups
     assert [received.body["max_tokens"] for received in measured] == [256, 256, 7, 7] * 2
@@ -145,7 +114,7 @@ def test_two_endpoints_are_measured_alternately_with_the_same_prompts(
     by_name = {ratio["figure"]: ratio for ratio in result["ratios"]}
     assert by_name["spec_decode_acceptance_rate"]["ratio"] == 1.0
     printed = capsys.readouterr().out
-    for text in ("A / B", f"A1: demo on {gateway_with_drafts.url} max_tokens=256", "max_tokens=7"):
+    for text in ("A / B", f"A1: demo on {gateway_with_worker.url} max_tokens=256", "max_tokens=7"):
         assert text in printed
 
 
@@ -153,9 +122,8 @@ def test_failed_requests_are_counted_and_their_problem_is_printed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     complete = Script()
-    cut = Script(cut_after=2)
     # The first request, the warm-up, then the two requests of the run.
-    worker.script = Script(rotation=(complete, complete, complete, cut))
+    worker.script = Script(rotation=(complete, complete, complete, Script(cut_after=2)))
     assert bench(gateway_with_worker, "--requests", "2") == 0
     output = capsys.readouterr()
     assert ["Failed", "requests:", "1"] in [line.split() for line in output.out.splitlines()]
@@ -166,9 +134,8 @@ def test_an_interrupted_sweep_prints_and_writes_its_completed_runs(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
     requests_of_one_level = 1 + 1 + 2
-    worker.script = Script(
-        rotation=(*[DRAFTED] * requests_of_one_level, *[Script(hang=True)] * 100)
-    )
+    hanging = [Script(hang=True)] * 100
+    worker.script = Script(rotation=(*[DRAFTED] * requests_of_one_level, *hanging))
     record = tmp_path / "run.json"
     command = ("bench", "--url", gateway_with_worker.url, "--concurrency", "1,2", "--requests", "2")
     with PacelineFork([*command, "--json", str(record)], **PIPES, env=os.environ) as process:
@@ -187,14 +154,8 @@ def test_an_interrupted_sweep_prints_and_writes_its_completed_runs(
 def test_without_drafts_no_speculative_block_is_printed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worker.script = Script(
-        events=(
-            chunk({"content": "one"}),
-            chunk({}, "stop"),
-            event({**LAST_CHUNK, "usage": USAGE}),
-            DONE,
-        )
-    )
+    events = (chunk({"content": "one"}), chunk({}, "stop"), event(LAST_CHUNK), DONE)
+    worker.script = Script(events=events)
     assert bench(gateway_with_worker, "--requests", "2", "--rate", "100") == 0
     printed = capsys.readouterr().out
     assert "Request rate configured (RPS):" in printed
@@ -208,16 +169,11 @@ def test_prompts_of_a_file_are_sent(
     system = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Two?"}]
     lines = ({"prompt": "One?", "max_tokens": 9}, {"messages": system})
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    body = '{"top_p": 0.5}'
-    assert (
-        bench(gateway_with_worker, "--prompts", str(prompts), "--requests", "2", "--body", body)
-        == 0
-    )
+    arguments = ("--prompts", str(prompts), "--requests", "2", "--body", '{"top_p": 0.5}')
+    assert bench(gateway_with_worker, *arguments) == 0
     bodies = [received.body for received in worker.requests[-2:]]
-    assert {body["messages"][-1]["content"]: body["max_tokens"] for body in bodies} == {
-        "One?": 9,
-        "Two?": 256,
-    }
+    lengths = {body["messages"][-1]["content"]: body["max_tokens"] for body in bodies}
+    assert lengths == {"One?": 9, "Two?": 256}
     assert {body["top_p"] for body in bodies} == {0.5}
 
 
@@ -231,10 +187,10 @@ def test_prompts_of_a_file_are_sent(
     ],
 )
 def test_an_unusable_endpoint_or_file_is_reported_in_one_message(
-    gateway_with_worker: RunningGateway, arguments: tuple[str, ...], message: str
+    module_gateway: RunningGateway, arguments: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(SystemExit, match=message):
-        bench(gateway_with_worker, *arguments)
+        bench(module_gateway, *arguments)
 
 
 @pytest.mark.parametrize(

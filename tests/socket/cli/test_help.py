@@ -34,10 +34,7 @@ COMMANDS = dict(commands_of(paceline))
 
 
 def run(
-    *arguments: str,
-    heavy: Collection[str] = HEAVY,
-    module: str = "gateway.cli",
-    **environment: str,
+    *arguments: str, heavy: Collection[str] = HEAVY, module: str = "gateway.cli", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `paceline` in a process that fails if it has imported a heavy package."""
     program = f"""
@@ -59,6 +56,7 @@ def test_the_main_help_lists_every_command_and_imports_none(arguments: Path_) ->
     process = run(*arguments)
     assert (process.returncode, process.stderr) == (0, "")
     assert all(f"\n  {name} " in process.stdout for name in paceline.commands)
+    assert run("--version").stdout == f"paceline {version('paceline')}\n"
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -71,10 +69,8 @@ def test_each_command_prints_its_usage_and_explains_every_argument(
 
 
 def test_help_and_errors_of_a_command_import_neither_it_nor_its_libraries() -> None:
-    assert run("bench", "--help").returncode == 0
-    assert run("worker", "--help").returncode == 0
-    assert run("doctor", "--help").returncode == 0
-    assert run("keys").returncode == 0
+    for arguments in (("bench", "--help"), ("worker", "--help"), ("doctor", "--help"), ("keys",)):
+        assert run(*arguments).returncode == 0
     process = run("up", "--prot", "8000")
     assert process.returncode == 2
     assert process.stderr == (
@@ -85,9 +81,7 @@ def test_help_and_errors_of_a_command_import_neither_it_nor_its_libraries() -> N
 @pytest.mark.parametrize(
     "command", ["ask Hi", "errors", "keys list", "policy show", "engines list", "status"]
 )
-def test_a_command_without_a_gateway_says_so_before_it_imports_an_http_client(
-    command: str,
-) -> None:
+def test_a_command_without_a_gateway_says_so_before_it_imports_an_http_client(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     process = run(*command.split(), "--url", url, heavy={"fastapi", "httpx", "uvicorn"})
@@ -105,11 +99,6 @@ def test_an_invalid_setting_is_reported_before_the_server_is_imported(command: s
     reason = "Invalid settings: --port: it must be a whole number."
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == f"{title}: {reason}\n"
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"paceline {version('paceline')}\n"
 
 
 @pytest.mark.parametrize(
@@ -148,14 +137,12 @@ def test_wrong_usage_is_one_line_that_names_the_help(
 
 def test_the_shell_completes_commands_options_and_values() -> None:
     assert "complete -o nosort" in run("completion", "bash").stdout
+    prefixes = [f"--prefix-cache-{one}" for one in ("dir", "bytes", "gb")]
     for words, expected in (
         ("paceline sta", ["status"]),
         ("paceline keys re", ["revoke"]),
         ("paceline keys create --priority b", ["bulk"]),
-        (
-            "paceline worker --prefix-cache-",
-            [f"--prefix-cache-{one}" for one in ("dir", "bytes", "gb")],
-        ),
+        ("paceline worker --prefix-cache-", prefixes),
     ):
         place = str(words.count(" "))
         completed = run(_PACELINE_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=place)

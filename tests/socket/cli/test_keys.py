@@ -11,7 +11,6 @@ from pydantic import SecretStr
 
 from gateway.cli import client, main
 from tests.support.running_gateway import RunningGateway, make_settings
-from tests.support.scripted_worker import ScriptedWorker
 
 
 def test_keys_are_created_listed_used_reported_and_revoked(
@@ -55,14 +54,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_first_key_needs_a_confirmation_on_a_terminal_alone(
+def test_the_first_key_needs_a_confirmation_on_a_terminal_without_yes(
     gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = ["keys", "create", "Ann", "--url", gateway.url]
+    warning = "All clients need a key from now on; this cannot be undone."
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
     with pytest.raises(SystemExit, match="no key was created"):
         main(create)
-    assert "All clients need a key from now on; this cannot be undone." in capsys.readouterr().err
+    assert warning in capsys.readouterr().err
     assert gateway.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
 
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
@@ -86,10 +86,8 @@ def test_without_a_terminal_or_with_yes_the_first_key_is_created_at_once(
 def test_the_admin_key_comes_from_the_environment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = make_settings(
-        tmp_path, admin_key=SecretStr("admin-key"), api_key=SecretStr("static-key")
-    )
-    with RunningGateway(settings) as gateway:
+    keys = {"admin_key": SecretStr("admin-key"), "api_key": SecretStr("static-key")}
+    with RunningGateway(make_settings(tmp_path, **keys)) as gateway:
         monkeypatch.setenv("PACELINE_API_KEY", "static-key")
         with pytest.raises(SystemExit, match="A valid admin key is required"):
             main(["keys", "list", "--url", gateway.url])
@@ -104,9 +102,8 @@ def test_a_command_without_a_key_says_where_to_put_one(
 ) -> None:
     gateway_with_worker.create_key()
     command = ["status", "--url", gateway_with_worker.url]
-    with pytest.raises(
-        SystemExit, match=r"needs a key: PACELINE_API_KEY=pk-\.\.\. paceline status$"
-    ):
+    missing = r"needs a key: PACELINE_API_KEY=pk-\.\.\. paceline status$"
+    with pytest.raises(SystemExit, match=missing):
         main(command)
     monkeypatch.setenv("PACELINE_API_KEY", "pk-wrong")
     with pytest.raises(SystemExit, match=r"refused: .* reads it from PACELINE_API_KEY\.$"):
@@ -118,6 +115,9 @@ def test_c3_commands_send_the_stored_admin_key_to_this_machine_only(
 ) -> None:
     command = ["keys", "list", "--url", gateway.url]
     assert main(command) == 0
+    not_loopback = gateway.url.replace("127.0.0.1", "0.0.0.0")
+    with pytest.raises(SystemExit, match=r"reads it from PACELINE_ADMIN_KEY\.$"):
+        main(["keys", "list", "--url", not_loopback])
     file = tmp_path / "admin-key"
     file.write_text("another")
     with pytest.raises(SystemExit, match=f"PACELINE_ADMIN_KEY, or else from {file}"):
@@ -160,15 +160,16 @@ def test_l13_settings_of_the_working_folder_send_no_key_to_another_machine(
 
 
 def test_a_rejection_is_one_message_with_the_field(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    module_gateway: RunningGateway,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", module_gateway.admin_key)
+    url = ("--url", module_gateway.url)
     with pytest.raises(SystemExit, match=r"refused: pools\.0: the policy has no pool 'vml'"):
-        main(["keys", "create", "Ann", "--pool", "vml", "--url", gateway_with_worker.url])
+        main(["keys", "create", "Ann", "--pool", "vml", *url])
     with pytest.raises(SystemExit, match="The key 'key-x' does not exist"):
-        main(["keys", "revoke", "key-x", "--url", gateway_with_worker.url])
-
-
-def test_a_duration_with_an_unknown_unit_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+        main(["keys", "revoke", "key-x", *url])
     with pytest.raises(SystemExit):
         main(["keys", "create", "Ann", "--expires-in", "3w"])
     assert "must be like 90m, 12h or 30d" in capsys.readouterr().err

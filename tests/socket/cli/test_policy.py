@@ -4,45 +4,29 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from pydantic import SecretStr
 from rich.console import Console
 
 from gateway.cli import main
 from gateway.cli import policy as policy_view
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
-from tests.support.running_gateway import RunningGateway, make_settings
+from tests.support.running_gateway import RunningGateway
 
-KEY = "canary-admin-key"
-Command = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
-    """Return a gateway with an admin key, which is in the command's environment."""
-    monkeypatch.setenv("PACELINE_ADMIN_KEY", KEY)
-    with RunningGateway(make_settings(tmp_path, admin_key=SecretStr(KEY))) as running:
-        yield running
-
-
-@pytest.fixture
-def admin(gateway: RunningGateway) -> Iterator[PolicyAdmin]:
-    with PolicyAdmin(gateway.url, KEY) as client:
-        yield client
+Command = Callable[..., str]
 
 
 @pytest.fixture
 def run_policy_command(gateway: RunningGateway, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return a function that runs `paceline policy` and returns its exit code and output."""
+    """Return a function that runs `paceline policy` and returns its output."""
 
-    def command(name: str, *arguments: str) -> tuple[int, str]:
-        code = main(["policy", name, *arguments, "--url", gateway.url])
-        return code, capsys.readouterr().out
+    def command(name: str, *arguments: str, code: int = 0) -> str:
+        assert main(["policy", name, *arguments, "--url", gateway.url]) == code
+        return capsys.readouterr().out
 
     return command
 
@@ -58,58 +42,40 @@ def test_show_prints_the_active_policy_with_its_version(
     run_policy_command: Command, admin: PolicyAdmin
 ) -> None:
     admin.put(single_pool_policy("b"))
-    code, printed = run_policy_command("show")
-    assert code == 0
+    printed = run_policy_command("show")
     assert printed.splitlines()[0] == f"# policy version 2, etag {admin.etag()[1:-1]}"
     assert yaml.safe_load(printed) == single_pool_policy("b")
-    assert json.loads(run_policy_command("show", "--json")[1]) == single_pool_policy("b")
-    earlier = run_policy_command("show", "--version", "1")[1]
+    assert json.loads(run_policy_command("show", "--json")) == single_pool_policy("b")
+    earlier = run_policy_command("show", "--version", "1")
     assert earlier.startswith("# policy version 1\n")
     assert "text-mtp" in yaml.safe_load(earlier)["pools"]
 
 
-def test_the_output_of_show_can_be_edited_and_applied(
-    run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path
+def test_the_output_of_show_can_be_edited_and_applied_and_keeps_its_comments(
+    run_policy_command: Command, admin: PolicyAdmin, file: Path
 ) -> None:
-    admin.put(single_pool_policy("b", limit=128))
-    file = tmp_path / "edited.yaml"
-    file.write_text(run_policy_command("show")[1])
+    text = f"# for all\n{to_yaml(single_pool_policy('b', limit=128))}# the end\n"
+    admin.put(text)
+    file.write_text(run_policy_command("show"))
+    note = ("--note", "für alle: 100%", "--author", "ann")
     for limit in (64, 32):
-        before = file.read_text()
-        file.write_text(before.replace(f"limit: {limit * 2}", f"limit: {limit}"))
-        code, printed = run_policy_command(
-            "apply", str(file), "--note", "für alle: 100%", "--author", "ann"
-        )
-        assert code == 0
+        file.write_text(file.read_text().replace(f"limit: {limit * 2}", f"limit: {limit}"))
+        printed = run_policy_command("apply", str(file), *note)
         assert f"~ pools.b.queue.limit: {limit * 2} -> {limit}\n" in printed
         assert printed.endswith(" is active.\n")
         assert admin.document() == single_pool_policy("b", limit=limit)
     newest = admin.get("/history").json()["versions"][0]
     assert (newest["number"], newest["author"], newest["note"]) == (4, "ann", "für alle: 100%")
-    assert file.read_text().startswith(f"# policy version 4, etag {newest['etag']}\n")
-
-
-def test_show_and_apply_keep_the_comments_of_the_author(
-    run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path
-) -> None:
-    text = f"# for all\n{to_yaml(single_pool_policy('b', limit=8))}# the end\n"
-    admin.put(text)
-    file = tmp_path / "edited.yaml"
-    for limit in (9, 10):
-        file.write_text(
-            run_policy_command("show")[1].replace(f"limit: {limit - 1}", f"limit: {limit}")
-        )
-        assert run_policy_command("apply", str(file), "--note", "more")[0] == 0
-    mark, _, shown = run_policy_command("show")[1].partition("\n")
-    assert mark.startswith("# policy version 4, etag ")
-    assert shown == text.replace("limit: 8", "limit: 10")
+    mark, _, shown = run_policy_command("show").partition("\n")
+    assert mark == f"# policy version 4, etag {newest['etag']}"
+    assert shown == text.replace("limit: 128", "limit: 32")
+    assert file.read_text() == f"{mark}\n{shown}"
 
 
 def test_a_conflicting_edit_is_reported_and_changes_nothing(
-    run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path
+    run_policy_command: Command, admin: PolicyAdmin, file: Path
 ) -> None:
-    file = tmp_path / "edited.yaml"
-    file.write_text(run_policy_command("show")[1].replace("limit: 128", "limit: 64"))
+    file.write_text(run_policy_command("show").replace("limit: 128", "limit: 64"))
     admin.put(single_pool_policy("c"), x_paceline_author="bob")
     before = file.read_text()
     with pytest.raises(SystemExit) as error:
@@ -124,27 +90,26 @@ def test_a_conflicting_edit_is_reported_and_changes_nothing(
 def test_a_file_without_a_version_is_applied_to_the_active_policy(
     run_policy_command: Command, admin: PolicyAdmin, file: Path
 ) -> None:
-    code, printed = run_policy_command("apply", str(file), "--note", "a start")
-    assert (code, printed.splitlines()[-1]) == (0, "Version 2 is active.")
-    assert file.read_text() == to_yaml(single_pool_policy("b")), (
-        "the command does not change the file"
-    )
-    code, printed = run_policy_command("apply", str(file), "--note", "again")
-    assert (code, printed.splitlines()[-1]) == (0, "No change.")
+    printed = run_policy_command("apply", str(file), "--note", "a start")
+    assert printed.splitlines()[-1] == "Version 2 is active."
+    assert file.read_text() == to_yaml(single_pool_policy("b")), "the file stays as it is"
+    printed = run_policy_command("apply", str(file), "--note", "again")
+    assert printed.splitlines()[-1] == "No change."
     assert len(admin.get("/history").json()["versions"]) == 2
     json_file = file.with_suffix(".json")
     json_file.write_text(json.dumps(single_pool_policy("c"), indent="\t"))
-    assert run_policy_command("apply", str(json_file), "--note", "as JSON")[0] == 0
+    run_policy_command("apply", str(json_file), "--note", "as JSON")
     assert admin.document() == single_pool_policy("c")
     newest = admin.get("/history").json()["versions"][0]
     assert "@" in newest["author"], "the user and host of the terminal"
+    with pytest.raises(SystemExit, match="An edit needs a note"):
+        run_policy_command("apply", str(file), "--note", "")
 
 
 def test_an_unwritable_file_is_reported_and_its_policy_is_applied(
-    run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_policy_command: Command, admin: PolicyAdmin, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "edited.yaml"
-    file.write_text(run_policy_command("show")[1].replace("limit: 128", "limit: 64"))
+    file.write_text(run_policy_command("show").replace("limit: 128", "limit: 64"))
     stderr = io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
 
@@ -153,31 +118,24 @@ def test_an_unwritable_file_is_reported_and_its_policy_is_applied(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", fail)
-        code, printed = run_policy_command("apply", str(file), "--note", "less room")
-    assert (code, printed.splitlines()[-1]) == (0, "Version 2 is active.")
+        printed = run_policy_command("apply", str(file), "--note", "less room")
+    assert printed.splitlines()[-1] == "Version 2 is active."
     expected = f"paceline: {file} still names the previous version: the disk is full\n"
     assert expected in stderr.getvalue()
     assert admin.document()["pools"]["text-mtp"]["queue"]["limit"] == 64
 
 
-def test_a_key_invalid_as_a_header_value_is_rejected_before_it_is_sent(
+def test_a_wrong_key_is_reported_and_never_printed(
     run_policy_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PACELINE_ADMIN_KEY", "canary\nkey")
-    with pytest.raises(SystemExit) as error:
-        run_policy_command("show")
-    assert (
-        error.value.code
-        == "paceline: PACELINE_ADMIN_KEY contains characters that an HTTP header cannot carry."
-    )
-
-
-def test_an_edit_requires_a_note(run_policy_command: Command, file: Path) -> None:
-    with pytest.raises(SystemExit) as error:
-        run_policy_command("apply", str(file))
-    assert error.value.code == 2
-    with pytest.raises(SystemExit, match="An edit needs a note"):
-        run_policy_command("apply", str(file), "--note", "")
+    for key, problem in (
+        ("canary\nkey", "contains characters that an HTTP header cannot carry."),
+        ("wrong-canary", "reads it from PACELINE_ADMIN_KEY"),
+    ):
+        monkeypatch.setenv("PACELINE_ADMIN_KEY", key)
+        with pytest.raises(SystemExit, match=problem) as error:
+            run_policy_command("show")
+        assert "canary" not in str(error.value)
 
 
 INVALID_POLICY = (
@@ -185,32 +143,27 @@ INVALID_POLICY = (
 )
 
 
-@pytest.mark.parametrize("options", [(), ("--offline",)])
-def test_an_invalid_policy_is_reported_by_file_line_and_field(
-    run_policy_command: Command, file: Path, options: tuple[str, ...]
+def test_an_invalid_policy_is_reported_by_file_line_and_field_and_not_applied(
+    run_policy_command: Command, admin: PolicyAdmin, file: Path
 ) -> None:
-    assert run_policy_command("validate", str(file), *options) == (
-        0,
-        f"{file} is a valid policy.\n",
-    )
+    for options in ((), ("--offline",)):
+        for text, code, problem in (
+            (to_yaml(single_pool_policy("b")), 0, f"{file} is a valid policy.\n"),
+            (INVALID_POLICY, 1, f"{file}:5: colour: unknown field\n"),
+            (
+                INVALID_POLICY.replace("colour: red\n", ""),
+                1,
+                f"{file}:4: routes.all.to.#1: there is no pool 'fast'\n",
+            ),
+        ):
+            file.write_text(text)
+            assert run_policy_command("validate", str(file), *options, code=code) == problem
+        file.write_text("a: [")
+        assert run_policy_command("validate", str(file), *options, code=1)
     file.write_text(INVALID_POLICY)
-    code, printed = run_policy_command("validate", str(file), *options)
-    assert (code, printed) == (1, f"{file}:5: colour: unknown field\n")
-    file.write_text(INVALID_POLICY.replace("colour: red\n", ""))
-    code, printed = run_policy_command("validate", str(file), *options)
-    assert (code, printed) == (1, f"{file}:4: routes.all.to.#1: there is no pool 'fast'\n")
-    file.write_text("a: [")
-    assert run_policy_command("validate", str(file), *options)[0] == 1
-
-
-@pytest.mark.parametrize("command", ["diff", "apply"])
-def test_an_invalid_policy_is_neither_compared_nor_applied(
-    run_policy_command: Command, admin: PolicyAdmin, file: Path, command: str
-) -> None:
-    file.write_text(INVALID_POLICY)
-    note = ("--note", "x") if command == "apply" else ()
-    with pytest.raises(SystemExit, match="line 5: colour: unknown field"):
-        run_policy_command(command, str(file), *note)
+    for command in (["diff", str(file)], ["apply", str(file), "--note", "x"]):
+        with pytest.raises(SystemExit, match="line 5: colour: unknown field"):
+            run_policy_command(*command)
     assert len(admin.get("/history").json()["versions"]) == 1
 
 
@@ -218,9 +171,7 @@ def test_diff_prints_only_changed_fields(
     run_policy_command: Command, admin: PolicyAdmin, file: Path
 ) -> None:
     admin.put(single_pool_policy("a"), x_paceline_author="ann")
-    code, printed = run_policy_command("diff", str(file))
-    assert code == 0
-    assert printed.splitlines() == [
+    assert run_policy_command("diff", str(file)).splitlines() == [
         "Against version 2, by ann: a test",
         '~ routes.all.to: ["a"] -> ["b"]',
         '- pools.a: {"lanes": ["vlm"]}',
@@ -236,41 +187,28 @@ def test_rollback_prints_the_changes_and_applies_them(
     monkeypatch.setenv("COLUMNS", "200")
     admin.put(single_pool_policy("a"))
     admin.put(single_pool_policy("b"))
-    code, printed = run_policy_command("rollback", "2", "--note", "too slow")
-    assert code == 0
+    printed = run_policy_command("rollback", "2", "--note", "too slow")
     assert printed.splitlines()[1] == '~ routes.all.to: ["b"] -> ["a"]'
     assert printed.endswith("Version 4 is active.\n")
     assert admin.document() == single_pool_policy("a")
-    code, printed = run_policy_command("history")
+    printed = run_policy_command("history")
     lines = printed.splitlines()
     assert lines[0].split() == ["Version", "When", "By", "Reason", "Note"]
     assert [line.split()[0] for line in lines if line[0].isdigit()] == ["4", "3", "2", "1"]
     assert "back to version 2:" in " ".join(printed.split())
-    assert run_policy_command("rollback", "2")[1].endswith("No change.\n")
+    assert run_policy_command("rollback", "2").endswith("No change.\n")
     with pytest.raises(SystemExit, match="no version '9'"):
         run_policy_command("rollback", "9")
 
 
-def test_a_wrong_key_is_reported_and_never_printed(
-    run_policy_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PACELINE_ADMIN_KEY", "wrong-canary")
-    with pytest.raises(SystemExit, match="reads it from PACELINE_ADMIN_KEY") as error:
-        run_policy_command("show")
-    assert "canary" not in str(error.value)
-
-
-def test_a_missing_file_and_a_wrong_url_are_reported_in_one_message(
-    run_policy_command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="cannot read"):
-        run_policy_command("diff", str(tmp_path / "nothing.yaml"))
-    for url, message in (
-        ("http://127.0.0.1:9", "no gateway answers"),
-        ("http://127.0.0.1:x", "is not a URL"),
+def test_a_missing_file_and_a_wrong_url_are_reported_in_one_message() -> None:
+    for command, message in (
+        (["diff", "nothing.yaml"], "cannot read"),
+        (["history", "--url", "http://127.0.0.1:9"], "no gateway answers"),
+        (["history", "--url", "http://127.0.0.1:x"], "is not a URL"),
     ):
         with pytest.raises(SystemExit, match=message):
-            main(["policy", "history", "--url", url])
+            main(["policy", *command])
 
 
 def diff_of(*moves: tuple[str, str, int]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from gateway.server import serve
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import ScriptedWorker
+from tests.support.static_workers import static_worker
 from workers.lifecycle import Shutdown
 
 
@@ -71,26 +72,17 @@ def reports(gateway: RunningGateway, message: str) -> bool:
     return message in file_problem(gateway)
 
 
-def test_an_edit_of_an_admin_survives_a_restart(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
+def test_at_a_start_the_last_change_wins_of_the_file_and_of_the_admins(
+    file: Path, tmp_path: Path
+) -> None:
+    with running(file, tmp_path) as gateway:
         assert active_policy(gateway) == (1, ["a"], "file")
-        admin.put(single_pool_policy("b"))
-    for _ in range(2):
-        with running(file, tmp_path) as gateway:
-            assert active_policy(gateway) == (2, ["b"], "admin")
-
-
-def test_an_edit_of_an_admin_survives_restart_and_upgrade_without_a_file(tmp_path: Path) -> None:
     with running(None, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
-        assert active_policy(gateway) == (1, ["text-mtp", "vlm", "embeddings", "rerank"], "shipped")
+        assert active_policy(gateway) == (1, ["a"], "file"), "it needs the file no more"
         admin.put(single_pool_policy("b"))
-    with running(None, tmp_path) as gateway:
-        assert active_policy(gateway) == (2, ["b"], "admin")
-
-
-def test_a_file_edited_between_two_runs_is_loaded_at_the_start(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
-        admin.put(single_pool_policy("b"))
+    file.write_text(f"# as agreed on Monday\n{file.read_text()}")
+    with running(file, tmp_path) as gateway:
+        assert active_policy(gateway) == (2, ["b"], "admin"), "a changed comment is no change"
     file.write_text(to_yaml(single_pool_policy("c")))
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         assert active_policy(gateway) == (3, ["c"], "file")
@@ -101,75 +93,57 @@ def test_a_file_edited_between_two_runs_is_loaded_at_the_start(file: Path, tmp_p
         assert active_policy(gateway) == (4, ["b"], "admin")
 
 
-def test_a_changed_comment_in_the_file_creates_no_version(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
+def test_an_edit_of_an_admin_survives_restart_and_upgrade_without_a_file(tmp_path: Path) -> None:
+    with running(None, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
+        assert active_policy(gateway) == (1, ["text-mtp", "vlm", "embeddings", "rerank"], "shipped")
         admin.put(single_pool_policy("b"))
-    file.write_text(f"# as agreed on Monday\n{file.read_text()}")
-    with running(file, tmp_path) as gateway:
+    with running(None, tmp_path) as gateway:
         assert active_policy(gateway) == (2, ["b"], "admin")
 
 
-def test_without_a_file_a_restart_loads_the_last_active_policy(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path):
-        pass
-    with running(None, tmp_path) as gateway:
-        assert active_policy(gateway) == (1, ["a"], "file")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("version: 1\nroutes: []\npools: {a: {lanes: [x]}}", r"line 2: routes: "),
-        ("version: 1\n\ncolour: red", r"line 3: colour: unknown field"),
-        ("version: 1\nroutes:\n- a: [", r"line 3: the bracket that opens here is not closed"),
-        ("", r"it must be a mapping"),
-    ],
-)
 def test_f45_an_invalid_file_fails_the_start_with_file_line_and_field(
-    file: Path, tmp_path: Path, text: str, message: str
+    file: Path, tmp_path: Path
 ) -> None:
-    with running(file, tmp_path):
-        pass  # the stored policy is valid, and does not replace an invalid file
-    file.write_text(text)
-    with pytest.raises(StartupError, match=rf"policy\.yaml is invalid: .*{message}"):
-        start(make_settings(tmp_path, policy=file))
+    settings = make_settings(tmp_path, policy=file)
+    start(settings)  # the stored policy is valid, and does not replace an invalid file
+    assert (tmp_path / "state.json").exists()
+    for content, message in (
+        (b"version: 1\nroutes: []\npools: {a: {lanes: [x]}}", "line 2: routes: "),
+        (b"version: 1\n\ncolour: red", "line 3: colour: unknown field"),
+        (b"version: 1\nroutes:\n- a: [", "line 3: the bracket that opens here is not closed"),
+        (b"", "it must be a mapping"),
+        (b"\xff\xff", "the file cannot be read"),
+        (b"#" * 2_000_000, "larger than 1048576 bytes"),
+        (None, "the file cannot be read"),
+    ):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        with pytest.raises(StartupError, match=rf"policy\.yaml is invalid: .*{message}"):
+            start(settings)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "problem"),
     [
-        {"host": "0.0.0.0"},
-        {"host": "0.0.0.0", "admin_port": 0},
-        {"port": None},
-        {"admin_port": None},
+        ({"host": "0.0.0.0"}, "Set PACELINE_API_KEY first"),
+        ({"host": "0.0.0.0", "admin_port": 0}, "Set PACELINE_API_KEY first"),
+        ({"port": None}, "Cannot listen on 127.0.0.1 port {}: another program uses the port"),
+        ({"admin_port": None}, "Cannot listen on 127.0.0.1 port {}.*PACELINE_ADMIN_PORT"),
     ],
     ids=str,
 )
-def test_a_failed_start_changes_no_policy(
-    file: Path, tmp_path: Path, changes: dict[str, Any]
+def test_a_start_on_a_host_without_keys_or_an_occupied_port_fails_and_changes_no_policy(
+    file: Path, tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         settings = make_settings(tmp_path, policy=file)
         resolved = {name: port if value is None else value for name, value in changes.items()}
-        with pytest.raises(StartupError, match=r"Set PACELINE_|Cannot listen on"):
+        with pytest.raises(StartupError, match=problem.format(port)):
             start(settings.model_copy(update=resolved))
     assert not (tmp_path / "state.json").exists()
-
-
-def test_a_file_that_is_missing_or_binary_or_too_large_fails_the_start(
-    file: Path, tmp_path: Path
-) -> None:
-    settings = make_settings(tmp_path, policy=file)
-    file.write_bytes(b"\xff\xff")
-    with pytest.raises(StartupError, match=r"policy\.yaml is invalid: the file cannot be read"):
-        start(settings)
-    file.write_bytes(b"#" * 2_000_000)
-    with pytest.raises(StartupError, match="larger than 1048576 bytes"):
-        start(settings)
-    file.unlink()
-    with pytest.raises(StartupError, match=r"policy\.yaml is invalid: the file cannot be read"):
-        start(settings)
 
 
 def test_unreadable_state_fails_the_start(file: Path, tmp_path: Path) -> None:
@@ -193,8 +167,11 @@ def test_a_changed_file_is_loaded_at_run_time(
         wait_until(is_active(gateway, 3, ["c"], "file"))
         admin.put(single_pool_policy("d"))
         file.write_text(to_yaml(single_pool_policy("c")) + "# saved again\n")
-        file.write_text(to_yaml(single_pool_policy("e")))
-        wait_until(is_active(gateway, 5, ["e"], "file"))
+        file.write_text(to_yaml(single_pool_policy("d")))
+        wait_until(is_active(gateway, 5, ["d"], "file"))
+        admin.put(single_pool_policy("e"))
+    with running(file, tmp_path) as gateway:
+        assert active_policy(gateway) == (6, ["e"], "admin"), "the file is loaded only once"
 
 
 def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_active(
@@ -215,9 +192,7 @@ def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_act
             wait_until(functools.partial(reports, gateway, message))
             assert "line " in file_problem(gateway)
             assert str(file) not in gateway.client.get("/v1/status").text
-            (rejection,) = [
-                record for record in caplog.records if "policy_file.rejected" in record.message
-            ]
+            (rejection,) = [one for one in caplog.records if "policy_file.rejected" in one.message]
             assert (rejection.levelno, str(file) in rejection.message) == (logging.ERROR, True)
             assert message in rejection.message
             assert active_policy(gateway) == (1, ["a"], "file")
@@ -232,16 +207,6 @@ def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_act
         assert "paceline_policy_file_refused 0.0" in gateway.client.get("/metrics").text
         file.write_text(to_yaml(single_pool_policy("b")))
         wait_until(is_active(gateway, 2, ["b"], "file"))
-
-
-def test_a_file_equal_to_an_admins_edit_is_loaded_only_once(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
-        admin.put(single_pool_policy("b"))
-        file.write_text(to_yaml(single_pool_policy("b")))
-        wait_until(is_active(gateway, 3, ["b"], "file"))
-        admin.put(single_pool_policy("c"))
-    with running(file, tmp_path) as gateway:
-        assert active_policy(gateway) == (4, ["c"], "admin")
 
 
 def test_f47_gateways_with_shared_state_converge_on_one_version(file: Path, tmp_path: Path) -> None:
@@ -260,34 +225,31 @@ def test_f47_gateways_with_shared_state_converge_on_one_version(file: Path, tmp_
             assert len(admin.get("/history").json()["versions"]) == 4
 
 
-STATIC_WORKER = {"id": "studio", "kind": "openai", "url": "http://127.0.0.1:9", "models": ["demo"]}
-
-
 def worker_settings(pool: str) -> dict[str, Any]:
-    return {"workers": Settings(workers=[{**STATIC_WORKER, "pools": [pool], "slots": 1}]).workers}  # type: ignore[arg-type]
+    return {"workers": (static_worker(url="http://127.0.0.1:9", pools=[pool], slots=1),)}
 
 
-def test_a_policy_that_would_fail_the_next_start_is_rejected(file: Path, tmp_path: Path) -> None:
+def test_a_policy_without_the_pools_of_static_workers_is_rejected_and_fails_a_start(
+    file: Path, tmp_path: Path
+) -> None:
+    """The active policy counts, not the file."""
+    problem = "'studio' is configured for the pool 'a'"
     with (
         running(file, tmp_path, **worker_settings("a")) as gateway,
         PolicyAdmin(gateway.url, gateway.admin_key) as admin,
     ):
-        for response in (admin.put(single_pool_policy("b")), admin.patch({"pools": {"a": None}})):
-            assert response.status_code == 400
-        assert "'studio' is configured for the pool 'a'" in admin.put(single_pool_policy("b")).text
+        assert admin.patch({"pools": {"a": None}}).status_code == 400
+        rejected = admin.put(single_pool_policy("b"))
+        assert rejected.status_code == 400
+        assert problem in rejected.text
         assert not admin.post("/validate", single_pool_policy("b"))["valid"]
         file.write_text(to_yaml(single_pool_policy("b")))
-        wait_until(lambda: "'studio' is configured for the pool 'a'" in file_problem(gateway))
+        wait_until(lambda: problem in file_problem(gateway))
         assert active_policy(gateway) == (1, ["a"], "file")
-
-
-def test_static_workers_are_checked_against_the_active_policy_not_the_file(
-    file: Path, tmp_path: Path
-) -> None:
+    file.write_text(to_yaml(single_pool_policy("a")))
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         admin.put(single_pool_policy("b"))
     with running(file, tmp_path, **worker_settings("b")) as gateway:
         assert active_policy(gateway) == (2, ["b"], "admin")
-    settings = make_settings(tmp_path, policy=file, **worker_settings("a"))
-    with pytest.raises(StartupError, match="'studio' is configured for the pool 'a'"):
-        start(settings)
+    with pytest.raises(StartupError, match=problem):
+        start(make_settings(tmp_path, policy=file, **worker_settings("a")))

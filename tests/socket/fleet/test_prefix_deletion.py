@@ -5,42 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
-    make_settings,
+    status_and_code,
+    wait_until,
 )
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from tests.support.scripted_worker import JOIN_TOKEN
 
 
-@dataclass
-class DroppingEngine(ScriptedEngine):
-    """An engine that tells when it deletes something."""
-
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def drop_prefixes(self, scope: str | None) -> None:
-        await super().drop_prefixes(scope)
-        self.changed.set()
-
-    async def wait_for(self, scope: str | None) -> None:
-        async with asyncio.timeout(10):
-            while scope not in self.dropped:
-                self.changed.clear()
-                await self.changed.wait()
+async def deleted(engine: ScriptedEngine, scope: str) -> None:
+    """Wait until a worker has deleted what it has cached of a scope."""
+    await asyncio.to_thread(wait_until, lambda: scope in engine.dropped)
 
 
 @asynccontextmanager
-async def joined_worker(gateway: RunningGateway, boot_id: str) -> AsyncIterator[DroppingEngine]:
+async def joined_worker(gateway: RunningGateway, boot_id: str) -> AsyncIterator[ScriptedEngine]:
     """Serve a worker that has joined a gateway."""
-    engine = DroppingEngine(text_events("Hi"))
+    engine = ScriptedEngine(text_events("Hi"))
     worker = make_worker(engine)
     object.__setattr__(worker, "boot_id", boot_id)
     token = {"authorization": f"Bearer {JOIN_TOKEN}"}
@@ -65,39 +53,33 @@ async def scope_of(gateway: RunningGateway, key: dict[str, str], engine: Scripte
 
 
 async def test_workers_delete_what_the_last_key_of_a_scope_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, make_gateway: MakeGateway
 ) -> None:
     monkeypatch.setattr("gateway.assembly._DELETION_S", 0.05)
-    with RunningGateway(make_settings(tmp_path)) as gateway:
-        alone, red, red_too = [
-            await asyncio.to_thread(gateway.create_key, team=team) for team in ("", "red", "red")
-        ]
-
-        async def revoke(key: dict[str, str]) -> None:
-            path = f"/admin/v1/keys/{key['id']}"
-            (await asyncio.to_thread(gateway.admin.delete, path)).raise_for_status()
-
-        async with joined_worker(gateway, "one") as engine:
-            scopes = [await scope_of(gateway, key, engine) for key in (alone, red, red_too)]
-            assert scopes[0] != scopes[1] == scopes[2]
-            await revoke(red)
-            await revoke(alone)
-            await engine.wait_for(scopes[0])
-            assert scopes[1] not in engine.dropped, "another key of the team is valid"
-            await revoke(red_too)
-            await engine.wait_for(scopes[1])
-            assert len(engine.dropped) == len(set(engine.dropped)), "each is deleted once"
-        async with joined_worker(gateway, "two") as engine:  # it was away
-            for scope in scopes:
-                await engine.wait_for(scope)
+    gateway = make_gateway()
+    alone, red, red_too = [
+        await asyncio.to_thread(gateway.create_key, team=team) for team in ("", "red", "red")
+    ]
+    async with joined_worker(gateway, "one") as engine:
+        scopes = [await scope_of(gateway, key, engine) for key in (alone, red, red_too)]
+        assert scopes[0] != scopes[1] == scopes[2]
+        for key in (red, alone):
+            await asyncio.to_thread(gateway.revoke_key, key)
+        await deleted(engine, scopes[0])
+        assert scopes[1] not in engine.dropped, "another key of the team is valid"
+        await asyncio.to_thread(gateway.revoke_key, red_too)
+        await deleted(engine, scopes[1])
+        assert len(engine.dropped) == len(set(engine.dropped)), "each is deleted once"
+    async with joined_worker(gateway, "two") as engine:  # it was away
+        for scope in scopes:
+            await deleted(engine, scope)
 
 
-async def test_an_admin_empties_the_cache_of_a_worker(tmp_path: Path) -> None:
-    with RunningGateway(make_settings(tmp_path)) as gateway:
-        async with joined_worker(gateway, "one") as engine:
-            path = "/admin/v1/workers/scripted-1/prefix-cache"
-            response = await asyncio.to_thread(gateway.admin.delete, path)
-            assert response.status_code == 204
-            assert engine.dropped == [None]
-            unknown = await asyncio.to_thread(gateway.admin.delete, path.replace("-1", "-2"))
-            assert unknown.json()["error"]["code"] == "worker_not_found"
+async def test_an_admin_empties_the_cache_of_a_worker(gateway: RunningGateway) -> None:
+    async with joined_worker(gateway, "one") as engine:
+        path = "/admin/v1/workers/scripted-1/prefix-cache"
+        response = await asyncio.to_thread(gateway.admin.delete, path)
+        assert response.status_code == 204
+        assert engine.dropped == [None]
+        unknown = await asyncio.to_thread(gateway.admin.delete, path.replace("-1", "-2"))
+        assert status_and_code(unknown) == (404, "worker_not_found")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import httpx
 import yaml
 
 from policies.document import DEFAULT_FILE
-from tests.support.raw_client import raw_client
 from tests.support.running_gateway import (
     RunningGateway,
     make_settings,
@@ -21,21 +18,16 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
-from tests.support.scripted_worker import Script, ScriptedWorker, lane_report
-
-FutureResponse = Future[httpx.Response]
-
-
-def join(gateway: RunningGateway, worker: ScriptedWorker, *, slots: int = 1) -> None:
-    """Register a worker whose reports show this number of slots for each lane."""
-    lanes = [lane_report(name, slots=slots).model_dump() for name in ("text-mtp", "vlm")]
-    worker.status_report = worker.report(lanes=lanes)
-    assert gateway.send_heartbeat(worker, lanes=lanes).status_code == 200
+from tests.support.scripted_worker import Script, ScriptedWorker, both_lanes
 
 
 def waiting(gateway: RunningGateway, pool: str) -> int:
     count: int = gateway.status()["pools"][pool]["waiting"]
     return count
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> RunningGateway:
@@ -48,26 +40,10 @@ def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> Runni
     return RunningGateway(make_settings(folder, policy=file))
 
 
-def test_f27_a_lane_runs_no_more_requests_than_it_has_slots(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
-    join(gateway, worker, slots=2)
-    worker.script.hang = True
-    with ThreadPoolExecutor(5) as executor:
-        responses = [executor.submit(gateway.chat) for _ in range(5)]
-        wait_until(lambda: waiting(gateway, "vlm") == 3)
-        assert worker.in_flight == 2
-        assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
-        worker.resume.set()
-        assert {response.result().status_code for response in responses} == {200}
-    assert waiting(gateway, "vlm") == 0
-    assert "paceline_queue_wait_seconds_count" in gateway.client.get("/metrics").text
-
-
 def test_f27_a_full_speculative_lane_spills_to_vlm_with_its_reason(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    join(gateway, worker)
+    gateway.join_with(worker, *both_lanes(slots=1))
     worker.scripts_by_message["hold"] = Script(hang=True)
     with ThreadPoolExecutor(1) as executor:
         running = executor.submit(gateway.chat, temperature=0, messages=[user("hold")])
@@ -80,14 +56,6 @@ def test_f27_a_full_speculative_lane_spills_to_vlm_with_its_reason(
     assert gateway.status()["decisions"]["reasons"] == {"eligible": 1, "spilled": 1}
 
 
-def has_waiting(gateway: RunningGateway, number: int) -> bool:
-    return waiting(gateway, "vlm") == number
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
 def test_f27_a_full_queue_and_a_queue_timeout_return_retry_after(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
@@ -98,7 +66,7 @@ def test_f27_a_full_queue_and_a_queue_timeout_return_retry_after(
 
     worker.script.hang = True
     with with_policy(tmp_path, shorten_queue) as gateway, ThreadPoolExecutor(2) as executor:
-        join(gateway, worker)
+        gateway.join_with(worker, *both_lanes(slots=1))
         running = executor.submit(gateway.chat)
         assert worker.request_received.wait(60)
         queued = executor.submit(gateway.chat)
@@ -113,7 +81,7 @@ def test_f27_a_full_queue_and_a_queue_timeout_return_retry_after(
     worker.request_received.clear()
     worker.resume.clear()
     with with_policy(tmp_path, shorten_queue) as gateway, ThreadPoolExecutor(1) as executor:
-        join(gateway, worker)
+        gateway.join_with(worker, *both_lanes(slots=1))
         running = executor.submit(gateway.chat)
         assert worker.request_received.wait(60)
         late = gateway.chat()
@@ -124,45 +92,21 @@ def test_f27_a_full_queue_and_a_queue_timeout_return_retry_after(
         assert gateway.status()["outcomes"] == {"completed": 1, "unserved": 1}
 
 
-def test_f08_a_client_that_disconnects_while_queued_leaves_the_queue(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
-    join(gateway, worker)
-    worker.script.hang = True
-    with ThreadPoolExecutor(2) as executor:
-        running = executor.submit(gateway.chat)
-        assert worker.request_received.wait(60)
-        with raw_client(gateway) as client:
-            client.send_chat()
-            wait_until(lambda: waiting(gateway, "vlm") == 1)
-        wait_until(lambda: waiting(gateway, "vlm") == 0)
-        worker.resume.set()
-        assert running.result().status_code == 200
-    assert len(worker.requests) == 1
-    assert gateway.status()["outcomes"] == {"client_left": 1, "completed": 1}
-
-
 def test_an_interactive_request_is_served_before_an_earlier_bulk_request(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    join(gateway, worker)
+    gateway.join_with(worker, *both_lanes(slots=1))
     worker.scripts_by_message["hold"] = Script(hang=True)
 
     def send_request(text: str, priority: str) -> httpx.Response:
-        return gateway.client.post(
-            "/v1/chat/completions",
-            json={"model": "demo", "messages": [user(text)]},
-            headers={"x-paceline-priority": priority},
-        )
+        return gateway.chat(messages=[user(text)], headers={"x-paceline-priority": priority})
 
     with ThreadPoolExecutor(4) as executor:
-        responses: list[FutureResponse] = [executor.submit(send_request, "hold", "default")]
+        responses = [executor.submit(send_request, "hold", "default")]
         assert worker.request_received.wait(60)
-        for number, (text, priority) in enumerate(
-            (("bulk", "bulk"), ("plain", "default"), ("urgent", "interactive")), start=1
-        ):
+        for text, priority in (("bulk", "bulk"), ("plain", "default"), ("urgent", "interactive")):
             responses.append(executor.submit(send_request, text, priority))
-            wait_until(functools.partial(has_waiting, gateway, number))
+            wait_until(lambda: waiting(gateway, "vlm") == len(responses) - 1)
         worker.resume.set()
         assert {response.result().status_code for response in responses} == {200}
     order = [received.body["messages"][0]["content"] for received in worker.requests]
@@ -176,13 +120,9 @@ def test_a_priority_outside_the_policy_returns_400_with_the_permitted_ones(
         document["priorities"] = ["default", "bulk"]
 
     with with_policy(tmp_path, remove_interactive) as gateway:
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         for priority, status in (("bulk", 200), ("interactive", 400), ("x", 400), ("", 400)):
-            response = gateway.client.post(
-                "/v1/chat/completions",
-                json={"model": "demo", "messages": [user("x")]},
-                headers={"x-paceline-priority": priority},
-            )
+            response = gateway.chat(headers={"x-paceline-priority": priority})
             assert response.status_code == status
             if status == 400:
                 error = response.json()["error"]
@@ -226,37 +166,17 @@ def test_f02_a_body_that_crashed_two_workers_is_not_sent_to_a_third(
 def test_f28_retries_wait_for_the_budget_and_none_is_dropped_when_most_workers_fail(
     gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    for member in (worker, second_worker):
-        join(gateway, member, slots=64)
     closed = [ScriptedWorker(worker_id=f"closed-{number}") for number in range(8)]
+    for member in (worker, second_worker):
+        gateway.join_with(member, *both_lanes(slots=64))
     for member in closed:
         with running_server(member, sockets=[member.socket]):
-            join(gateway, member, slots=64)
+            gateway.join_with(member, *both_lanes(slots=64))
     worker.script.hang = second_worker.script.hang = True
     with ThreadPoolExecutor(30) as executor:
-        responses: list[FutureResponse] = [executor.submit(gateway.chat) for _ in range(30)]
-
+        responses = [executor.submit(gateway.chat) for _ in range(30)]
         wait_until(lambda: gateway.status()["retries_delayed"] > 0)
         assert worker.in_flight + second_worker.in_flight < 30
         worker.resume.set()
         second_worker.resume.set()
         assert {response.result().status_code for response in responses} == {200}
-
-
-def test_f20_the_status_shows_an_ejected_worker_with_its_reason(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
-    gateway_with_worker.send_heartbeat(second_worker)
-    worker.script = Script(status=500)
-    while gateway_with_worker.status()["workers"]["fake-a"]["state"] != "ejected":
-        assert gateway_with_worker.chat().status_code == 200
-        assert len(worker.requests) <= 5
-    status = gateway_with_worker.status()["workers"]["fake-a"]
-    assert 0 < status["ejection"]["remaining_s"] <= 12
-    assert status["ejection"]["reason"] == "5 requests failed in a row"
-    assert status["ejection"]["count"] == 1
-    assert {gateway_with_worker.chat().headers["x-paceline-worker"] for _ in range(5)} == {"fake-b"}
-    metrics = gateway_with_worker.client.get("/metrics").text
-    assert 'paceline_worker_available{worker="fake-a"} 0.0' in metrics
-    assert 'paceline_worker_available{worker="fake-b"} 1.0' in metrics
-    assert "null" not in json.dumps(gateway_with_worker.status())

@@ -1,7 +1,6 @@
 """Published advisories about gateways and inference engines, one test per advisory number.
 
-The tests of api, auth and test_secret_leaks.py cover advisories about keys, routes and secrets;
-tests of the worker cover S40 and S50.
+Tests of api, auth and the worker, and test_secret_leaks.py, cover further ones.
 """
 
 from __future__ import annotations
@@ -22,27 +21,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 import gateway
 import policies
 from tests.support.canary_listener import CanaryListener, error_fields
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.http_server import Request, ServerConnection
 from tests.support.images import data_url, png_header
 from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.policies import PolicyAdmin, single_pool_policy
-from tests.support.running_gateway import (
-    RunningGateway,
-    chat_body,
-    make_settings,
-    running_server,
-    status_and_code,
-)
-from tests.support.scripted_worker import Script, ScriptedWorker, event, stream_events
+from tests.support.raw_client import open_socket
+from tests.support.running_gateway import RunningGateway, chat_body, running_server, status_and_code
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker, event, stream_events
 
 _BOUND = 1000
 """Repetitions with at most this maximum are bounded; `*` and `+` are not."""
+IMAGE_FIELD = "messages[0].content[1].image_url"
 
 
 def messages_with_image(url: str) -> list[dict[str, Any]]:
@@ -50,22 +45,17 @@ def messages_with_image(url: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_s32_the_gateway_follows_no_redirect_of_a_worker(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    canary_listener: CanaryListener,
-    status: int,
-    stream: bool,
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, canary_listener: CanaryListener
 ) -> None:
     """vllm-mlx #318: a followed redirect would send the request, with its headers, to any
     address."""
     location = (b"location", f"{canary_listener.url}/latest/meta-data".encode())
-    worker.script = Script(status=status, headers=(location,))
-    response = gateway_with_worker.chat(stream=stream)
-    assert error_fields(response) == (502, "worker_failed", None)
-    assert "location" not in response.headers
+    for status, stream in itertools.product((301, 302, 303, 307, 308), (False, True)):
+        worker.script = Script(status=status, headers=(location,))
+        response = gateway_with_worker.chat(stream=stream)
+        assert error_fields(response) == (502, "worker_failed", None)
+        assert "location" not in response.headers
     assert canary_listener.has_no_connections()
 
 
@@ -87,50 +77,31 @@ def test_s32_health_checks_follow_no_redirect(
     assert canary_listener.has_no_connections()
 
 
-def test_s32_an_unsafe_url_is_rejected_before_a_stream_begins(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
-    """vllm-mlx PR 490: clients mistake an error within a stream for generated text."""
-    response = module_gateway.chat(
-        stream=True, messages=messages_with_image("http://169.254.169.254/latest")
-    )
-    assert error_fields(response)[:2] == (400, "invalid_value")
-    assert response.headers["content-type"] == "application/json"
-    assert not module_worker.requests
-
-
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [("/v1/chat/completions", 400), ("/v1/route/explain", 400), ("/admin/v1/keys", 400)],
-)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/route/explain", "/admin/v1/keys"])
 def test_s35_compressed_bodies_are_not_decompressed(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str, status: int
+    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str
 ) -> None:
     """Twenty kilobytes of gzip would decompress to twenty megabytes."""
     compressed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     response = module_gateway.admin.post(path, content=compressed, headers=headers)
-    assert status_and_code(response) == (status, "invalid_json")
+    assert status_and_code(response) == (400, "invalid_json")
     assert not module_worker.requests
 
 
 def test_s35_an_endless_chunked_body_is_cut_at_the_body_limit(
-    tmp_path: Path, worker: ScriptedWorker
+    make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     """The gateway counts received bytes and does not rely on a declared length."""
     limit_bytes = 100_000
-    chunk = b"A" * 16_384
-    with RunningGateway(make_settings(tmp_path, body_limit_bytes=limit_bytes)) as gateway:
-        gateway.send_heartbeat(worker)
-        with socket.create_connection(("127.0.0.1", httpx.URL(gateway.url).port or 0)) as raw:
-            raw.settimeout(30)
-            raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n")
-            raw.sendall(b"transfer-encoding: chunked\r\n\r\n")
-            start = b'{"messages": [{"content": [{"image_url": "data:image/png;base64,'
-            raw.sendall(b"%x\r\n%b\r\n" % (len(start), start))
-            for _ in range(limit_bytes // len(chunk) + 1):
-                raw.sendall(b"%x\r\n%b\r\n" % (len(chunk), chunk))
-            assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
+    start = b'{"messages": [{"content": [{"image_url": "data:image/png;base64,'
+    gateway = make_gateway(worker, body_limit_bytes=limit_bytes)
+    with open_socket(gateway) as raw:
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n")
+        raw.sendall(b"transfer-encoding: chunked\r\n\r\n")
+        for chunk in (start, *[b"A" * 16_384] * (limit_bytes // 16_384 + 1)):
+            raw.sendall(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
     assert not worker.requests
 
 
@@ -155,22 +126,9 @@ def test_s36_unsupported_image_formats_are_rejected_under_any_media_type(
     module_gateway: RunningGateway, module_worker: ScriptedWorker, name: str, kind: str
 ) -> None:
     """CVE-2026-22778: rarely used decoders have the most vulnerabilities."""
-    response = module_gateway.chat(
-        messages=messages_with_image(data_url(OTHER_FORMATS[name], kind))
-    )
-    assert error_fields(response) == (400, "invalid_value", "messages[0].content[1].image_url")
-    assert not module_worker.requests
-
-
-@pytest.mark.parametrize(("width_px", "height_px"), [(0, 5), (5, 0), (0, 0), (2**31, 1), (1, 201)])
-def test_s37_images_of_zero_size_or_extreme_ratio_are_rejected(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker, width_px: int, height_px: int
-) -> None:
-    """CVE-2026-22773; tests of the worker cover images of one pixel."""
-    response = module_gateway.chat(
-        messages=messages_with_image(data_url(png_header(width_px, height_px)))
-    )
-    assert error_fields(response) == (400, "invalid_value", "messages[0].content[1].image_url")
+    messages = messages_with_image(data_url(OTHER_FORMATS[name], kind))
+    response = module_gateway.chat(messages=messages)
+    assert error_fields(response) == (400, "invalid_value", IMAGE_FIELD)
     assert not module_worker.requests
 
 
@@ -229,19 +187,19 @@ HOSTILE = (
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_s45_long_texts_of_near_matches_are_relayed(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, text: str
+    shared_gateway: RunningGateway, module_worker: ScriptedWorker, text: str
 ) -> None:
-    worker.script = Script(tokens=(text, " end"))
+    module_worker.script = Script(tokens=(text, " end"))
+    messages = [{"role": "user", "content": text}]
     for stream in (False, True):
-        response = gateway_with_worker.chat(
-            stream=stream, messages=[{"role": "user", "content": text}]
-        )
+        response = shared_gateway.chat(stream=stream, messages=messages)
         assert response.status_code == 200
         assert " end" in response.text
-    assert worker.requests[0].body["messages"][0]["content"] == text
-    worker.script = Script(events=(event({"x": text}), *stream_events(("end",))))
-    with gateway_with_worker.stream() as streamed:
-        assert "data: [DONE]" in list(streamed.iter_lines())
+    assert module_worker.requests[0].body["messages"] == messages
+    module_worker.script = Script(events=(event({"x": text}), *stream_events(("end",))))
+    with shared_gateway.stream() as streamed:
+        assert streamed.read().endswith(DONE)
+    module_worker.reset()
 
 
 def test_s46_schemas_of_requests_are_not_stored(
@@ -292,41 +250,25 @@ def test_s07_s43_s48_fields_that_select_servers_or_model_files_are_rejected(
     assert not module_worker.requests
 
 
-def test_s08_the_gateway_connects_to_no_unauthenticated_worker(
-    module_gateway: RunningGateway, canary_listener: CanaryListener
-) -> None:
-    """CVE-2026-42271, CVE-2026-30623."""
-    for key in ("", "Bearer wrong"):
-        response = module_gateway.client.put(
-            "/admin/v1/workers/evil",
-            json={"worker_id": "evil", "url": canary_listener.url},
-            headers={"authorization": key},
-        )
-        assert error_fields(response) == (401, "invalid_api_key", None)
-    assert module_gateway.client.get("/metrics").status_code == 200
-    assert canary_listener.has_no_connections()
-
-
 TEMPLATES = ("{{7*7}}", "${7*7}", "{% for x in range(9) %}x{% endfor %}", "%(x)s", "{0.__class__}")
 
 
-@pytest.mark.parametrize("text", TEMPLATES)
 def test_s09_s47_templates_in_text_and_arguments_are_relayed_verbatim(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, text: str
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
 ) -> None:
     """CVE-2026-42203, CVE-2024-2952, CVE-2025-9141: the gateway evaluates no text."""
-    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": text}}
-    messages = [
-        {"role": "system", "content": text},
-        {"role": "user", "content": text},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": text},
-    ]
-    assert gateway_with_worker.chat(messages=messages, tools=[TOOL]).status_code == 200
-    sent = worker.requests[0].body["messages"]
-    assert [message.get("content") for message in sent] == [text, text, None, text]
-    assert sent[2]["tool_calls"] == [call]
-    with PolicyAdmin(gateway_with_worker.url, gateway_with_worker.admin_key) as admin:
+    for text in TEMPLATES:
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": text}}
+        messages = [
+            {"role": "system", "content": text},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": text},
+        ]
+        assert gateway_with_worker.chat(messages=messages, tools=[TOOL]).status_code == 200
+        sent = worker.requests[-1].body["messages"]
+        assert [message.get("content") for message in sent] == [text, text, None, text]
+        assert sent[2]["tool_calls"] == [call]
         assert admin.put(single_pool_policy(), x_paceline_note=quote(text)).status_code == 200
         assert admin.get("/history").json()["versions"][0]["note"] == text
 
@@ -356,10 +298,7 @@ def test_s15_oversized_headers_are_rejected_before_they_are_read_completely(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """CVE-2025-48956."""
-    with socket.create_connection(
-        ("127.0.0.1", int(gateway_with_worker.url.rpartition(":")[2]))
-    ) as raw:
-        raw.settimeout(10)
+    with open_socket(gateway_with_worker) as raw:
         raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx: ")
         try:
             for _ in range(64):
@@ -405,13 +344,10 @@ def test_s18_ambiguous_body_framing_smuggles_no_second_request(
 ) -> None:
     """CVE-2025-43859."""
     smuggled = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", int(module_gateway.url.rpartition(":")[2]))) as raw:
-        raw.settimeout(10)
+    with open_socket(module_gateway) as raw:
         raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + body + smuggled)
         raw.shutdown(socket.SHUT_WR)
-        received = b""
-        while part := raw.recv(65_536):
-            received += part
+        received = b"".join(iter(lambda: raw.recv(65_536), b""))
     assert b"alive" not in received
     assert not received or received.startswith(b"HTTP/1.1 400 ")
     assert not module_worker.requests
@@ -437,7 +373,7 @@ IMAGE_KINDS = ("image_url", "input_image", "image")
         *itertools.product(IMAGE_KINDS, NON_IMAGE_SOURCES),
     ],
 )
-def test_s30_s31_s33_s34_the_gateway_fetches_no_url_of_a_request(
+def test_s30_to_s34_the_gateway_fetches_no_url_of_a_request(
     module_gateway: RunningGateway,
     module_worker: ScriptedWorker,
     canary_listener: CanaryListener,
@@ -445,28 +381,41 @@ def test_s30_s31_s33_s34_the_gateway_fetches_no_url_of_a_request(
     source: str,
 ) -> None:
     """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779 (GHSA-qh4c-xf7m-gxfc) and its bypass CVE-2026-25960
-    (GHSA-v359-jj2v-j536), vllm-mlx #320, CVE-2025-3777.
+    (GHSA-v359-jj2v-j536), vllm-mlx #320, CVE-2025-3777, vllm-mlx PR 490.
     """
     url = source.format(port=canary_listener.port)
-    for value in (url, {"url": url}):
+    for value, stream in ((url, False), ({"url": url}, True)):
         content = [{"type": "text", "text": "x"}, {"type": kind, kind: value}]
-        response = module_gateway.chat(messages=[{"role": "user", "content": content}])
+        messages = [{"role": "user", "content": content}]
+        response = module_gateway.chat(messages=messages, stream=stream)
         status, code, param = error_fields(response)
         assert (status, code) == (400, "invalid_value")
+        assert response.headers["content-type"] == "application/json", "no stream has begun"
         assert (param or "").startswith("messages[0].content[1]")
     assert canary_listener.has_no_connections()
     assert not module_worker.requests
 
 
-def test_s38_s39_image_counts_and_sizes_are_checked_before_decoding(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker
+@pytest.mark.parametrize(
+    ("size_px", "count"),
+    [
+        *(((0, 5), 1), ((5, 0), 1), ((0, 0), 1), ((2**31, 1), 1), ((1, 201), 1)),
+        *(((30_000, 30_000), 1), ((8, 8), 5_000)),
+    ],
+)
+def test_s37_s38_s39_image_counts_sizes_and_ratios_are_checked_before_decoding(
+    module_gateway: RunningGateway,
+    module_worker: ScriptedWorker,
+    size_px: tuple[int, int],
+    count: int,
 ) -> None:
-    """CVE-2026-34755 (GHSA-pq5c-rjhq-qp7p), CVE-2026-5497."""
-    small = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
-    large = {"type": "image_url", "image_url": {"url": data_url(png_header(30_000, 30_000))}}
-    for content in ([small] * 5_000, [large]):
-        response = module_gateway.chat(messages=[{"role": "user", "content": content}])
-        assert error_fields(response)[:2] == (400, "invalid_value")
+    """CVE-2026-22773, CVE-2026-34755 (GHSA-pq5c-rjhq-qp7p), CVE-2026-5497.
+
+    Tests of the worker cover images of one pixel.
+    """
+    image = {"type": "image_url", "image_url": {"url": data_url(png_header(*size_px))}}
+    response = module_gateway.chat(messages=[{"role": "user", "content": [image] * count}])
+    assert error_fields(response)[:2] == (400, "invalid_value")
     assert not module_worker.requests
 
 
@@ -507,13 +456,6 @@ def test_s41_s42_s43_s44_s49_values_that_would_crash_an_engine_are_rejected(
     status, code, error_param = error_fields(module_gateway.chat(**fields))
     assert (status, code) == (400, "invalid_value")
     assert param is None or error_param in {param, "max_completion_tokens"}
-    assert not module_worker.requests
-
-
-def test_s42_an_empty_prompt_is_rejected(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
-    """CVE-2024-8768."""
-    response = module_gateway.client.post("/v1/completions", json={"model": "demo", "prompt": ""})
-    assert error_fields(response) == (400, "invalid_value", "prompt")
+    empty = module_gateway.client.post("/v1/completions", json={"model": "demo", "prompt": ""})
+    assert error_fields(empty) == (400, "invalid_value", "prompt")
     assert not module_worker.requests

@@ -23,8 +23,8 @@ from tests.support.compose_file import SECRETS
 from tests.support.compose_stack import AS_CLIENT
 from tests.support.front import PATH, PORT, NginxClient, running_front
 from tests.support.private_network import require_namespaces
-from tests.support.running_gateway import chat_body, status_and_code, wait_until
-from tests.support.scripted_worker import Script, lane_report
+from tests.support.running_gateway import begun, status_and_code, wait_until
+from tests.support.scripted_worker import DONE, Script, both_lanes
 
 
 @pytest.fixture
@@ -49,20 +49,6 @@ def nginx(module_nginx: NginxClient) -> NginxClient:
     return module_nginx
 
 
-def test_nginx_and_workers_follow_the_addresses_in_dns(private_nginx: NginxClient) -> None:
-    nginx = private_nginx
-    first, second, third = nginx.machine.addresses_here(3)
-    with nginx.joined(), nginx.stack.gateways(third):
-        nginx.dns.addresses = [second, third]
-        wait_until(
-            lambda: nginx.chat().status_code == 200 and nginx.outcomes(third)["completed"] > 0
-        )
-        nginx.kill(first)
-        nginx.kill(second)
-        nginx.dns.addresses = [third]
-        assert [nginx.chat().status_code for _ in range(5)] == [200] * 5
-
-
 def test_heartbeats_through_nginx_go_to_one_gateway(nginx: NginxClient) -> None:
     report = nginx.worker.report()
     path = f"/admin/v1/workers/{report.worker_id}"
@@ -77,50 +63,52 @@ def test_heartbeats_through_nginx_go_to_one_gateway(nginx: NginxClient) -> None:
     assert not any(nginx.stack.ready("gateway", host) for host in nginx.dns.addresses)
 
 
-def test_a_stream_is_relayed_without_buffering(nginx: NginxClient) -> None:
+def test_a_stream_is_relayed_without_buffering_and_a_disconnect_reaches_the_worker(
+    nginx: NginxClient,
+) -> None:
+    nginx.worker.script.hang_after = 3
     with nginx.joined():
-        nginx.worker.script.hang_after = 3
-        with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as response:
+        with nginx.stream() as response:
             lines = response.iter_lines()
             first = [next(lines) for _ in range(5)]  # while the worker is paused
             nginx.worker.resume.set()
-            rest = list(lines)
+            assert "data: [DONE]" in list(lines)
         events = [json.loads(line[6:]) for line in first if line.startswith("data: ")]
-        assert (
-            "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-            == "one two"
-        )
-        assert "data: [DONE]" in rest
-
-
-def test_a_client_disconnect_reaches_the_worker(nginx: NginxClient) -> None:
-    with nginx.joined():
-        nginx.worker.script.hang_after = 2
-        with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as response:
-            next(response.iter_lines())
+        texts = [event["choices"][0]["delta"].get("content", "") for event in events]
+        assert "".join(texts) == "one two"
+        nginx.worker.resume.clear()
+        with begun(nginx.stream()):
+            pass
         assert nginx.worker.client_disconnected.wait(60)
 
 
-def test_a_gateway_shutdown_fails_neither_running_nor_new_requests(
+def test_a_gateway_shutdown_fails_no_request_and_nginx_and_workers_follow_the_addresses_in_dns(
     private_nginx: NginxClient,
 ) -> None:
     nginx = private_nginx
+    first, second, third = nginx.machine.addresses_here(3)
     with nginx.joined():
         nginx.worker.scripts_by_message["hold"] = Script(hang_after=2)
-        body = chat_body(stream=True, messages=[{"role": "user", "content": "hold"}])
-        with nginx.client.stream("POST", PATH, json=body) as running:
-            lines = running.iter_lines()
-            next(lines)
+        with begun(nginx.stream(messages=[{"role": "user", "content": "hold"}])) as read:
             draining = nginx.serving_gateway()
             nginx.gateways[draining].process.send_signal(signal.SIGINT)  # no lame duck: 503 at once
             wait_until(lambda: not nginx.stack.ready("gateway", draining))
             assert [nginx.chat().status_code for _ in range(20)] == [200] * 20
             nginx.worker.resume.set()
-            assert "data: [DONE]" in list(lines)
+            assert read().endswith(DONE)
         assert len(nginx.worker.requests) == 21
+        staying = second if draining == first else first
+        with nginx.stack.gateways(third):
+            nginx.dns.addresses = [staying, third]
+            wait_until(
+                lambda: nginx.chat().status_code == 200 and nginx.outcomes(third)["completed"] > 0
+            )
+            nginx.kill(staying)
+            nginx.dns.addresses = [third]
+            assert [nginx.chat().status_code for _ in range(5)] == [200] * 5
 
 
-def test_a_killed_gateway_fails_its_running_request_and_no_new_one(
+def test_l1_a_gateway_that_is_killed_or_interrupted_fails_its_running_request_and_no_new_one(
     private_nginx: NginxClient,
 ) -> None:
     """The request is not sent again; the other gateway serves alone what joined their name."""
@@ -136,18 +124,21 @@ def test_a_killed_gateway_fails_its_running_request_and_no_new_one(
         assert len(nginx.worker.requests) == 1
         assert [nginx.chat().status_code for _ in range(20)] == [200] * 20
         assert len(nginx.worker.requests) == 21
-
-
-def test_metrics_of_a_single_gateway_are_not_served(nginx: NginxClient) -> None:
-    assert nginx.client.get("/metrics").status_code == 404
-    assert nginx.client.get("/livez").status_code == 200
+        nginx.worker.resume.clear()
+        nginx.worker.request_received.clear()
+        with ThreadPoolExecutor(1) as executor:
+            response = executor.submit(nginx.chat)
+            assert nginx.worker.request_received.wait(60)
+            (left,) = (one.process for one in nginx.gateways.values() if one.process.poll() is None)
+            wait_until(lambda: forced_to_end(left))
+            assert status_and_code(response.result()) == (502, "shutting_down")
+        nginx.worker.resume.set()
+        assert len(nginx.worker.requests) == 22
 
 
 def answer_to(nginx: NginxClient, path: str, size_mb: int, key: str = "") -> tuple[bytes, Any]:
     """Return status line and body of the response to a head without its body."""
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size_mb << 20}\r\n{key}\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size_mb << 20}\r\n"
     with socket.create_connection((nginx.machine.address, PORT), timeout=30) as raw:
         raw.sendall(f"{head}{key}\r\n".encode())
         received = b""
@@ -209,7 +200,7 @@ def test_c12_an_address_has_a_hundred_connections_at_most(nginx: NginxClient) ->
 
 
 def test_l1_a_request_waits_in_one_queue_only_and_counts_once(nginx: NginxClient) -> None:
-    lanes = [lane_report(name, slots=1).model_dump() for name in ("text-mtp", "vlm")]
+    lanes = [lane.model_dump() for lane in both_lanes(slots=1)]
     nginx.worker.status_report = nginx.worker.report(lanes=lanes)
     before = counts(nginx)
     with nginx.joined(), ThreadPoolExecutor(2) as executor:
@@ -227,9 +218,7 @@ def test_l1_a_request_waits_in_one_queue_only_and_counts_once(nginx: NginxClient
         }
 
 
-def test_l1_a_rejection_that_is_sent_to_another_gateway_is_no_error(
-    nginx: NginxClient,
-) -> None:
+def test_l1_a_rejection_that_is_sent_to_another_gateway_is_no_error(nginx: NginxClient) -> None:
     before = counts(nginx)
     assert status_and_code(nginx.chat()) == (503, "no_worker")
     assert counts_since(nginx, before) == {
@@ -246,33 +235,17 @@ def counts_since(nginx: NginxClient, before: dict[str, Counter[str]]) -> dict[st
     return {family: now - before[family] for family, now in counts(nginx).items()}
 
 
-def test_l1_a_request_that_a_shutdown_interrupts_is_not_sent_again(
-    private_nginx: NginxClient,
-) -> None:
-    nginx = private_nginx
-    with nginx.joined():
-        nginx.worker.script.hang = True
-        with ThreadPoolExecutor(1) as executor:
-            response = executor.submit(nginx.chat)
-            assert nginx.worker.request_received.wait(60)
-            gateway = nginx.gateways[nginx.serving_gateway()].process
-            gateway.send_signal(signal.SIGINT)
-            wait_until(lambda: forced_to_end(gateway))
-            assert status_and_code(response.result()) == (502, "shutting_down")
-        nginx.worker.resume.set()
-        assert len(nginx.worker.requests) == 1
-
-
 def forced_to_end(process: subprocess.Popen[str]) -> bool:
     """Request the end of running requests too; return whether the process has ended."""
     process.send_signal(signal.SIGINT)
     return process.poll() is not None
 
 
-@pytest.mark.parametrize("path", ["/v1/responses/resp_x", "/v1/status"])
-def test_errors_of_a_gateway_pass_with_their_own_words(nginx: NginxClient, path: str) -> None:
+def test_errors_of_a_gateway_pass_with_their_own_words(nginx: NginxClient) -> None:
     wait_until(lambda: nginx.client.get("/livez").status_code == 200)
-    told = nginx.client.get(path, headers={"authorization": "Bearer pk-wrong"})
-    assert status_and_code(told) == (401, "invalid_api_key")
-    assert told.json()["error"]["message"] == KeyRefused.message
-    assert told.headers["content-type"] == "application/json"
+    for path in ("/v1/responses/resp_x", "/v1/status"):
+        told = nginx.client.get(path, headers={"authorization": "Bearer pk-wrong"})
+        assert status_and_code(told) == (401, "invalid_api_key")
+        assert told.json()["error"]["message"] == KeyRefused.message
+        assert told.headers["content-type"] == "application/json"
+    assert nginx.client.get("/metrics").status_code == 404, "they are those of a single gateway"

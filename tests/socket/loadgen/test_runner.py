@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import functools
 from contextlib import AbstractAsyncContextManager
 from random import Random
 
@@ -13,17 +13,9 @@ from gateway.loadgen.client import Endpoint, open_endpoint, read_answer
 from gateway.loadgen.prompts import Prompt
 from gateway.loadgen.runner import Level, arrivals_s, send_all
 from gateway.loadgen.stats import peak_concurrency
-from tests.support.running_gateway import running_server
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 PROMPTS = [Prompt(({"role": "user", "content": str(number)},)) for number in range(12)]
-
-
-@pytest.fixture
-def worker() -> Iterator[ScriptedWorker]:
-    scripted = ScriptedWorker()
-    with running_server(scripted, sockets=[scripted.socket]):
-        yield scripted
 
 
 def open_worker(worker: ScriptedWorker) -> AbstractAsyncContextManager[Endpoint]:
@@ -33,10 +25,8 @@ def open_worker(worker: ScriptedWorker) -> AbstractAsyncContextManager[Endpoint]
 async def test_the_concurrency_level_is_reached_and_never_exceeded(worker: ScriptedWorker) -> None:
     worker.script = Script(pause_s=0.002)
     async with open_worker(worker) as endpoint:
-        level = Level(concurrency=3)
-        responses = await send_all(
-            endpoint, PROMPTS, level, random=Random(0), on_end=lambda _: None
-        )
+        send = functools.partial(send_all, random=Random(0), on_end=lambda _: None)
+        responses = await send(endpoint, PROMPTS, Level(concurrency=3))
     assert [response.status for response in responses] == [200] * 12
     assert peak_concurrency([read_answer(response) for response in responses]) == 3
     prompts = [response.body["messages"][0]["content"] for response in worker.requests]
@@ -72,17 +62,16 @@ def test_arrivals_have_the_rate_and_are_reproducible_by_seed() -> None:
     assert moments != arrivals_s(4.0, 100, Random(4))
 
 
-async def test_chunks_before_a_lost_connection_are_recorded(worker: ScriptedWorker) -> None:
-    worker.script = Script(cut_after=2)
+@pytest.mark.parametrize(
+    ("script", "status", "received"),
+    [(Script(cut_after=2), 200, b'"one"'), (Script(drop=True), 0, b"")],
+)
+async def test_a_lost_connection_is_recorded_as_a_problem_with_the_chunks_before_it(
+    worker: ScriptedWorker, script: Script, status: int, received: bytes
+) -> None:
+    worker.script = script
     async with open_worker(worker) as endpoint:
         response = await endpoint.send(PROMPTS[0])
+    assert response.status == status
     assert response.problem.startswith("the connection failed")
-    assert b'"one"' in b"".join(part for _, part in response.arrivals)
-
-
-async def test_a_dropped_connection_is_recorded_as_a_problem(worker: ScriptedWorker) -> None:
-    worker.script = Script(drop=True)
-    async with open_worker(worker) as endpoint:
-        response = await endpoint.send(PROMPTS[0])
-    assert response.status == 0
-    assert response.problem.startswith("the connection failed")
+    assert received in b"".join(part for _, part in response.arrivals)

@@ -1,28 +1,35 @@
-"""`/v1/status/events`: a stream of the status, once a second, for authorized clients."""
+"""Many readers of the status: its event stream, and one look at each worker for all of them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
+from gateway.api.status import READERS_LIMIT
 from gateway.errors import ShuttingDown
+from gateway.fleet import health
+from gateway.periodic import SharedRuns
 from gateway.status.events import VIEWERS_LIMIT, StatusFeed
+from tests.support.gateway_fixtures import MakeGateway
+from tests.support.http_server import Request, ServerConnection
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
-    make_settings,
+    begun,
+    running_server,
     status_and_code,
     wait_until,
 )
-from tests.support.scripted_worker import Script, ScriptedWorker
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker
 
 EVENTS = "/v1/status/events"
 
@@ -51,25 +58,20 @@ def event_data(line: str) -> dict[str, Any]:
     return data
 
 
-def test_each_event_has_the_content_of_the_status(gateway_with_worker: RunningGateway) -> None:
+def test_each_event_has_the_content_of_the_status_and_all_viewers_get_the_same(
+    gateway_with_worker: RunningGateway,
+) -> None:
     assert gateway_with_worker.chat().status_code == 200
-    with open_events(gateway_with_worker) as events:
-        first, second = event_data(next(events)), event_data(next(events))
+    with open_events(gateway_with_worker) as one, open_events(gateway_with_worker) as other:
+        lines, others = ([next(events) for _ in range(4)] for events in (one, other))
+    assert len({*lines}) == len({*others}) == 4
+    assert {*lines} & {*others}
+    first, second = map(event_data, lines[:2])
     status = gateway_with_worker.status()
     assert first.keys() == second.keys() == status.keys()
     assert first["decisions"] == status["decisions"]
     assert first["workers"].keys() == {"fake-a"}
     assert second["gateway"]["uptime_s"] > first["gateway"]["uptime_s"]
-
-
-def test_all_viewers_get_the_same_snapshots(gateway_with_worker: RunningGateway) -> None:
-    with (
-        open_events(gateway_with_worker) as first_events,
-        open_events(gateway_with_worker) as second_events,
-    ):
-        snapshots = [{next(events) for _ in range(4)} for events in (first_events, second_events)]
-    assert len(snapshots[0]) == len(snapshots[1]) == 4
-    assert snapshots[0] & snapshots[1]
 
 
 def test_a_viewer_over_the_limit_gets_503_until_another_disconnects(
@@ -93,39 +95,22 @@ def test_a_viewer_over_the_limit_gets_503_until_another_disconnects(
     wait_until(below_limit)
 
 
-def test_the_event_stream_requires_the_permission_of_the_status(
+def test_the_event_stream_requires_the_permission_of_the_status_until_its_end(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    unrestricted, restricted = (
-        gateway_with_worker.create_key(),
-        gateway_with_worker.create_key(models=["demo"]),
-    )
-    assert status_and_code(gateway_with_worker.client.get(EVENTS)) == (401, "invalid_api_key")
-    assert status_and_code(
-        gateway_with_worker.client.get(EVENTS, headers=bearer_headers(restricted))
-    ) == (
-        403,
-        "permission_denied",
-    )
-    with open_events(gateway_with_worker, **bearer_headers(unrestricted)) as events:
+    gateway = gateway_with_worker
+    with open_events(gateway) as events:
         assert "workers" in event_data(next(events))
-
-
-def test_revoking_a_key_ends_its_event_stream(gateway_with_worker: RunningGateway) -> None:
-    key = gateway_with_worker.create_key()
-    with open_events(gateway_with_worker, **bearer_headers(key)) as events:
-        assert "workers" in event_data(next(events))
-        gateway_with_worker.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
+        key = gateway.create_key()
         *_, last = events
-    assert event_data(last)["error"]["code"] == "invalid_api_key"
-
-
-def test_creating_the_first_key_ends_unauthenticated_event_streams(
-    gateway_with_worker: RunningGateway,
-) -> None:
-    with open_events(gateway_with_worker) as events:
+    assert event_data(last)["error"]["code"] == "invalid_api_key", "one is needed from now on"
+    assert status_and_code(gateway.client.get(EVENTS)) == (401, "invalid_api_key")
+    restricted = bearer_headers(gateway.create_key(models=["demo"]))
+    forbidden = gateway.client.get(EVENTS, headers=restricted)
+    assert status_and_code(forbidden) == (403, "permission_denied")
+    with open_events(gateway, **bearer_headers(key)) as events:
         assert "workers" in event_data(next(events))
-        gateway_with_worker.create_key()
+        gateway.revoke_key(key)
         *_, last = events
     assert event_data(last)["error"]["code"] == "invalid_api_key"
 
@@ -143,33 +128,23 @@ def test_an_exception_while_rendering_becomes_an_error_event_and_is_logged(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_shutdown_ends_event_streams_after_all_responses(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+def test_shutdown_ends_event_streams_after_all_responses_and_accepts_no_viewer(
+    make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
+    """The gateway closes the connection after the last event, so that it can exit at once."""
     worker.script = Script(hang_after=1)
-    with open_events(gateway_with_worker) as events, gateway_with_worker.stream() as response:
-        response_lines = response.iter_lines()
-        next(response_lines)
-        gateway_with_worker.request_shutdown()
+    gateway = make_gateway(worker, drain_timeout_s=600)
+    with open_events(gateway) as events, begun(gateway.stream()) as read:
+        gateway.request_shutdown()
         while not event_data(next(events))["gateway"]["stopping"]:
             pass
         threading.Timer(0.1, worker.resume.set).start()
-        assert "data: [DONE]" in list(response_lines)
+        assert read().endswith(DONE)
         *_, name, last = events
     assert (name, last) == ("event: end", "data: {}")
-    gateway_with_worker.wait_closed()
-
-
-def test_a_gateway_that_has_shut_down_accepts_no_viewer(tmp_path: Path) -> None:
-    """The gateway closes the connection after the last event, so that it can exit at once."""
-    settings = make_settings(tmp_path, drain_timeout_s=60, admin_key=SecretStr("admin"))
-    with RunningGateway(settings) as running, open_events(running) as events:
-        next(events)
-        running.request_shutdown()
-        assert list(events)[-2:] == ["event: end", "data: {}"]
-        running.wait_closed()
-        with pytest.raises(httpx.ConnectError):
-            running.client.get(EVENTS)
+    gateway.wait_closed()
+    with pytest.raises(httpx.ConnectError):
+        gateway.client.get(EVENTS)
 
 
 async def test_a_request_after_the_feed_was_closed_raises_shutting_down() -> None:
@@ -184,3 +159,98 @@ async def test_a_request_after_the_feed_was_closed_raises_shutting_down() -> Non
     with pytest.raises(ShuttingDown):
         await feed.stream_to({}, check_permission)
     assert feed.viewers == 0
+
+
+READERS = READERS_LIMIT + 16
+
+
+class GatedWorker(ScriptedWorker):
+    """A worker that holds requests for its report back while `gate` is set to an event."""
+
+    gate: asyncio.Event | None = None
+    loop: asyncio.AbstractEventLoop
+
+    async def __call__(self, connection: ServerConnection, request: Request) -> None:
+        self.loop = asyncio.get_running_loop()
+        if request.method == "GET" and self.gate is not None:
+            await self.gate.wait()
+        await super().__call__(connection, request)
+
+
+@pytest.fixture
+def gated_worker() -> Iterator[GatedWorker]:
+    scripted = GatedWorker()
+    with running_server(scripted, sockets=[scripted.socket]):
+        yield scripted
+
+
+@pytest.fixture
+def patient_gateway(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> RunningGateway:
+    """Return a gateway that asks a worker once, however long the gate of its report is closed."""
+    monkeypatch.setattr(health, "REPORT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(health, "CALL_BACK_TIMEOUT_S", 60.0)
+    gateway: RunningGateway = request.getfixturevalue("gateway")
+    return gateway
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/status"])
+async def test_l2_many_readers_cost_each_worker_a_few_reports(
+    patient_gateway: RunningGateway, gated_worker: GatedWorker, path: str
+) -> None:
+    gateway = patient_gateway
+    assert (await asyncio.to_thread(gateway.send_heartbeat, gated_worker)).status_code == 200
+    gated_worker.gate = asyncio.Event()
+    before = len(gated_worker.authorizations)
+    statuses: Counter[int] = Counter()
+    others_rejected = asyncio.Event()
+    limits = httpx.Limits(max_connections=READERS)
+    async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=60) as client:
+
+        async def read() -> None:
+            statuses[(await client.get(path)).status_code] += 1
+            if statuses[503] == READERS - READERS_LIMIT:
+                others_rejected.set()
+
+        readers = [asyncio.create_task(read()) for _ in range(READERS)]
+        await asyncio.wait_for(others_rejected.wait(), 60)
+        gated_worker.loop.call_soon_threadsafe(gated_worker.gate.set)
+        await asyncio.gather(*readers)
+    assert statuses == {200: READERS_LIMIT, 503: READERS - READERS_LIMIT}
+    assert len(gated_worker.authorizations) - before <= 2
+
+
+async def test_l2_a_call_gets_the_result_of_a_run_that_began_after_it() -> None:
+    gate = asyncio.Event()
+    begun: list[int] = []
+
+    async def work() -> int:
+        begun.append(len(begun))
+        await gate.wait()
+        return begun[-1]
+
+    runs = SharedRuns(work)
+    first = asyncio.create_task(runs())
+    while not begun:
+        await asyncio.sleep(0)
+    later = [asyncio.create_task(runs()) for _ in range(200)]
+    await asyncio.sleep(0)
+    later.pop().cancel()
+    gate.set()
+    assert await first == 0
+    assert await asyncio.gather(*later) == [1] * 199
+
+
+async def test_l2_a_failed_run_fails_its_callers_and_no_later_one() -> None:
+    faults = [ValueError("once")]
+
+    async def work() -> str:
+        if faults:
+            raise faults.pop()
+        return "done"
+
+    runs = SharedRuns(work)
+    results = await asyncio.gather(runs(), runs(), return_exceptions=True)
+    assert [type(result) for result in results] == [ValueError, ValueError]
+    assert await runs() == "done"

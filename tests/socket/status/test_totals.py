@@ -1,15 +1,22 @@
-"""Totals of status and metrics are consistent: decisions, drafts, tokens and boots."""
+"""`/v1/status`: its schema, its windows, and totals that agree with those of `/metrics`."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema_rs import validator_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.fleet import health as control
+from gateway.status.model import schema
+from gateway.telemetry.stats import MAX_WINDOW_S
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
@@ -25,23 +32,19 @@ def test_inconsistent_counts_of_a_worker_are_not_added(
     for counts in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
         lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**counts)})
         worker.status_report = worker.report().model_copy(update={"lanes": (lane,)})
-        assert gateway_with_worker.status()["mtp"]["attempted"] == 0, (
-            "the gateway rejects the report"
-        )
+        attempted = gateway_with_worker.status()["mtp"]["attempted"]
+        assert attempted == 0, "the gateway rejects the report"
 
 
 def test_requests_without_drafting_because_it_does_not_pay_have_a_reason(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    lane = lane_report(
-        "text-mtp", draft_tokens_by_rows=(0, 0, 0, 0), bypass_counts={"mtp_not_paying": 3}
-    )
-    worker.status_report = worker.report(lanes=[lane.model_dump()])
-    gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
-    response = gateway.chat(temperature=0)
+    not_paying = {"draft_tokens_by_rows": (0, 0, 0, 0), "bypass_counts": {"mtp_not_paying": 3}}
+    gateway.join_with(worker, lane_report("text-mtp", **not_paying))
+    headers = gateway.chat(temperature=0).headers
     status = gateway.status()
-    assert response.headers["x-paceline-reason"] == "mtp_not_paying"
-    assert response.headers["x-paceline-pool"] == "text-mtp"
+    assert headers["x-paceline-reason"] == "mtp_not_paying"
+    assert headers["x-paceline-pool"] == "text-mtp"
     assert status["decisions"]["bypass_counts"] == {"mtp_not_paying": 1}
     assert status["decisions"]["reasons"] == {"mtp_not_paying": 1}
     assert status["mtp"]["bypass_counts"] == {"mtp_not_paying": 3}, "the worker's own count"
@@ -52,13 +55,10 @@ def test_prefix_counts_of_a_lane_are_summed_over_boots(
 ) -> None:
     kinds = {"system": 200, "disk": 400}
     prefix = {"hits": 3, "misses": 1, "cached_tokens": 600, "tokens_by_kind": kinds, "too_large": 1}
-    prefix["moves"] = {"moved": 1, "slower": 2}
-    lane = lane_report("text-mtp", prefix=prefix)
+    lane = lane_report("text-mtp", prefix={**prefix, "moves": {"moved": 1, "slower": 2}})
     for boot in ("one", "two"):
         worker.boot_id = boot
-        report = {"lanes": [lane.model_dump()], "prefix_cache_bytes": 4096}
-        worker.status_report = worker.report(**report)
-        gateway.send_heartbeat(worker, **report)
+        gateway.join_with(worker, lane, prefix_cache_bytes=4096)
     status = gateway.status()["workers"]["fake-a"]
     assert status["prefix_cache_bytes"] == 4096
     assert status["lanes"]["text-mtp"]["prefix"] == {
@@ -116,11 +116,10 @@ def test_status_fetches_reports_from_workers_before_it_sums(
         },
         "bypass_counts": {},
     }
-    assert status["mtp"] == expected
-    assert status["pools"]["text-mtp"]["mtp"] == expected
-    assert status["models"]["demo"]["mtp"] == expected
-    assert status["workers"]["fake-a"]["mtp"] == expected
-    assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["mtp"] == expected
+    entry = status["workers"]["fake-a"]
+    groups = (status, status["pools"]["text-mtp"], status["models"]["demo"], entry)
+    for group in (*groups, entry["lanes"]["text-mtp"]):
+        assert group["mtp"] == expected
     assert status["pools"]["vlm"]["mtp"] == {"enabled": False}
 
 
@@ -131,8 +130,9 @@ def test_status_uses_the_last_report_of_an_unresponsive_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.2)
-    lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
-    gateway.join(worker, lanes=[lane.model_dump()])
+    gateway.join_with(
+        worker, lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
+    )
     proxy.fault = Fault(blackhole=True)
     assert gateway.status()["mtp"]["drafts"] == 10
 
@@ -179,16 +179,16 @@ def test_every_snapshot_is_consistent_while_workers_count(gateway: RunningGatewa
 def test_counts_survive_the_restart_of_a_worker(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
+    counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
     for boot in range(40):
         worker.boot_id = f"life-{boot}"
-        lane = lane_report("text-mtp", speculation=speculation(steps=3, one=1, two=1), requests=2)
-        worker.status_report = worker.report(lanes=[lane.model_dump()])
-        gateway_with_worker.send_heartbeat(worker, lanes=[lane.model_dump()])
+        gateway_with_worker.join_with(worker, lane_report("text-mtp", **counts))
     status = gateway_with_worker.status()
-    assert status["mtp"]["drafts"] == 120
-    assert status["mtp"]["accepted"] == 120
+    assert (status["mtp"]["drafts"], status["mtp"]["accepted"]) == (120, 120)
     assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["requests"] == 80
     assert status["workers"]["fake-a"]["boots"] <= 20
+    metrics = gateway_with_worker.client.get("/metrics").text
+    assert 'num_drafts_total{model_name="demo",worker="fake-a"} 120.0' in metrics
 
 
 def test_an_ended_boot_contributes_only_its_counts(
@@ -199,20 +199,15 @@ def test_an_ended_boot_contributes_only_its_counts(
     idle = lane_report("text-mtp", requested_draft_tokens=1, effective_draft_tokens=0, **counts)
     for boot, lane in (("one", busy), ("two", idle)):
         worker.boot_id = boot
-        worker.status_report = worker.report(lanes=[lane.model_dump()])
-        gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
+        gateway.join_with(worker, lane)
     status = gateway.status()
     entry = status["workers"]["fake-a"]
     for mtp in (status["mtp"], entry["mtp"], status["pools"]["text-mtp"]["mtp"]):
         assert (mtp["requested_draft_tokens"], mtp["effective_draft_tokens"]) == (1, 0)
         assert (mtp["drafts"], mtp["accepted"]) == (6, 6)
     lane_entry = entry["lanes"]["text-mtp"]
-    assert [lane_entry[name] for name in ("running", "waiting", "slots", "requests")] == [
-        0,
-        0,
-        4,
-        4,
-    ]
+    shown = [lane_entry[name] for name in ("running", "waiting", "slots", "requests")]
+    assert shown == [0, 0, 4, 4]
     gateway.remove_worker(worker)
     entry = gateway.status()["workers"]["fake-a"]
     assert (entry["state"], entry["mtp"]["effective_draft_tokens"]) == ("gone", 0)
@@ -220,31 +215,19 @@ def test_an_ended_boot_contributes_only_its_counts(
     assert entry["mtp"]["drafts"] == 6
 
 
-def test_nothing_in_status_is_null(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    gateway_with_worker.chat()
-    assert "null" not in gateway_with_worker.client.get("/v1/status").text
-    gateway_with_worker.remove_worker(worker)
-    assert "null" not in gateway_with_worker.client.get("/v1/status").text
-
-
 def test_metrics_have_vllms_names_with_one_sample_per_worker_and_model(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     for reporting, steps in ((worker, 4), (second_worker, 6)):
-        lane = lane_report("text-mtp", speculation=speculation(steps=steps, one=1, two=1))
-        reporting.status_report = reporting.report(lanes=[lane.model_dump()])
-        gateway_with_worker.send_heartbeat(reporting)
+        counts = speculation(steps=steps, one=1, two=1)
+        gateway_with_worker.join_with(reporting, lane_report("text-mtp", speculation=counts))
     with gateway_with_worker.stream(temperature=0) as response:
         response.read()
-    text = gateway_with_worker.client.get("/metrics").text
-    samples = [
-        sample for family in text_string_to_metric_families(text) for sample in family.samples
-    ]
     by_name: dict[str, list[float]] = {}
-    for sample in samples:
-        by_name.setdefault(sample.name, []).append(sample.value)
+    text = gateway_with_worker.client.get("/metrics").text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            by_name.setdefault(sample.name, []).append(sample.value)
     assert by_name["vllm:spec_decode_num_drafts_total"] == [4, 6]
     assert by_name["vllm:spec_decode_num_draft_tokens_total"] == [8, 12]
     assert by_name["vllm:spec_decode_num_accepted_tokens_total"] == [3, 3]
@@ -255,12 +238,128 @@ def test_metrics_have_vllms_names_with_one_sample_per_worker_and_model(
     assert by_name["paceline_added_latency_seconds_count"] == [1]
 
 
-def test_a_gateway_without_redis_stores_its_state_in_memory_and_alone(
-    gateway: RunningGateway,
+SCHEMA = (Path(__file__).parents[3] / "docs" / "status.schema.json").read_text()
+PUBLISHED = validator_for(json.loads(SCHEMA))
+
+
+def paths(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of a document with its path."""
+    if isinstance(node, dict):
+        for name, inner in node.items():
+            yield from paths(inner, f"{path}/{name}")
+    elif isinstance(node, list):
+        for index, inner in enumerate(node):
+            yield from paths(inner, f"{path}/{index}")
+    else:
+        yield path, node
+
+
+def test_the_published_schema_is_that_of_the_model_without_null_and_requires_every_field() -> None:
+    assert schema() == SCHEMA, "python -m gateway.status.model > docs/status.schema.json"
+    generated = json.loads(schema())
+    assert "null" not in [value for path, value in paths(generated) if path.endswith("/type")]
+    for name, definition in generated["$defs"].items():
+        if "properties" in definition:
+            assert sorted(definition["required"]) == sorted(definition["properties"]), name
+
+
+@pytest.mark.parametrize(
+    "window",
+    ["", "5", "5x", "0s", "9s", "16m", "901s", "-5m", "5m ", "1e2s", "5m5s", "\u0665m", "9" * 40],
+)
+def test_an_invalid_window_or_parameter_returns_400(
+    module_gateway: RunningGateway, window: str
 ) -> None:
-    assert gateway.status()["store"] == {
-        "kind": "memory",
-        "state": "ok",
-        "problem": "",
-        "gateways": 1,
-    }
+    response = module_gateway.client.get("/v1/status", params={"window": window})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "window")
+    for query in ("windw=5m", "window=5m&window=5m"):
+        assert module_gateway.client.get(f"/v1/status?{query}").status_code == 400
+
+
+@pytest.mark.parametrize(("window", "seconds"), [("10s", 10), ("90s", 90), ("15m", 900)])
+def test_a_window_has_its_length_and_its_coverage(
+    module_gateway: RunningGateway, window: str, seconds: float
+) -> None:
+    status = module_gateway.client.get("/v1/status", params={"window": window}).json()
+    covered = status["window"]
+    assert (covered["length_s"], covered["max_length_s"]) == (seconds, MAX_WINDOW_S)
+    assert covered["coverage_s"] <= max(10, status["gateway"]["uptime_s"] + 1)
+
+
+def test_every_level_has_the_figures_of_its_requests(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1), requests=1)
+    worker.status_report = worker.report(lanes=[lane.model_dump()])
+    with gateway_with_worker.stream(temperature=0) as response:
+        response.read()
+    gateway_with_worker.chat(temperature=0)
+    gateway_with_worker.chat(temperature=0.5)
+    gateway_with_worker.chat(temperature=9)
+    status = gateway_with_worker.status()
+    PUBLISHED.validate(status)
+    worker_entry = status["workers"]["fake-a"]
+    for recent, requests in (
+        (status["recent"], 3),
+        (status["models"]["demo"]["recent"], 3),
+        (worker_entry["recent"], 3),
+        (status["pools"]["text-mtp"]["recent"], 2),
+        (worker_entry["lanes"]["text-mtp"]["recent"], 2),
+    ):
+        assert (recent["requests"], recent["failures"]) == (requests, 0)
+        assert recent["completion_tokens"] == 3 * requests
+        assert recent["cached_tokens"] == 2 * requests
+        assert recent["prefix"] == {"hit": 0, "miss": 0, "none": requests, "unknown": 0}
+        assert recent["duration_s"]["count"] == requests
+        assert recent["first_token_s"]["count"] == recent["token_s"]["count"] == 1
+        speed = recent["request_tokens_per_s"]
+        assert speed["p50"] == pytest.approx(1 / recent["token_s"]["p50"])
+        assert recent["tokens_per_s"] > 0
+        mtp = recent["mtp"]
+        drafted = (mtp["drafts"], mtp["attempted"], mtp["accepted"])
+        assert drafted == (requests, 2 * requests, requests)
+        assert mtp["acceptance_rate_per_position"] == [1.0, 0.0]
+    assert status["pools"]["text-mtp"]["recent"]["reasons"] == {"eligible": 2}
+    assert status["pools"]["text-mtp"]["decisions"] == {"eligible": 2}
+    assert status["recent"]["mtp"]["bypass_counts"] == {"non_greedy_sampling": 1}
+    for answers in (status["recent"], status["last_minute"]):
+        assert (answers["answered"], answers["errors"]) == (4, 1)
+    assert status["gateway"]["added_latency_s"]["count"] == 3
+    (point,) = status["history"]
+    assert (point["requests"], point["attempted"], point["acceptance_rate"]) == (3, 6, 0.5)
+
+
+def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
+    status = gateway.status()
+    PUBLISHED.validate(status)
+    alone = {"kind": "memory", "state": "ok", "problem": "", "gateways": 1}
+    assert status["store"] == alone, "without Redis"
+    gateway.send_heartbeat(worker)
+    gateway.chat()
+    gateway.remove_worker(worker)
+    status = gateway.status()
+    PUBLISHED.validate(status)
+    assert [path for path, value in paths(status) if value is None] == []
+    assert status["workers"]["fake-a"]["boot_id"] == ""
+    assert status["workers"]["fake-a"]["heartbeat_age_s"] == 0
+
+
+def test_a_worker_that_is_gone_tells_why_and_since_when(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    def absence() -> dict[str, Any]:
+        found: dict[str, Any] = gateway_with_worker.status()["workers"]["fake-a"]["absence"]
+        return found
+
+    assert absence() == {"kind": "", "unix_s": 0}
+    began_s = time.time()
+    gateway_with_worker.remove_worker(worker)
+    left = absence()
+    assert left["kind"] == "left"
+    assert began_s - 0.01 <= left["unix_s"] <= time.time()
+    gateway_with_worker.remove_worker(worker, restarting=True)
+    assert absence()["kind"] == "restarting"
+    gateway_with_worker.send_heartbeat(worker, boot_id="boot-2")
+    assert absence() == {"kind": "", "unix_s": 0}

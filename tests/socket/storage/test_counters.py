@@ -1,7 +1,4 @@
-"""Counter stores: the same behavior in memory and in Redis.
-
-Tests of several gateways over one Redis are in `tests/socket/cluster`.
-"""
+"""Counter stores: the same behavior in memory and in Redis."""
 
 from __future__ import annotations
 
@@ -88,12 +85,13 @@ async def test_counts_over_a_crash_loop_are_exact_and_reports_are_bounded(
 
 
 async def test_pending_counts_are_added_once(store: StoreUnderTest) -> None:
+    expected = {("outcomes", "completed"): 2, ("retries",): 2}
     store.pending.update({("outcomes", "completed"): 1, ("retries",): 2})
     await store.sync()
     store.pending.update({("outcomes", "completed"): 1})
-    assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
+    assert await store.store.counts() == expected
     await store.sync()
-    assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
+    assert await store.store.counts() == expected
 
 
 async def test_c5_counts_of_endless_workers_and_models_are_exact_and_bounded(
@@ -145,28 +143,13 @@ async def test_sums_over_many_boots_are_exact_and_memory_is_bounded(
 def test_every_field_of_a_lane_is_either_summed_or_current() -> None:
     """A new field of the report must be in one of the two lists, so that no count is lost."""
     current = {
-        "name",
-        "running",
-        "waiting",
-        "slots",
-        "pending_prefill_tokens",
-        "prefill_tokens_per_s",
-        "decode_tokens_per_s",
-        "mtp_enabled",
-        "requested_draft_tokens",
-        "effective_draft_tokens",
-        "draft_tokens_by_rows",
-        "draft_speedup_by_rows",
+        *("name", "running", "waiting", "slots", "pending_prefill_tokens", "mtp_enabled"),
+        *("prefill_tokens_per_s", "decode_tokens_per_s", "requested_draft_tokens"),
+        *("effective_draft_tokens", "draft_tokens_by_rows", "draft_speedup_by_rows"),
         "head_healthy",
     }
     summed = {
-        "speculation",
-        "bypass_counts",
-        "spec_prefill",
-        "prefix",
-        "time_saved",
-        "requests",
-        "prompt_tokens",
-        "completion_tokens",
+        *("speculation", "bypass_counts", "spec_prefill", "prefix", "time_saved", "requests"),
+        *("prompt_tokens", "completion_tokens"),
     }
     assert set(LaneReport.model_fields) == current | summed

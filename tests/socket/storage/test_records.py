@@ -34,46 +34,22 @@ async def records(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         await client.close()
 
 
-async def test_records_are_returned_by_kind_in_the_order_of_their_addition(
+async def test_records_keep_the_order_of_their_addition_and_the_first_of_two_names(
     records: Records,
 ) -> None:
     for name in ("b", "a", "c"):
         assert await records.add("keys", name, json.dumps({"name": name}))
-    await records.add("versions", "1", "{}")
-
+    assert await records.add("versions", "7", '{"by": "ann"}')
+    assert not await records.add("versions", "7", '{"by": "bob"}')
+    assert json.loads((await records.all("versions"))["7"]) == {"by": "ann"}
     assert list(await records.all("keys")) == ["b", "a", "c"]
     assert json.loads((await records.all("keys"))["a"]) == {"name": "a"}
     assert await records.all("unknown kind") == {}
-
-
-async def test_a_second_add_of_a_name_is_rejected(records: Records) -> None:
-    assert await records.add("versions", "7", '{"by": "ann"}')
-    assert not await records.add("versions", "7", '{"by": "bob"}')
-
-    assert json.loads((await records.all("versions"))["7"]) == {"by": "ann"}
-
-
-async def test_replace_preserves_the_order_and_remove_is_idempotent(records: Records) -> None:
-    await records.add("keys", "a", "1")
-    await records.add("keys", "b", "2")
-    await records.replace("keys", "a", "3")
-    await records.remove("keys", "b")
-    await records.remove("keys", "b")
-
-    assert await records.all("keys") == {"a": "3"}
-
-
-async def test_records_survive_the_process_and_are_readable_by_their_owner_only(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "deep" / "state.json"
-    await FileRecords(path).add("keys", "a", '{"team": "Prüfer"}')
-
-    assert json.loads((await FileRecords(path).all("keys"))["a"]) == {"team": "Prüfer"}
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert [file.name for file in path.parent.iterdir() if not file.name.endswith(".lock")] == [
-        "state.json"
-    ]
+    await records.replace("keys", "b", "3")
+    await records.remove("keys", "a")
+    await records.remove("keys", "a")
+    assert [*await records.all("keys")] == ["b", "c"]
+    assert (await records.all("keys"))["b"] == "3"
 
 
 def test_concurrent_writers_of_several_processes_lose_no_record(tmp_path: Path) -> None:
@@ -102,38 +78,37 @@ def test_concurrent_writers_of_several_processes_lose_no_record(tmp_path: Path) 
     assert len(asyncio.run(FileRecords(path).all("keys"))) == 120
 
 
-async def test_a_change_of_a_damaged_file_is_rejected_and_does_not_overwrite_it(
+async def test_a_damaged_file_fails_the_start_and_rejects_changes_that_would_overwrite_it(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "state.json"
     records = FileRecords(path)
+    records.check()
     await records.add("keys", "a", "1")
     path.write_text("half a fi")
-
     with pytest.raises(RecordsUnwritable):
         await records.add("keys", "b", "2")
     assert path.read_text() == "half a fi", "an operator may still repair the file"
-
-
-def test_a_damaged_file_fails_the_start_and_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    FileRecords(path).check()
     path.write_text("[]")
-
     with pytest.raises(StartupError, match=r"state\.json"):
-        FileRecords(path).check()
+        records.check()
 
 
-async def test_a_write_of_another_process_is_in_the_next_read(tmp_path: Path) -> None:
-    first, second = (FileRecords(tmp_path / "state.json") for _ in range(2))
+async def test_a_write_of_another_process_is_in_the_next_read_and_its_file_is_private(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "deep" / "state.json"
+    first, second = FileRecords(path), FileRecords(path)
     assert await first.all("keys") == {}
-    await second.add("keys", "a", "1")
-    assert await first.all("keys") == {"a": "1"}
+    await second.add("keys", "a", '{"team": "Prüfer"}')
+    assert json.loads((await first.all("keys"))["a"]) == {"team": "Prüfer"}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in path.parent.iterdir() if one.suffix != ".lock"] == ["state.json"]
     await second.replace("keys", "a", "2")
     assert await first.all("keys") == {"a": "2"}
     (await first.all("keys")).clear()  # type: ignore[attr-defined]  # the store returns a copy
     assert await first.all("keys") == {"a": "2"}
-    (tmp_path / "state.json").unlink()
+    path.unlink()
     assert await first.all("keys") == {}
 
 

@@ -21,7 +21,7 @@ from gateway.telemetry import access_log
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Outcome
-from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.running_gateway import RunningGateway, begun, make_settings, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 SECRET_TEXT = "the-text-of-a-user"
@@ -37,7 +37,7 @@ def logging_gateway(tmp_path: Path, file: Path, worker: ScriptedWorker) -> Itera
     """Return a gateway that writes an access log, with one worker."""
     file.parent.mkdir()
     with RunningGateway(make_settings(tmp_path, access_log=str(file))) as gateway:
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         yield gateway
 
 
@@ -101,15 +101,14 @@ def test_rejected_failed_and_aborted_requests_are_logged_without_their_text(
     messages = [{"role": "user", "content": SECRET_TEXT}]
     logging_gateway.chat(messages=messages, temperature=9)
     logging_gateway.chat(messages=messages, model=SECRET_TEXT)
-    worker.script = Script(
-        status=400, body=b'{"error": {"message": "no", "code": "%s"}}' % (SECRET_TEXT.encode())
-    )
+    error = b'{"error": {"message": "no", "code": "%s"}}' % SECRET_TEXT.encode()
+    worker.script = Script(status=400, body=error)
     logging_gateway.chat(messages=messages)
     worker.script = Script(drop=True)
     logging_gateway.chat(messages=messages)
     worker.script = Script(hang_after=1)  # the client always disconnects before the worker finishes
-    with logging_gateway.stream(messages=messages) as response:
-        next(response.iter_raw())
+    with begun(logging_gateway.stream(messages=messages)):
+        pass
     entries = read_entries(file, 5)
     assert [(entry["outcome"], entry["status"], entry["code"]) for entry in entries] == [
         ("refused", 400, "invalid_value"),
@@ -121,17 +120,20 @@ def test_rejected_failed_and_aborted_requests_are_logged_without_their_text(
     assert SECRET_TEXT not in file.read_text()
 
 
-def test_without_a_worker_the_models_name_is_not_logged(tmp_path: Path, file: Path) -> None:
+def test_without_a_worker_the_models_name_is_not_logged_and_a_shutdown_writes_pending_lines(
+    tmp_path: Path, file: Path
+) -> None:
     file.parent.mkdir()
     with RunningGateway(make_settings(tmp_path, access_log=str(file))) as gateway:
-        assert gateway.chat(model=SECRET_TEXT).status_code == 503
-        (entry,) = read_entries(file, 1)
-    assert (entry["outcome"], entry["code"], entry["model"]) == ("unserved", "no_worker", "")
+        for _ in range(3):
+            assert gateway.chat(model=SECRET_TEXT).status_code == 503
+    for entry in read_entries(file, 3):
+        assert (entry["outcome"], entry["code"], entry["model"]) == ("unserved", "no_worker", "")
     assert SECRET_TEXT not in file.read_text()
 
 
-def test_after_a_rotation_the_log_continues_in_a_new_file(
-    logging_gateway: RunningGateway, file: Path
+def test_after_a_rotation_the_log_continues_in_a_new_file_and_counts_lines_that_it_cannot_write(
+    logging_gateway: RunningGateway, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging_gateway.chat()
     read_entries(file, 1)
@@ -139,31 +141,13 @@ def test_after_a_rotation_the_log_continues_in_a_new_file(
     logging_gateway.chat()
     wait_until(file.exists)
     assert len(read_entries(file, 1)) == len(read_entries(file.with_suffix(".1"), 1))
-
-
-def test_a_log_that_cannot_be_reopened_counts_lost_lines_and_recovers(
-    logging_gateway: RunningGateway, file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    logging_gateway.chat()
-    read_entries(file, 1)
     file.parent.rename(file.parent.with_name("moved"))
     logging_gateway.chat()
     wait_until(lambda: "access_log.lines_lost lines=1" in caplog.text)
     file.parent.mkdir()
     logging_gateway.chat()
     wait_until(file.exists)
-    assert len(read_entries(file, 1)) == 1
-
-
-def test_pending_lines_are_written_at_shutdown(
-    tmp_path: Path, file: Path, worker: ScriptedWorker
-) -> None:
-    file.parent.mkdir()
-    with RunningGateway(make_settings(tmp_path, access_log=str(file))) as gateway:
-        gateway.send_heartbeat(worker)
-        for _ in range(3):
-            gateway.chat()
-    assert len(read_entries(file, 3)) == 3
+    read_entries(file, 1)
 
 
 async def test_a_log_that_cannot_be_opened_fails_the_start_before_state_is_written(
@@ -173,12 +157,6 @@ async def test_a_log_that_cannot_be_opened_fails_the_start_before_state_is_writt
     with pytest.raises(StartupError, match="PACELINE_ACCESS_LOG"):
         await create_app(settings)
     assert not (tmp_path / "state.json").exists()
-
-
-async def test_a_dash_means_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
-    async with AccessLog("-") as log:
-        log.write(RequestRecord("req-1", Outcome.REFUSED, 400, 0.1), 0.0)
-    assert json.loads(capfd.readouterr().out)["request"] == "req-1"
 
 
 async def test_with_a_full_queue_each_line_is_written_or_counted_as_lost(
@@ -215,12 +193,11 @@ async def test_a_stalled_reader_blocks_neither_requests_nor_shutdown(
             await asyncio.sleep(0.001)
     finally:
         os.close(reader)
-    assert [json.loads(line)["request"] for line in received.splitlines()] == [
-        f"req-{number}" for number in range(1000)
-    ]
+    requests = [json.loads(line)["request"] for line in received.splitlines()]
+    assert requests == [f"req-{number}" for number in range(1000)]
 
 
-def test_a_process_exits_although_its_log_is_not_read() -> None:
+def test_a_dash_means_standard_output_and_a_process_exits_although_it_is_not_read() -> None:
     program = """
 import asyncio
 from gateway.telemetry.access_log import AccessLog
@@ -234,3 +211,5 @@ asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.wait(30) == 0
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["request"] == "req-0"

@@ -1,36 +1,29 @@
-"""`/metrics`: parsed by Prometheus' own parser, checked by promtool's rules, bounded in its
-labels."""
+"""`/metrics`: valid for promtool, bounded in its labels, and with all that Grafana shows."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import re
 import shutil
 import string
 import subprocess
 from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from policies.request.profile import Bypass
-from tests.support.gateway_fixtures import cause_traffic, remove_settings
-from tests.support.running_gateway import (
-    RunningGateway,
-    chat_body,
-    make_settings,
-    running_server,
-)
-from tests.support.scripted_worker import Script, ScriptedWorker, lane_report, speculation
+from tests.support.gateway_fixtures import cause_traffic, gateway_of_module
+from tests.support.running_gateway import RunningGateway
+from tests.support.scripted_worker import Script, ScriptedWorker
 
-# From promlint, which `promtool check metrics` runs.
-ABBREVIATED = frozenset("s ms us ns sec b kb mb gb tb pb m h d".split())
-NOT_BASE = re.compile(
-    r"(milli|micro|nano|kilo|mega|giga|kibi|mebi|gibi)\w+|minutes?|hours?|days?|weeks?|bits?|fahrenheit"
-)
-KINDS = ("counter", "gauge", "histogram", "summary")
-VLLM = "vllm:"  # vLLM defines these names
+PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 
 
 def families(text: str) -> list[Metric]:
@@ -38,117 +31,62 @@ def families(text: str) -> list[Metric]:
 
 
 @pytest.fixture(scope="module")
-def exposition(tmp_path_factory: pytest.TempPathFactory) -> str:
+def exposition(tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker) -> str:
     """Return the metrics of a gateway after traffic of every kind."""
-    worker = ScriptedWorker()
-    with pytest.MonkeyPatch.context() as patched:
-        remove_settings(patched)
-        settings = make_settings(tmp_path_factory.mktemp("traffic"))
-    with (
-        running_server(worker, sockets=[worker.socket]),
-        RunningGateway(settings) as gateway,
-    ):
-        cause_traffic(gateway, worker)
+    with gateway_of_module(tmp_path_factory.mktemp("traffic")) as gateway:
+        cause_traffic(gateway, module_worker)
         return gateway.client.get("/metrics").text
 
 
-def problems(family: Metric) -> list[str]:
-    """Return the problems that promtool would report for one parsed family."""
-    name = family.name
-    names = {sample.name for sample in family.samples} or {name}
-    labels = {label for sample in family.samples for label in sample.labels}
-    name_parts = set(name.split("_"))
-    total_suffixes = {sample_name.endswith("_total") for sample_name in names}
-    histogram_suffix = any(
-        sample_name.endswith(("_bucket", "_count", "_sum")) for sample_name in names
-    )
-    checks = (
-        ("no help text", not family.documentation),
-        ("the help is no sentence", not re.fullmatch(r"\S.*\.", family.documentation)),
-        ("no type", family.type not in KINDS),
-        (
-            "a counter without _total",
-            family.type == "counter" and family.samples and False in total_suffixes,
-        ),
-        (
-            "_total on another type than a counter",
-            family.type != "counter" and True in total_suffixes,
-        ),
-        ("a suffix of histograms", family.type != "histogram" and histogram_suffix),
-        ("a label of histograms", family.type != "histogram" and "le" in labels),
-        ("capital letters", name != name.lower()),
-        ("a reserved character", ":" in name and not name.startswith(VLLM)),
-        (
-            "no base unit",
-            bool(name_parts & ABBREVIATED) or any(map(NOT_BASE.fullmatch, name_parts)),
-        ),
-        ("its type in its name", bool(name_parts & set(KINDS))),
-        ("a bad label", not all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in labels)),
-    )
-    return [problem for problem, failed in checks if failed]
-
-
-def test_the_exposition_has_no_lint_problems(exposition: str) -> None:
-    exposed = families(exposition)
-    problems_by_name = {family.name: problems(family) for family in exposed}
-    assert {name: found for name, found in problems_by_name.items() if found} == {}
-    assert len(exposed) == len(problems_by_name), "each family occurs once"
-
-
-def test_the_lint_finds_known_problems() -> None:
-    text = "# TYPE paceline_wait_ms gauge\npaceline_wait_ms 1\n# TYPE a_total gauge\na_total 1\n"
-    wait, total_suffixes = families(text)
-    assert problems(wait) == ["no help text", "the help is no sentence", "no base unit"]
-    assert "_total on another type than a counter" in problems(total_suffixes)
+def test_the_metrics_page_lists_exactly_the_exposed_metrics_and_each_help_is_a_sentence(
+    exposition: str,
+) -> None:
+    exposed = {
+        family.name + "_total" * (family.type == "counter"): family.type
+        for family in families(exposition)
+    }
+    assert len(exposed) == len(families(exposition)), "each family occurs once"
+    assert all(re.fullmatch(r"\S.*\.", one.documentation) for one in families(exposition))
+    rows = re.findall(r"^\| `((?:paceline_|vllm:)\w+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
+    assert dict(rows) == exposed
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_promtool_reports_no_problem(exposition: str) -> None:
-    text = exposition
-    own_metrics = "\n".join(line for line in text.splitlines() if VLLM not in line) + "\n"
-    result = subprocess.run(
-        ["promtool", "check", "metrics"],
-        input=own_metrics,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+def test_promtool_reports_only_the_names_that_vllm_defines(exposition: str) -> None:
+    command = ["promtool", "check", "metrics"]
+    result = subprocess.run(command, input=exposition, capture_output=True, text=True, check=False)
+    problems = [line.split(" ", 1) for line in (result.stdout + result.stderr).splitlines()]
+    assert problems
+    for name, problem in problems:
+        assert name.startswith("vllm:"), name
+        assert problem == "metric names should not contain ':'"
 
 
-def test_all_required_metrics_are_exposed_with_their_labels(
-    exposition: str,
-) -> None:
+def test_all_required_metrics_are_exposed_with_their_labels(exposition: str) -> None:
     exposed = {family.name: family for family in families(exposition)}
-    for name, kind, labels in (
-        ("paceline_requests", "counter", {"pool", "reason", "status"}),
-        ("paceline_bypasses", "counter", set()),
-        ("paceline_errors", "counter", {"code"}),
-        ("paceline_prefixes", "counter", {"result"}),
-        ("paceline_prefix_not_reused", "counter", set()),
-        ("paceline_speculation_and_reuse", "counter", set()),
-        ("paceline_speculation_or_reuse_lost", "gauge", set()),
-        ("paceline_tokens", "counter", {"model_name", "kind"}),
-        ("paceline_retries", "counter", set()),
-        ("paceline_retries_delayed", "counter", set()),
-        ("paceline_time_to_first_token_seconds", "histogram", {"pool", "le"}),
-        ("paceline_time_per_output_token_seconds", "histogram", {"pool", "le"}),
-        ("paceline_queue_wait_seconds", "histogram", {"pool", "le"}),
-        ("paceline_request_duration_seconds", "histogram", {"pool", "le"}),
-        ("paceline_added_latency_seconds", "histogram", {"le"}),
-        ("paceline_worker_available", "gauge", {"worker"}),
-        ("paceline_worker_ejections", "gauge", {"worker"}),
-        ("paceline_worker_prefix_hits", "counter", {"model_name", "worker"}),
-        ("paceline_worker_drafting_saved_seconds", "gauge", {"model_name", "worker"}),
-        ("paceline_worker_drafted_tokens", "counter", {"model_name", "worker", "source"}),
-        ("paceline_worker_accepted_tokens", "counter", {"model_name", "worker", "source"}),
-        ("paceline_store_degraded", "gauge", set()),
-        ("vllm:spec_decode_num_drafts", "counter", {"model_name", "worker"}),
+    worker = {"model_name", "worker"}
+    for kind, labels, names in (
+        ("counter", set(), "bypasses prefix_not_reused speculation_and_reuse retries"),
+        ("counter", set(), "retries_delayed"),
+        ("gauge", set(), "speculation_or_reuse_lost store_degraded"),
+        ("counter", {"pool", "reason", "status"}, "requests"),
+        ("counter", {"code"}, "errors"),
+        ("counter", {"result"}, "prefixes"),
+        ("counter", {"model_name", "kind"}, "tokens"),
+        ("histogram", {"pool", "le"}, "time_to_first_token_seconds time_per_output_token_seconds"),
+        ("histogram", {"pool", "le"}, "queue_wait_seconds request_duration_seconds"),
+        ("histogram", {"le"}, "added_latency_seconds"),
+        ("gauge", {"worker"}, "worker_available worker_ejections"),
+        ("counter", worker, "worker_prefix_hits"),
+        ("gauge", worker, "worker_drafting_saved_seconds"),
+        ("counter", {*worker, "source"}, "worker_drafted_tokens worker_accepted_tokens"),
     ):
-        assert exposed[name].type == kind, name
-        assert {label for sample in exposed[name].samples for label in sample.labels} == labels, (
-            name
-        )
+        for name in names.split():
+            family = exposed[f"paceline_{name}"]
+            assert family.type == kind, name
+            assert {*itertools.chain(*(one.labels for one in family.samples))} == labels, name
+    drafts = exposed["vllm:spec_decode_num_drafts"]
+    assert (drafts.type, {*drafts.samples[0].labels}) == ("counter", worker)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +118,11 @@ def test_buckets_cover_the_expected_range_and_are_cumulative(
 
 
 def test_neither_clients_nor_workers_can_create_label_values(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
+    assert gateway.chat(model="one").status_code == 503
+    assert gateway.status()["models"] == {}
+    gateway.join(worker)
     rng = random.Random(7)
     worker.script = Script(
         rotation=tuple(
@@ -194,17 +135,13 @@ def test_neither_clients_nor_workers_can_create_label_values(
         return "".join(rng.choices(string.ascii_letters, k=8))
 
     for _ in range(30):
-        gateway_with_worker.client.post(
-            "/v1/chat/completions",
-            json={"model": word(), "messages": [{"role": "user", "content": word()}]},
-            headers={"user-agent": word(), "x-request-id": word()},
-        )
-        gateway_with_worker.client.post(
-            "/v1/chat/completions", json=chat_body(), headers={"x-paceline-priority": word()}
-        )
-        gateway_with_worker.chat(user=word())
-        gateway_with_worker.client.get(f"/{word()}")
-    exposed = families(gateway_with_worker.client.get("/metrics").text)
+        message = {"role": "user", "content": word()}
+        named = {"user-agent": word(), "x-request-id": word()}
+        gateway.chat(model=word(), messages=[message], headers=named)
+        gateway.chat(headers={"x-paceline-priority": word()})
+        gateway.chat(user=word())
+        gateway.client.get(f"/{word()}")
+    exposed = families(gateway.client.get("/metrics").text)
     series = Counter(family.name for family in exposed for _ in family.samples)
     labels = {
         value for family in exposed for sample in family.samples for value in sample.labels.values()
@@ -212,32 +149,168 @@ def test_neither_clients_nor_workers_can_create_label_values(
     assert max(series.values()) < 40, series
     reasons = {reason.value for reason in Bypass} | {"eligible", "policy", "spilled", "none"}
     (errors,) = [family for family in exposed if family.name == "paceline_errors"]
-    codes = {"invalid_value", "model_not_found", "refused_by_worker"}
+    codes = {"invalid_value", "model_not_found", "no_worker", "refused_by_worker"}
     assert {sample.labels["code"] for sample in errors.samples} == codes
     (requests,) = [family for family in exposed if family.name == "paceline_requests"]
     assert {sample.labels["reason"] for sample in requests.samples} <= reasons
     random_word = re.compile(r"[A-Za-z]{8}")
     assert {label for label in labels if random_word.fullmatch(label)} <= {"eligible", "text-mtp"}
-    assert gateway_with_worker.status()["errors"].keys() == codes
+    assert gateway.status()["errors"].keys() == codes
 
 
-def test_without_workers_model_names_of_requests_are_not_counted(
-    gateway: RunningGateway,
+FOLDER = Path(__file__).parents[3] / "docs" / "grafana"
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+PROMETHEUS_LABELS = {"job", "instance", "le"}
+PROMQL_KEYWORDS = frozenset(
+    "absent and by group_left histogram_quantile ignoring increase max min or rate sum".split()
+)
+
+
+class Query(NamedTuple):
+    """One expression, the place where it is used, and the labels that its texts show."""
+
+    source: str
+    expr: str
+    legend_labels: frozenset[str]
+
+
+def alerts() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
+
+
+def queries() -> list[Query]:
+    dashboard = json.loads((FOLDER / "paceline.json").read_text())
+    used = [
+        (panel["title"], target["expr"], re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+    ]
+    for rule in alerts():
+        labels = re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))
+        used.append((rule["alert"], rule["expr"], labels))
+    return [
+        Query(source, expr.replace("$__rate_interval", "1m"), frozenset(labels))
+        for source, expr, labels in used
+    ]
+
+
+def identifiers(expr: str) -> set[str]:
+    """Return the metrics and labels of an expression."""
+    bare = re.sub(r'"[^"]*"|\[\w+\]', "", expr)
+    return set(re.findall(r"[a-z_][a-z0-9_:]*", bare)) - PROMQL_KEYWORDS
+
+
+def test_every_metric_and_label_of_dashboard_and_alerts_is_exposed(
+    gateway_with_traffic: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    for name in ("one", "two"):
-        assert gateway.chat(model=name).status_code == 503
-    assert gateway.status()["models"] == {}
-    text = gateway.client.get("/metrics").text
-    assert "one" not in re.findall(r'model_name="(\w+)"', text)
+    gateway_with_traffic.send_heartbeat(worker)  # with a lane for sampled requests
+    assert gateway_with_traffic.chat(temperature=0.5).status_code == 200
+    # Prometheus adds the metric `up` for each target.
+    exposed_labels: dict[str, set[str]] = {"up": {"job", "instance"}}
+    for family in families(gateway_with_traffic.client.get("/metrics").text):
+        exposed_labels |= {family.name + suffix: set() for suffix in SUFFIXES.get(family.type, ())}
+        for sample in family.samples:
+            exposed_labels.setdefault(sample.name, set()).update(sample.labels)
+    for query in queries():
+        used = identifiers(query.expr)
+        metrics = used & exposed_labels.keys()
+        labels = PROMETHEUS_LABELS.union(*(exposed_labels[metric] for metric in metrics))
+        assert metrics, query
+        assert used - metrics <= labels, query
+        assert query.legend_labels <= labels, query
 
 
-def test_vllm_counters_continue_over_worker_restarts(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    for boot in ("one", "two"):
-        worker.boot_id = boot
-        lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1))
-        worker.status_report = worker.report(lanes=[lane.model_dump()])
-        gateway_with_worker.send_heartbeat(worker)
-        text = gateway_with_worker.client.get("/metrics").text
-    assert 'num_drafts_total{model_name="demo",worker="fake-a"} 8.0' in text
+def test_dashboard_and_alerts_show_all_required_metrics_those_of_workers_over_all_gateways() -> (
+    None
+):
+    expressions = " ".join(query.expr for query in queries())
+    for required in (
+        *("vllm:spec_decode_num_accepted_tokens_total", "paceline_requests_total"),
+        *("paceline_queue_wait_seconds_bucket", "paceline_time_to_first_token_seconds_bucket"),
+        *("paceline_added_latency_seconds_bucket", "paceline_prefixes_total"),
+        *("paceline_worker_ejections", "paceline_retries_delayed_total"),
+        *("paceline_time_per_output_token_seconds_bucket", "paceline_tokens_total"),
+        *("paceline_bypasses_total", "paceline_errors_total", "paceline_store_degraded"),
+        *("paceline_worker_drafting_saved_seconds", "paceline_worker_prefix_saved_seconds_total"),
+    ):
+        assert required in expressions
+    for query in queries():
+        for match in re.finditer(r"(?:rate\()?vllm:|paceline_worker_(?!in_flight)", query.expr):
+            before = query.expr[: match.start()]
+            assert re.search(r"(max|min) by \([^)]*worker[^)]*\) \($|absent\($", before), query
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names)
+    assert CONDITIONS.keys() <= {*names}
+    assert all(rule["annotations"]["summary"].endswith(".") for rule in alerts())
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+def test_promtool_accepts_the_alerts_and_every_expression(tmp_path: Path) -> None:
+    rules = [{"record": f"panel:{i}", "expr": q.expr} for i, q in enumerate(queries())]
+    panels = tmp_path / "panels.yml"
+    panels.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    subprocess.run(["promtool", "check", "rules", FOLDER / "alerts.yml", panels], check=True)
+
+
+HEALTHY_MIN, TOTAL_MIN = 1440, 1470
+DRAFTS = 'vllm:spec_decode_num_{}_total{{model_name="demo",worker="a"}}'
+REQUESTS = 'paceline_requests_total{{pool="text-mtp",reason="{}",status="200"}}'
+
+
+CONDITIONS = {
+    "PacelineAcceptanceFell": (
+        {
+            DRAFTS.format("drafts"): "0+1200x1470",
+            DRAFTS.format("draft_tokens"): "0+2400x1470",
+            DRAFTS.format("accepted_tokens"): "0+1920x1440 2765760+960x30",
+        },
+        'worker="a"',
+    ),
+    "PacelineLaneNotPaying": (
+        {
+            REQUESTS.format("mtp_not_paying"): "0x1440 60+60x30",
+            REQUESTS.format("eligible"): "0+30x1470",
+        },
+        "",
+    ),
+    "PacelineWorkerEjected": (
+        {'paceline_worker_ejections{worker="a",instance="g"}': "0x1440 1x30"},
+        'worker="a"',
+    ),
+    "PacelineRedisDegraded": (
+        {'paceline_store_degraded{instance="g"}': "0x1440 1x30"},
+        'instance="g"',
+    ),
+}
+"""By alert: series of a healthy day and half an hour of its condition, and its labels."""
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+def test_each_alert_fires_after_its_condition_and_not_before(tmp_path: Path) -> None:
+    """A healthy day fires no alert; half an hour of the alert's condition fires it."""
+    series: dict[str, str] = {}
+    checks = []
+    for alert, (values_by_series, labels) in CONDITIONS.items():
+        series |= values_by_series
+        firing = f'ALERTS{{alertname="{alert}",alertstate="firing",severity="warning",{labels}}}'
+        checks += [
+            {
+                "expr": f'ALERTS{{alertname="{alert}"}}',
+                "eval_time": f"{at}m",
+                "exp_samples": expected,
+            }
+            for at, expected in ((HEALTHY_MIN, []), (TOTAL_MIN, [{"labels": firing, "value": 1}]))
+        ]
+    scenario = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": checks,
+    }
+    file = tmp_path / "test.yml"
+    rules = [str(FOLDER / "alerts.yml")]
+    file.write_text(
+        yaml.safe_dump({"rule_files": rules, "evaluation_interval": "1m", "tests": [scenario]})
+    )
+    subprocess.run(["promtool", "test", "rules", file], check=True)

@@ -9,30 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.gateway_fixtures import remove_settings
-from tests.support.heartbeats import send_heartbeats
+from tests.support.gateway_fixtures import MakeGateway, gateway_of_module
 from tests.support.http_server import Request, ServerConnection
-from tests.support.running_gateway import (
-    RunningGateway,
-    chat_body,
-    make_settings,
-    running_server,
-    wait_until,
-)
+from tests.support.running_gateway import RunningGateway, running_server, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
 ROOT = Path(__file__).parents[3]
 SECRET_TEXT = "the-text-of-a-user"
+MESSAGE = {"role": "user", "content": "Hi"}
 
 
 class Collector:
@@ -88,11 +79,10 @@ def traced_gateway(
 ) -> Iterator[RunningGateway]:
     """Run a gateway that exports to `module_collector`, with `module_worker`."""
     with pytest.MonkeyPatch.context() as patched:
-        remove_settings(patched)
         patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", module_collector.url)
         patched.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-        settings = make_settings(tmp_path_factory.mktemp("traced"), traces="otlp")
-        with RunningGateway(settings) as gateway, send_heartbeats(gateway, module_worker):
+        folder = tmp_path_factory.mktemp("traced")
+        with gateway_of_module(folder, module_worker, traces="otlp") as gateway:
             yield gateway
 
 
@@ -103,27 +93,6 @@ def collector(module_collector: Collector, module_worker: ScriptedWorker) -> Col
     module_collector.raw = b""
     module_worker.reset()
     return module_collector
-
-
-def test_a_clients_trace_continues_in_gateway_and_worker(
-    traced_gateway: RunningGateway, collector: Collector, module_worker: ScriptedWorker
-) -> None:
-    response = traced_gateway.client.post(
-        "/v1/chat/completions",
-        json=chat_body(temperature=0, max_tokens=9),
-        headers={"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_TEXT},
-    )
-    assert response.status_code == 200
-    wait_until(lambda: len(collector.spans) == 2)
-    (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
-    assert server.trace_id.hex() == client.trace_id.hex() == TRACE_ID
-    assert server.parent_span_id.hex() == SPAN_ID
-    assert client.parent_span_id == server.span_id
-    headers = module_worker.requests[0].headers
-    assert headers["traceparent"] == f"00-{TRACE_ID}-{client.span_id.hex()}-01"
-    assert headers["tracestate"] == "vendor=1"
-    assert "baggage" not in headers
-    assert collector.services == {"paceline-gateway"}
 
 
 def test_spans_have_the_names_and_attributes_of_the_conventions(
@@ -158,54 +127,50 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
     server_attributes = attributes(server)
     assert server_attributes["http.response.status_code"] == 200
     assert server_attributes["paceline.request"] == response.headers["x-request-id"]
-    assert (server_attributes["paceline.pool"], server_attributes["paceline.reason"]) == (
-        "text-mtp",
-        "eligible",
-    )
+    assert server_attributes["paceline.pool"] == "text-mtp"
+    assert server_attributes["paceline.reason"] == "eligible"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "asked",
+    ("path", "fields"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": "Hi"}], "system": "Be brief."},
-        ),
+        ("/v1/chat/completions", {"messages": [MESSAGE]}),
+        ("/v1/messages", {"messages": [MESSAGE], "system": "Be brief."}),
         ("/v1/responses", {"input": "Hi"}),
     ],
 )
-def test_requests_of_every_wire_are_traced_as_the_chats_that_they_become(
+def test_a_clients_trace_continues_over_every_wire_in_gateway_and_worker(
     traced_gateway: RunningGateway,
     collector: Collector,
     module_worker: ScriptedWorker,
-    asked: tuple[str, dict[str, Any]],
+    path: str,
+    fields: dict[str, Any],
+    *,
     stream: bool,
 ) -> None:
-    path, fields = asked
     body = {"model": "demo", "temperature": 0, "stream": stream, **fields}
-    response = traced_gateway.client.post(path, json=body, headers={"traceparent": PARENT})
+    sent = {"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_TEXT}
+    response = traced_gateway.client.post(path, json=body, headers=sent)
     assert response.status_code == 200
     wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert (server.name, client.name) == (f"POST {path}", "chat demo")
     assert server.trace_id.hex() == client.trace_id.hex() == TRACE_ID
     assert (server.parent_span_id.hex(), client.parent_span_id) == (SPAN_ID, server.span_id)
-    traceparent = f"00-{TRACE_ID}-{client.span_id.hex()}-01"
-    assert module_worker.requests[0].headers["traceparent"] == traceparent
+    headers = module_worker.requests[0].headers
+    assert headers["traceparent"] == f"00-{TRACE_ID}-{client.span_id.hex()}-01"
+    assert headers["tracestate"] == "vendor=1"
+    assert "baggage" not in headers
+    assert collector.services == {"paceline-gateway"}
     of_server, of_client = attributes(server), attributes(client)
     assert of_server["paceline.request"] == response.headers["x-request-id"]
     assert of_server["http.response.status_code"] == 200
-    assert (of_client["gen_ai.operation.name"], of_client["gen_ai.request.model"]) == (
-        "chat",
-        "demo",
-    )
+    assert of_client["gen_ai.operation.name"] == "chat"
+    assert of_client["gen_ai.request.model"] == "demo"
     assert of_client["gen_ai.request.stream"] is stream
-    assert (of_client["gen_ai.usage.input_tokens"], of_client["gen_ai.usage.output_tokens"]) == (
-        7,
-        3,
-    )
+    assert of_client["gen_ai.usage.input_tokens"] == 7
+    assert of_client["gen_ai.usage.output_tokens"] == 3
 
 
 def test_each_attempt_has_a_span_and_errors_have_a_type(
@@ -243,30 +208,16 @@ def test_no_span_contains_text_of_a_request(
 
 
 def test_an_unresponsive_collector_fails_no_request_and_no_shutdown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: ScriptedWorker
+    make_gateway: MakeGateway, monkeypatch: pytest.MonkeyPatch, worker: ScriptedWorker
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unresponsive:
-        monkeypatch.setenv(
-            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{unresponsive.getsockname()[1]}"
-        )
+        url = f"http://127.0.0.1:{unresponsive.getsockname()[1]}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-        with RunningGateway(make_settings(tmp_path, traces="otlp")) as gateway:
-            gateway.join(worker)
-            assert gateway.chat().status_code == 200
-            gateway.request_shutdown()
-            gateway.wait_closed()
-
-
-def test_without_traces_no_context_is_sent(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
-    httpx.post(
-        f"{gateway_with_worker.url}/v1/chat/completions",
-        json=chat_body(),
-        headers={"traceparent": PARENT},
-        timeout=60,
-    ).raise_for_status()
-    assert "traceparent" not in worker.requests[0].headers
+        gateway = make_gateway(worker, traces="otlp")
+        assert gateway.chat().status_code == 200
+        gateway.request_shutdown()
+        gateway.wait_closed()
 
 
 def test_no_tracing_module_is_imported_without_traces_and_a_missing_extra_is_named(

@@ -1,9 +1,10 @@
-"""scripts/setup reports a failure in one message and leaves no partial installation."""
+"""The scripts setup, pin-images and with-blas; a failure is one message and leaves nothing half."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,31 +77,25 @@ def set_up(clone: Path, lock: str = "dev", **environment: str) -> subprocess.Com
     )
 
 
-def test_a_missing_python_is_reported_in_one_message(clone: Path) -> None:
-    result = set_up(clone)
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("paceline: no Python 3.11 or newer found; install one")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs a compiler")
-def test_a_missing_compiler_is_reported_in_one_message(clone: Path) -> None:
-    result = set_up(clone, PYTHON=sys.executable)
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("paceline: g++ is missing")
-    assert not (clone / ".venv").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs a compiler")
-def test_setup_of_a_gateway_needs_no_compiler(clone: Path) -> None:
-    """Setup proceeds to the virtual environment, whose creation fails with this Python."""
-    add_program(clone / "bin/python3", '#!/bin/sh\n[ "$2" != venv ] || exit 1\n')
-    result = set_up(clone, "gateway")
-    assert result.returncode == 1
+def test_a_missing_python_or_compiler_is_reported_in_one_message(clone: Path) -> None:
+    """A gateway needs none: setup proceeds to the virtual environment, whose creation fails."""
     python = clone / "bin/python3"
-    assert result.stderr == f"paceline: '{python} -m venv .venv' failed; see above.\n"
-    assert set_up(clone, "worker").stderr.startswith("paceline: g++ is missing")
+    cases: list[tuple[str, dict[str, str], str]] = [
+        ("dev", {}, "paceline: no Python 3.11 or newer found; install one")
+    ]
+    if sys.platform == "linux":
+        cases += [
+            ("dev", {"PYTHON": sys.executable}, "paceline: g++ is missing"),
+            ("worker", {"PYTHON": sys.executable}, "paceline: g++ is missing"),
+            ("gateway", {"PYTHON": str(python)}, f"paceline: '{python} -m venv .venv' failed;"),
+        ]
+    for lock, environment, message in cases:
+        result = set_up(clone, lock, **environment)
+        assert result.returncode == 1
+        assert result.stderr.count("\n") == 1
+        assert result.stderr.startswith(message)
+        assert not (clone / ".venv").exists()
+        add_program(python, '#!/bin/sh\n[ "$2" != venv ] || exit 1\n')
 
 
 @pytest.mark.parametrize(
@@ -113,7 +108,7 @@ def test_setup_of_a_gateway_needs_no_compiler(clone: Path) -> None:
     ],
     ids=["uv is there", "uv is fetched", "no uv", "uv fails"],
 )
-def test_uv_installs_a_lock_and_pip_does_where_uv_cannot(
+def test_uv_installs_a_lock_once_and_pip_does_where_uv_cannot(
     clone: Path, case: str, calls: list[str]
 ) -> None:
     add_program(clone / "bin/python3", PYTHON % {"installed": INSTALLED})
@@ -131,22 +126,9 @@ def test_uv_installs_a_lock_and_pip_does_where_uv_cannot(
     (clone / "calls").unlink()
     assert set_up(clone, "gateway").returncode == 0
     assert not (clone / "calls").exists(), "the second call finds all in place"
-
-
-def test_setup_skips_the_installation_when_its_stamp_is_current(clone: Path) -> None:
-    """The clone has no installation: setup succeeds because of the stamp only."""
-    (clone / ".venv" / "bin").mkdir(parents=True)
-    for program in (clone / ".venv" / "bin" / "paceline", clone / "bin" / "redis-server"):
-        add_program(program, "#!/bin/sh\n")
-    digest_command = "cat locks/dev.txt pyproject.toml scripts/setup | cksum | tr ' ' '-'"
-    digest = subprocess.run(
-        ["sh", "-c", digest_command], cwd=clone, capture_output=True, text=True, check=True
-    ).stdout
-    stamp = clone / ".venv" / ".ready-dev"
-    stamp.write_text(digest)
-    assert set_up(clone).returncode == 0
-    (clone / "locks" / "dev.txt").write_text("changed\n")
-    assert set_up(clone).returncode == 1
+    (clone / "locks" / "gateway.txt").write_text("changed\n")
+    set_up(clone, "gateway")
+    assert (clone / "calls").exists()
 
 
 def test_the_installation_of_packages_shows_on_a_terminal_how_far_it_is(clone: Path) -> None:
@@ -200,3 +182,111 @@ def test_the_installation_of_packages_shows_on_a_terminal_how_far_it_is(clone: P
     assert [step for step, sign in signs.items() if sign not in shown] == []
     assert setup.returncode == 1
     assert "paceline: the project could not be installed" in shown
+
+
+FILES = ("docker-compose.yml", "Dockerfile")
+# The digest of each call differs, so that a second call must replace the first one's.
+DOCKER = """#!/bin/sh
+echo "$6" >>looked-up
+[ "$6" != "$FAILING" ] || exit 1
+printf 'sha256:%064d' "$(wc -l <looked-up)"
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Return a copy of what the script reads and writes, with a scripted docker."""
+    for name in (*FILES, "scripts/pin-images", "bin/docker"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in (*FILES, "scripts/pin-images"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    docker = tmp_path / "bin" / "docker"
+    docker.write_text(DOCKER)
+    docker.chmod(0o755)
+    return tmp_path
+
+
+def pin(project: Path, failing: str = "", path: str | None = None) -> tuple[int, str]:
+    """Return the exit code and the last line of the output."""
+    environment = {"PATH": path or f"{project}/bin:/usr/bin:/bin", "FAILING": failing}
+    ended = subprocess.run(
+        ["/bin/sh", "scripts/pin-images"],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return ended.returncode, (ended.stdout + ended.stderr).splitlines()[-1]
+
+
+def read(project: Path) -> list[str]:
+    return [line for name in FILES for line in (project / name).read_text().splitlines()]
+
+
+def test_each_public_image_gets_the_digest_of_its_tag_and_a_second_call_a_new_one(
+    project: Path,
+) -> None:
+    before, previous = read(project), {""}
+    for _ in range(2):
+        assert pin(project)[0] == 0
+        pinned = read(project)
+        assert [re.sub("@sha256:[0-9]{64}", "", line) for line in pinned] == before
+        digests = set(re.findall("@(sha256:[0-9]{64})", "\n".join(pinned)))
+        public = [line for line in before if re.match(r"( *image: (?!paceline-)|FROM \S+:)", line)]
+        assert len(digests) == len({line.split()[1] for line in public}) == 5
+        assert not digests & previous
+        previous = digests
+    assert "paceline-" not in (project / "looked-up").read_text()
+
+
+def test_a_failed_look_up_changes_no_file(project: Path) -> None:
+    before = read(project)
+    (image,) = re.findall(r"image: (redis:\S+)", "\n".join(before))
+    code, message = pin(project, failing=image)
+    assert code == 1
+    assert message == f"paceline: docker cannot look up the digest of {image}; see above."
+    assert read(project) == before
+
+
+def test_without_docker_one_sentence_says_so(project: Path) -> None:
+    tools = project / "tools"
+    tools.mkdir()
+    for name in ("dirname", "sed", "grep", "sort"):
+        (tools / name).symlink_to(shutil.which(name) or "")
+    assert pin(project, path=str(tools)) == (
+        1,
+        "paceline: scripts/pin-images needs docker, which is not installed.",
+    )
+
+
+WITH_BLAS = Path(__file__).parents[3] / "scripts" / "with-blas"
+PROCESSOR = Path("/proc/cpuinfo")
+
+pytestmark = pytest.mark.skipif(
+    not list(Path("/usr/lib").glob("*/openblas-pthread/libblas.so.3"))
+    or " avx2 " not in PROCESSOR.read_text(),
+    reason="no OpenBLAS, or a processor without a choice of kernels",
+)
+
+
+def kernels(**environment: str) -> str:
+    """Return the kernels that OpenBLAS selects in a command that is run with it."""
+    process = subprocess.run(
+        [WITH_BLAS, "true"],
+        env={"PATH": "/usr/bin:/bin", "OPENBLAS_VERBOSE": "2", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    match = re.search(r"Core: (\w+)", process.stdout + process.stderr)
+    assert match is not None, process
+    return match[1]
+
+
+def test_a_processor_unknown_to_openblas_gets_kernels_of_its_instruction_set_or_those_named() -> (
+    None
+):
+    assert kernels() in {"SkylakeX", "Haswell"}
+    assert kernels(OPENBLAS_CORETYPE="Nehalem") == "Nehalem"

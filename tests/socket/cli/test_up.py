@@ -1,0 +1,95 @@
+"""`paceline up`: the ready message, to whom it shows the join token, and its supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from gateway.cli.supervisor import Supervisor
+from gateway.cli.up import _WorkerRunner
+from gateway.server import Listening
+from tests.support.running_gateway import make_settings
+from tests.support.scripted_worker import JOIN_TOKEN
+from workers.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
+
+
+def message(
+    state_dir: Path, *flags: str, host: str = "127.0.0.1", port: int = 8000, keyed: bool = False
+) -> str:
+    place = {"host": host, "port": port, "join_token": None}
+    given = make_settings(state_dir).model_copy(update=place)
+    settings = given.model_copy(update={"join_token": SecretStr(JOIN_TOKEN)})
+    listening = Listening(f"http://{host}:{port}", "", keyed, settings, lambda: 0)
+    runner = _WorkerRunner(given=given, worker_flags=flags, listening=listening)
+    return runner._ready_message("demo")
+
+
+def test_its_commands_ask_a_question_find_this_gateway_and_open_it_for_another_mac(
+    tmp_path: Path,
+) -> None:
+    text = message(tmp_path)
+    assert text.index(" ask ") < text.index("curl http://127.0.0.1:8000/v1/chat/completions")
+    assert "keys create NAME" in text
+    assert "up --host 0.0.0.0" in text
+    assert "--join" not in text, "the gateway is not open yet"
+    assert "--url" not in text
+    text = message(tmp_path, "--model", "Qwen/Qwen3.5-4B", port=8100)
+    assert 'ask "Count from 1 to 20." --url http://127.0.0.1:8100' in text
+    assert "keys create NAME --url http://127.0.0.1:8100" in text
+    assert "up --host 0.0.0.0 --port 8100 --model Qwen/Qwen3.5-4B" in text
+    text = message(tmp_path, keyed=True)
+    assert "PACELINE_API_KEY=pk-... " in text
+    assert '-H "authorization: Bearer $PACELINE_API_KEY"' in text
+    assert "keys create" not in text, "it needs no first one"
+
+
+def test_l9_an_open_gateway_prints_the_token_on_a_terminal_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = message(tmp_path, host="0.0.0.0", keyed=True)
+    assert " worker --join http://" in text
+    assert "--join http://0.0.0.0" not in text
+    assert " --token TOKEN " in text
+    assert JOIN_TOKEN not in text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert f" --token {JOIN_TOKEN} " in message(tmp_path, host="0.0.0.0", keyed=True)
+
+
+async def test_the_stages_of_a_start_are_passed_on_until_the_worker_is_ready() -> None:
+    """A line that is no progress is left out, and the other output is printed."""
+    lines: list[str] = []
+    steps: list[StartProgress | None] = []
+    ready = asyncio.Event()
+
+    async def on_ready(_: Mapping[str, Any]) -> None:
+        ready.set()
+
+    async def on_exit() -> None:
+        """Do nothing."""
+
+    progress = StartProgress(stage=StartStage.KERNELS, done=1, total=3)
+    output = (START_PREFIX + progress.model_dump_json(), START_PREFIX + "{", "a line", READY_PREFIX)
+    # Its input stays open until it is stopped.
+    program = f"print(*{output!r}, sep='\\n', end='{{}}\\n', flush=True); input()"
+    running = asyncio.create_task(
+        Supervisor(
+            command=(sys.executable, "-c", program),
+            environment={},
+            on_ready=on_ready,
+            on_exit=on_exit,
+            on_progress=steps.append,
+            print_line=lambda _: None,
+            print_worker_line=lines.append,
+        ).run()
+    )
+    async with asyncio.timeout(30):
+        await ready.wait()
+    assert (steps, lines) == ([progress, None], ["a line"])
+    running.cancel()
+    await asyncio.wait({running})
