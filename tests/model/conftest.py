@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
+from mlx_vlm.models.qwen3_5 import gated_delta
 from openai import AsyncOpenAI, OpenAI
 
 from policies.request.profile import Bypass, Sampling
-from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
+from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents, run_until_idle
 from tests.support.served_engine import DemoGateway, ServedWorker, gateway_with, served
 from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
@@ -58,6 +59,19 @@ def no_fused_kernels() -> None:
     if sys.platform == "linux":
         mlx = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
         mlx._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(2)  # CompileMode::no_fuse
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_inverse() -> None:
+    """Let LAPACK invert the triangles of mlx-vlm's gated delta on Linux.
+
+    Its own substitution takes a CPU 15 ms for each layer and chunk of a prompt. A Mac needs none,
+    and the processes that tests start have it.
+    """
+    if sys.platform == "linux":
+        gated_delta._invert_unit_lower = lambda triangle, _: mx.linalg.tri_inv(
+            triangle, stream=mx.cpu
+        )
 
 
 @pytest.fixture(scope="session")
@@ -105,6 +119,20 @@ def make_lane(
             prefill_queue=prefill_queue,
             clock=clock,
         )
+
+    return make
+
+
+@pytest.fixture
+def make_lanes(make_lane: Callable[..., LaneScheduler]) -> Callable[..., list[LaneScheduler]]:
+    """Return a function that makes both lanes of a worker."""
+
+    def make(**parts: Any) -> list[LaneScheduler]:
+        queue: PrefillQueue[Prefill] = PrefillQueue()
+        lanes: list[LaneScheduler] = []
+        for name in LaneName:
+            lanes.append(make_lane(name, prefill_queue=queue, siblings=lanes, **parts))
+        return lanes
 
     return make
 
@@ -171,6 +199,20 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
     return put
 
 
+@pytest.fixture
+def ask(submit: Callable[..., RowEvents]) -> Callable[..., RowEvents]:
+    """Return a function that answers a prompt in a lane, with all that waits there."""
+
+    def answer(
+        lane: LaneScheduler, prompt: str | list[int] | PreparedPrompt, **options: Any
+    ) -> RowEvents:
+        result = submit(lane, prompt, **options)
+        run_until_idle(lane)
+        return result
+
+    return answer
+
+
 @pytest.fixture(scope="module")
 def demo(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoGateway]:
     """Run a gateway and a worker with the engine of the session, for the tests of one file."""
@@ -200,6 +242,13 @@ def real_worker(engine: Engine) -> Iterator[ServedWorker]:
     """
     with served(engine, "session") as worker:
         yield worker
+
+
+@pytest.fixture
+async def worker_client(worker_url: str) -> AsyncIterator[AsyncOpenAI]:
+    """Yield an asynchronous `openai` client of the worker of the session."""
+    async with AsyncOpenAI(base_url=f"{worker_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -126,10 +126,9 @@ def test_a_greedy_constrained_request_speculates(openai_client: OpenAI) -> None:
         response_format=FORMAT,
         extra_body={"metrics": "summary", "draft_tokens": 2},
     )
-    assert (raw.headers["x-paceline-pool"], raw.headers["x-paceline-reason"]) == (
-        "text-mtp",
-        "eligible",
-    )
+    assert raw.headers["x-paceline-pool"] == "text-mtp"
+    # The worker measures whether its drafts pay.
+    assert raw.headers["x-paceline-reason"] in ("eligible", "mtp_not_paying")
     assert json.loads(raw.text)["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
 
 

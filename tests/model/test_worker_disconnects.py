@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
+from tests.support.scripted_engine import ScriptedEngine, make_worker, scripted_client, serve_worker
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
 from workers.engine.types import Delta
 from workers.server import response
@@ -26,10 +26,7 @@ ENDLESS = {
 async def test_a_disconnect_cancels_an_unstreamed_generation(choices: int) -> None:
     engine = ScriptedEngine([asyncio.Event()])
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "n": choices}
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with scripted_client(engine) as client:
         request = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await engine.started.wait()
         request.cancel()

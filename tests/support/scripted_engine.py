@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from pydantic import SecretStr
 
 from workers.drain_rate import QueuePlace
@@ -194,6 +195,16 @@ async def serve_worker(
     app = create_app(worker, SecretStr(token) if token else None)
     async with serve_app(app, check_s=check_s) as url:
         yield url
+
+
+@asynccontextmanager
+async def scripted_client(engine: ServingEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve an engine as a worker; yield a client of it."""
+    async with (
+        serve_worker(make_worker(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        yield client
 
 
 @asynccontextmanager
