@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
-from mlx_vlm.models.qwen3_5 import gated_delta
 from openai import AsyncOpenAI, OpenAI
 
 from policies.request.profile import Bypass, Sampling
 from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents, run_until_idle
+from tests.support.lapack import invert_by_lapack
 from tests.support.served_engine import DemoGateway, ServedWorker, gateway_with, served
 from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
@@ -63,15 +63,7 @@ def no_fused_kernels() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_inverse() -> None:
-    """Let LAPACK invert the triangles of mlx-vlm's gated delta on Linux.
-
-    Its own substitution takes a CPU 15 ms for each layer and chunk of a prompt. A Mac needs none,
-    and the processes that tests start have it.
-    """
-    if sys.platform == "linux":
-        gated_delta._invert_unit_lower = lambda triangle, _: mx.linalg.tri_inv(
-            triangle, stream=mx.cpu
-        )
+    invert_by_lapack()
 
 
 @pytest.fixture(scope="session")
