@@ -266,7 +266,7 @@ def test_l8_arrays_under_other_names_are_a_miss(files) -> None:
     assert prefix_cache.size_bytes == 0
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), database=None)
 @given(change=st.data())
 def test_l8_a_hostile_file_is_skipped_and_never_raises(tmp_path_factory, change) -> None:
     folder = tmp_path_factory.mktemp("files")
