@@ -15,7 +15,6 @@ from policies.request.profile import Sampling
 from tests.model.test_engine import collect, make_generation
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
-from workers.demo import CHECKPOINT
 from workers.engine.device import limit_freed_buffers, limit_memory, memory_limit_bytes
 from workers.engine.engine import Engine
 from workers.engine.memory_pressure import (
@@ -27,7 +26,7 @@ from workers.engine.memory_pressure import (
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.thread import EngineThread
-from workers.engine.types import EngineSettings, Finished, GenerationFailed, MemoryShort
+from workers.engine.types import Finished, GenerationFailed, MemoryShort
 
 QUESTIONS = [
     "Count from 1 to 20.",
@@ -338,17 +337,6 @@ def test_freed_buffers_take_as_much_as_the_weights_at_most(
     )
     limit_freed_buffers(largest_mb << 20)
     assert limits[0] >> 20 == kept_mb
-
-
-def test_n3_a_loaded_engine_keeps_few_freed_buffers_whatever_their_sizes() -> None:
-    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    try:
-        limit_bytes = max(mx.get_active_memory(), 32 << 20)
-        for megabytes in range(1, 16):
-            mx.eval(mx.zeros((megabytes, 1 << 20), dtype=mx.uint8))
-        assert 0 < mx.get_cache_memory() <= limit_bytes + (16 << 20)
-    finally:
-        engine.stop()
 
 
 def test_an_engine_trims_the_heap_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

