@@ -151,7 +151,7 @@ async def test_a_full_queue_rejects_at_once_and_a_stop_ends_all_with_the_reason(
         while sum(lane.running + lane.waiting for lane in small.lane_reports()) < 3:
             await asyncio.sleep(0)
         with pytest.raises(EngineBusy):
-            await collect(small, endless)
+            await asyncio.wait_for(collect(small, endless), 60)
     finally:
         await asyncio.to_thread(small.stop)
 
