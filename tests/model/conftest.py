@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -20,10 +20,17 @@ from openai import AsyncOpenAI, OpenAI
 from policies.request.profile import Bypass, Sampling
 from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents, run_until_idle
 from tests.support.lapack import invert_by_lapack
-from tests.support.served_engine import DemoGateway, ServedWorker, gateway_with, served
+from tests.support.served_engine import (
+    DemoGateway,
+    ServedWorker,
+    gateway_with,
+    running_engine,
+    served,
+)
 from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
+from workers.engine.engine import Engine
 from workers.engine.memory import MemoryEstimate
 from workers.engine.memory_pressure import MemoryMonitor
 from workers.engine.model import Checkpoint, load_checkpoint
@@ -39,9 +46,6 @@ from workers.engine.types import (
     LaneName,
     Prompt,
 )
-
-if TYPE_CHECKING:
-    from workers.engine.engine import Engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -252,11 +256,5 @@ def worker_url(real_worker: RunningWorker) -> str:
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     """Run an engine with the demo checkpoint in this process."""
-    from workers.engine.engine import Engine  # noqa: PLC0415 - MLX only where it is used
-    from workers.engine.types import EngineSettings  # noqa: PLC0415
-
-    running = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    try:
+    with running_engine() as running:
         yield running
-    finally:
-        running.stop()

@@ -189,7 +189,7 @@ async def test_drafts_do_not_change_a_constrained_answer(
 ) -> None:
     """With any number of drafts the answer is the same, and its counts add up to its tokens."""
     nine = {"type": "array", "items": {"enum": [*range(40)]}, "minItems": 9, "maxItems": 9}
-    options = {"constraint": schema(nine), "temperature": temperature}
+    options: Any = {"constraint": schema(nine), "temperature": temperature}
     answers = [
         await answer(engine, "Count from 1 to 9.", draft_tokens=count, **options)
         for count in (0, 1, 2)

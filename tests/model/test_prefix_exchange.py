@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.support.images import encode_image
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
-from workers.demo import CHECKPOINT
+from tests.support.served_engine import running_engine
 from workers.engine import prefix_exchange
 from workers.engine.engine import Engine
 from workers.engine.prefix_cache_files import FileName, HostPrefix, Prefetched
@@ -30,7 +30,7 @@ from workers.engine.prefix_transfer import (
     TransferFailed,
     TransferPace,
 )
-from workers.engine.types import EngineSettings, Prompt
+from workers.engine.types import Prompt
 from workers.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
 from workers.server.app import create_app
 from workers.server.prefix_nodes import PATH, PrefixPeers
@@ -44,17 +44,9 @@ PICTURE = encode_image(Image.new("RGB", (64, 64), (220, 30, 30)))
 @pytest.fixture(scope="module")
 def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Run a second engine, which has a folder for its prefix cache."""
-    settings = EngineSettings(
-        model=CHECKPOINT,
-        served_name="demo",
-        prefix_cache_dir=tmp_path_factory.mktemp("prefix-cache"),
-        prefix_cache_secret=b"secret",
-    )
-    running = Engine.start(settings)
-    try:
+    folder = tmp_path_factory.mktemp("prefix-cache")
+    with running_engine(prefix_cache_dir=folder, prefix_cache_secret=b"secret") as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(autouse=True)
