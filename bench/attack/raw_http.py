@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from random import Random
 from typing import Final, NamedTuple
@@ -109,9 +110,11 @@ class RawHttp:
     async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
         ports = (target.gateway_port, target.worker_port)
         secrets = (target.key, target.join_token)
-        for framing in FRAMINGS:
-            for port in ports:
-                await self._send(port, framing.raw, tally, hidden=True)
+        if not tally.inputs:  # once, in the first turn
+            sent = (
+                self._send(port, one.raw, tally, hidden=True) for one in FRAMINGS for port in ports
+            )
+            await asyncio.gather(*sent)
 
         async def one(chance: Random) -> None:
             side = chance.random() < 0.35

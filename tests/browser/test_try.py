@@ -169,3 +169,19 @@ async def test_markdown_becomes_elements_and_hostile_text_stays_text(
     ):
         assert part in whole, part
     assert whole.count("<a ") == 1
+
+
+async def test_l15_no_text_takes_more_than_linear_time(
+    gateway_with_worker: RunningGateway, tab: BrowserTab
+) -> None:
+    """With a cube, or a square, of its length the browser would not answer within its timeout."""
+    render = """async text => {
+      const { MarkdownView } = await import("/try/page/markdown.js");
+      const whole = document.createElement("div");
+      new MarkdownView(whole, (start, end) => [text.slice(start, end)]).update(text);
+      return whole.textContent.length;
+    }"""
+    await open_try(tab, gateway_with_worker)
+    marks = ("`", "`` ", "`a", "[", "[a](http://x", "**a ", "*a ", "_a ", "http://....", "`*_[")
+    for mark in marks:
+        assert await tab.page.evaluate(render, ("a" + mark * 20_000)[:19_999]), mark

@@ -11,18 +11,26 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from policies.request.profile import Bypass, Sampling
-from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
-from tests.support.served_engine import DemoGateway, ServedWorker, gateway_with, served
+from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents, run_until_idle
+from tests.support.lapack import invert_by_lapack
+from tests.support.served_engine import (
+    DemoGateway,
+    ServedWorker,
+    gateway_with,
+    running_engine,
+    served,
+)
 from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
+from workers.engine.engine import Engine
 from workers.engine.memory import MemoryEstimate
 from workers.engine.memory_pressure import MemoryMonitor
 from workers.engine.model import Checkpoint, load_checkpoint
@@ -38,9 +46,6 @@ from workers.engine.types import (
     LaneName,
     Prompt,
 )
-
-if TYPE_CHECKING:
-    from workers.engine.engine import Engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,6 +63,11 @@ def no_fused_kernels() -> None:
     if sys.platform == "linux":
         mlx = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
         mlx._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(2)  # CompileMode::no_fuse
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_inverse() -> None:
+    invert_by_lapack()
 
 
 @pytest.fixture(scope="session")
@@ -105,6 +115,20 @@ def make_lane(
             prefill_queue=prefill_queue,
             clock=clock,
         )
+
+    return make
+
+
+@pytest.fixture
+def make_lanes(make_lane: Callable[..., LaneScheduler]) -> Callable[..., list[LaneScheduler]]:
+    """Return a function that makes both lanes of a worker."""
+
+    def make(**parts: Any) -> list[LaneScheduler]:
+        queue: PrefillQueue[Prefill] = PrefillQueue()
+        lanes: list[LaneScheduler] = []
+        for name in LaneName:
+            lanes.append(make_lane(name, prefill_queue=queue, siblings=lanes, **parts))
+        return lanes
 
     return make
 
@@ -171,6 +195,20 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
     return put
 
 
+@pytest.fixture
+def ask(submit: Callable[..., RowEvents]) -> Callable[..., RowEvents]:
+    """Return a function that answers a prompt in a lane, with all that waits there."""
+
+    def answer(
+        lane: LaneScheduler, prompt: str | list[int] | PreparedPrompt, **options: Any
+    ) -> RowEvents:
+        result = submit(lane, prompt, **options)
+        run_until_idle(lane)
+        return result
+
+    return answer
+
+
 @pytest.fixture(scope="module")
 def demo(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoGateway]:
     """Run a gateway and a worker with the engine of the session, for the tests of one file."""
@@ -202,6 +240,13 @@ def real_worker(engine: Engine) -> Iterator[ServedWorker]:
         yield worker
 
 
+@pytest.fixture
+async def worker_client(worker_url: str) -> AsyncIterator[AsyncOpenAI]:
+    """Yield an asynchronous `openai` client of the worker of the session."""
+    async with AsyncOpenAI(base_url=f"{worker_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
 @pytest.fixture(scope="session")
 def worker_url(real_worker: RunningWorker) -> str:
     """Return the address of the worker of the session."""
@@ -211,11 +256,5 @@ def worker_url(real_worker: RunningWorker) -> str:
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     """Run an engine with the demo checkpoint in this process."""
-    from workers.engine.engine import Engine  # noqa: PLC0415 - MLX only where it is used
-    from workers.engine.types import EngineSettings  # noqa: PLC0415
-
-    running = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    try:
+    with running_engine() as running:
         yield running
-    finally:
-        running.stop()

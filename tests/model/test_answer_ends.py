@@ -77,6 +77,7 @@ def test_a_token_of_stop_token_ids_ends_the_answer_and_is_no_text(answer_of) -> 
 def test_an_answer_names_the_stop_string_that_ended_it(answer_of) -> None:
     ended = answer_of(stop=["nowhere", " 3"])
     assert (ended["reason"], ended["stop"]) == ("stop", " 3")
+    assert ended["text"] == answer_of()["text"].partition(" 3")[0]
 
 
 def test_the_tokens_of_a_prompt_are_counted_without_an_answer(

@@ -32,7 +32,8 @@ async def test_the_drafts_of_the_answers_equal_the_counters_of_the_gateway(
     drafts = sum((answer.drafts for answer in answers if answer.drafts), Drafts())
     assert before is not None
     assert after is not None
-    assert drafts == after.since(before)
+    # Another test may have asked the worker for longer drafts: it counts their positions too.
+    assert drafts + Drafts(per_position=(0,) * len(after.per_position)) == after.since(before)
     assert drafts.steps > 0
     assert all(answer.tokens_reported and answer.output_tokens for answer in answers)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,18 +17,18 @@ from tests.support.running_gateway import wait_until
 from workers.protocol import READY_PREFIX
 
 
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    """Yield a stack with the Redis of the file and no other service."""
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Yield a stack with the Redis of the file and two gateways."""
     if not shutil.which("redis-server"):
         pytest.skip("redis-server is not installed")
-    stack_ = Stack(tmp_path)
-    with stack_.redis():
+    stack_ = Stack(tmp_path_factory.mktemp("stack"))
+    with stack_.redis(), stack_.gateways("127.0.0.1", *gateway_addresses(1)):
         yield stack_
 
 
 def test_the_stack_answers_a_greedy_request_in_the_speculative_lane(stack: Stack) -> None:
-    with stack.gateways("127.0.0.1"), stack.running("worker") as worker:
+    with stack.running("worker") as worker:
         worker.wait_for(f"^{READY_PREFIX}")
         wait_until(lambda: stack.ready("gateway"), within_s=TIMEOUT_S)
         base, key = f"{stack.url('gateway')}/v1", SECRETS["PACELINE_API_KEY"]
@@ -42,23 +41,15 @@ def test_the_stack_answers_a_greedy_request_in_the_speculative_lane(stack: Stack
 
 
 def test_all_gateways_of_the_stack_require_its_key_and_share_created_keys(stack: Stack) -> None:
-    hosts = gateway_addresses(2)
-    with stack.gateways(*hosts):
-        first, second = (f"{stack.url('gateway', host)}" for host in hosts)
-        for url in (first, second):
-            assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 401
-            assert httpx.get(f"{url}/v1/models", headers=AS_CLIENT, timeout=60).status_code == 200
-        as_admin = {"authorization": f"Bearer {SECRETS['PACELINE_ADMIN_KEY']}"}
-        created = httpx.post(
-            f"{first}/admin/v1/keys",
-            headers=as_admin,
-            json={"name": "Ann"},
-            timeout=60,
-        ).raise_for_status()
-        with_created_key = {"authorization": f"Bearer {created.json()['secret']}"}
-        wait_until(
-            lambda: (
-                httpx.get(f"{second}/v1/models", headers=with_created_key, timeout=60).status_code
-                == 200
-            )
-        )
+    first, second = (
+        f"{stack.url('gateway', host)}" for host in ("127.0.0.1", *gateway_addresses(1))
+    )
+    for url in (first, second):
+        assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 401
+        assert httpx.get(f"{url}/v1/models", headers=AS_CLIENT, timeout=60).status_code == 200
+    as_admin = {"authorization": f"Bearer {SECRETS['PACELINE_ADMIN_KEY']}"}
+    created = httpx.post(
+        f"{first}/admin/v1/keys", headers=as_admin, json={"name": "Ann"}, timeout=60
+    ).raise_for_status()
+    key = {"authorization": f"Bearer {created.json()['secret']}"}
+    wait_until(lambda: httpx.get(f"{second}/v1/models", headers=key, timeout=60).status_code == 200)

@@ -8,11 +8,11 @@ import pytest
 
 from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
-from tests.support.failing_model import FailingPart, assert_matches_reference
+from tests.support.failing_model import FailingPart
+from tests.support.reference_decoder import assert_matches_reference
 from workers.engine.draft_head import MAX_CONSECUTIVE_ERRORS
 from workers.engine.draft_length import SAMPLES
 from workers.engine.mtp_head import MtpHead
-from workers.engine.types import Finished
 
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Who are you?"]
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
@@ -25,7 +25,7 @@ def head(checkpoint) -> MtpHead | None:
 
 @pytest.mark.parametrize(
     ("method", "first"),
-    [("draft", 1), ("draft", 2), *(("forward", first) for first in (1, 2, 5, 6, 7, 11))],
+    [("draft", 1), ("draft", 2), *(("forward", first) for first in (1, 5, 6, 11))],
 )
 def test_rows_continue_without_drafts_and_with_equal_answers_when_the_head_raises(
     checkpoint, make_lane, submit, method, first
@@ -36,9 +36,8 @@ def test_rows_continue_without_drafts_and_with_equal_answers_when_the_head_raise
     results = [submit(lane, question) for question in QUESTIONS]
     run_until_idle(lane)
 
+    assert_matches_reference(checkpoint, *results)
     for result in results:
-        assert isinstance(result.end, Finished)
-        assert_matches_reference(checkpoint, result)
         counts = result.end.speculation
         assert counts.drafted == counts.accepted + counts.rejected + counts.errors
     report = lane.counters.report()
@@ -48,7 +47,7 @@ def test_rows_continue_without_drafts_and_with_equal_answers_when_the_head_raise
 
 
 def test_a_head_that_raises_repeatedly_is_disabled_and_reported(
-    checkpoint, make_lane, submit, head
+    checkpoint, make_lane, submit, ask, head
 ) -> None:
     calls: list[str] = []
 
@@ -62,10 +61,7 @@ def test_a_head_that_raises_repeatedly_is_disabled_and_reported(
         results.append(submit(lane, "Count from 1 to 20."))
         run_until_idle(lane)
     before = len(calls)
-    last = submit(
-        lane, "Count from 1 to 20.", bypass=lane.bypass_reasons(results[0].row.generation)
-    )
-    run_until_idle(lane)
+    last = ask(lane, "Count from 1 to 20.", bypass=lane.bypass_reasons(results[0].row.generation))
     report = lane.counters.report()
 
     assert len(results) == MAX_CONSECUTIVE_ERRORS
@@ -95,7 +91,7 @@ def test_rare_errors_do_not_disable_the_head(make_lane, submit, head) -> None:
 
 
 def test_rows_continue_without_drafts_when_the_head_cannot_read_its_backlog(
-    checkpoint, make_lane, submit, head
+    checkpoint, make_lane, submit, ask, head
 ) -> None:
     calls_to_error = 1 << 30
 
@@ -112,12 +108,9 @@ def test_rows_continue_without_drafts_when_the_head_cannot_read_its_backlog(
     for _ in range(8):
         lane.step()
     calls_to_error = 2  # first the prefill of the new row, then the backlog of the earlier ones
-    late = submit(lane, QUESTIONS[1])
-    run_until_idle(lane)
+    late = ask(lane, QUESTIONS[1])
 
-    for result in (*early, late):
-        assert isinstance(result.end, Finished)
-        assert_matches_reference(checkpoint, result)
+    assert_matches_reference(checkpoint, *early, late)
     assert late.end.speculation.steps > 0
     assert lane.counters.report().bypass_counts[Bypass.HEAD_UNHEALTHY] == len(early)
 

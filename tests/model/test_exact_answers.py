@@ -146,22 +146,21 @@ async def test_an_exact_answer_to_a_picture_has_the_same_bits_in_company(engine:
 
 def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
     make_lane: Callable[..., LaneScheduler],
-    submit: Callable[..., RowEvents],
+    ask: Callable[..., RowEvents],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chunks: list[tuple[bool, int]] = []
+    chunks: list[int] = []
     lane = make_lane(chunk_tokens=2048)
     observe = lane._prefill_budget.observe
 
     def record(tokens: int, duration_s: float, **context: object) -> None:
-        chunks.append((exact.row.finish_reason is None, tokens))
+        chunks.append(tokens)
         observe(tokens, duration_s, **context)  # type: ignore[arg-type]
 
     monkeypatch.setattr(lane._prefill_budget, "observe", record)
-    exact = submit(lane, list(range(40, 640)), max_tokens=4, draft_tokens=0, exact=True)
-    run_until_idle(lane)
+    ask(lane, list(range(40, 640)), max_tokens=4, draft_tokens=0, exact=True)
 
-    assert [tokens for _, tokens in chunks] == [EXACT_CHUNK_TOKENS, EXACT_CHUNK_TOKENS, 88]
+    assert chunks == [EXACT_CHUNK_TOKENS, EXACT_CHUNK_TOKENS, 88]
 
 
 def test_memory_preempts_exact_answers_last_and_ends_them_with_an_error(

@@ -45,33 +45,29 @@ def test_a_servable_request_has_the_tokens_of_its_prompt(
     assert explanation["prompt_tokens"] == usage["prompt_tokens"]
 
 
+LONG = "word " * 40_000
+TOO_LONG, UNSUPPORTED = "context_length_exceeded", "unsupported_value"
+AUDIO = {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}
+SCHEMA = {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "param", "code"),
     [
-        {"messages": QUESTION, "guided_json": {"uniqueItems": True, "type": "array"}},
-        {"messages": [{"role": "user", "content": "word " * 40_000}]},
-        {"prompt": "word " * 40_000},
-        {"messages": QUESTION, "logit_bias": {"999999": 1}},
-        {
-            "input": "Count from 1 to 3.",
-            "text": {
-                "format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}
-            },
-        },
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}
-                    ],
-                }
-            ]
-        },
+        ({"messages": QUESTION, "guided_json": {"uniqueItems": True}}, "guided_json", UNSUPPORTED),
+        ({"messages": [{"role": "user", "content": LONG}]}, "messages", TOO_LONG),
+        ({"prompt": LONG}, "prompt", TOO_LONG),
+        ({"messages": QUESTION, "logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),
+        ({"input": "Count to 3.", "text": {"format": SCHEMA}}, "text.format", UNSUPPORTED),
+        (
+            {"messages": [{"role": "user", "content": [AUDIO]}]},
+            "messages[0].content[0].type",
+            UNSUPPORTED,
+        ),
     ],
 )
 def test_what_the_worker_would_refuse_is_not_servable(
-    openai_client: OpenAI, body: dict[str, Any]
+    openai_client: OpenAI, body: dict[str, Any], param: str, code: str
 ) -> None:
     """The explanation has the error that the request would get, with the names of its format."""
     explanation = explain(openai_client, body).json()
@@ -79,6 +75,7 @@ def test_what_the_worker_would_refuse_is_not_servable(
     refused = answer(openai_client, body)
     assert refused.status_code == 400
     error = refused.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
     assert explanation["refusal"] == {name: error[name] for name in ("message", "param", "code")}
 
 

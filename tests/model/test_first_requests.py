@@ -39,15 +39,14 @@ def test_sampled_text_runs_in_the_vlm_lane(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
-@pytest.mark.parametrize("colour", ["red", "green", "blue", "yellow"])
 def test_the_model_names_the_colour_of_a_picture(
-    demo: DemoGateway, openai_client: OpenAI, stream: bool, colour: str
+    demo: DemoGateway, openai_client: OpenAI, stream: bool
 ) -> None:
-    body = picture_body(demo.model, colour, temperature=0)
+    body = picture_body(demo.model, "green", temperature=0)
     answer = send_chat(openai_client, body, stream=stream)
     assert answer.headers["x-paceline-pool"] == "vlm"
     assert answer.headers["x-paceline-reason"] == "media"
-    assert colour in answer.text.lower()
+    assert "green" in answer.text.lower()
 
 
 def test_status_adds_up_to_the_sum_of_the_answers(demo: DemoGateway, openai_client: OpenAI) -> None:

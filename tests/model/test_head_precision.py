@@ -14,8 +14,7 @@ from mlx.utils import tree_flatten
 from bench.families.checkpoints import write_checkpoint
 from bench.families.configs import family
 from bench.families.heads import ASSISTED, write_head
-from tests.support.engine_lane import run_until_idle
-from tests.support.failing_model import assert_matches_reference
+from tests.support.reference_decoder import assert_matches_reference
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
 from workers.engine.engine import load_engine
@@ -46,7 +45,7 @@ def arrays(head: MtpHead) -> dict[str, mx.array]:
 
 
 def test_a_head_that_drafts_faster_in_eight_bits_does_so_and_answers_are_the_same(
-    make_lane: Any, submit: Any
+    make_lane: Any, ask: Any
 ) -> None:
     checkpoint = load_checkpoint(CHECKPOINT)
     head = checkpoint.head
@@ -56,8 +55,7 @@ def test_a_head_that_drafts_faster_in_eight_bits_does_so_and_answers_are_the_sam
     assert restore is not None
     assert is_quantised(head)
     lane = make_lane(target=checkpoint.target, head=head)
-    result = submit(lane, "Count from 1 to 20.", max_tokens=40)
-    run_until_idle(lane)
+    result = ask(lane, "Count from 1 to 20.", max_tokens=40)
     assert_matches_reference(checkpoint, result)
     assert result.end.speculation.acceptance_rate > 0.5
 

@@ -164,7 +164,7 @@ def test_c4_a_hostile_value_is_refused(
     assert (code, reason in output) == (REFUSED, True), output
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.proof)])
 def test_c4_the_worker_refuses_or_serves_any_damaged_checkpoint(
     loader: ModelLoader, tmp_path: Path, count: int
 ) -> None:

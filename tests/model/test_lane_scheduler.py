@@ -6,11 +6,8 @@ import pytest
 
 from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
-from tests.support.reference_decoder import is_near_tie, reference_greedy
-from workers.engine.prefill import Prefill
-from workers.engine.prefill_queue import PrefillQueue
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.types import EngineStopped, Finished, FinishReason, LaneName
+from tests.support.reference_decoder import assert_equal_but_for_ties, assert_matches_reference
+from workers.engine.types import EngineStopped, Finished, FinishReason
 
 QUESTIONS = [
     "Hello",
@@ -32,12 +29,7 @@ def test_every_row_of_a_full_batch_gets_its_greedy_reference_answer(
     results = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS]
     run_until_idle(lane)
 
-    for result in results:
-        prompt = result.row.prompt.tokens
-        expected = reference_greedy(checkpoint, prompt, 64)
-        assert result.row.answer == expected or is_near_tie(
-            checkpoint, prompt, result.row.answer, expected
-        )
+    assert_matches_reference(checkpoint, *results)
 
 
 def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
@@ -61,11 +53,9 @@ def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_la
     prompt = [20 + i % 700 for i in range(333)]
     single_chunk, small_chunks = make_lane(chunk_tokens=512), make_lane(chunk_tokens=64)
     results = [submit(lane, prompt, max_tokens=24) for lane in (single_chunk, small_chunks)]
-    run_until_idle(single_chunk)
-    run_until_idle(small_chunks)
+    run_until_idle(single_chunk, small_chunks)
 
-    first, second = (result.row.answer for result in results)
-    assert first == second or is_near_tie(checkpoint, prompt, first, second)
+    assert_equal_but_for_ties(checkpoint, prompt, *(result.row.answer for result in results))
 
 
 def test_a_full_lane_measures_when_a_rejected_request_may_return(make_lane, submit) -> None:
@@ -116,12 +106,9 @@ LONG = [20 + i % 700 for i in range(640)]
 
 @pytest.mark.parametrize("other_lane", [False, True])
 def test_a_short_prompt_overtakes_a_long_one_in_either_lane(
-    checkpoint, make_lane, submit, other_lane: bool
+    checkpoint, make_lanes, submit, other_lane: bool
 ) -> None:
-    queue: PrefillQueue[Prefill] = PrefillQueue()
-    lanes: list[LaneScheduler] = []
-    for name in LaneName:
-        lanes.append(make_lane(name, chunk_tokens=64, prefill_queue=queue, siblings=lanes))
+    lanes = make_lanes(chunk_tokens=64)
 
     def step() -> None:
         for lane in lanes:
@@ -143,10 +130,7 @@ def test_a_short_prompt_overtakes_a_long_one_in_either_lane(
         assert short.end or len(short.row.answer) > before, "it decodes while others are read"
 
     assert cancelled.end is None
-    for result in (long, short):
-        prompt, answer = result.row.prompt.tokens, result.row.answer
-        expected = reference_greedy(checkpoint, prompt, 24)
-        assert answer == expected or is_near_tie(checkpoint, prompt, answer, expected)
+    assert_matches_reference(checkpoint, long, short)
 
 
 def test_a_row_that_waits_for_the_prefix_of_another_holds_up_nobody(make_lane, submit) -> None:
@@ -176,8 +160,7 @@ def test_a_cancelled_row_is_removed_after_one_step_without_effect_on_others(
     assert cancelled.row not in chain(*lane.rows_by_batch())
     run_until_idle(lane)
 
-    expected = reference_greedy(checkpoint, remaining.row.prompt.tokens, 64)
-    assert remaining.row.answer == expected
+    assert_matches_reference(checkpoint, remaining)
     assert cancelled.end is None
 
 
@@ -194,10 +177,9 @@ def test_a_cancelled_waiting_row_is_never_prefilled(make_lane, submit) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
-def test_max_tokens_inside_a_draft_is_exact(make_lane, submit, max_tokens) -> None:
+def test_max_tokens_inside_a_draft_is_exact(make_lane, ask, max_tokens) -> None:
     lane = make_lane(draft_tokens=4)
-    results = submit(lane, "Count from 1 to 20.", max_tokens=max_tokens, draft_tokens=4)
-    run_until_idle(lane)
+    results = ask(lane, "Count from 1 to 20.", max_tokens=max_tokens, draft_tokens=4)
 
     assert isinstance(results.end, Finished)
     assert results.end.usage.completion_tokens == len(results.row.answer) == max_tokens
@@ -207,14 +189,12 @@ def test_max_tokens_inside_a_draft_is_exact(make_lane, submit, max_tokens) -> No
     assert first == ([max_tokens - 2] if max_tokens > 2 else [])
 
 
-def test_a_stop_string_inside_a_draft_shortens_its_step(make_lane, submit) -> None:
+def test_a_stop_string_inside_a_draft_shortens_its_step(make_lane, ask) -> None:
     lane = make_lane(draft_tokens=4)
-    uncut = submit(lane, "Count from 1 to 20.", draft_tokens=4)
-    run_until_idle(lane)
+    uncut = ask(lane, "Count from 1 to 20.", draft_tokens=4)
     cut_drafts = 0
     for at in range(1, len(uncut.text) - 2, 4):
-        cut = submit(lane, "Count from 1 to 20.", draft_tokens=4, stop=(uncut.text[at : at + 2],))
-        run_until_idle(lane)
+        cut = ask(lane, "Count from 1 to 20.", draft_tokens=4, stop=(uncut.text[at : at + 2],))
         *before, last = cut.end.steps or [None]
         if last is None:
             continue
@@ -226,13 +206,11 @@ def test_a_stop_string_inside_a_draft_shortens_its_step(make_lane, submit) -> No
     assert cut_drafts
 
 
-def test_a_stop_string_ends_the_answer_before_it(make_lane, submit) -> None:
+def test_a_stop_string_ends_the_answer_before_it(make_lane, ask) -> None:
     lane = make_lane()
-    uncut = submit(lane, "Count from 1 to 20.")
-    run_until_idle(lane)
+    uncut = ask(lane, "Count from 1 to 20.")
     stop = uncut.text[len(uncut.text) // 2 :][:3]
-    cut = submit(lane, "Count from 1 to 20.", stop=(stop,))
-    run_until_idle(lane)
+    cut = ask(lane, "Count from 1 to 20.", stop=(stop,))
 
     assert cut.text == uncut.text[: uncut.text.index(stop)]
     assert cut.end.reason is FinishReason.STOP
@@ -271,11 +249,10 @@ def test_the_counters_of_a_lane_are_the_sums_of_its_answers(make_lane, submit) -
     assert (report.running, report.waiting) == (0, 0)
 
 
-def test_several_choices_count_their_prompt_once(make_lane, submit) -> None:
+def test_several_choices_count_their_prompt_once(make_lane, submit, ask) -> None:
     lane = make_lane()
     first = submit(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,))
-    second = submit(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,), further_choice=True)
-    run_until_idle(lane)
+    second = ask(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,), further_choice=True)
     report = lane.counters.report()
 
     assert report.bypass_counts == {"multiple_choices": 1}

@@ -10,15 +10,13 @@ import pytest
 from policies.request.profile import Sampling
 from tests.support.engine_lane import UNLIMITED_MEMORY, run_until_idle
 from tests.support.model_families import tiny_llama_sliding_window
-from tests.support.reference_decoder import is_near_tie, reference_greedy
+from tests.support.reference_decoder import assert_equal_but_for_ties, assert_matches_reference
 from workers.engine.batch import row_cache
 from workers.engine.kv_cache import capacity
 from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.prefill import Prefill
-from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.scheduler import LaneScheduler
-from workers.engine.types import Finished, LaneName
+from workers.engine.types import Finished
 
 
 def test_the_estimate_matches_the_memory_of_a_row(checkpoint) -> None:
@@ -127,10 +125,7 @@ def test_short_rows_run_beside_a_long_one_of_another_size_class(
     results = [submit(lane, prompt, max_tokens=16) for prompt in prompts]
 
     assert run_within(lane, 2500) == 5
-    for prompt, result in zip(prompts, results, strict=True):
-        expected = reference_greedy(replace(checkpoint, eos=frozenset()), prompt, 16)
-        answer = result.row.answer
-        assert answer == expected or is_near_tie(checkpoint, prompt, answer, expected)
+    assert_matches_reference(replace(checkpoint, eos=frozenset()), *results)
 
 
 def slots_in_use(lane: LaneScheduler) -> int:
@@ -183,17 +178,13 @@ def test_rows_that_grow_beyond_the_memory_pause_one_by_one_and_lose_no_token(
 
     for prompt, unlimited, limited in zip(prompts, *answers, strict=True):
         assert len(unlimited) == len(limited)
-        assert unlimited == limited or is_near_tie(checkpoint, prompt, unlimited, limited)
+        assert_equal_but_for_ties(checkpoint, prompt, unlimited, limited)
 
 
 @pytest.mark.usefixtures("quick_growth")
-def test_rows_of_two_lanes_share_one_memory_limit(make_lane, submit) -> None:
+def test_rows_of_two_lanes_share_one_memory_limit(make_lanes, submit) -> None:
     room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=3 * 256)
-    lanes: list[LaneScheduler] = []
-    queue: PrefillQueue[Prefill] = PrefillQueue()
-    for name in LaneName:
-        lanes.append(make_lane(name, memory=room, eos=frozenset(), prefill_queue=queue))
-        lanes[-1]._siblings = lanes
+    lanes = make_lanes(memory=room, eos=frozenset())
     results = [
         submit(lane, list(range(20, 225)), max_tokens=70, draft_tokens=0)  # all grow at one pace
         for lane in (*lanes, lanes[0])
@@ -206,13 +197,12 @@ def test_rows_of_two_lanes_share_one_memory_limit(make_lane, submit) -> None:
     assert all(isinstance(result.end, Finished) for result in results)
 
 
-def test_cached_prefixes_are_evicted_for_rows(make_lane, submit, checkpoint) -> None:
+def test_cached_prefixes_are_evicted_for_rows(make_lane, submit, ask, checkpoint) -> None:
     measured = measure_memory(checkpoint.target, checkpoint.head)
     room_bytes = measured.batch_cache_bytes([[400]])
     prefix_cache = PrefixCache(room_bytes)
     lane = make_lane(prefix_cache=prefix_cache, memory=replace(measured, room_bytes=room_bytes))
-    first = submit(lane, "Hello", system="You are a clerk of few words. " * 10, max_tokens=8)
-    run_until_idle(lane)
+    first = ask(lane, "Hello", system="You are a clerk of few words. " * 10, max_tokens=8)
     cached_bytes = prefix_cache.size_bytes
     second = submit(lane, [20 + i % 700 for i in range(380)], max_tokens=4)
     lane.step()
@@ -223,13 +213,12 @@ def test_cached_prefixes_are_evicted_for_rows(make_lane, submit, checkpoint) -> 
     assert all(isinstance(result.end, Finished) for result in (first, second))
 
 
-def test_a_prefix_is_not_cached_if_the_copy_does_not_fit(make_lane, submit, checkpoint) -> None:
+def test_a_prefix_is_not_cached_if_the_copy_does_not_fit(make_lane, ask, checkpoint) -> None:
     measured = measure_memory(checkpoint.target, checkpoint.head)
     room = replace(measured, room_bytes=measured.batch_cache_bytes([[400]]))
     prefix_cache = PrefixCache(1 << 30)
     lane = make_lane(prefix_cache=prefix_cache, memory=room)
-    result = submit(lane, "Hello", system="You are a clerk. " * 80, max_tokens=4)
-    run_until_idle(lane)
+    result = ask(lane, "Hello", system="You are a clerk. " * 80, max_tokens=4)
 
     assert result.row.prompt.prefix is not None
     assert isinstance(result.end, Finished)

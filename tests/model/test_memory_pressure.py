@@ -14,8 +14,7 @@ import pytest
 from policies.request.profile import Sampling
 from tests.model.test_engine import collect, make_generation
 from tests.support.engine_lane import RowEvents, run_until_idle
-from tests.support.failing_model import assert_matches_reference
-from workers.demo import CHECKPOINT
+from tests.support.reference_decoder import assert_matches_reference
 from workers.engine.device import limit_freed_buffers, limit_memory, memory_limit_bytes
 from workers.engine.engine import Engine
 from workers.engine.memory_pressure import (
@@ -24,12 +23,10 @@ from workers.engine.memory_pressure import (
     MemoryMonitor,
     MemoryReading,
 )
-from workers.engine.prefill import Prefill
-from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.thread import EngineThread
-from workers.engine.types import EngineSettings, Finished, GenerationFailed, LaneName, MemoryShort
+from workers.engine.types import Finished, GenerationFailed, MemoryShort
 
 QUESTIONS = [
     "Count from 1 to 20.",
@@ -98,25 +95,19 @@ def test_a_failed_allocation_sends_back_all_rows_and_the_oldest_is_read_first(
     assert monitor.failed_allocations == 1
     assert device.cleared == 1
     run_until_idle(lane)
+    assert_matches_reference(checkpoint, *results)
     for before, result in zip(prefix, results, strict=True):
-        assert isinstance(result.end, Finished)
         assert result.row.answer[: len(before)] == before
         assert result.row.draft_tokens == draft_tokens, "no row is to blame"
-        assert_matches_reference(checkpoint, result)
     report = lane.counters.report()
     assert report.head_healthy
     assert report.bypass_counts == {}
 
 
 def test_a_failed_allocation_of_one_lane_keeps_the_oldest_row_of_the_other_alone(
-    checkpoint, make_lane, submit, device
+    checkpoint, make_lanes, submit, device
 ) -> None:
-    monitor = MemoryMonitor()
-    queue: PrefillQueue[Prefill] = PrefillQueue()
-    lanes: list[LaneScheduler] = []
-    for name in LaneName:
-        lanes.append(make_lane(name, monitor=monitor, prefill_queue=queue))
-        lanes[-1]._siblings = lanes
+    lanes = make_lanes(monitor=MemoryMonitor())
     first, *others = (
         submit(lanes[at % 2], question, max_tokens=20) for at, question in enumerate(QUESTIONS)
     )
@@ -128,12 +119,8 @@ def test_a_failed_allocation_of_one_lane_keeps_the_oldest_row_of_the_other_alone
 
     assert [row for lane in lanes for row in rows_with_caches(lane)] == [first.row]
     assert lanes[0].running_rows == 1, "it goes on with its caches"
-    while any(lane.busy for lane in lanes):
-        for lane in lanes:
-            lane.step()
-    for result in (first, *others):
-        assert isinstance(result.end, Finished)
-        assert_matches_reference(checkpoint, result)
+    run_until_idle(*lanes)
+    assert_matches_reference(checkpoint, first, *others)
 
 
 def test_a_failed_allocation_while_a_prompt_is_read_sends_back_the_younger_rows(
@@ -157,9 +144,7 @@ def test_a_failed_allocation_while_a_prompt_is_read_sends_back_the_younger_rows(
     assert list(lane._waiting) == [results[2].row]
     assert cache.size_bytes == 0
     run_until_idle(lane)
-    for result in results:
-        assert isinstance(result.end, Finished)
-        assert_matches_reference(checkpoint, result)
+    assert_matches_reference(checkpoint, *results)
 
 
 def test_a_row_alone_is_read_once_more_and_then_ends_and_the_next_one_runs(
@@ -195,9 +180,7 @@ def test_allocations_that_fail_again_and_again_leave_fewer_rows_until_all_have_a
             device.failures = 1
     assert most < 8
     assert monitor.failed_allocations > 1
-    for result in results:
-        assert isinstance(result.end, Finished)
-        assert_matches_reference(checkpoint, result)
+    assert_matches_reference(checkpoint, *results)
 
 
 class Memory:
@@ -235,15 +218,12 @@ def test_rows_wait_from_85_percent_on_and_one_alone_always_runs(make_lane, submi
     assert len(rows_with_caches(lane)) == 2
 
 
-def test_caches_are_given_back_from_85_percent_on_as_far_as_needed(
-    make_lane, submit, device
-) -> None:
+def test_caches_are_given_back_from_85_percent_on_as_far_as_needed(make_lane, ask, device) -> None:
     memory, cache = Memory(), PrefixCache(1 << 30)
     lane = make_lane(monitor=memory.monitor, prefix_cache=cache)
     for at in range(4):
         system = f"You are clerk number {at} of this office. " * 6
-        submit(lane, "Hello", system=system, max_tokens=2)
-        run_until_idle(lane)
+        ask(lane, "Hello", system=system, max_tokens=2)
     before_bytes = cache.size_bytes
     excess_bytes = before_bytes // 3
     memory.share = 0.85 + excess_bytes / 10**9
@@ -252,8 +232,7 @@ def test_caches_are_given_back_from_85_percent_on_as_far_as_needed(
 
     assert 0 < cache.size_bytes <= before_bytes - excess_bytes
     assert device.cleared == 2, "freed buffers are given back before and after"
-    result = submit(lane, "Hello", system="You are a sailor of the seven seas. " * 6, max_tokens=2)
-    run_until_idle(lane)
+    result = ask(lane, "Hello", system="You are a sailor of the seven seas. " * 6, max_tokens=2)
     assert isinstance(result.end, Finished)
     assert result.row.stored_tokens == 0, "nothing is stored meanwhile"
     memory.share = 0.95
@@ -261,13 +240,12 @@ def test_caches_are_given_back_from_85_percent_on_as_far_as_needed(
     assert cache.size_bytes == 0
 
 
-def test_relief_is_given_once_for_each_reading(make_lane, submit, device) -> None:
+def test_relief_is_given_once_for_each_reading(make_lane, ask, device) -> None:
     memory = Memory(0.9)
     memory.clock = lambda: 0.0  # type: ignore[method-assign]
     monitor = MemoryMonitor(memory.read, memory.clock)
     lane = make_lane(monitor=monitor)
-    submit(lane, "Hello", max_tokens=8)
-    run_until_idle(lane)
+    ask(lane, "Hello", max_tokens=8)
 
     assert device.cleared == 2
 
@@ -299,15 +277,14 @@ async def test_requests_are_refused_from_95_percent_on_and_an_idle_engine_gives_
 
 
 def test_freed_buffers_are_given_back_after_a_long_prompt(
-    make_lane, submit, device, monkeypatch
+    make_lane, ask, device, monkeypatch
 ) -> None:
     monkeypatch.setattr("workers.engine.scheduler._LONG_PROMPT_TOKENS", 256)
     lane = make_lane()
     short, long = ([20 + i % 700 for i in range(tokens)] for tokens in (255, 256))
     for prompt, cleared in ((short, 0), (long, 1)):
         device.cleared = 0
-        result = submit(lane, prompt, max_tokens=2)
-        run_until_idle(lane)
+        result = ask(lane, prompt, max_tokens=2)
         assert isinstance(result.end, Finished)
         assert device.cleared == cleared
 
@@ -360,17 +337,6 @@ def test_freed_buffers_take_as_much_as_the_weights_at_most(
     )
     limit_freed_buffers(largest_mb << 20)
     assert limits[0] >> 20 == kept_mb
-
-
-def test_n3_a_loaded_engine_keeps_few_freed_buffers_whatever_their_sizes() -> None:
-    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    try:
-        limit_bytes = max(mx.get_active_memory(), 32 << 20)
-        for megabytes in range(1, 16):
-            mx.eval(mx.zeros((megabytes, 1 << 20), dtype=mx.uint8))
-        assert 0 < mx.get_cache_memory() <= limit_bytes + (16 << 20)
-    finally:
-        engine.stop()
 
 
 def test_an_engine_trims_the_heap_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
-from tests.support.engine_lane import run_until_idle
 from workers.engine.kv_cache import RecurrentCache, RowCache, capacity
 from workers.engine.model import ArraysCache, Checkpoint, KVCache, Target
 from workers.engine.probes import probe_native_verify
@@ -173,15 +172,13 @@ def test_the_head_has_the_modules_that_the_lane_calls(checkpoint: Checkpoint) ->
 
 
 def test_no_call_depends_on_the_positions_that_the_model_stores(
-    checkpoint: Checkpoint, make_lane, submit
+    checkpoint: Checkpoint, make_lane, ask
 ) -> None:
     """A picture sets `language_model._rope_deltas`, which all rows share."""
     lane = make_lane()
-    before = submit(lane, TOKENS, max_tokens=12)
-    run_until_idle(lane)
+    before = ask(lane, TOKENS, max_tokens=12)
     checkpoint.target.language._rope_deltas = mx.array([[-1000]])
-    after = submit(lane, TOKENS, max_tokens=12)
-    run_until_idle(lane)
+    after = ask(lane, TOKENS, max_tokens=12)
 
     assert before.row.answer == after.row.answer
 

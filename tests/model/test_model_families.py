@@ -92,14 +92,13 @@ def test_a_row_that_cannot_join_a_batch_is_answered_with_the_caches_of_its_famil
 
 
 def test_a_shared_prefix_is_cached_with_its_sliding_windows(
-    make_family_lane, submit, checkpoint
+    make_family_lane, ask, checkpoint
 ) -> None:
     prefix_cache = PrefixCache(1 << 30)
     target = families.tiny_llama_sliding_window(checkpoint.vocabulary)
     lane = make_family_lane(target, prefix_cache=prefix_cache)
     for question in QUESTIONS:
-        result = submit(lane, question, system=SYSTEM, max_tokens=ANSWER_TOKENS)
-        run_until_idle(lane)
+        result = ask(lane, question, system=SYSTEM, max_tokens=ANSWER_TOKENS)
         prefix = result.row.prompt.prefix
         assert prefix is not None
         assert isinstance(result.end, Finished)

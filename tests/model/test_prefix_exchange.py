@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.support.images import encode_image
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
-from workers.demo import CHECKPOINT
+from tests.support.served_engine import running_engine
 from workers.engine import prefix_exchange
 from workers.engine.engine import Engine
 from workers.engine.prefix_cache_files import FileName, HostPrefix, Prefetched
@@ -30,7 +30,7 @@ from workers.engine.prefix_transfer import (
     TransferFailed,
     TransferPace,
 )
-from workers.engine.types import EngineSettings, Prompt
+from workers.engine.types import Prompt
 from workers.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
 from workers.server.app import create_app
 from workers.server.prefix_nodes import PATH, PrefixPeers
@@ -44,17 +44,9 @@ PICTURE = encode_image(Image.new("RGB", (64, 64), (220, 30, 30)))
 @pytest.fixture(scope="module")
 def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Run a second engine, which has a folder for its prefix cache."""
-    settings = EngineSettings(
-        model=CHECKPOINT,
-        served_name="demo",
-        prefix_cache_dir=tmp_path_factory.mktemp("prefix-cache"),
-        prefix_cache_secret=b"secret",
-    )
-    running = Engine.start(settings)
-    try:
+    folder = tmp_path_factory.mktemp("prefix-cache")
+    with running_engine(prefix_cache_dir=folder, prefix_cache_secret=b"secret") as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +104,28 @@ async def ask(
     )
 
 
+@pytest.fixture
+async def source(holder: Engine) -> AsyncIterator[str]:
+    """Yield the address of a worker that gives nodes."""
+    async with serving(holder) as url:
+        yield url
+
+
+@pytest.fixture
+async def taker(engine: Engine) -> AsyncIterator[str]:
+    """Yield the address of a worker that takes nodes."""
+    async with serving(engine) as url:
+        yield url
+
+
+async def begin(
+    source: str, scope: str, content: Any = STORY, **fields: Any
+) -> tuple[list[dict[str, Any]], int]:
+    """Begin a conversation; return it with its next question, and the tokens that are held."""
+    first = await ask(source, [user(content)], scope=scope, **fields)
+    return [user(content), assistant(first.text), user("Go on.")], first.tokens
+
+
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
@@ -133,25 +147,22 @@ def on_thread(engine: Engine, work: Callable[[], Any]) -> None:
     [("vlm", "memory"), ("text-mtp", "memory"), ("text-mtp", "disk"), ("vlm", "memory and disk")],
 )
 async def test_the_next_turn_at_another_worker_reads_its_new_tokens_only(
-    engine: Engine, holder: Engine, lane: str, where: str
+    engine: Engine, holder: Engine, source: str, taker: str, *, lane: str, where: str
 ) -> None:
     scope = f"{lane} {where}"
-    async with serving(holder) as source, serving(engine) as url:
-        messages = [user(STORY)]
-        first = await ask(source, messages, scope=scope, lane=lane)
-        if where != "memory":
-            on_thread(holder, lambda: holder.prefix_cache.evict_to(0))
-            holder.prefix_cache._writer.submit(lambda: None).result(60)
-        messages += [assistant(first.text), user(FURTHER)]
-        held = first.tokens
-        if where == "memory and disk":
-            second = await ask(source, messages, scope=scope, lane=lane)
-            held = second.tokens
-            messages += [assistant(second.text), user("Go on.")]
-        before = counts(engine)
-        moved = await ask(url, messages, scope=scope, lane=lane, sources=[(source, held)])
-        after = counts(engine)
-        cold = await ask(url, messages, scope=f"cold {scope}", lane=lane)
+    messages, held = await begin(source, scope, lane=lane)
+    if where != "memory":
+        on_thread(holder, lambda: holder.prefix_cache.evict_to(0))
+        holder.prefix_cache._writer.submit(lambda: None).result(60)
+    if where == "memory and disk":
+        messages[-1] = user(FURTHER)
+        second = await ask(source, messages, scope=scope, lane=lane)
+        held = second.tokens
+        messages += [assistant(second.text), user("Go on.")]
+    before = counts(engine)
+    moved = await ask(taker, messages, scope=scope, lane=lane, sources=[(source, held)])
+    after = counts(engine)
+    cold = await ask(taker, messages, scope=f"cold {scope}", lane=lane)
     assert moved.text == cold.text
     assert cold.cached_tokens == 0
     assert held - 2 <= moved.cached_tokens < moved.prompt_tokens
@@ -160,39 +171,38 @@ async def test_the_next_turn_at_another_worker_reads_its_new_tokens_only(
     assert after.moves["moved"] - before.moves.get("moved", 0) == 1
 
 
-async def test_a_worker_takes_what_its_own_nodes_lack(engine: Engine, holder: Engine) -> None:
-    messages = [user(STORY)]
-    async with serving(holder) as source, serving(engine) as url:
-        own = await ask(url, messages, scope="own")
-        for _ in range(2):
-            first = await ask(source, messages, scope="own")
-            messages += [assistant(first.text), user(2 * FURTHER)]
-        before = counts(engine).tokens_by_kind
-        moved = await ask(url, messages, scope="own", sources=[(source, first.tokens)])
-        after = counts(engine).tokens_by_kind
-    assert moved.cached_tokens >= first.tokens - 2
+async def test_a_worker_takes_what_its_own_nodes_lack(
+    engine: Engine, source: str, taker: str
+) -> None:
+    own = await ask(taker, [user(STORY)], scope="own")
+    messages, _ = await begin(source, "own")
+    messages[-1] = user(2 * FURTHER)
+    second = await ask(source, messages, scope="own")
+    messages += [assistant(second.text), user(2 * FURTHER)]
+    before = counts(engine).tokens_by_kind
+    moved = await ask(taker, messages, scope="own", sources=[(source, second.tokens)])
+    after = counts(engine).tokens_by_kind
+    assert moved.cached_tokens >= second.tokens - 2
     kinds = {kind: after[kind] - before.get(kind, 0) for kind in ("conversation", "moved")}
     assert own.tokens - 2 <= kinds["conversation"] <= own.tokens
     assert sum(kinds.values()) == moved.cached_tokens
 
 
 async def test_a_drafting_row_takes_the_part_of_the_head_that_others_left_out(
-    engine: Engine, holder: Engine
+    engine: Engine, source: str, taker: str
 ) -> None:
     """A row without drafts has read the beginning that all chats share."""
-    messages = [user(STORY)]
-    async with serving(holder) as source, serving(engine) as url:
-        await ask(url, [user("Hello! " * 12)], scope="head", lane="vlm", draft_tokens=0)
-        await ask(url, [user("Who? " * 12)], scope="head", lane="vlm", draft_tokens=0)
-        node = next(engine.prefix_cache._walk("head", engine_tokens(engine, messages)))[0]
-        before_bytes = node.size_bytes
-        node.head = []
-        engine.prefix_cache.size_bytes -= before_bytes - node.size_bytes
-        first = await ask(source, messages, scope="head")
-        messages += [assistant(first.text), user("Go on.")]
-        moved = await ask(url, messages, scope="head", sources=[(source, first.tokens)])
-        cold = await ask(url, messages, scope="no head")
-    assert moved.cached_tokens >= first.tokens - 2
+    for word in ("Hello! ", "Who? "):
+        await ask(taker, [user(word * 12)], scope="head", lane="vlm", draft_tokens=0)
+    identity = engine_tokens(engine, [user(STORY)])
+    node = next(engine.prefix_cache._walk("head", identity))[0]
+    before_bytes = node.size_bytes
+    node.head = []
+    engine.prefix_cache.size_bytes -= before_bytes - node.size_bytes
+    messages, held = await begin(source, "head")
+    moved = await ask(taker, messages, scope="head", sources=[(source, held)])
+    cold = await ask(taker, messages, scope="no head")
+    assert moved.cached_tokens >= held - 2
     assert moved.text == cold.text
 
 
@@ -201,72 +211,59 @@ def engine_tokens(engine: Engine, messages: Sequence[dict[str, Any]]) -> Any:
     return engine.prompts.prepare(Prompt(text=text)).identity
 
 
-async def test_a_beginning_of_one_token_travels(engine: Engine, holder: Engine) -> None:
+async def test_a_beginning_of_one_token_travels(holder: Engine, source: str, taker: str) -> None:
     """Other prompts may share no more; the head has read no pair of it."""
-    async with serving(holder) as source, serving(engine) as url:
-        headers = {"authorization": f"Bearer {TOKEN}", SCOPE_HEADER: "one token"}
-        story = holder.prompts.tokenize_completion(30 * "The red fox sees the old tree. ")
-        tokens = list(story[:180])
-        body = {"model": "demo", "prompt": [tokens[0], *tokens[:100]], "max_tokens": 1}
-        async with httpx.AsyncClient(timeout=120, headers=headers) as client:
-            for prompt in (body["prompt"], tokens):
-                fields = {**body, "prompt": prompt}
-                (await client.post(f"{source}/v1/completions", json=fields)).raise_for_status()
-            held = [{"url": source, "tokens": len(tokens)}]
-            fields = {**body, "prompt": [*tokens, *tokens[:9]]}
-            response = await client.post(
-                f"{url}/v1/completions", json=fields, headers={SOURCES_HEADER: json.dumps(held)}
-            )
-    usage = response.raise_for_status().json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == len(tokens)
+    scope = {"authorization": f"Bearer {TOKEN}", SCOPE_HEADER: "one token"}
+    story = holder.prompts.tokenize_completion(30 * "The red fox sees the old tree. ")
+    tokens = list(story[:180])
+    async with httpx.AsyncClient(timeout=120, headers=scope) as client:
+
+        async def complete(url: str, prompt: list[int], **headers: str) -> Any:
+            body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
+            response = await client.post(f"{url}/v1/completions", json=body, headers=headers)
+            return response.raise_for_status().json()["usage"]["prompt_tokens_details"]
+
+        for prompt in ([tokens[0], *tokens[:100]], tokens):
+            await complete(source, prompt)
+        held = json.dumps([{"url": source, "tokens": len(tokens)}])
+        details = await complete(taker, [*tokens, *tokens[:9]], **{SOURCES_HEADER: held})
+    assert details["cached_tokens"] == len(tokens)
 
 
-async def test_pictures_travel_with_their_conversation(engine: Engine, holder: Engine) -> None:
+async def test_pictures_travel_with_their_conversation(source: str, taker: str) -> None:
     picture = {"type": "image_url", "image_url": {"url": PICTURE}}
-    messages = [user([picture, {"type": "text", "text": STORY}])]
-    async with serving(holder) as source, serving(engine) as url:
-        first = await ask(source, messages, scope="pictures", lane="vlm")
-        messages += [assistant(first.text), user("Go on.")]
-        sources = [(source, first.tokens)]
-        moved = await ask(url, messages, scope="pictures", lane="vlm", sources=sources)
-        cold = await ask(url, messages, scope="no pictures", lane="vlm")
+    content = [picture, {"type": "text", "text": STORY}]
+    messages, held = await begin(source, "pictures", content, lane="vlm")
+    sources = [(source, held)]
+    moved = await ask(taker, messages, scope="pictures", lane="vlm", sources=sources)
+    cold = await ask(taker, messages, scope="no pictures", lane="vlm")
     assert moved.text == cold.text
-    assert moved.cached_tokens >= first.tokens - 2
+    assert moved.cached_tokens >= held - 2
 
 
-async def test_no_node_leaves_its_isolation_scope(engine: Engine, holder: Engine) -> None:
-    messages = [user(STORY)]
-    async with serving(holder) as source, serving(engine) as url:
-        first = await ask(source, messages, scope="red")
-        messages += [assistant(first.text), user("Go on.")]
-        before = counts(engine).moves.get("absent", 0)
-        other = await ask(url, messages, scope="blue", sources=[(source, first.tokens)])
+async def test_no_node_leaves_its_isolation_scope(engine: Engine, source: str, taker: str) -> None:
+    messages, held = await begin(source, "red")
+    before = counts(engine).moves.get("absent", 0)
+    other = await ask(taker, messages, scope="blue", sources=[(source, held)])
     assert other.cached_tokens == 0
     assert counts(engine).moves["absent"] == before + 1
 
 
-async def test_the_choices_of_a_request_share_one_transfer(engine: Engine, holder: Engine) -> None:
-    messages = [user(STORY)]
-    async with serving(holder) as source, serving(engine) as url:
-        first = await ask(source, messages, scope="choices")
-        messages += [assistant(first.text), user("Go on.")]
-        before = counts(engine).moves
-        reply = await ask(url, messages, scope="choices", sources=[(source, first.tokens)], n=3)
-        after = counts(engine).moves
-    assert after == before | {"moved": before.get("moved", 0) + 1}
-    assert reply.cached_tokens >= first.tokens - 2
-
-
-async def test_the_second_source_serves_where_the_first_is_away(
-    engine: Engine, holder: Engine
+async def test_the_choices_of_a_request_share_one_transfer(
+    engine: Engine, source: str, taker: str
 ) -> None:
-    messages = [user(STORY)]
-    async with serving(holder) as source, serving(engine) as url:
-        first = await ask(source, messages, scope="away")
-        messages += [assistant(first.text), user("Go on.")]
-        sources = [("http://127.0.0.1:1", first.tokens), (source, first.tokens)]
-        moved = await ask(url, messages, scope="away", sources=sources)
-    assert moved.cached_tokens >= first.tokens - 2
+    messages, held = await begin(source, "choices")
+    before = counts(engine).moves
+    reply = await ask(taker, messages, scope="choices", sources=[(source, held)], n=3)
+    assert counts(engine).moves == before | {"moved": before.get("moved", 0) + 1}
+    assert reply.cached_tokens >= held - 2
+
+
+async def test_the_second_source_serves_where_the_first_is_away(source: str, taker: str) -> None:
+    messages, held = await begin(source, "away")
+    sources = [("http://127.0.0.1:1", held), (source, held)]
+    moved = await ask(taker, messages, scope="away", sources=sources)
+    assert moved.cached_tokens >= held - 2
 
 
 @dataclass(slots=True)
@@ -321,22 +318,17 @@ LIES: dict[str, Callable[[Prefetched], Prefetched | None]] = {
     "a snapshot that its head denies": lambda run: (run[0]._replace(resumable=False), run[1]),
     "no snapshot": lambda run: (run[0]._replace(resumable=False), without_snapshot(run[1])),
     "nothing": lambda _: None,
+    "no progress": lambda run: (FileName(run[0].begin, run[0].begin, "", False), run[1]),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_l12_a_holder_that_lies_costs_its_nodes_and_nothing_else(
-    engine: Engine, holder: Engine, lie: str
+    engine: Engine, holder: Engine, taker: str, lie: str
 ) -> None:
-    await _survives(engine, Liar(holder, LIES[lie]), lie)
-
-
-async def test_a_holder_that_makes_no_progress_is_left(engine: Engine, holder: Engine) -> None:
-    def empty(run: Prefetched) -> Prefetched:
-        name = run[0]
-        return FileName(name.begin, name.begin, "", False), run[1]
-
-    await _survives(engine, Liar(holder, empty, repeats=True), "endless")
+    liar: Any = Liar(holder, LIES[lie], repeats=lie == "no progress")
+    async with serving(liar) as source:
+        await _compare(engine, taker, source, lie, "failed", source_scope="liar")
 
 
 @dataclass(slots=True)
@@ -398,35 +390,33 @@ async def damaging(holder: Engine, damage: str) -> AsyncIterator[tuple[str, Wire
 
 
 @pytest.mark.parametrize("damage", ["one bit", "cut short", "endless line"])
-async def test_a_damaged_answer_is_found_out(engine: Engine, holder: Engine, damage: str) -> None:
+async def test_a_damaged_answer_is_found_out(
+    engine: Engine, holder: Engine, taker: str, damage: str
+) -> None:
     async with damaging(holder, damage) as (source, _):
-        await _compare(engine, source, damage, damage, "failed")
+        await _compare(engine, taker, source, damage, "failed")
 
 
 async def test_a_stalled_transfer_ends_when_reading_would_have_ended(
-    engine: Engine, holder: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, holder: Engine, taker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_exchange, "_reading_s", lambda *_: 0.2)
     async with damaging(holder, "stall") as (source, wire):
-        await _compare(engine, source, "stall", "stall", "slower")
+        await _compare(engine, taker, source, "stall", "slower")
         await wire.closed.wait()
 
 
-async def test_a_client_that_leaves_ends_the_transfer(engine: Engine, holder: Engine) -> None:
-    async with damaging(holder, "stall") as (source, wire), serving(engine) as url:
-        messages = [user(STORY)]
-        first = await ask(source, messages, scope="leave")
-        messages += [assistant(first.text), user("Go on.")]
-        asking = asyncio.create_task(
-            ask(url, messages, scope="leave", sources=[(source, first.tokens)])
-        )
+async def test_a_client_that_leaves_ends_the_transfer(holder: Engine, taker: str) -> None:
+    async with damaging(holder, "stall") as (source, wire):
+        messages, held = await begin(source, "leave")
+        asking = asyncio.create_task(ask(taker, messages, scope="leave", sources=[(source, held)]))
         await wire.question.wait()
         asking.cancel()
         await asyncio.wait((asking,))
         await wire.closed.wait()
 
 
-async def test_a_source_that_is_no_worker_is_left(engine: Engine) -> None:
+async def test_a_source_that_is_no_worker_is_left(engine: Engine, taker: str) -> None:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         pieces = (b"<html>" for _ in range(3))
         await StreamingResponse(aiter_of(pieces))(scope, receive, send)
@@ -435,28 +425,22 @@ async def test_a_source_that_is_no_worker_is_left(engine: Engine) -> None:
         for piece in pieces:
             yield piece
 
-    async with serve_app(answer) as source, serving(engine) as url:
+    async with serve_app(answer) as source:
         before = counts(engine).moves.get("failed", 0)
-        reply = await ask(url, [user(STORY)], scope="html", sources=[(source, 500)])
+        reply = await ask(taker, [user(STORY)], scope="html", sources=[(source, 500)])
     assert reply.cached_tokens == 0
     assert counts(engine).moves["failed"] == before + 1
 
 
-async def _survives(engine: Engine, liar: Any, scope: str) -> None:
-    async with serving(liar) as source:
-        await _compare(engine, source, "liar", scope, "failed")
-
-
-async def _compare(engine: Engine, source: str, source_scope: str, scope: str, reason: str) -> None:
+async def _compare(
+    engine: Engine, taker: str, source: str, scope: str, reason: str, *, source_scope: str = ""
+) -> None:
     """Let a conversation go on without the nodes of its source, for this reason."""
-    messages = [user(STORY)]
-    async with serving(engine) as url:
-        first = await ask(source, messages, scope=source_scope)
-        messages += [assistant(first.text), user("Go on.")]
-        before = counts(engine).moves.get(reason, 0)
-        reply = await ask(url, messages, scope=scope, sources=[(source, first.tokens)])
-        assert counts(engine).moves[reason] == before + 1
-        cold = await ask(url, messages, scope=f"cold {source_scope}")
+    messages, held = await begin(source, source_scope or scope)
+    before = counts(engine).moves.get(reason, 0)
+    reply = await ask(taker, messages, scope=scope, sources=[(source, held)])
+    assert counts(engine).moves[reason] == before + 1
+    cold = await ask(taker, messages, scope=f"cold {scope}")
     assert reply.text == cold.text
     assert reply.cached_tokens == 0
 
@@ -476,32 +460,24 @@ async def test_an_engine_of_another_model_gives_nothing(engine: Engine) -> None:
             pass
 
 
-async def test_a_worker_gives_to_few_at_a_time(engine: Engine, holder: Engine) -> None:
-    assert holder.exchange is not None
-    messages = [user(STORY)]
-    async with serving(holder) as source, serving(engine) as url:
-        first = await ask(source, messages, scope="busy")
-        messages += [assistant(first.text), user("Go on.")]
-        holder.exchange._given += MAX_TRANSFERS
-        try:
-            reply = await ask(url, messages, scope="busy", sources=[(source, first.tokens)])
-        finally:
-            holder.exchange._given -= MAX_TRANSFERS
-        assert reply.cached_tokens == 0
-        assert counts(engine).moves["busy"] == 1
+async def test_a_worker_gives_to_few_at_a_time(
+    engine: Engine, holder: Engine, source: str, taker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages, held = await begin(source, "busy")
+    monkeypatch.setattr(holder.exchange, "_given", MAX_TRANSFERS)
+    reply = await ask(taker, messages, scope="busy", sources=[(source, held)])
+    assert reply.cached_tokens == 0
+    assert counts(engine).moves["busy"] == 1
 
 
 async def test_a_source_that_was_slower_than_reading_is_not_asked(
-    engine: Engine, holder: Engine
+    engine: Engine, holder: Engine, taker: str
 ) -> None:
     assert engine.exchange is not None
-    messages = [user(STORY)]
-    async with damaging(holder, "") as (source, wire), serving(engine) as url:
-        first = await ask(source, messages, scope="slow")
-        messages += [assistant(first.text), user("Go on.")]
-        pace = engine.exchange._pace
-        pace.record(source, 1, 1000.0, engine.exchange._clock())
-        reply = await ask(url, messages, scope="slow", sources=[(source, first.tokens)])
+    async with damaging(holder, "") as (source, wire):
+        messages, held = await begin(source, "slow")
+        engine.exchange._pace.record(source, 1, 1000.0, engine.exchange._clock())
+        reply = await ask(taker, messages, scope="slow", sources=[(source, held)])
     assert reply.cached_tokens == 0
     assert not wire.question.is_set()
 
@@ -525,11 +501,11 @@ def test_a_pace_is_of_the_last_transfers_and_grows_old() -> None:
 @pytest.mark.parametrize(
     "sources", ["[", "{}", '[{"url": "ftp://x", "tokens": 1}]', '[{"url": "http://x"}]']
 )
-async def test_a_header_that_lists_no_workers_is_refused(engine: Engine, sources: str) -> None:
+async def test_a_header_that_lists_no_workers_is_refused(taker: str, sources: str) -> None:
     headers = {"authorization": f"Bearer {TOKEN}", SOURCES_HEADER: sources}
     body = {"model": "demo", "messages": [user("Hello")]}
-    async with serving(engine) as url, httpx.AsyncClient(timeout=60) as client:
-        response = await client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+    async with httpx.AsyncClient(timeout=60) as client:
+        response = await client.post(f"{taker}/v1/chat/completions", json=body, headers=headers)
     assert (response.status_code, response.json()["error"]["param"]) == (400, SOURCES_HEADER)
 
 

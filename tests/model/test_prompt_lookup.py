@@ -13,7 +13,8 @@ import pytest
 from policies.request.profile import Bypass, Sampling
 from tests.support import model_families as families
 from tests.support.engine_lane import run_until_idle
-from tests.support.failing_model import FailingPart, assert_matches_reference
+from tests.support.failing_model import FailingPart
+from tests.support.reference_decoder import assert_matches_reference
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
 from workers.engine.draft_head import MAX_CONSECUTIVE_ERRORS
@@ -57,8 +58,7 @@ def test_a_random_model_without_heads_accepts_looked_up_drafts_and_answers_as_wi
     drafted = [
         submit(lane, prompt, max_tokens=60, adaptive=True, looks_up=True) for prompt in lengths
     ]
-    run_until_idle(plain_lane)
-    run_until_idle(lane)
+    run_until_idle(plain_lane, lane)
 
     for one, other in zip(drafted, plain, strict=True):
         assert one.row.answer == other.row.answer
@@ -118,8 +118,7 @@ def test_head_and_lookup_draft_in_one_batch(checkpoint, make_lane, submit) -> No
     ]
     run_until_idle(lane)
 
-    for row in rows:
-        assert_matches_reference(checkpoint, row)
+    assert_matches_reference(checkpoint, *rows)
     total = lane.counters.report().speculation
     assert min(total.accepted_by_source[source] for source in ("head", "lookup")) > 0
     assert sum(total.accepted_by_source.values()) == total.accepted
@@ -127,10 +126,9 @@ def test_head_and_lookup_draft_in_one_batch(checkpoint, make_lane, submit) -> No
     assert all(set(row.row.speculation.drafted) <= {"head"} for row in only_head)
 
 
-def test_a_row_that_names_its_draft_length_looks_up_no_more(headless_lane, submit) -> None:
+def test_a_row_that_names_its_draft_length_looks_up_no_more(headless_lane, ask) -> None:
     lane = headless_lane(families.tiny_llama(1000))
-    result = submit(lane, REPEATED, max_tokens=40, draft_tokens=3, looks_up=True)
-    run_until_idle(lane)
+    result = ask(lane, REPEATED, max_tokens=40, draft_tokens=3, looks_up=True)
 
     assert {step.drafted for step in result.row.speculation.steps} <= {1, 2, 3}
     assert result.end.speculation.accepted > 0
@@ -147,9 +145,8 @@ def test_a_sick_head_closes_the_head_and_not_the_lane(checkpoint, make_lane, sub
     run_until_idle(lane)
 
     assert len(rows) == MAX_CONSECUTIVE_ERRORS + 1
-    for row in rows:
-        assert_matches_reference(checkpoint, row)
-        assert row.row.speculation.accepted[DraftSource.LOOKUP] > 0
+    assert_matches_reference(checkpoint, *rows)
+    assert all(row.row.speculation.accepted[DraftSource.LOOKUP] > 0 for row in rows)
     report = lane.counters.report()
     assert report.bypass_counts == {Bypass.HEAD_UNHEALTHY: len(rows)}
     assert report.speculation.drafted == report.speculation.rejected + sum(
@@ -157,14 +154,13 @@ def test_a_sick_head_closes_the_head_and_not_the_lane(checkpoint, make_lane, sub
     )
 
 
-def test_a_verify_that_fails_costs_drafts_and_no_answers(headless_lane, submit) -> None:
+def test_a_verify_that_fails_costs_drafts_and_no_answers(headless_lane, submit, ask) -> None:
     plain = families.tiny_llama(1000)
     alone = submit(lane := headless_lane(plain, draft_tokens=0), REPEATED, max_tokens=40)
     run_until_idle(lane)
     target = FailingPart(plain, lambda name, number: (name, number) == ("forward", 8))
     failing = headless_lane(target)
-    result = submit(failing, REPEATED, max_tokens=40, adaptive=True, looks_up=True)
-    run_until_idle(failing)
+    result = ask(failing, REPEATED, max_tokens=40, adaptive=True, looks_up=True)
 
     assert isinstance(result.end, Finished)
     assert result.row.answer == alone.row.answer

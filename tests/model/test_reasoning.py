@@ -14,8 +14,8 @@ from openai import AsyncOpenAI
 
 from tests.support.reasoning_model import FAMILIES, THINK_END, make_reasoning_model
 from tests.support.scripted_engine import make_worker, serve_worker
+from tests.support.served_engine import running_engine
 from workers.engine.engine import Engine
-from workers.engine.types import EngineSettings
 
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 SCHEMA = {
@@ -30,9 +30,8 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCH
 @pytest.fixture(scope="module")
 def reasoning_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = make_reasoning_model(tmp_path_factory.mktemp("reasoning") / "model")
-    running = Engine.start(EngineSettings(model=folder, served_name="demo"))
-    yield running
-    running.stop()
+    with running_engine(folder) as running:
+        yield running
 
 
 @pytest.fixture
@@ -163,8 +162,7 @@ async def test_every_format_holds_its_budget_and_then_the_schema(
 ) -> None:
     """The forced tokens are drafts that the model accepts, and none of them is a text."""
     folder = make_reasoning_model(tmp_path / "model", family)
-    engine = Engine.start(EngineSettings(model=folder, served_name="demo"))
-    try:
+    with running_engine(folder) as engine:
         async with serve_reasoning(engine) as openai_client:
             seen = set()
             for drafts in (0, 2):
@@ -182,8 +180,6 @@ async def test_every_format_holds_its_budget_and_then_the_schema(
             assert None not in seen
             plain = await ask(openai_client, extra={"chat_template_kwargs": {}})
             assert parts(plain.choices[0].message)[0] is None
-    finally:
-        engine.stop()
 
 
 async def test_a_constrained_answer_does_not_end_within_its_reasoning(client: AsyncOpenAI) -> None:

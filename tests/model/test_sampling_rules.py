@@ -20,10 +20,9 @@ QUESTIONS = [
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 
-def test_a_sampled_row_gets_the_same_answer_in_any_lane_and_batch(make_lane, submit) -> None:
+def test_a_sampled_row_gets_the_same_answer_in_any_lane_and_batch(make_lane, submit, ask) -> None:
     plain, mtp = make_lane(LaneName.VLM, draft_tokens=0), make_lane()
-    single = submit(plain, "Tell me a story.", sampling=SAMPLED, seed=7)
-    run_until_idle(plain)
+    single = ask(plain, "Tell me a story.", sampling=SAMPLED, seed=7)
     batched = submit(mtp, "Tell me a story.", sampling=SAMPLED, seed=7)
     others = [submit(mtp, question) for question in QUESTIONS[:4]]
     run_until_idle(mtp)
@@ -41,7 +40,7 @@ def test_a_sampled_row_gets_the_same_answer_in_any_lane_and_batch(make_lane, sub
     ],
 )
 def test_a_row_with_penalties_drafts_and_gets_the_answer_of_plain_decoding(
-    make_lane, submit, sampling
+    make_lane, submit, ask, sampling
 ) -> None:
     plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
     options = {"sampling": sampling, "seed": 7, "max_tokens": 48, "draft_tokens": 3}
@@ -49,8 +48,7 @@ def test_a_row_with_penalties_drafts_and_gets_the_answer_of_plain_decoding(
     unpenalised = [submit(plain, question, max_tokens=48) for question in QUESTIONS[:5]]
     run_until_idle(plain)
     drafted_results = [submit(mtp, question, **options) for question in QUESTIONS[:5]]
-    submit(mtp, QUESTIONS[5])
-    run_until_idle(mtp)
+    ask(mtp, QUESTIONS[5])
 
     assert [result.row.answer for result in drafted_results] == [
         result.row.answer for result in plain_results
@@ -70,8 +68,7 @@ def test_log_probabilities_of_accepted_drafts_equal_those_of_plain_decoding(
         submit(lane, "Count from 1 to 20.", top_logprobs=3, draft_tokens=3, max_tokens=30)
         for lane in (plain, mtp)
     ]
-    run_until_idle(plain)
-    run_until_idle(mtp)
+    run_until_idle(plain, mtp)
     expected_result, drafted = results
 
     assert drafted.end.speculation.accepted > 0
@@ -109,7 +106,9 @@ def test_reasons_that_do_not_prevent_drafts_are_no_bypass(make_lane) -> None:
     assert undrafted.bypass_reasons(generation) == generation.bypass
 
 
-def test_a_bypassed_row_does_not_speculate_and_counts_under_its_reason(make_lane, submit) -> None:
+def test_a_bypassed_row_does_not_speculate_and_counts_under_its_reason(
+    make_lane, submit, ask
+) -> None:
     lane = make_lane()
     biased = submit(
         lane,
@@ -117,8 +116,7 @@ def test_a_bypassed_row_does_not_speculate_and_counts_under_its_reason(make_lane
         sampling=Sampling(temperature=0, logit_bias=((30, 1.0),)),
         bypass=(Bypass.LOGITS_PROCESSORS,),
     )
-    drafted = submit(lane, "Count from 1 to 20.")
-    run_until_idle(lane)
+    drafted = ask(lane, "Count from 1 to 20.")
 
     assert biased.end.speculation.steps == 0
     assert drafted.end.speculation.steps > 0
@@ -187,26 +185,25 @@ class ScriptedDraftLength(RecordingDraftLength):
         return False
 
 
-def draft_lengths(policy: RecordingDraftLength, lane, submit) -> list[int]:
+def draft_lengths(policy: RecordingDraftLength, lane, ask) -> list[int]:
     """Return the draft lengths of the steps of one answer under a policy."""
     lane._decoder._draft_length = policy
-    results = submit(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
-    run_until_idle(lane)
+    results = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
     return [step.drafted for step in results.end.steps]
 
 
-def test_the_cost_of_a_step_that_reads_the_backlog_is_not_observed(make_lane, submit) -> None:
+def test_the_cost_of_a_step_that_reads_the_backlog_is_not_observed(make_lane, ask) -> None:
     policy = ScriptedDraftLength(0, 0, 0, 2, 2, 0, 1)
 
-    assert draft_lengths(policy, make_lane(), submit) == [2, 2, 1]
+    assert draft_lengths(policy, make_lane(), ask) == [2, 2, 1]
     # The first step also takes a part of the second one, which begins before the first is read.
     assert policy.observed[:4] == [0, 0, 2, 0]
     assert 1 not in policy.observed
 
 
-def test_the_cost_of_the_first_steps_of_an_answer_is_not_observed(make_lane, submit) -> None:
+def test_the_cost_of_the_first_steps_of_an_answer_is_not_observed(make_lane, ask) -> None:
     policy = RecordingDraftLength()
-    full_drafts = draft_lengths(policy, make_lane(), submit).count(2)
+    full_drafts = draft_lengths(policy, make_lane(), ask).count(2)
 
     assert full_drafts > EXPLORATION_STEPS
     # One more is chosen before the fourth is read, and no step begins ahead of the last but one.

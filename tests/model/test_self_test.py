@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.support.engine_lane import run_until_idle
 from workers.engine.self_test import MIN_STEPS, HeadHealth, check_head, warm_up
 
 
@@ -54,13 +53,12 @@ def test_a_head_with_wrong_drafts_is_unhealthy_and_the_description_names_causes(
 
 
 def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
-    make_lane, prompt_renderer, checkpoint, submit
+    make_lane, prompt_renderer, checkpoint, ask
 ) -> None:
     lane = make_lane(head=FaultyHead(checkpoint.head))
     warm_up(lane, prompt_renderer, 2)
     health = check_head(lane, prompt_renderer)
-    result = submit(lane, "Hello")
-    run_until_idle(lane)
+    result = ask(lane, "Hello")
 
     assert not health.healthy
     assert "it failed in" in health.description

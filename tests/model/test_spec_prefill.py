@@ -75,11 +75,10 @@ def greedy_after(
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_selected_tokens_are_read_at_their_true_positions_and_the_others_are_counted(
-    checkpoint, sparse_lane, submit, draft_tokens
+    checkpoint, sparse_lane, ask, draft_tokens
 ) -> None:
     lane = sparse_lane(draft_tokens=draft_tokens)
-    results = submit(lane, LONG, draft_tokens=draft_tokens)
-    run_until_idle(lane)
+    results = ask(lane, LONG, draft_tokens=draft_tokens)
     prompt = results.row.prompt.tokens
     scope = ScoringRange(begin=0, end=len(prompt), keep_share=0.3)
     scoring = PromptScoring(checkpoint.target, prompt, scope)
@@ -101,27 +100,24 @@ def test_selecting_every_token_gives_exactly_the_full_answer(
     plain, lane = make_lane(), sparse_lane()
     expected = submit(plain, LONG)
     result = submit(lane, LONG, spec_prefill=SpecPrefillOptions(keep_share=0.9999))
-    run_until_idle(plain)
-    run_until_idle(lane)
+    run_until_idle(plain, lane)
 
     assert result.row.answer == expected.row.answer
     assert result.row.speculation.total() == expected.row.speculation.total()
     assert spec_prefill_counts(lane).selected_tokens == spec_prefill_counts(lane).scored_tokens
 
 
-def test_rows_in_a_batch_with_a_sparse_row_get_the_same_answers(sparse_lane, submit) -> None:
+def test_rows_in_a_batch_with_a_sparse_row_get_the_same_answers(sparse_lane, submit, ask) -> None:
     def answer_in_new_lane(question: str) -> list[int]:
         lane = sparse_lane()
-        result = submit(lane, question)
-        run_until_idle(lane)
+        result = ask(lane, question)
         return list(result.row.answer)
 
     lane = sparse_lane(chunk_tokens=64)
     early = [submit(lane, question) for question in QUESTIONS[:2]]
     lane.step()
     sparse = submit(lane, LONG)
-    late = submit(lane, QUESTIONS[2])
-    run_until_idle(lane)
+    late = ask(lane, QUESTIONS[2])
 
     assert sparse.row.skipped_tokens
     assert sparse.row.answer == answer_in_new_lane(LONG)
@@ -156,16 +152,13 @@ def test_a_row_cancelled_during_scoring_is_removed(sparse_lane, submit) -> None:
     assert result.row.answer == []
 
 
-def test_only_the_tokens_after_a_cached_prefix_are_scored(sparse_lane, submit) -> None:
+def test_only_the_tokens_after_a_cached_prefix_are_scored(sparse_lane, ask) -> None:
     prefix_cache = PrefixCache(1 << 30)
     cold_lane = sparse_lane()
-    cold = submit(cold_lane, LONG, system=SYSTEM)
-    run_until_idle(cold_lane)
+    cold = ask(cold_lane, LONG, system=SYSTEM)
     lane = sparse_lane(prefix_cache=prefix_cache)
-    submit(lane, "Hello", system=SYSTEM)
-    run_until_idle(lane)
-    warm = submit(lane, LONG, system=SYSTEM)
-    run_until_idle(lane)
+    ask(lane, "Hello", system=SYSTEM)
+    warm = ask(lane, LONG, system=SYSTEM)
 
     prefix = warm.row.prompt.prefix
     assert prefix is not None
@@ -175,11 +168,10 @@ def test_only_the_tokens_after_a_cached_prefix_are_scored(sparse_lane, submit) -
     assert warm.row.answer == cold.row.answer
 
 
-def test_a_sparse_prefix_is_never_cached(make_lane, sparse_lane, submit) -> None:
+def test_a_sparse_prefix_is_never_cached(make_lane, sparse_lane, submit, ask) -> None:
     prefix_cache = PrefixCache(1 << 30)
     lane = sparse_lane(prefix_cache=prefix_cache)
-    requested = submit(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
-    run_until_idle(lane)
+    requested = ask(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
     assert requested.row.skipped_tokens
     assert prefix_cache.keys == ()
 
@@ -188,8 +180,7 @@ def test_a_sparse_prefix_is_never_cached(make_lane, sparse_lane, submit) -> None
     second = submit(lane, "Hello", system=SYSTEM)
     plain_lane = make_lane()
     plain = submit(plain_lane, "Hello", system=SYSTEM)
-    run_until_idle(lane)
-    run_until_idle(plain_lane)
+    run_until_idle(lane, plain_lane)
     assert len(prefix_cache.keys) == 1
     assert second.row.cached_tokens > 0
     assert second.row.answer == plain.row.answer
@@ -219,8 +210,7 @@ def test_each_reason_for_a_full_prefill_gives_the_full_answer_and_is_counted(
     options, draft_of, reason = case
     lane, plain = sparse_lane(**draft_of(checkpoint.target)), make_lane()
     result, expected = submit(lane, LONG, spec_prefill=options), submit(plain, LONG)
-    run_until_idle(lane)
-    run_until_idle(plain)
+    run_until_idle(lane, plain)
 
     assert result.row.answer == expected.row.answer
     assert result.row.skipped_tokens == 0
@@ -238,11 +228,10 @@ def test_each_reason_for_a_full_prefill_gives_the_full_answer_and_is_counted(
     ],
 )
 def test_a_prompt_is_read_sparsely_from_the_threshold_or_on_request(
-    sparse_lane, submit, options, tokens, sparse_read
+    sparse_lane, ask, options, tokens, sparse_read
 ) -> None:
     lane = sparse_lane()
-    result = submit(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=options)
-    run_until_idle(lane)
+    result = ask(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=options)
 
     assert bool(result.row.skipped_tokens) is sparse_read
     assert spec_prefill_counts(lane).full_prefills == (
@@ -279,12 +268,11 @@ def test_a_worker_without_a_draft_model_counts_only_requests_for_sparse_prefill(
 
 
 def test_a_worker_serves_although_its_draft_model_cannot_be_loaded(
-    checkpoint, make_lane, submit, settings
+    checkpoint, make_lane, ask, settings
 ) -> None:
     sparse_prefill = load_sparse_prefill(settings, checkpoint)  # an empty folder
     lane = make_lane(sparse_prefill=sparse_prefill)
-    result = submit(lane, LONG)
-    run_until_idle(lane)
+    result = ask(lane, LONG)
 
     assert sparse_prefill.description is not None
     assert "in full" in sparse_prefill.description

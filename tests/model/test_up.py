@@ -71,11 +71,9 @@ def test_up_prints_a_command_that_asks_and_runs_unchanged(up: UpProcess) -> None
     assert json.loads(answer.stdout)["choices"][0]["message"]["content"].startswith("1, 2, 3")
 
 
-def test_up_reports_that_the_demo_is_a_toy_model(up: UpProcess) -> None:
-    assert any("toy model" in text and "--model" in text for text in up.lines)
-
-
 def test_l9_c3_up_prints_only_the_place_of_its_secrets_into_a_pipe(up: UpProcess) -> None:
+    """And that the demo is a toy model."""
+    assert any("toy model" in text and "--model" in text for text in up.lines)
     up.wait_for(rf"^Admin page: {up.url}/admin \(admin key: {up.state_dir}/admin-key\)$")
     for name in ("join-token", "admin-key"):
         assert (up.state_dir / name).read_text() not in "\n".join(up.lines)

@@ -43,7 +43,7 @@ def prompt(length: int) -> PreparedPrompt:
     return PreparedPrompt(tokens=tokens, scope="", turn_tokens=length - 4)
 
 
-def test_a_conversation_goes_on_from_disk(make_lane, submit, windowed, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_from_disk(make_lane, submit, ask, windowed, tmp_path: Path) -> None:
     def lane(files: PrefixCacheFiles | None):
         cache = PrefixCache(ROOM if files else 0, files)
         parts = vars_of(windowed)
@@ -60,8 +60,7 @@ def test_a_conversation_goes_on_from_disk(make_lane, submit, windowed, tmp_path:
         assert (result.row.cached_tokens > 0) is restart
         answers.append(result.row.answer)
     _, running = lane(None)
-    result = submit(running, first, max_tokens=20)
-    run_until_idle(running)
+    result = ask(running, first, max_tokens=20)
     assert answers == [result.row.answer] * 2
 
 
@@ -99,22 +98,19 @@ def test_a_node_of_another_worker_must_have_the_window_of_its_end(
             layout.check((name, HostPrefix(arrays=arrays, bfloat16=node.bfloat16)), query, 0)
 
 
-def test_a_row_cannot_start_within_a_stored_run(make_lane, submit, windowed: Checkpoint) -> None:
+def test_a_row_cannot_start_within_a_stored_run(make_lane, ask, windowed: Checkpoint) -> None:
     """A window is stored at the ends of messages alone, and there is none between them."""
     cache = PrefixCache(ROOM)
     lane = make_lane(LaneName.VLM, draft_tokens=0, prefix_cache=cache, **vars_of(windowed))
     first = prompt(150)
-    submit(lane, first, max_tokens=20)
-    run_until_idle(lane)
+    ask(lane, first, max_tokens=20)
     forked = PreparedPrompt(tokens=(*first.tokens[:100], *range(50)), scope="", turn_tokens=148)
-    result = submit(lane, forked, max_tokens=20)
-    run_until_idle(lane)
+    result = ask(lane, forked, max_tokens=20)
     assert result.row.cached_tokens == 0
     other = make_lane(
         LaneName.VLM, draft_tokens=0, prefix_cache=PrefixCache(0), **vars_of(windowed)
     )
-    alone = submit(other, forked, max_tokens=20)
-    run_until_idle(other)
+    alone = ask(other, forked, max_tokens=20)
     assert alone.row.answer == result.row.answer
 
 

@@ -1,4 +1,7 @@
-"""A client that disconnects cancels its generations, streamed or not."""
+"""A client that disconnects cancels its generations, streamed or not.
+
+`test_client_disconnect.py` does so with a real engine, behind a gateway.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
-from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, worker_client
 from workers.engine.types import Delta
 from workers.server import response
-
-ENDLESS = {
-    "messages": [{"role": "user", "content": "Tell me a story."}],
-    "temperature": 0,
-    "max_tokens": 20_000,
-    "logit_bias": SUPPRESS_END_TOKENS,
-}
 
 
 @pytest.mark.parametrize("choices", [1, 3])
 async def test_a_disconnect_cancels_an_unstreamed_generation(choices: int) -> None:
     engine = ScriptedEngine([asyncio.Event()])
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "n": choices}
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(engine) as client:
         request = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await engine.started.wait()
         request.cancel()
@@ -71,18 +63,6 @@ async def test_a_client_that_stops_reading_loses_its_row(monkeypatch: pytest.Mon
     assert engine.all_closed.is_set()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_disconnect_frees_the_row_of_the_real_engine(
-    real_worker: RunningWorker, stream: bool
-) -> None:
-    body = {"model": real_worker.model, "stream": stream, **ENDLESS}
-    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
-        _, writer = await _send(real_worker.url, "/v1/chat/completions", body)
-        await _until_running(client, 1)
-        writer.close()
-        await _until_running(client, 0)
-
-
 async def _send(
     url: str, path: str, body: Any
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -92,11 +72,3 @@ async def _send(
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
     writer.write(head.encode() + content)
     return reader, writer
-
-
-async def _until_running(client: httpx.AsyncClient, count: int) -> None:
-    """Poll until this many requests run; the timeout of the test bounds it."""
-    while True:
-        lanes = (await client.get("/v1/status")).json()["lanes"]
-        if sum(lane["running"] + lane["waiting"] for lane in lanes.values()) == count:
-            return

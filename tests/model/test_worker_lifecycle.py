@@ -7,13 +7,14 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.gateway_fixtures import remove_settings
 from tests.support.scripted_engine import ScriptedEngine, make_worker
 from tests.support.worker_process import (
     STOP_TIMEOUT_S,
@@ -29,6 +30,7 @@ from workers.lifecycle import Shutdown
 from workers.protocol import READY_PREFIX, START_PREFIX
 from workers.server.main import read_settings
 from workers.server.server import serve
+from workers.server.start import start
 
 LONG = "The red fox sees the old tree. " * 45 + "What does the fox see?"
 
@@ -43,32 +45,38 @@ STORY = {
 
 async def test_a_server_whose_engine_failed_returns_false() -> None:
     engine = ScriptedEngine()
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
 
     def fail() -> None:
         engine.alive = False
 
-    with listener:
-        healthy = await serve(
-            make_worker(engine),
-            listener,
-            token=None,
-            shutdown=Shutdown(),
-            on_ready=fail,
-        )
-    assert not healthy
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        worker, shutdown = make_worker(engine), Shutdown()
+        assert not await serve(worker, listener, token=None, shutdown=shutdown, on_ready=fail)
 
 
-def test_a_used_port_is_reported_in_one_line_before_the_weights_load() -> None:
-    with socket.socket() as occupied:
-        occupied.bind(("127.0.0.1", 0))
-        occupied.listen()
+Start = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def start_in_vain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Start:
+    """Return a function that starts a worker here; it returns the exit code and the errors."""
+    remove_settings(monkeypatch)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")  # as the start sets it
+
+    def run(*arguments: str) -> tuple[int, str]:
+        return start(read_settings(arguments)), capsys.readouterr().err
+
+    return run
+
+
+def test_a_used_port_is_reported_in_one_line_before_the_weights_load(start_in_vain: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
         port = str(occupied.getsockname()[1])
-        result = run_worker("--model", "/nowhere", "--port", port)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"paceline worker: Cannot listen on 127.0.0.1 port {port}")
-    assert result.stderr.count("\n") == 1
+        code, errors = start_in_vain("--model", "/nowhere", "--port", port)
+    assert code == 2
+    assert errors.startswith(f"paceline worker: Cannot listen on 127.0.0.1 port {port}")
+    assert errors.count("\n") == 1
 
 
 async def test_a_port_that_another_worker_opened_during_loading_is_reported() -> None:
@@ -99,7 +107,7 @@ def test_a_port_that_is_opened_while_the_weights_load_ends_the_worker_with_one_l
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", 0))
         port = str(other.getsockname()[1])
-        arguments = ("--model", str(CHECKPOINT), "--port", port, "--leash")
+        arguments = ("--model", str(CHECKPOINT), "--port", port, "--leash", "--draft-tokens", "0")
         with worker_process(*arguments, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stderr is not None
@@ -111,22 +119,24 @@ def test_a_port_that_is_opened_while_the_weights_load_ends_the_worker_with_one_l
     assert f"Cannot listen on 127.0.0.1 port {port}: " in errors.splitlines()[-1]
 
 
-def test_a_folder_without_a_model_is_reported_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    result = run_worker("--model", str(tmp_path), "--port", "0")
-    assert result.returncode == 3
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("named", ["no such model", "an empty folder"])
-def test_a_missing_model_is_reported_without_a_traceback_before_mlx_is_imported(
-    named: str, tmp_path: Path
+@pytest.mark.parametrize("files", [(), ("config.json",)], ids=["an empty folder", "no weights"])
+def test_a_folder_without_a_model_is_reported_in_one_line(
+    start_in_vain: Start, tmp_path: Path, files: Sequence[str]
 ) -> None:
-    model = str(tmp_path) if "folder" in named else named
+    for file in files:
+        (tmp_path / file).write_text("{}")
+    code, errors = start_in_vain("--model", str(tmp_path), "--port", "0")
+    assert code == 3
+    assert errors.startswith("paceline worker: ")
+    assert str(tmp_path) in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_missing_model_is_reported_without_a_traceback_before_mlx_is_imported() -> None:
     listing = {"PYTHONPROFILEIMPORTTIME": "1"}
-    result = run_worker("--model", model, "--port", "0", environment=listing)
+    result = run_worker("--model", "no such model", "--port", "0", environment=listing)
     assert result.returncode == 3
-    assert model in result.stderr.splitlines()[-1]
+    assert "no such model" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "workers.server.app" in imported

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import httpx
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
+from tests.support.scripted_engine import ScriptedEngine, text_events, worker_client
 from workers.engine.types import Finished, SpecPrefillOptions
 
 
@@ -31,10 +30,7 @@ async def test_spec_prefill_fields_reach_the_engine_and_usage_reports_skipped_to
     engine = ScriptedEngine(
         [*texts, replace(end, usage=replace(end.usage, skipped_tokens=skipped))]
     )
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(engine) as client:
         body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], **fields}
         response = (await client.post("/v1/chat/completions", json=body)).json()
 

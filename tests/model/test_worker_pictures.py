@@ -19,6 +19,7 @@ from tests.support.scripted_engine import (
     make_worker,
     serve_worker,
     text_events,
+    worker_client,
 )
 from tests.support.worker_process import RunningWorker
 from workers.server.errors import BadRequest
@@ -88,10 +89,7 @@ async def test_pictures_reach_the_engine_in_order() -> None:
     engine = ScriptedEngine(text_events("ok"))
     urls = [encode_image(Image.new("RGB", (width, 1))) for width in (5, 3)]
     body = {"model": "scripted", "messages": question(*urls), "temperature": 0}
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(engine) as client:
         response = await client.post("/v1/chat/completions", json=body)
         forced = await client.post(
             "/v1/chat/completions", json=body, headers={"x-paceline-lane": "text-mtp"}
@@ -134,10 +132,7 @@ def test_l6_a_machine_of_16_gb_holds_the_pictures_of_all_slots() -> None:
 async def test_a_model_without_vision_rejects_a_picture_with_its_field() -> None:
     engine = ScriptedEngine(text_events("ok"), card=replace(CARD, vision=False))
     body = {"model": "scripted", "messages": question("data:image/png;base64,AA")}
-    async with (
-        serve_worker(make_worker(engine)) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with worker_client(engine) as client:
         response = await client.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, FIELD)
 

@@ -40,7 +40,8 @@ class RowEvents:
             self.end = event
 
 
-def run_until_idle(lane: LaneScheduler) -> None:
-    """Step a lane until it is idle."""
-    while lane.busy:
-        lane.step()
+def run_until_idle(*lanes: LaneScheduler) -> None:
+    """Step lanes in turn until they are idle."""
+    while any(lane.busy for lane in lanes):
+        for lane in lanes:
+            lane.step()

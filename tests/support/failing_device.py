@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tests.support.lapack import invert_by_lapack
 from workers.server.main import main
 
 
@@ -32,6 +33,7 @@ def fail_while_file_exists(evaluate: Callable[..., None], fault_file: Path) -> C
 
 
 if __name__ == "__main__":
+    invert_by_lapack()
     fault_file = Path(sys.argv[1])
     mx.eval, mx.async_eval = (
         fail_while_file_exists(mx.eval, fault_file),

@@ -1,13 +1,9 @@
-"""Parts of a checkpoint that raise in chosen calls, and a check of the other rows' answers."""
+"""Parts of a checkpoint that raise in chosen calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-from tests.support.engine_lane import RowEvents
-from tests.support.reference_decoder import is_near_tie, reference_greedy
-from workers.engine.model import Checkpoint
 
 
 class FailingPart:
@@ -30,10 +26,3 @@ class FailingPart:
             return attribute(*arguments, **keywords)
 
         return call
-
-
-def assert_matches_reference(checkpoint: Checkpoint, result: RowEvents) -> None:
-    """Compare the answer of a row with the reference answer to its prompt."""
-    prompt, answer = result.row.prompt.tokens, result.row.answer
-    expected = reference_greedy(checkpoint, prompt, result.row.max_tokens)
-    assert answer == expected or is_near_tie(checkpoint, prompt, answer, expected)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import httpx
 from anthropic.types import RawMessageStreamEvent
+from openai.types import Completion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
@@ -33,6 +35,26 @@ def read_strictly(kind: Any, data: Any, ours: frozenset[str] = OURS) -> Any:
     read = _adapter(kind).validate_json(text, strict=True)
     assert set(_unknown(read)) <= ours
     return read
+
+
+async def read_whole_and_streamed(
+    url: str, body: Mapping[str, Any], whole: Any, chunk: Any
+) -> tuple[Any, list[Any]]:
+    """Validate the answer to a request of OpenAI, and the chunks of its stream, by these types."""
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(url, json=body)
+        stream = await client.post(url, json=streamed)
+    *events, done = stream.content.removesuffix(b"\n\n").split(b"\n\n")
+    assert done == b"data: [DONE]"
+    frames = [event.removeprefix(b"data: ") for event in events if not event.startswith(b":")]
+    if chunk is Completion:  # OpenAI sends null before the end too, unlike what the type says
+        null, stop = b'"finish_reason":null', b'"finish_reason":"stop"'
+        frames = [frame.replace(null, stop) for frame in frames]
+    return (
+        read_strictly(whole, answer.content, CHAT_OURS),
+        [read_strictly(chunk, frame, CHAT_OURS) for frame in frames],
+    )
 
 
 def read_response(data: Any) -> Response:

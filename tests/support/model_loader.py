@@ -24,6 +24,7 @@ import mlx_vlm.models.qwen3_5.qwen3_5  # noqa: F401 - children find it imported
 import transformers.models.auto.processing_auto  # noqa: F401 - children find them imported
 
 from policies.request.profile import Sampling
+from tests.support.lapack import invert_by_lapack
 from workers.engine.engine import Engine
 from workers.engine.types import EngineError, EngineSettings, Generation, ModelUnusable, Prompt
 from workers.terminal import printable
@@ -70,6 +71,7 @@ def model_loader(environment: Mapping[str, str] = os.environ) -> Iterator[ModelL
 
 def _serve() -> None:
     """Fork a child for each line of standard input."""
+    invert_by_lapack()
     gc.freeze()  # the collector of a child would copy the memory of all modules to look at them
     for line in sys.stdin:
         folder = Path(line.rstrip("\n"))

@@ -1,4 +1,4 @@
-"""Reference answers, decoded with mlx-vlm alone."""
+"""Reference answers, decoded with mlx-vlm alone, and comparisons with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from functools import cache
 
 import mlx.core as mx
 
+from tests.support.engine_lane import RowEvents
 from workers.engine.model import Checkpoint
+from workers.engine.types import Finished
 
 Pick = Callable[[mx.array, Sequence[int]], int]
 """Function of the scores [1, 1, vocabulary] and the answer so far that returns a token."""
@@ -40,6 +42,21 @@ def reference_decode(
         scores = language(mx.array([[answer[-1]]]), cache=caches, position_ids=position).logits
         answer.append(pick(scores, answer))
     return answer
+
+
+def assert_matches_reference(checkpoint: Checkpoint, *results: RowEvents) -> None:
+    """Require that each of these rows has ended with the reference answer to its prompt."""
+    for result in results:
+        assert isinstance(result.end, Finished)
+        prompt = result.row.prompt.tokens
+        expected = reference_greedy(checkpoint, prompt, result.row.max_tokens)
+        assert_equal_but_for_ties(checkpoint, prompt, result.row.answer, expected)
+
+
+def assert_equal_but_for_ties(
+    checkpoint: Checkpoint, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]
+) -> None:
+    assert answer == other or is_near_tie(checkpoint, prompt, answer, other)
 
 
 def is_near_tie(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -20,6 +21,9 @@ from tests.support.gateway_fixtures import remove_settings
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.worker_process import RunningWorker
+from workers.demo import CHECKPOINT
+from workers.engine.engine import Engine
+from workers.engine.types import EngineSettings
 from workers.heartbeat import Membership, joined
 from workers.lifecycle import Shutdown
 from workers.server.pictures import PictureMemory
@@ -47,6 +51,16 @@ class DemoGateway:
     @property
     def url(self) -> str:
         return self.gateway.url
+
+
+@contextlib.contextmanager
+def running_engine(model: Path = CHECKPOINT, **settings: Any) -> Iterator[Engine]:
+    """Run an engine with a model in this process."""
+    engine = Engine.start(EngineSettings(model=model, served_name="demo", **settings))
+    try:
+        yield engine
+    finally:
+        engine.stop()
 
 
 @contextlib.contextmanager
