@@ -3,8 +3,9 @@
 `python -m bench.attack --seconds 600 --seed 7` starts a gateway with Redis and keys, a worker with
 the demo model and a worker that lies, and attacks them: raw HTTP at both ports, pages of other
 sites, lying and late answers, lying reports, hostile bodies, slow clients, abuse of keys, kill -9
-of each part under load, a full disk, damaged checkpoints, and floods. Then it compares the sums of
-all that was counted. The seed makes every random choice; `--only NAME` plays one kind.
+of each part under load, a full disk, damaged checkpoints, floods, and large bodies. Then it
+compares the sums of all that was counted. The seed makes every random choice; `--only NAME` plays
+one kind.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Final, NamedTuple
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from bench.attack import checkpoints, sums
+from bench.attack import checkpoints, large_bodies, sums
 from bench.attack.attack import Attack, Tally, Target
 from bench.attack.bodies import HostileBodies
 from bench.attack.connections import Flood, run_floods
@@ -58,7 +59,7 @@ OF_THEIR_OWN: Final[tuple[Attack, ...]] = (Kills(), FullDisk())
 FLOODS: Final = "floods"
 _NAMES: Final = (
     *(attack.name for attack in (*AT_TARGET, *OF_THEIR_OWN)),
-    *(checkpoints.NAME, FLOODS),
+    *(checkpoints.NAME, FLOODS, large_bodies.NAME),
 )
 _GROWTH_MB: Final = 20.0
 """In the second half of the time: in the first a process gets the memory of its largest work."""
@@ -176,6 +177,15 @@ async def flood(home: Path, *, scale: float) -> list[Flood]:
             await wait_until_up(port)
             floods += await run_floods(FloodTarget("worker", port, worker.pid), scale=scale)
     return floods
+
+
+async def send_large_bodies(home: Path, *, quick: bool) -> list[large_bodies.Wait]:
+    """Send large bodies to a gateway of its own, beside a neighbour."""
+    async with (
+        running_backend() as worker_port,
+        running(OURS, venvs=home, worker_port=worker_port) as gateway,
+    ):
+        return await large_bodies.measure(gateway.port, quick=quick)
 
 
 def attack_table(result: Result) -> tables.Grid:
@@ -301,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     targets: list[tables.Target] = []
     result = Result((), ())
     with Progress(console=console) as progress:
-        if set(only) - {checkpoints.NAME, FLOODS}:
+        if set(only) - {checkpoints.NAME, FLOODS, large_bodies.NAME}:
             with tempfile.TemporaryDirectory(prefix="paceline-attack-") as home:
                 result = run(attack(seconds, options.seed, only, progress, Path(home)))
         if checkpoints.NAME in only and count and sys.platform == "linux":
@@ -316,6 +326,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             floods = run(flood(options.log_dir, scale=0.02 if quick else 1.0))
             grids.append(flood_table(floods))
             targets += flood_targets(floods)
+        if large_bodies.NAME in only:
+            progress.add_task(large_bodies.NAME, total=None)
+            waits = run(send_large_bodies(options.log_dir, quick=quick))
+            grids.append(large_bodies.table(waits))
+            targets += large_bodies.targets(waits)
     grids.append(tables.targets(targets))
     for grid in grids:
         console.print(grid.to_table())
