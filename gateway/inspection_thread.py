@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     """The inspection of one body."""
 
     client: str
-    run: Run
+    run: Run = _run_here
 
 
 class InspectionThread:
@@ -55,7 +55,7 @@ class InspectionThread:
     async def turn(self, client: str, raw: bytes) -> AsyncIterator[Turn]:
         """Yield the turn of a body of this client."""
         if not is_large(raw):
-            yield Turn(client, _run_here)
+            yield Turn(client)
             return
         async with self._clients.setdefault(client, asyncio.Lock()):
             yield Turn(client, self._run_in_thread)
@@ -82,8 +82,9 @@ class InspectionThread:
 
 def is_large(raw: bytes) -> bool:
     """Return whether a body, with what it goes on from, may take long to inspect."""
-    if len(raw) > _SMALL_BYTES and (
-        len(raw) > _LARGE_BYTES or raw.count(b"{") + raw.count(b"[") > _LARGE_CONTAINERS
-    ):
+    size = len(raw)
+    if size > _LARGE_BYTES:
         return True
-    return any(name in raw for name in _REFERENCES)
+    if size > _SMALL_BYTES and raw.count(b"{") + raw.count(b"[") > _LARGE_CONTAINERS:
+        return True
+    return any([name in raw for name in _REFERENCES])  # noqa: C419  # a generator is slower

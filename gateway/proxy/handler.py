@@ -210,23 +210,31 @@ class ProxyHandler:
 
     async def _inspect(self, scope: Scope, raw: bytes, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
-        gateway, policy, api_key = self._gateway, context.policy, context.api_key
-        context.caller = caller = read_caller(scope, policy, api_key)
-        rate_limiter = api_key.rate_limiter if takes_long(raw) else None
-        with reserved_request(rate_limiter, gateway.clock, gateway.wall):
+        gateway = self._gateway
+        context.caller = caller = read_caller(scope, context.policy, context.api_key)
+        if not takes_long(raw):
+            await self._inspect_in(Turn(caller.client), scope, raw, context)
+            return
+        with reserved_request(context.api_key.rate_limiter, gateway.clock, gateway.wall):
             async with gateway.inspection_thread.turn(caller.client, raw) as turn:
-                body = await turn.run(parse, raw)
-                if context.exchange is not None:
-                    hold = functools.partial(self._hold, context)
-                    await context.exchange.open(body, api_key.caller.key, hold, len(raw))
-                context.inspected = inspected = await inspect(
-                    gateway, context.wire_format, body, policy, turn
-                )
-                api_key.check_model(inspected)
-                request = await turn.run(routing_request, gateway, scope, policy, caller, inspected)
-                context.routing_request = request
-                size_bytes = max(len(raw), inspected.profile.text_chars)
-                context.encoded = await turn.run(encode_body, inspected.body, size_bytes)
+                await self._inspect_in(turn, scope, raw, context)
+
+    async def _inspect_in(
+        self, turn: Turn, scope: Scope, raw: bytes, context: RequestContext
+    ) -> None:
+        gateway, policy, api_key = self._gateway, context.policy, context.api_key
+        body = await turn.run(parse, raw)
+        if context.exchange is not None:
+            hold = functools.partial(self._hold, context)
+            await context.exchange.open(body, api_key.caller.key, hold, len(raw))
+        inspected = await inspect(gateway, context.wire_format, body, policy, turn)
+        context.inspected = inspected
+        api_key.check_model(inspected)
+        context.routing_request = request = await turn.run(
+            routing_request, gateway, scope, policy, context.caller, inspected
+        )
+        size_bytes = max(len(raw), inspected.profile.text_chars)
+        context.encoded = await turn.run(encode_body, inspected.body, size_bytes)
         gateway.recent_requests.add(request)
 
     def _reserved_tokens(
