@@ -49,7 +49,13 @@ class LlamaCpp(LocalEngine):
     lacks = frozenset(
         (
             *(Feature.VIDEO, Feature.FILE, Feature.PROMPTS, Feature.ECHO, Feature.STOP_TOKENS),
-            *(Feature.MIN_TOKENS, Feature.TRUNCATION, Feature.CONTINUATION, Feature.EXACT),
+            *(
+                Feature.MIN_TOKENS,
+                Feature.TRUNCATION,
+                Feature.CONTINUATION,
+                Feature.EXACT,
+                Feature.CALLS,
+            ),
         )
     )
     default_slots = 4

@@ -39,7 +39,7 @@ class LmStudio(LocalEngine):
             *(Feature.EXACT, Feature.VIDEO, Feature.AUDIO, Feature.FILE, Feature.CHOICES),
             *(Feature.PROMPTS, Feature.ECHO, Feature.LOGPROBS, Feature.STOP_TOKENS),
             *(Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
-            *(Feature.CONTINUATION, Feature.THINKING_BUDGET, Feature.MIN_P),
+            *(Feature.CONTINUATION, Feature.THINKING_BUDGET, Feature.MIN_P, Feature.CALLS),
         )
     )
     default_slots = 4

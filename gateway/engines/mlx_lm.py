@@ -30,7 +30,7 @@ class MlxLm(MlxEngine):
             *(Feature.IMAGE, Feature.VIDEO, Feature.AUDIO, Feature.FILE),
             *(Feature.STRUCTURED_OUTPUT, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO),
             *(Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
-            *(Feature.THINKING_BUDGET, Feature.CONTINUATION, Feature.EXACT),
+            *(Feature.THINKING_BUDGET, Feature.CONTINUATION, Feature.EXACT, Feature.CALLS),
             *MlxEngine.token_ids,
         )
     )

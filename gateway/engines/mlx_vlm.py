@@ -40,7 +40,7 @@ class MlxVlm(MlxEngine):
         (
             *(Feature.COMPLETIONS, Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO),
             *(Feature.STOP, Feature.MIN_TOKENS, Feature.IGNORE_EOS),
-            *(Feature.TRUNCATION, Feature.CONTINUATION, Feature.EXACT),
+            *(Feature.TRUNCATION, Feature.CONTINUATION, Feature.EXACT, Feature.CALLS),
             *MlxEngine.token_ids,
         )
     )

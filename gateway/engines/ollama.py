@@ -39,7 +39,7 @@ class Ollama(LocalEngine):
             *(Feature.ECHO, Feature.LOGPROBS, Feature.STOP_TOKENS, Feature.MIN_TOKENS),
             *(Feature.IGNORE_EOS, Feature.TRUNCATION, Feature.THINKING_BUDGET, Feature.TOP_K),
             *(Feature.MIN_P, Feature.REPETITION_PENALTY, Feature.LOGIT_BIAS, Feature.EXACT),
-            Feature.CONTINUATION,
+            *(Feature.CONTINUATION, Feature.CALLS),
         )
     )
     default_slots = 4

@@ -47,7 +47,7 @@ class Omlx(LocalEngine):
             *(Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO, Feature.LOGPROBS),
             *(Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
             *(Feature.TOP_K, Feature.REPETITION_PENALTY, Feature.LOGIT_BIAS, Feature.EXACT),
-            Feature.CONTINUATION,
+            *(Feature.CONTINUATION, Feature.CALLS),
         )
     )
     usage = staticmethod(_usage)

@@ -52,7 +52,9 @@ class OpenAIEngine(Engine):
     models_path: ClassVar[str] = "/v1/models"
     health: ClassVar[Question] = Question("/v1/models")
     """The question that an engine answers while it works."""
-    lacks: ClassVar[frozenset[Feature]] = frozenset((Feature.EXACT, Feature.CONTINUATION))
+    lacks: ClassVar[frozenset[Feature]] = frozenset(
+        (Feature.EXACT, Feature.CONTINUATION, Feature.CALLS)
+    )
     """Features that no model of this kind takes."""
     default_pools: ClassVar[tuple[str, ...]] = ("vlm",)
     default_slots: ClassVar[int] = 8

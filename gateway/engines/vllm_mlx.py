@@ -41,7 +41,7 @@ class VllmMlx(MlxEngine):
         (
             *(Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO, Feature.LOGPROBS),
             *(Feature.STOP, Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
-            *(Feature.CONTINUATION, Feature.EXACT, *MlxEngine.token_ids),
+            *(Feature.CONTINUATION, Feature.EXACT, Feature.CALLS, *MlxEngine.token_ids),
         )
     )
 

@@ -21,6 +21,7 @@ class Feature(StrEnum):
     AUDIO = "audio"
     FILE = "files"
     TOOLS = "tools"
+    CALLS = "prescribed tool calls"
     STRUCTURED_OUTPUT = "structured output"
     LOGPROBS = "log-probabilities"
     CHOICES = "several answers"
@@ -45,6 +46,7 @@ FIELDS: Mapping[Feature, str | None] = {
     Feature.COMPLETIONS: None,
     **dict.fromkeys((Feature.IMAGE, Feature.VIDEO, Feature.AUDIO, Feature.FILE), "messages"),
     Feature.TOOLS: "tools",
+    Feature.CALLS: "tool_choice",
     Feature.STRUCTURED_OUTPUT: "response_format",
     Feature.LOGPROBS: "logprobs",
     Feature.CHOICES: "n",
@@ -65,6 +67,9 @@ FIELDS: Mapping[Feature, str | None] = {
 }
 """The field of a request that asks for each."""
 
+CHECKED = frozenset((Feature.CALLS,))
+"""Features that an engine may have by chance: it gets the request if no other worker does, and the
+gateway checks its answer."""
 MEDIA = {
     "image": Feature.IMAGE,
     "video": Feature.VIDEO,
@@ -75,6 +80,7 @@ _TESTS: tuple[tuple[Feature, Callable[[RequestProfile], bool]], ...] = (
     (Feature.EXACT, lambda profile: profile.exact),
     (Feature.COMPLETIONS, lambda profile: profile.endpoint is Endpoint.COMPLETIONS),
     (Feature.TOOLS, lambda profile: profile.tools),
+    (Feature.CALLS, lambda profile: bool(profile.call_fields)),
     (Feature.STRUCTURED_OUTPUT, lambda profile: profile.structured_output),
     (Feature.LOGPROBS, lambda profile: profile.top_logprobs is not None),
     (Feature.CHOICES, lambda profile: profile.choices > 1),

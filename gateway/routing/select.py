@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log1p
 from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.routing.features import Feature, features_of
+from gateway.routing.features import CHECKED, Feature, features_of
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.view import (
     TAKES_ALL,
@@ -139,6 +139,7 @@ def decide(
     found: list[Candidate] = []
     last_resort: list[Candidate] = []
     complete = True
+    checked = False
     needs = TAKES_ALL if fleet.takes_all else features_of(profile)
     lacking: list[frozenset[Feature]] = []
     for name in pools:
@@ -152,7 +153,7 @@ def decide(
         )
         if needs and costs:
             lacking += [cost.ref.lacks & needs for cost in costs]
-            costs, positions = _taking(costs, positions, needs)
+            costs, positions, checked = _taking(costs, positions, needs)
         if not costs:
             continue
         ranking = _rank(
@@ -167,7 +168,7 @@ def decide(
         )
         complete = complete and len(ranking.order) == len(costs)
         capable, incapable = _candidates(name, costs, ranking, bypass, spill=spill)
-        found += capable
+        (last_resort if checked else found).extend(capable)
         last_resort += incapable
     if found and last_resort:
         last_resort = [one._replace(reason=SPILLED, spill=True) for one in last_resort]
@@ -216,10 +217,16 @@ def _taking(
     costs: tuple[LaneCost, ...],
     positions: Mapping[str, int] | None,
     needs: frozenset[Feature],
-) -> tuple[tuple[LaneCost, ...], Mapping[str, int] | None]:
-    """Return the lanes that take all these features, and the index of each worker if known."""
-    taking = tuple([cost for cost in costs if not cost.ref.lacks & needs])
-    return (costs, positions) if len(taking) == len(costs) else (taking, None)
+) -> tuple[tuple[LaneCost, ...], Mapping[str, int] | None, bool]:
+    """Return the lanes that take these features, and the index of each worker if known.
+
+    Return also whether they lack one that the gateway checks in the answer.
+    """
+    for wanted in (needs, needs - CHECKED):
+        if taking := tuple([cost for cost in costs if not cost.ref.lacks & wanted]):
+            kept = positions if len(taking) == len(costs) else None
+            return taking, kept, wanted is not needs and bool(needs & CHECKED)
+    return (), None, False
 
 
 def _rank(

@@ -9,11 +9,13 @@ import pytest
 
 from gateway.routing.features import FIELDS, Feature, features_of
 from gateway.routing.select import Decision, RoutingRequest, decide
-from gateway.routing.view import ModelView, WorkerView
+from gateway.routing.view import LaneView, ModelView, WorkerView
 from policies.document import default_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from tests.support.fleet_views import fleet_view, worker_view
+from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
+from tests.support.scripted_worker import lane_report
 
 BLIND = ModelView(frozenset((Feature.IMAGE, Feature.CHOICES)))
 PICTURE = SAMPLED._replace(media=(("image", 2),))
@@ -43,6 +45,30 @@ def test_a_request_goes_to_the_workers_that_take_what_it_asks_for() -> None:
     assert not decision(SAMPLED, fleet[0]).lacking
 
 
+def test_prescribed_calls_go_first_to_a_worker_that_makes_them() -> None:
+    """The gateway checks the answer of an engine that may ignore them."""
+    loose = engine("loose", ModelView(frozenset((Feature.CALLS,))))
+    prescribed = SAMPLED._replace(tools=True, call_fields=("tool_choice",))
+    assert chosen(prescribed, loose, engine("strict")) == {"strict"}
+    assert chosen(prescribed, loose) == {"loose"}
+    blind = engine("blind", ModelView(frozenset((Feature.CALLS, Feature.IMAGE))))
+    assert chosen(prescribed._replace(media=(("image", 1),)), loose, blind) == {"loose"}
+    assert chosen(SAMPLED._replace(tools=True), loose, engine("strict")) == {"loose", "strict"}
+
+
+def test_prescribed_calls_prefer_a_worker_of_a_later_pool() -> None:
+    loose, strict = (
+        WorkerView.of(name, ("demo",), (LaneView.of(lane_report(lane), 0),))
+        for name, lane in (("loose", "vlm"), ("strict", "text-mtp"))
+    )
+    loose = replace(loose, by_model={"demo": ModelView(frozenset((Feature.CALLS,)))})
+    profile = GREEDY._replace(tools=True, call_fields=("tool_choice",))
+    pools = {name: {"lanes": [name]} for name in ("vlm", "text-mtp")}
+    policy = make_policy([{"name": "all", "to": ["vlm", "text-mtp"]}], pools)
+    found = decide(RoutingRequest(policy, profile), fleet_view(loose, strict), Random(1))
+    assert [one.worker_id for one in found.candidates] == ["strict", "loose"]
+
+
 def test_a_model_that_must_be_loaded_first_costs_that_time() -> None:
     cold = replace(engine("cold", ModelView(load_s=7.0)), models=("demo", "other"))
     first, second = decision(SAMPLED, cold, engine("warm")).candidates
@@ -58,6 +84,7 @@ def test_a_model_that_must_be_loaded_first_costs_that_time() -> None:
         (GREEDY._replace(endpoint=Endpoint.COMPLETIONS), Feature.COMPLETIONS),
         (GREEDY._replace(media=(("audio", 1),)), Feature.AUDIO),
         (GREEDY._replace(tools=True), Feature.TOOLS),
+        (GREEDY._replace(call_fields=("tool_choice",)), Feature.CALLS),
         (GREEDY._replace(exact=True), Feature.EXACT),
         (GREEDY._replace(structured_output=True), Feature.STRUCTURED_OUTPUT),
         (GREEDY._replace(top_logprobs=0), Feature.LOGPROBS),
