@@ -31,14 +31,7 @@ _REASONS = {
 _ID_LIMIT = 256
 _MAX_CALLS = 1024
 _HELD_CHARS = 16 * 1024 * 1024
-MAX_CHOICES = 1024
-
-
-class AnswerFailed(AnswerMalformed):
-    """An engine ended its answer with a reason that tells of a failure, or with none that is known.
-
-    What it sent as the answer may be the text of an exception.
-    """
+_MAX_CHOICES = 1024
 
 
 class FieldUnheld(AnswerMalformed):
@@ -130,7 +123,7 @@ class EngineAnswer:
         index = choice.get("index")
         number = index if type(index) is int else place
         if number not in self._calls:
-            if len(self._calls) == MAX_CHOICES:
+            if len(self._calls) == _MAX_CHOICES:
                 raise AnswerMalformed("choices")
             self._calls[number] = _Calls(f"call_{self._stem}{number:x}")
         return self._calls[number]
@@ -142,7 +135,8 @@ class EngineAnswer:
         if ended:
             reason = _REASONS.get(given) if isinstance(given, str) else None
             if reason is None:
-                raise AnswerFailed("finish_reason")
+                # What it sent as the answer may be the text of an exception.
+                raise AnswerMalformed("finish_reason")
             if reason in ("stop", CALLS):
                 reason = CALLS if calls.calls else "stop"
                 self._rules.check([one.name for one in calls.calls])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.engine_answer import AnswerFailed, CallRules, EngineAnswer, FieldUnheld
+from gateway.protocols.engine_answer import CallRules, EngineAnswer, FieldUnheld
 
 Json = dict[str, Any]
 
@@ -157,10 +157,10 @@ def test_the_reason_of_the_end_is_one_that_clients_know(given_reason: str, reaso
 
 @pytest.mark.parametrize("reason", ["error", "abort", "?", 7])
 def test_an_end_for_another_reason_is_a_failure(reason: Any) -> None:
-    with pytest.raises(AnswerFailed):
+    with pytest.raises(AnswerMalformed):
         read(chunk(finish_reason=reason))
     for given_reason in (reason, "", None):
-        with pytest.raises(AnswerFailed):
+        with pytest.raises(AnswerMalformed):
             EngineAnswer("x", "m").read_whole(whole(content="oops", reason=given_reason))
     assert read(chunk(finish_reason=""))[1] == []
 
