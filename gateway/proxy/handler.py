@@ -71,6 +71,8 @@ async def inspect(
     body: Mapping[str, Any],
     policy: PolicyDocument,
     turn: Turn,
+    *,
+    caller: Caller,
 ) -> Inspected:
     """Read the documents of a parsed body, and inspect it; raise a `RequestRefused`."""
     policy_and_fleet = policy, gateway.fleet.view()
@@ -80,13 +82,13 @@ async def inspect(
         pictures = "image" in reading_of(model, *policy_and_fleet).media
         documents = await gateway.documents.read(turn.client, pdfs, pictures=pictures)
     try:
-        return await turn.run(wire_format.inspect, body, *policy_and_fleet, documents)
+        return await turn.run(wire_format.inspect, body, *policy_and_fleet, documents, caller)
     except errors.FieldInvalid:
         if not any(document.pages for document in documents.values()):
             raise
         # The pages may be too many beside the pictures of the request itself.
         texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
-        return await turn.run(wire_format.inspect, body, *policy_and_fleet, texts)
+        return await turn.run(wire_format.inspect, body, *policy_and_fleet, texts, caller)
 
 
 class ProxyHandler:
@@ -222,7 +224,7 @@ class ProxyHandler:
                     hold = functools.partial(self._hold, context)
                     await context.exchange.open(body, api_key.caller.key, hold, len(raw))
                 context.inspected = inspected = await inspect(
-                    gateway, context.wire_format, body, policy, turn
+                    gateway, context.wire_format, body, policy, turn, caller=caller
                 )
                 api_key.check_model(inspected)
                 request = await turn.run(routing_request, gateway, scope, policy, caller, inspected)

@@ -14,7 +14,7 @@ from gateway.protocols import CHAT, WIRE_FORMATS, StreamEncoder
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Header, Headers, Inspected
+from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 from tests.support.running_gateway import RunningGateway, wait_until
@@ -65,6 +65,7 @@ class PoemFormat:
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
+        caller: Caller = NO_CALLER,
     ) -> Inspected:
         message = {"role": "user", "content": f"A poem about {body['theme']}."}
         chat = {"model": "demo", "messages": [message], "stream": body.get("stream", False)}
