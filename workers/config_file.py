@@ -37,10 +37,9 @@ def make_private(folder: Path) -> None:
 
 def check_private(path: Path) -> None:
     """Raise `NotPrivate` for a file or a folder that users besides root may write."""
-    found = path.stat()
-    if found.st_uid not in (0, os.geteuid()):
+    if {path.lstat().st_uid, path.stat().st_uid} - {0, os.geteuid()}:  # a link, and its target
         raise NotPrivate(errno.EPERM, "it belongs to another user")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotPrivate(errno.EPERM, "other users may write there")
 
 

@@ -64,16 +64,19 @@ async def test_l8_a_gateway_does_not_start_where_others_may_write_its_secrets(
 
 
 @pytest.mark.parametrize("name", ["", *FILES])
-@pytest.mark.parametrize(("owner", "refused"), [("other", True), ("root", False), ("own", False)])
+@pytest.mark.parametrize(
+    ("owner", "refused"), [("other", True), ("other's link", True), ("root", False), ("own", False)]
+)
 def test_l8_a_gateway_takes_nothing_of_another_user(
     folder: Path, name: str, owner: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stat, user_id, path = os.stat, 4321, str(folder / name)
-    owners = {"other": 1234, "root": 0, "own": user_id}
+    others = {"other": 1234, "root": 0, "own": user_id}
 
-    def owned(of: Any, **options: Any) -> os.stat_result:
-        mode, *found = stat(of, **options)
-        found[3] = owners[owner] if str(of) == path else user_id
+    def owned(of: Any, *, follow_symlinks: bool = True, **options: Any) -> os.stat_result:
+        mode, *found = stat(of, follow_symlinks=follow_symlinks, **options)
+        other = 1234 if owner == "other's link" and not follow_symlinks else user_id
+        found[3] = others.get(owner, other) if str(of) == path else user_id
         return os.stat_result((mode, *found))
 
     monkeypatch.setattr(os, "geteuid", lambda: user_id)
