@@ -51,7 +51,9 @@ class Inspected(NamedTuple):
     profile: RequestProfile
     """Its `model` is the resolved name."""
     body: Mapping[str, Any]
-    """The body for a worker: normalised messages, effective sampling, no nulls."""
+    """The body for a worker: normalised messages, effective sampling, no nulls, no `cache_salt`."""
+    cache_salt: str = ""
+    """What isolates the request from others of its client; empty if nothing does."""
 
 
 class Caller(NamedTuple):
@@ -125,6 +127,8 @@ class Outcome(StrEnum):
     CLIENT_LEFT = "client_left"
 
 
+NO_CALLER = Caller()
+"""Of a request that needs no key, and belongs to no isolation scope."""
 UNUSED = Usage()
 """The usage of a request without a report from a worker."""
 NOTHING = Spent()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Annotated, Literal
 
@@ -29,13 +30,17 @@ class PrefixPolicy(Section):
     max_workers: int = Field(default=3, ge=0, le=64)
     """The number of workers that are remembered per prompt; 0 turns prefix affinity off."""
 
-    def scope(self, key: str, team: str) -> str:
-        """Return the isolation scope of a client; requests of different scopes share no prompt."""
+    def scope(self, key: str, team: str, salt: str = "") -> str:
+        """Return the isolation scope of a client; requests of different scopes share no prompt.
+
+        `salt` is the field `cache_salt` of the request, which isolates it within that scope.
+        """
+        scope = f"key:{key}" if key else ""
         if self.isolation == "none":
-            return ""
-        if self.isolation == "team" and team:
-            return f"team:{team}"
-        return f"key:{key}" if key else ""
+            scope = ""
+        elif self.isolation == "team" and team:
+            scope = f"team:{team}"
+        return json.dumps([scope, salt]) if salt else scope
 
 
 Weight = Annotated[float, Field(gt=0, le=1000)]

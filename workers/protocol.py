@@ -48,6 +48,7 @@ TOKENIZE_PATH = "/tokenize"
 """The route of a worker, named as vLLM's, that counts the tokens of a chat's prompt."""
 SCOPE_HEADER = "x-paceline-prefix-scope"
 """Of a request: requests with the same value may share what a worker has read."""
+_SALT_MARK = "."
 SOURCES_HEADER = "x-paceline-prefix-sources"
 """Of a request: a list of `NodeSource` in JSON, the best first."""
 MAX_SOURCES = 3
@@ -99,6 +100,19 @@ def speaks(protocol: int) -> bool:
     So a fleet is upgraded machine by machine, in any order.
     """
     return abs(protocol - PROTOCOL) <= 1
+
+
+def salted_scope(scope: str, digest: str) -> str:
+    """Return the name of the part of an isolation scope that a `cache_salt` of this digest names.
+
+    A worker that deletes a scope deletes its parts too, of which no gateway has a list.
+    """
+    return f"{scope}{_SALT_MARK}{digest}"
+
+
+def whole_scope(name: str) -> str:
+    """Return the isolation scope of a name, which may be that of a part."""
+    return name.partition(_SALT_MARK)[0]
 
 
 class Record(BaseModel):

@@ -94,7 +94,7 @@ async def explain(
     async with gateway.inspection_thread.turn(caller.client, raw) as turn:
         body = await turn.run(parse, raw)
         wire_format = await turn.run(_wire_format, gateway, request, body, policy, fleet)
-        inspected = await inspect(gateway, wire_format, body, policy, turn)
+        inspected = await inspect(gateway, wire_format, body, policy, turn, caller=caller)
         api_key.check_model(inspected)
         routed = await turn.run(routing_request, gateway, request.scope, policy, caller, inspected)
     # The random numbers that the next request will draw.

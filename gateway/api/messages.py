@@ -48,11 +48,11 @@ async def count(
     counter: CurrentCounter,
 ) -> TokenCount:
     """Count the tokens of a message's prompt; a header says if the number is an estimate."""
-    policy, client = gateway.policy_store.current, api_key.caller.client
+    policy, caller = gateway.policy_store.current, api_key.caller
     messages_format = MessagesFormat(gateway.sealer)
-    async with gateway.inspection_thread.turn(client, raw) as turn:
+    async with gateway.inspection_thread.turn(caller.client, raw) as turn:
         body = await turn.run(parse, raw)
-        inspected = await inspect(gateway, messages_format, body, policy, turn)
+        inspected = await inspect(gateway, messages_format, body, policy, turn, caller=caller)
     api_key.check_model(inspected)
     try:
         count = await counter.count(inspected)

@@ -140,12 +140,12 @@ async def count_tokens(
 ) -> InputTokens:
     """Count the tokens of a request's prompt; a header says if the number is an estimate."""
     exchange = service.exchange()
-    policy, client = gateway.policy_store.current, api_key.caller.client
-    async with gateway.inspection_thread.turn(client, raw) as turn:
+    policy, caller = gateway.policy_store.current, api_key.caller
+    async with gateway.inspection_thread.turn(caller.client, raw) as turn:
         body = {"model": ANY_MODEL, "input": []} | await turn.run(parse, raw)
         body.pop("personality", None)
-        await exchange.open(body, api_key.caller.key, hold, len(raw))
-        inspected = await inspect(gateway, exchange.format, body, policy, turn)
+        await exchange.open(body, caller.key, hold, len(raw))
+        inspected = await inspect(gateway, exchange.format, body, policy, turn, caller=caller)
     api_key.check_model(inspected)
     try:
         count = await counter.count(inspected)

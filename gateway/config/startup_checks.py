@@ -6,7 +6,7 @@ import ipaddress
 import itertools
 import secrets
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import SecretStr
 
@@ -15,6 +15,7 @@ from gateway.errors import StartupError
 from gateway.storage.records import exclusive_writer, replace_file
 from gateway.types import fits_header
 from workers.addresses import base_url, is_loopback
+from workers.config_file import NotPrivate, check_private, make_private
 
 StoredSecret = Literal["join_token", "admin_key"]
 """A setting that is created and stored in the state folder if it is not given."""
@@ -52,8 +53,26 @@ def check_secrets(settings: Settings) -> None:
             )
 
 
+def check_state(settings: Settings) -> None:
+    """Create the state folder; raise `StartupError` if others may write it or a file of it."""
+    path = folder = settings.state_dir.expanduser()
+    try:
+        make_private(folder)
+        stored = [secret_file(settings, name) for name in get_args(StoredSecret)]
+        for path in filter(Path.exists, (*stored, *folder.glob("*.json"))):
+            check_private(path)
+    except NotPrivate as error:
+        raise StartupError(
+            f"The gateway takes no secrets from {path}: {error.strerror}. Delete what is not yours "
+            f"there and run `chmod go-w {path}`, or set PACELINE_STATE_DIR to another folder."
+        ) from None
+    except OSError:
+        return  # who reads or writes there tells what is wrong
+
+
 def ensure_secrets(settings: Settings) -> Settings:
     """Return settings with a join token and an admin key: given, else stored, else new ones."""
+    check_state(settings)
     if settings.redis_url is not None and settings.admin_key is None:
         raise StartupError(
             "Gateways that share PACELINE_REDIS_URL need a common admin key: set "

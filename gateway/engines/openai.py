@@ -68,7 +68,7 @@ class OpenAIEngine(Engine):
     ) -> None:
         super().__init__(token)
         self._names = dict(names or {})
-        self._scope = ""
+        self._scope: str | None = None
         if cache_salt:
             self.isolation = Isolation.CACHE_SALT
         self.update(EngineState(tuple(map(EngineModel, self._names.values()))))
@@ -173,8 +173,8 @@ class OpenAIEngine(Engine):
 
     def serves_another_scope(self, salt: str) -> bool:
         """Return whether the engine has served prompts of another isolation scope than this."""
-        if not self._scope:
+        if self._scope is None:
             self._scope = salt
-        elif salt and self._scope != salt:
+        elif self._scope != salt:
             self._scope = "*"  # equal to no salt: two scopes from here on
-        return bool(salt) and self._scope == "*"
+        return self._scope == "*"

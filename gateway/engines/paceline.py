@@ -24,6 +24,7 @@ from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
 from gateway.strict_json import encode_body
+from policies.request.fields import CACHE_SALT
 from workers.protocol import (
     KEYS_HEADER,
     NO_PREFIX,
@@ -103,6 +104,7 @@ class PacelineGateway(_Paceline, OpenAIEngine):
     lacks = frozenset()
     default_pools = ("text-mtp", "vlm")
     default_slots = 16
+    isolation = Isolation.CACHE_SALT
 
     @classmethod
     def is_sign(cls, answer: HttpAnswer) -> bool:
@@ -119,10 +121,11 @@ class PacelineGateway(_Paceline, OpenAIEngine):
             raise EngineUnusable("The gateway at this URL serves no model now.")
         return state
 
-    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:
         """Return the whole body with the draft counts requested, which this gateway counts."""
         model = self.names.get(fields["model"], fields["model"])
-        return encode_body({"metrics": "summary", **fields, "model": model}, len(body))
+        isolated = {CACHE_SALT: salt} if salt else {}
+        return encode_body({"metrics": "summary", **fields, **isolated, "model": model}, len(body))
 
 
 def _keys_text(prefix: PrefixKeys) -> str:

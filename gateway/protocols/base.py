@@ -15,7 +15,7 @@ from gateway.errors import GatewayError
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.types import Header, Headers, Inspected, LimitState
+from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 
@@ -129,6 +129,7 @@ class WireFormat(Protocol):
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
+        caller: Caller = NO_CALLER,
     ) -> Inspected:
         """Return the profile of a body and the body for workers; raise a `RequestRefused`."""
 

@@ -17,7 +17,7 @@ from gateway.protocols.openai import RERANK
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
-from gateway.types import Header, Headers, Inspected, LimitState
+from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 
@@ -64,6 +64,7 @@ class CohereRerankFormat:
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,  # noqa: ARG002
+        caller: Caller = NO_CALLER,  # noqa: ARG002
     ) -> Inspected:
         """Translate a body, and inspect that; raise a `RequestRefused`."""
         for name in body:

@@ -22,12 +22,12 @@ from gateway.routing.features import MEDIA
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import ITEMS_LIMIT, encode_json
-from gateway.types import Header, Headers, Inspected, LimitState
+from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
 from policies.request.compatibility import NEUTRAL
 from policies.request.constraint import TOOL_GRAMMARS
-from policies.request.fields import FieldError
+from policies.request.fields import CACHE_SALT, FieldError
 from policies.request.parser import read_profile
 from policies.request.profile import GENERATING, Endpoint, RequestProfile
 from policies.sections import apply_limits
@@ -66,6 +66,7 @@ class OpenAIFormat:
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
+        caller: Caller = NO_CALLER,  # noqa: ARG002
     ) -> Inspected:
         """Return the profile of a body and the body for workers; raise a `RequestRefused`."""
         messages = body.get("messages")
@@ -117,7 +118,8 @@ class OpenAIFormat:
             raise errors.ModelUnsuited(asked_model, self.endpoint, others)
         in_place = profile.model in served - fleet.untold
         sent = _for_worker(body, profile, in_place=in_place)
-        return Inspected(asked_model=asked_model, profile=profile, body=sent)
+        salt = sent.pop(CACHE_SALT, "")  # engines get the name of the isolation scope
+        return Inspected(asked_model=asked_model, profile=profile, body=sent, cache_salt=salt)
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
         """Return whether the answer has what its endpoint promises."""

@@ -76,7 +76,7 @@ class RequestContext(RequestRecord):
     fingerprint: str = ""
     """Of the model that writes the stream."""
     unheld: tuple[str, ...] = ()
-    """Fields that prescribe calls, and that the worker of the last attempt does not act on."""
+    """Fields that the worker of the last attempt does not act on."""
     worker_failures: int = 0
     """Failures of workers that had begun the request, without those that an admin ordered."""
     seed: int | None = None

@@ -18,7 +18,7 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.assembly import Gateway
-from gateway.engines import Engine
+from gateway.engines import Engine, Isolation
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.health import CHECK_REFUSALS
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
@@ -34,6 +34,7 @@ from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
 from gateway.routing.prefix_keys import NO_KEYS
 from gateway.types import UNUSED, Headers
+from policies.request.fields import CACHE_SALT
 from policies.request.profile import GENERATING
 from workers.protocol import (
     ANSWER_FIELD,
@@ -240,6 +241,7 @@ class Forwarder:
     async def _acquire(self, context: RequestContext, tried: frozenset[str]) -> Lease:
         """Acquire a slot, and record where and after how long."""
         request = context.routing_request
+        assert context.inspected is not None
         assert request is not None, "the request has not been inspected"
         while True:
             lease = await self._scheduler.acquire(
@@ -260,6 +262,8 @@ class Forwarder:
         profile = context.profile
         held = lease.state.report.constrains_calls and not profile.structured_output
         context.unheld = () if held else profile.call_fields
+        if context.inspected.cache_salt and backend.isolation is Isolation.NONE:
+            context.unheld += (CACHE_SALT,)
         if request.prefix.ends:
             context.expected_reuse = self._prefix_index.record_dispatch(
                 request.prefix, lease.boot, context.policy.prefix
@@ -331,9 +335,7 @@ class Forwarder:
         """Return the body for one worker."""
         assert context.inspected is not None
         backend, fields = lease.state.backend, context.inspected.body
-        salt = ""
-        if not backend.sends_reports:
-            salt = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix)
+        salt = "" if backend.sends_reports else self._scope_of(context)
         body = await self._thread.run(len(body), backend.body, body, fields, salt)
         profile, more = context.profile, []
         if not backend.continues_streams or profile.endpoint not in GENERATING:
@@ -350,6 +352,12 @@ class Forwarder:
             lines = to_json(context.progress.encode())
             more.append(b'"%b":%b' % (ANSWER_FIELD.encode(), lines))
         return b"%b,%b}" % (body[:-1], b",".join(more)) if more else body
+
+    def _scope_of(self, context: RequestContext) -> str:
+        """Return the name of the isolation scope of a request; empty if all clients share it."""
+        assert context.inspected is not None
+        salt = context.inspected.cache_salt
+        return self._prefix_hasher.cache_salt(context.caller, context.policy.prefix, salt)
 
     def _prepare_progress(self, lease: Lease, body: bytes, context: RequestContext) -> None:
         """Let a worker tell the tokens of a stream, if another one could go on with it."""
@@ -426,7 +434,7 @@ class Forwarder:
         asked_model = context.inspected.asked_model
         url = lease.state.report.url + WORKER_PATHS[context.profile.endpoint]
         send = self.connections.send
-        scope = self._prefix_hasher.cache_salt(context.caller, context.policy.prefix) or "all"
+        scope = self._scope_of(context) or "all"
         lane, keys = candidate.lane, context.prefix_keys
         sources = context.prefix_sources
         if context.progress is not None:

@@ -69,6 +69,8 @@ async def inspect(
     body: Mapping[str, Any],
     policy: PolicyDocument,
     turn: Turn,
+    *,
+    caller: Caller,
 ) -> Inspected:
     """Read the documents of a parsed body, and inspect it; raise a `RequestRefused`."""
     policy_and_fleet = policy, gateway.fleet.view()
@@ -78,13 +80,13 @@ async def inspect(
         pictures = "image" in reading_of(model, *policy_and_fleet).media
         documents = await gateway.documents.read(turn.client, pdfs, pictures=pictures)
     try:
-        return await turn.run(wire_format.inspect, body, *policy_and_fleet, documents)
+        return await turn.run(wire_format.inspect, body, *policy_and_fleet, documents, caller)
     except errors.FieldInvalid:
         if not any(document.pages for document in documents.values()):
             raise
         # The pages may be too many beside the pictures of the request itself.
         texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
-        return await turn.run(wire_format.inspect, body, *policy_and_fleet, texts)
+        return await turn.run(wire_format.inspect, body, *policy_and_fleet, texts, caller)
 
 
 class ProxyHandler:
@@ -227,7 +229,9 @@ class ProxyHandler:
         if context.exchange is not None:
             hold = functools.partial(self._hold, context)
             await context.exchange.open(body, api_key.caller.key, hold, len(raw))
-        inspected = await inspect(gateway, context.wire_format, body, policy, turn)
+        inspected = await inspect(
+            gateway, context.wire_format, body, policy, turn, caller=context.caller
+        )
         context.inspected = inspected
         api_key.check_model(inspected)
         context.routing_request = request = await turn.run(

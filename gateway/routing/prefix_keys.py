@@ -17,6 +17,7 @@ from gateway.strict_json import encode_body, encode_pieces
 from gateway.types import Caller, Inspected
 from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS
 from policies.sections import PrefixPolicy
+from workers.protocol import salted_scope
 
 KEY_BYTES = 8
 """A collision costs time and no answer, because workers compare tokens."""
@@ -89,7 +90,7 @@ class PrefixHasher:
             return NO_KEYS
         if profile.text_chars < _MIN_TEXT_CHARS and not profile.media:
             return NO_KEYS
-        scope = rules.scope(caller.key, caller.team)
+        scope = rules.scope(caller.key, caller.team, inspected.cache_salt)
         messages = body.get("messages")
         if messages:
             return self._chat_keys(scope, profile.model, body, messages)
@@ -98,9 +99,17 @@ class PrefixHasher:
             return self._text_keys(scope, profile.model, prompt)
         return NO_KEYS
 
-    def cache_salt(self, caller: Caller, rules: PrefixPolicy) -> str:
-        """Return the salt of a client's isolation scope; empty if all clients share prompts."""
-        scope = rules.scope(caller.key, caller.team)
+    def cache_salt(self, caller: Caller, rules: PrefixPolicy, salt: str = "") -> str:
+        """Return the name of a client's isolation scope; empty if all clients share prompts.
+
+        `salt` is the field of the request, which names a part of that scope.
+        """
+        name = self._scope_digest(rules.scope(caller.key, caller.team))
+        if not salt:
+            return name
+        return salted_scope(name, self._scope_digest(rules.scope(caller.key, caller.team, salt)))
+
+    def _scope_digest(self, scope: str) -> str:
         if not scope:
             return ""
         digest = self._salt.copy()

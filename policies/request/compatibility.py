@@ -17,7 +17,7 @@ IGNORED = frozenset(
     "prompt_cache_options prediction verbosity "
     # of vLLM: names, order and ways of the work, parameters of beam search, and parts of answers
     # that other endpoints of it have
-    "request_id session_id priority cache_salt guided_decoding_backend length_penalty "
+    "request_id session_id priority guided_decoding_backend length_penalty "
     "early_stopping spaces_between_special_tokens stream_interval return_token_offsets "
     "return_mm_kwargs routed_experts_prompt_start".split()
 )

@@ -8,6 +8,11 @@ from typing import Any, TypeVar
 Default = TypeVar("Default", float, None)
 
 
+CACHE_SALT = "cache_salt"
+"""The field of vLLM that isolates requests: only those with the same value share cached prompts."""
+CACHE_SALT_CHARS = 256
+
+
 class FieldError(ValueError):
     """A field of the body is missing, of the wrong type, out of bounds or not supported."""
 
@@ -87,3 +92,15 @@ class Fields:
     def get(self, name: str) -> Any:
         """Return a value of any type, or None if the field is absent."""
         return self._body.get(name)
+
+
+def read_cache_salt(body: Mapping[str, Any]) -> str:
+    """Return what isolates a request from others of its client; empty if nothing does."""
+    salt = body.get(CACHE_SALT)
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 1 <= len(salt) <= CACHE_SALT_CHARS:
+        raise FieldError(
+            CACHE_SALT, f"'{CACHE_SALT}' must be a string of 1 to {CACHE_SALT_CHARS} characters."
+        )
+    return salt

@@ -22,7 +22,7 @@ from policies.request.constraint import (
     read_constraint,
 )
 from policies.request.content import PROMPTS_LIMIT, TOOL_NAME, read_content
-from policies.request.fields import FieldError, Fields
+from policies.request.fields import FieldError, Fields, read_cache_salt
 from policies.request.pooling import (
     EMBEDDINGS_FIELDS,
     RERANK_FIELDS,
@@ -62,7 +62,7 @@ _CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
     "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
     "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
     "ignore_eos min_tokens stop_token_ids truncate_prompt_tokens "
-    "draft_tokens exact specprefill specprefill_keep_pct metrics token_sources".split()
+    "draft_tokens exact specprefill specprefill_keep_pct metrics token_sources cache_salt".split()
 )
 HONOURED_FIELDS = {
     Endpoint.CHAT: _CONTROL_FIELDS.union(
@@ -91,6 +91,7 @@ def read_profile(
     `request_schema` passes a class that records them.
     """
     ignored = read_ignored(body, endpoint, HONOURED_FIELDS[endpoint], _ALL_FIELDS)
+    read_cache_salt(body)
     if endpoint is Endpoint.EMBEDDINGS:
         return embeddings_profile(read_embeddings(body, access), ignored)
     if endpoint is Endpoint.RERANK:

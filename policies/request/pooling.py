@@ -18,9 +18,9 @@ INPUTS_LIMIT = 2048
 TEXT_LIMIT_CHARS = 8 * 1024 * 1024
 """Of all texts of one request together, a query with each of its documents; a token counts as 4."""
 DIMENSIONS_LIMIT = 65_536
-EMBEDDINGS_FIELDS = frozenset("model input encoding_format dimensions truncate".split())
+EMBEDDINGS_FIELDS = frozenset("model input encoding_format dimensions truncate cache_salt".split())
 RERANK_FIELDS = frozenset(
-    "model query documents top_n return_documents truncate max_tokens_per_doc".split()
+    "model query documents top_n return_documents truncate max_tokens_per_doc cache_salt".split()
 )
 ENCODINGS = ("float", "base64")
 _CHARS_A_TOKEN = 4

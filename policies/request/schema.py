@@ -11,7 +11,7 @@ from typing import Any
 
 from policies.request.compatibility import IGNORED, neutral_values
 from policies.request.content import PROMPTS_LIMIT, ROLES
-from policies.request.fields import Default, Fields
+from policies.request.fields import CACHE_SALT, CACHE_SALT_CHARS, Default, Fields
 from policies.request.parser import HONOURED_FIELDS, read_profile
 from policies.request.pooling import ENCODINGS, INPUTS_LIMIT
 from policies.request.profile import REASONING_EFFORTS, Endpoint
@@ -96,6 +96,7 @@ _OUTLINES: Mapping[str, Any] = {
     "guided_grammar": {"type": ["string", "null"]},
     "chat_template_kwargs": {"type": ["object", "null"]},
     "reasoning_effort": {"enum": [*REASONING_EFFORTS, None]},
+    CACHE_SALT: {"type": ["string", "null"], "minLength": 1, "maxLength": CACHE_SALT_CHARS},
     "specprefill_keep_pct": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
 }
 

@@ -36,6 +36,7 @@ from workers.engine.grammar_trial import STACK_BYTES, ConstraintRejected, Constr
 from workers.engine.reasoning import ANSWERING, NextToken, ReasoningState
 from workers.engine.tokenizer import token_bytes
 from workers.engine.types import InvalidGeneration
+from workers.protocol import whole_scope
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class GrammarCompiler:
         key = (constraint._replace(value=json.dumps(constraint.value)), call_marks)
         compiled = self._lookup(key)
         if compiled is None:
-            future = self._submit(scope or "", key, constraint)
+            future = self._submit(whole_scope(scope or ""), key, constraint)
             try:
                 async with asyncio.timeout(COMPILE_TIMEOUT_S):
                     compiled = await asyncio.wrap_future(future)

@@ -49,7 +49,7 @@ from workers.engine.mtp_head import (
     load_separate_head,
 )
 from workers.engine.types import ModelUnusable, WeightType
-from workers.protocol import SamplingDefaults
+from workers.protocol import SamplingDefaults, whole_scope
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class PictureFeatures:
 
     def drop(self, scope: str | None) -> None:
         """Drop the features of a scope; None: of all."""
-        for key in [key for key in self._features if scope in (None, key[0])]:
+        for key in [key for key in self._features if scope in (None, whole_scope(key[0]))]:
             self.size_bytes -= self._features.pop(key).nbytes
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from workers.engine.prefix_cache_files import FileName, Prefetched, PrefixCacheFiles
 from workers.engine.prefix_tree import Match, Node, PendingRun, RowState, TokenArray, from_host
+from workers.protocol import whole_scope
 
 logger = logging.getLogger(__name__)
 
@@ -324,9 +325,8 @@ class PrefixCache:
 
     def drop(self, scope: str | None) -> Future[None]:
         """Forget all of a scope in memory, then delete its files; None: of all scopes."""
-        scopes = list(self._roots) if scope is None else [scope]
-        for root in [self._roots.pop(each) for each in scopes if each in self._roots]:
-            for node in root.below():
+        for name in [name for name in self._roots if scope in (None, whole_scope(name))]:
+            for node in self._roots.pop(name).below():
                 self._release(node)
         files = self._files
         return self._writer.submit(lambda: files.drop(scope) if files is not None else None)

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from workers.protocol import PREFIX_FILES_TTL_S
+from workers.protocol import PREFIX_FILES_TTL_S, whole_scope
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class FileName(NamedTuple):
     resumable: bool
     """Whether a row can start at the end of the run."""
     scope: str = ""
-    """Keyed digest of the isolation scope."""
+    """Keyed digest of the whole isolation scope."""
 
     def __str__(self) -> str:
         """Return the name without its suffix."""
@@ -295,7 +295,8 @@ class PrefixCacheFiles:
 
     def _scope_digest(self, scope: str) -> str:
         key = blake2b(self._secret).digest()
-        return blake2b(scope.encode(), key=key, digest_size=8, person=b"scope").hexdigest()
+        whole = whole_scope(scope).encode()  # so that a scope is deleted with all its parts
+        return blake2b(whole, key=key, digest_size=8, person=b"scope").hexdigest()
 
     def _discard(self, path: Path, reason: str) -> None:
         logger.warning("prefix_cache.file_discarded file=%s reason=%s", path.name, reason)

@@ -54,6 +54,7 @@ from workers.engine.sampler import choose
 from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
 from workers.engine.step_graph import StepGraph
 from workers.engine.tokenizer import PromptRenderer
+from workers.protocol import whole_scope
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class LaneScheduler:
         """Store nothing more of the rows of an isolation scope; None: of all rows."""
         rows = [*self._waiting, *chain(*self.rows_by_batch())]
         for row in rows:
-            if scope in (None, row.prompt.scope):
+            if scope in (None, whole_scope(row.prompt.scope or "")):
                 row.prompt = replace(row.prompt, scope=None)
                 row.prefetched, row.cacheable = (), False
                 row.lookup, row.looks_up = None, False  # it may hold other prompts of the scope

@@ -25,6 +25,7 @@ from workers.protocol import (
     PREFIX_CACHE_PATH,
     TOKENIZE_PATH,
     mtp_block,
+    whole_scope,
 )
 from workers.server import pooling, prefix_nodes
 from workers.server.errors import (
@@ -198,7 +199,7 @@ async def delete_prefixes(
     scope: Annotated[list[CachedScope], Query(max_length=MAX_DELETED_SCOPES)] = [],  # noqa: B006
 ) -> None:
     """Delete what the prefix cache has of these isolation scopes; without any, all that it has."""
-    scopes: list[str | None] = [*scope] or [None]
+    scopes: list[str | None] = [*map(whole_scope, scope)] or [None]
     for one in scopes:
         await worker.engine.drop_prefixes(one)
 

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from urllib.parse import unquote
 
 from pydantic_core import from_json
@@ -22,6 +23,7 @@ from policies.request.content import (
     read_prompts,
     source_of,
 )
+from policies.request.fields import read_cache_salt
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.prefix_transfer import PrefixSource
@@ -46,6 +48,7 @@ from workers.protocol import (
     REQUEST_ID,
     SCOPE_HEADER,
     TOKENS_LIMIT_HEADER,
+    salted_scope,
 )
 from workers.server.answer_progress import read_given
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
@@ -118,7 +121,7 @@ async def read_request(
     if constraint is None and tool_format is not None and tool_format.style:
         constraint = strict_tools(body, tool_format.style)
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
-    scope = _prefix_scope(request.headers.get(SCOPE_HEADER))
+    scope = _prefix_scope(request.headers.get(SCOPE_HEADER), read_cache_salt(body))
     scores_prompt = profile.echo and profile.top_logprobs is not None
     if endpoint is Endpoint.CHAT:
         keys = _prefix_keys(request.headers.get(KEYS_HEADER))
@@ -236,10 +239,13 @@ def _shown_model(given: str | None) -> str:
     return name
 
 
-def _prefix_scope(given: str | None) -> str | None:
-    """Return the isolation scope; requests that come from no gateway are of one scope."""
+def _prefix_scope(given: str | None, salt: str) -> str | None:
+    """Return the isolation scope; without a salt, requests that come from no gateway share one."""
     scope = "" if given is None else _check_name(given, SCOPE_HEADER)
-    return None if scope == NO_PREFIX else scope
+    if scope == NO_PREFIX:
+        return None
+    digest = blake2b(salt.encode(), digest_size=16).hexdigest()
+    return salted_scope(scope, digest) if salt else scope
 
 
 def _prefix_keys(given: str | None) -> tuple[str, ...]:

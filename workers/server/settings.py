@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hmac
 import logging
 import os
@@ -20,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from policies.names import Label
 from workers.addresses import WILDCARDS, is_loopback
-from workers.config_file import InvalidSettings
+from workers.config_file import InvalidSettings, check_private, make_private
 from workers.engine.types import LaneName, WeightType
 from workers.group.hosts import Backend, Split
 from workers.protocol import MAX_LABELS
@@ -195,20 +194,21 @@ def prefix_cache_on_disk(settings: WorkerSettings) -> tuple[Path | None, bytes]:
 
 def _prefix_cache_secret(settings: WorkerSettings, folder: Path) -> bytes:
     try:
-        _make_private(folder)
+        make_private(folder)
         if stat.S_IMODE(folder.stat().st_mode) != stat.S_IRWXU:
             folder.chmod(stat.S_IRWXU)
         if settings.token is not None:
             token = settings.token.get_secret_value().encode()
             return hmac.digest(token, b"paceline prefix cache", "sha256")
         folder = settings.state_dir.expanduser()
-        _make_private(folder)
+        make_private(folder)
         path = folder / "prefix-cache-secret"
         if not path.exists():
             draft = folder / f".prefix-cache-secret-{os.getpid()}"
             draft.touch(mode=0o600)
             draft.write_text(secrets.token_hex(32))
             draft.replace(path)
+        check_private(path)
         secret = path.read_bytes()
     except OSError as error:
         raise InvalidSettings(
@@ -217,14 +217,6 @@ def _prefix_cache_secret(settings: WorkerSettings, folder: Path) -> bytes:
     if not secret:
         raise InvalidSettings(f"{path} is empty. Delete the file to create a new one.")
     return secret
-
-
-def _make_private(folder: Path) -> None:
-    """Create a folder that nobody else may write; raise OSError for one that others may."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(errno.EPERM, "other users may write there")
 
 
 def default_worker_id(hostname: str, port: int) -> str:

@@ -37,10 +37,10 @@ from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
-from gateway.types import Header, Headers, Inspected, LimitState
+from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
 from policies.request.compatibility import IGNORED, NEUTRAL
-from policies.request.fields import FieldError
+from policies.request.fields import FieldError, read_cache_salt
 from policies.request.parser import HONOURED_FIELDS
 from policies.request.profile import Endpoint
 
@@ -111,6 +111,8 @@ class MessagesFormat:
 
     def __init__(self, sealer: Sealer) -> None:
         self._sealer = sealer
+        self._scope = ""
+        """The isolation scope of the request, to which its reasoning is bound."""
         self._chat = MessagesChat({})
 
     def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
@@ -123,11 +125,13 @@ class MessagesFormat:
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
+        caller: Caller = NO_CALLER,
     ) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
         if body.get("thread") is not None:
             raise errors.ThreadUnserved
         try:
+            self._scope = policy.prefix.scope(caller.key, caller.team, read_cache_salt(body))
             reading = reading_of(body.get("model"), policy, fleet, documents)
             chat = to_chat(body, self._is_ours, reading)
         except FieldError as error:
@@ -178,10 +182,11 @@ class MessagesFormat:
 
     def _sign(self, reasoning: str) -> str:
         """Return the mark by which reasoning that comes back is known as ours and unchanged."""
-        return self._sealer.seal(b"", _REASONING + reasoning.encode())
+        return self._sealer.seal(b"", _REASONING + reasoning.encode(), self._scope)
 
     def _is_ours(self, reasoning: str, signature: str) -> bool:
-        return self._sealer.unseal(signature, _REASONING + reasoning.encode()) is not None
+        purpose = _REASONING + reasoning.encode()
+        return self._sealer.unseal(signature, purpose, self._scope) is not None
 
     def response_headers(self, request_id: str) -> Headers:
         """Return the request id under Anthropic's name."""

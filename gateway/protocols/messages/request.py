@@ -11,12 +11,12 @@ from gateway.protocols.history import named, unreadable_pdf, words_for
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
 from gateway.strict_json import ITEMS_LIMIT, encode_json
-from policies.request.fields import FieldError, Fields
+from policies.request.fields import CACHE_SALT, FieldError, Fields
 from policies.request.profile import REASONING_EFFORTS
 
 Json = dict[str, Any]
 
-_SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", CACHE_SALT)
 IGNORED_FIELDS = frozenset(
     "metadata service_tier container inference_geo speed cache_control diagnostics billing_policy "
     "fallbacks fallback_credit_token user_profile_id workspace_id".split()

@@ -35,9 +35,9 @@ from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
-from gateway.types import Header, Headers, Inspected, LimitState
+from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
 from policies.document import PolicyDocument
-from policies.request.fields import FieldError
+from policies.request.fields import FieldError, read_cache_salt
 from policies.request.profile import Endpoint
 
 __all__ = [
@@ -94,6 +94,8 @@ class ResponsesFormat:
         self.history: Sequence[Item] = ()
         """The items of earlier responses, which stand before the input."""
         self._sealer = sealer
+        self._scope = ""
+        """The isolation scope of the request, to which its reasoning is bound."""
         self._now_s = now_s
         self._chat: Chat | None = None
 
@@ -124,6 +126,7 @@ class ResponsesFormat:
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
+        caller: Caller = NO_CALLER,
     ) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
         request = self.request or self.read(body)
@@ -131,6 +134,8 @@ class ResponsesFormat:
             at, _, kind = request.tools.left_out[0].partition(":")
             raise errors.ToolUnserved(kind, param=f"{at}.type")
         try:
+            salt = read_cache_salt(request.body)
+            self._scope = policy.prefix.scope(caller.key, caller.team, salt)
             reading = reading_of(request.body.get("model"), policy, fleet, documents)
             request = request.after(self.history)
             chat = to_chat(request, self._unseal, self.history, reading)
@@ -220,8 +225,8 @@ class ResponsesFormat:
         return error if self._chat is None else renamed(error, self._chat.param)
 
     def _seal(self, reasoning: str) -> str:
-        return self._sealer.seal(reasoning.encode(), _REASONING)
+        return self._sealer.seal(reasoning.encode(), _REASONING, self._scope)
 
     def _unseal(self, sealed: str) -> str | None:
-        text = self._sealer.unseal(sealed, _REASONING)
+        text = self._sealer.unseal(sealed, _REASONING, self._scope)
         return None if text is None else text.decode()

@@ -31,13 +31,13 @@ from gateway.protocols.responses.tools import (
 )
 from gateway.strict_json import ITEMS_LIMIT, encode_json
 from policies.request.constraint import TOOL_GRAMMARS
-from policies.request.fields import FieldError, Fields
+from policies.request.fields import CACHE_SALT, FieldError, Fields
 from policies.request.profile import REASONING_EFFORTS
 
 Json = dict[str, Any]
 Item = Mapping[str, Any]
 
-_SAME_FIELDS = ("model", "temperature", "top_p", "stream")
+_SAME_FIELDS = ("model", "temperature", "top_p", "stream", CACHE_SALT)
 _IGNORED_FIELDS = frozenset(
     "user safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
     "service_tier client_metadata stream_options context_management image access_programs "
