@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from policies.request.profile import Endpoint
 from workers.engine import types
-from workers.lifecycle import first_of
 from workers.protocol import RUNNING_USAGE_TOKENS
 from workers.server.answer_progress import AnswerProgress
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
 from workers.server.openai_format import ChatChoice, CompletionChoice, render_metrics, render_usage
 from workers.server.ports import Json, ServingEngine
-from workers.server.request import CompletionRequest
+from workers.server.request import CompletionRequest, while_connected
 from workers.server.runtime import Worker
 from workers.server.tool_calls import ToolCallSplitter
 
@@ -41,8 +39,6 @@ _DONE = b"data: [DONE]\n\n"
 _WAITING = b": waiting\n\n"
 _KEEPALIVE = b": keepalive\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-Result = TypeVar("Result")
 
 
 class CompletionResponse(Response):
@@ -325,27 +321,6 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
         token_sources=token_sources,
         include_reasoning=request.profile.include_reasoning,
     )
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await the work; cancel it and raise `ClientLeft` if the client disconnects first.
-
-    The body must have been read: the next message from `receive` is then the disconnect.
-    """
-    working = asyncio.create_task(work)
-    try:
-        await first_of(working, _disconnected(receive))
-        if not working.done():
-            raise ClientLeft
-        return working.result()
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def events_of(
