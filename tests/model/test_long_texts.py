@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -151,7 +151,7 @@ def test_c21_a_long_text_whose_client_has_left_is_not_tokenized(
     """It waits for another one; a short one waits for none."""
     text = LONG[:300_000]
     body = {"model": real_worker.model, **chat(text)}
-    with raw_client(real_worker) as client:
+    with raw_client(cast("Any", real_worker)) as client:
         client.send(request_bytes(json.dumps(body).encode(), path=path))
         wait_until(lambda: len(long_thread.submitted) == 2)
         short = {"model": real_worker.model, **chat("Hello")}

@@ -116,7 +116,7 @@ def test_f22_the_last_worker_is_never_ejected_and_no_worker_returns_503_at_once(
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = second_worker.script = BROKEN
-    codes = {gateway_with_worker.chat().json()["error"]["code"] for _ in range(20)}
+    codes = {gateway_with_worker.chat(seed=n).json()["error"]["code"] for n in range(20)}
     assert codes == {"worker_failed"}
     states = sorted(
         worker_status(gateway_with_worker, name)["state"] for name in ("fake-a", "fake-b")
