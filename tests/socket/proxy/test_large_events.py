@@ -51,13 +51,12 @@ def test_c23_an_end_that_the_request_has_caused_ejects_nobody_and_costs_the_rese
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = second_worker.script = Script(events=events)
     key = gateway_with_worker.create_key(tokens_a_day=100_000)
-    headers = bearer_headers(key)
+    gateway_with_worker.use_key(key["secret"])
     for number in range(12):
         body = {"model": "demo", "messages": [{"role": "user", "content": f"{number}"}]}
         response = gateway_with_worker.client.post(
             "/v1/chat/completions",
             json={**body, "stream": True, "max_tokens": 100},
-            headers=headers,
         )
         assert stream_error_code(response.content) == code
     assert state(gateway_with_worker) == "ready"
