@@ -242,6 +242,6 @@ def test_an_oversized_response_becomes_a_502(
     body = b'{"choices": [{"message": {"content": "one"}}]}'
     worker.script.body = body + b" " * 64 * 1024
     response = gateway_with_worker.chat()
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "response_too_large")
     worker.script.body = body
     assert gateway_with_worker.chat().status_code == 200
