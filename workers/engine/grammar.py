@@ -41,7 +41,7 @@ CACHED_GRAMMARS = 32
 COMPILE_TIMEOUT_S = 60.0
 _COMPUTED_FORCED_TOKENS = 16
 """More than any draft has."""
-_FREE_S, _SHARE_S = 0.25, 0.01
+_FREE_S, _SHARE_S = 0.1, 0.005
 """CPU time that the masks of an answer may take, at once and for each of them. With 150,000 tokens,
 a mask of usual schemas takes 0.02 to 1 ms, of a grammar of single letters 2 ms, and 5 ms at most.
 """
