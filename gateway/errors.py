@@ -444,6 +444,8 @@ class LimitReached(RequestRefused, status=429, kind="rate_limit_error"):
 
 CONTEXT_OVERFLOW = "context_length_exceeded"
 """The code of a prompt that exceeds the context, by OpenAI's name."""
+CONSTRAINT_TOO_COSTLY = "constraint_too_costly"
+"""The code of an answer that a worker has begun, and ends for a fault of the request."""
 
 
 class RefusedByWorker(RequestRefused):
@@ -463,6 +465,10 @@ class RefusedByWorker(RequestRefused):
         """Return the code of the worker, whose message may repeat parts of the request."""
         code = self.code if _PLAIN_CODE.fullmatch(self.code or "") else ""
         return f"The worker rejects the request{code and f' ({code})'}."
+
+
+class RefusedInAnswer(RefusedByWorker):
+    """The worker ends an answer that it has begun, for a fault of the request: it has a cost."""
 
 
 class Unavailable(GatewayError, status=503, kind="overloaded_error"):
@@ -557,7 +563,13 @@ class RequestTooLong(GatewayError, status=504, kind="timeout_error", code="reque
     message = "The response was not complete within the request timeout."
 
 
-class ResponseTooLarge(GatewayError, status=502, code="response_too_large"):
+class AnswerTooLarge(GatewayError, status=502, code="response_too_large"):
+    """An answer, or an event of it, is larger than the gateway keeps; no worker is at fault."""
+
+    message = "The response, or one event of it, is too large. Ask for fewer log probabilities."
+
+
+class ResponseTooLarge(AnswerTooLarge):
     """A response in the background is larger than the gateway keeps."""
 
     def __init__(self, limit_bytes: int) -> None:

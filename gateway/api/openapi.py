@@ -119,6 +119,7 @@ _PROXY_ERRORS = (
     *(errors.QueueFull, errors.QueueTimeout, errors.ShuttingDown, errors.Overloaded),
     *(errors.RequestTooLong, errors.WorkerUnreachable, errors.WorkerBusy, errors.WorkerLost),
     *(errors.WorkerFailed, errors.WorkerSilent, errors.WorkerStalled, errors.Interrupted),
+    errors.AnswerTooLarge,
 )
 """Errors of the routes that the proxy serves."""
 _MESSAGES, _RESPONSES, _COHERE_RERANK = "messages", "responses", "cohere_rerank"
@@ -225,7 +226,7 @@ def _remove_validation_error(operation: dict[str, Any]) -> None:
 def _proxy_operation(name: str) -> Mapping[str, Any]:
     """Describe a route of the proxy, which FastAPI does not serve."""
     whole = {"type": "object", "required": [_ANSWER_FIELDS[name]]}
-    own = (errors.PreviousUnknown, errors.RecordsUnwritable, errors.ResponseTooLarge)
+    own = (errors.PreviousUnknown, errors.RecordsUnwritable)
     failed = failures(*_PROXY_ERRORS, *(own if name == _RESPONSES else ()))
     if name in _ERROR_SCHEMAS:
         for answer in failed.values():

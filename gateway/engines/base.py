@@ -128,6 +128,8 @@ class Engine(AnswerReader, ABC):
     """The lanes and the models of the worker share its slots."""
     continues_streams: ClassVar[bool] = False
     """The worker tells the tokens of a stream, and goes on with that of another worker."""
+    tells_fault: ClassVar[bool] = False
+    """The type of an error, also in a stream, tells whether the request is at fault."""
     isolation: Isolation = Isolation.NONE
 
     def __init__(self, token: str = "") -> None:

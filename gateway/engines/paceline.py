@@ -44,6 +44,7 @@ class _Paceline(Engine):
     """A worker or a gateway of Paceline, whose errors a client may read as they are."""
 
     kind = "paceline"
+    tells_fault = True
 
     def refusal(
         self,

@@ -38,6 +38,7 @@ _OVERFLOW_COUNTS = (
 _CONTEXT_COUNT = re.compile(r"(?:context|n_ctx)[^0-9.]{0,40}([0-9]{1,12})\b", re.IGNORECASE)
 _TOKEN_COUNT = re.compile(r"\b([0-9]{1,12})(?= [a-z ]{0,20}tokens?\b)", re.IGNORECASE)
 _UNSUPPORTED = "unsupported_value"
+_OF_THE_CLIENT = "invalid_request_error"
 _ABSENT: tuple[object, ...] = (None, [], {}, "")
 _CONSTRAINTS = (*CONSTRAINT_FIELDS, "tools")
 """Fields that may have a schema or a grammar."""
@@ -128,16 +129,21 @@ def read_refusal(
 
 
 def own_refusal(status: int, body: bytes) -> errors.GatewayError:
-    """Return the error of a worker or gateway of Paceline, whose message a client may read."""
+    """Return the error of a worker or gateway of Paceline, whose message a client may read.
+
+    The status of a stream is that of its head: what went wrong later has a type alone.
+    """
     try:
         error = from_json(body)["error"]
         message, param, code = error["message"], error.get("param"), error.get("code")
+        refused = status in _REFUSALS or (status == 200 and error.get("type") == _OF_THE_CLIENT)
     except (ValueError, TypeError, KeyError, AttributeError):
-        message = param = code = None
-    if status not in _REFUSALS or message is None:
+        refused, message, param, code = False, None, None, None
+    if not refused or message is None:
         return _failed(status, "")
-    return errors.RefusedByWorker(
-        status,
+    begun = status == 200 or code == errors.CONSTRAINT_TOO_COSTLY
+    return (errors.RefusedInAnswer if begun else errors.RefusedByWorker)(
+        400 if status == 200 else status,
         str(message),
         param=param if isinstance(param, str) else None,
         code=code if isinstance(code, str) else None,

@@ -151,7 +151,7 @@ class StreamScanner:
         if self.state.done or self.state.broken:
             self._pending = b""  # bytes after the end are dropped
         elif len(self._pending) > self._limit_bytes:
-            self._break("an event is too long")
+            self._exceed()
             self._pending = b""
         return bytes(passed)
 
@@ -187,7 +187,7 @@ class StreamScanner:
         if event.startswith(MORE_LINE):
             self._group.append(event[len(MORE_LINE) :])
             if sum(map(len, self._group)) > self._limit_bytes:
-                self._break("a group of events is too long")
+                self._exceed()
             return
         if event.startswith(TOKENS_LINE):
             end = event.find(b"\n") + 1
@@ -220,7 +220,7 @@ class StreamScanner:
         elif state.done or state.broken:
             return  # events after the end are dropped
         elif len(event) > self._limit_bytes:
-            self._break("an event is too long")
+            self._exceed()
         elif not (text := _data_of(event)):
             if event.startswith(b":"):
                 passed += self._keep_alive(event)
@@ -281,6 +281,10 @@ class StreamScanner:
         self._passthrough &= not answer.renames
         return b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n" if changed else event
 
+    def _exceed(self) -> None:
+        self.state.too_large = True
+        self._break("an event is too long")
+
     def _break(self, why: str) -> bytes:
         self.state.broken = self.state.broken or why
         return b""
@@ -301,6 +305,8 @@ class StreamState:
     drafts: Drafts | None = None
     broken: str = ""
     """Why nothing more may be passed on; for the log, not for the client."""
+    too_large: bool = False
+    """An event is larger than the gateway keeps, which a legal request may cause."""
     unheld: str = ""
     """The field of the request to which the answer does not hold."""
     error: bytes = b""

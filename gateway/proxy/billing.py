@@ -27,8 +27,8 @@ _TOKENS_A_PICTURE = 512
 _TOKENS_A_MESSAGE = 16
 # These end a request without a fault of the worker: the key owes what it did until then.
 _CANCELLED = (
-    *(ClientDisconnected, errors.KeyEnded, errors.RequestTooLong, errors.ResponseTooLarge),
-    errors.ShuttingDown,
+    *(ClientDisconnected, errors.KeyEnded, errors.RequestTooLong, errors.AnswerTooLarge),
+    *(errors.ShuttingDown, errors.RefusedInAnswer),
 )
 
 
@@ -62,8 +62,9 @@ def cost_of(
     """Return the cost of a request that a worker had begun, by how it ended.
 
     A key pays for the usage that the worker reported, at the end or, in a stream, so far. Without
-    a report, or if the client left reports unread, it pays what was reserved if the response was
-    complete or cancelled; if the worker failed, it pays no tokens.
+    a report, or where reports lag (the client left them unread, an event was too large, several
+    prompts are read at once), it pays what was reserved if the response was complete, cancelled or
+    ended by what the request asks; if the worker failed, it pays no tokens.
     """
     failed = isinstance(failure, Exception) and not isinstance(failure, _CANCELLED)
     no_worker = isinstance(failure, errors.GatewayError) and failure.status == 503
@@ -78,7 +79,8 @@ def cost_of(
         return Spent(1, reserved, reserved)
     # At least the tokens since the last report.
     least = reported + RUNNING_USAGE_TOKENS
-    tokens = max(least, reserved) if read_slowly else least
+    lags = read_slowly or profile.prompts > 1 or isinstance(failure, errors.AnswerTooLarge)
+    tokens = max(least, reserved) if lags else least
     return Spent(1, tokens, tokens - reported)
 
 

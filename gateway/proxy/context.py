@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gateway.auth.api_keys import ANONYMOUS, ApiKey
 from gateway.errors import GatewayError, RequestRefused, Unavailable
+from gateway.http.downstream import ClientDisconnected
 from gateway.proxy.billing import TokenReservation, cost_of
 from gateway.routing.prefix_affinity import NOTHING_EXPECTED, ExpectedReuse
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
@@ -186,7 +187,8 @@ class RequestContext(RequestRecord):
         self.added_s = _since(self.body_read_s + self.waited_s, self.dispatched_at_s)
         self.first_token_s = _since(self.body_read_s, self.first_token_at_s)
         self.token_s = self._token_s(now_s)
-        self.spent = self.cost(self.error)
+        left = ClientDisconnected() if self.outcome is Outcome.CLIENT_LEFT else None
+        self.spent = self.cost(self.error or left)  # what its reservation was settled with
         self.error = None  # its traceback holds this record, and the body of the request
         self.prefix = self.cache_result
 

@@ -27,7 +27,7 @@ from gateway.http.downstream import AnswerWriter
 from gateway.protocols import WORKER_PATHS
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.engine_answer import CallRules, EngineAnswer, FieldUnheld
-from gateway.protocols.event_stream import AnswerProgress, StreamScanner, comment_of
+from gateway.protocols.event_stream import AnswerProgress, StreamScanner, StreamState, comment_of
 from gateway.proxy.context import RequestContext
 from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
@@ -58,6 +58,8 @@ _ATTEMPT_RESULTS = (
     (errors.WorkerError, AttemptResult.FAILED),
     (errors.GatewayError, AttemptResult.ABANDONED),
 )
+# Of one body, each worker's circuit breaker counts one: more may be the fault of the body.
+_FAILURES = (AttemptResult.FAILED, AttemptResult.TIMED_OUT)
 # After these errors no further worker gets the request; the client gets the first cause.
 _ENDS_RETRIES = (
     errors.NoWorker,
@@ -82,8 +84,8 @@ _WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 _AFTER_DONE_S = 1.0
 # Queued requests that workers check at a time.
 _MAX_CHECKS = 8
-# The status for an error in a stream whose own status was 200.
-_REFUSED = 400
+# The status of an error in a stream, as an engine would have it, and that of the stream.
+_REFUSED, _STREAMED = 400, 200
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -220,6 +222,8 @@ class Forwarder:
                 except errors.GatewayError as error:
                     result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
                     retry_after_s = error.retry_after_s or 0.0
+                    if result in _FAILURES and not self._is_news(lease, body):
+                        result = AttemptResult.ABANDONED
                     # The fleet leaves out a busy worker itself, for as long as it is busy.
                     if result is not AttemptResult.BUSY:
                         tried |= {lease.candidate.worker_id}
@@ -324,6 +328,10 @@ class Forwarder:
         if context.relayed:
             return context.progress is not None and context.progress.resumable
         return not self.quarantine.holds(body, self._clock())
+
+    def _is_news(self, lease: Lease, body: bytes) -> bool:
+        """Record that a body failed at a worker; return whether it is the first time."""
+        return self.quarantine.failed(body, "/".join(lease.boot), self._clock())
 
     def _is_ordered(self, error: errors.GatewayError, lease: Lease) -> bool:
         """Return whether the worker has failed because somebody stops it."""
@@ -463,8 +471,9 @@ class Forwarder:
         response.set_read_timeout(self._settings.idle_timeout_s)  # the rest is on its way
         try:
             body = await response.read(_WHOLE_LIMIT_BYTES)
-            whole = len(body) < _WHOLE_LIMIT_BYTES
-            answer = from_json(body, allow_inf_nan=False) if whole else None
+            if len(body) >= _WHOLE_LIMIT_BYTES:
+                raise errors.AnswerTooLarge
+            answer = from_json(body, allow_inf_nan=False)
         except upstream.ReadTimeout as error:
             raise errors.WorkerStalled from error
         except upstream.ConnectionLost as error:
@@ -579,13 +588,26 @@ class Forwarder:
         if last:
             writer.write(last)
         if state.broken:
-            log.warning("stream.broken request=%s why=%s", context.request_id, state.broken)
-            failure = errors.FieldUnheld(state.unheld) if state.unheld else errors.WorkerFailed()
-            if state.error and not state.begun and context.engine:
-                # Some engines begin each stream with 200, and then refuse the request.
-                assert context.inspected is not None
-                failure = backend.refusal(_REFUSED, state.error, context.inspected.body)
+            failure = _why_broken(state, context, backend)
         raise failure
+
+
+def _why_broken(
+    state: StreamState, context: RequestContext, backend: Engine
+) -> errors.GatewayError:
+    """Return the error of a stream of which nothing more may be passed on."""
+    log.warning("stream.broken request=%s why=%s", context.request_id, state.broken)
+    assert context.inspected is not None
+    if state.unheld:
+        return errors.FieldUnheld(state.unheld)
+    if state.too_large:
+        return errors.AnswerTooLarge()
+    if state.error and backend.tells_fault:
+        return backend.refusal(_STREAMED, state.error, context.inspected.body)
+    if state.error and not state.begun:
+        # Some engines begin each stream with 200, and then refuse the request.
+        return backend.refusal(_REFUSED, state.error, context.inspected.body)
+    return errors.WorkerFailed()
 
 
 def _first_cause(

@@ -26,6 +26,8 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._suspects: dict[bytes, _Suspect] = {}
+        self._failed: dict[bytes, _Suspect] = {}
+        """Bodies that failed in any way, by the boots of which circuit breakers counted that."""
 
     def __len__(self) -> int:
         return sum(len(suspect.boots) >= LOSSES for suspect in self._suspects.values())
@@ -45,20 +47,32 @@ class Quarantine:
 
     def lost(self, body: bytes, boot: str, now_s: float) -> None:
         """Record that a boot of a worker was lost while it processed this body."""
-        digest = _digest(body)
-        suspect = self._suspects.pop(digest, None)
-        if suspect is None or now_s >= suspect.until_s:
-            suspect = _Suspect(set(), 0.0)
-        suspect.boots.add(boot)
-        suspect.until_s = now_s + KEPT_S
-        self._suspects[digest] = suspect
-        if len(self._suspects) > _BODIES:
-            del self._suspects[next(iter(self._suspects))]
+        _record(self._suspects, body, boot, now_s)
+
+    def failed(self, body: bytes, boot: str, now_s: float) -> bool:
+        """Record that a body failed at a boot of a worker; return whether it had not before."""
+        return _record(self._failed, body, boot, now_s)
 
     def answered(self, body: bytes) -> None:
         """Clear a body that a worker has answered: it did not cause the crash."""
-        if self._suspects:
-            self._suspects.pop(_digest(body), None)
+        if self._suspects or self._failed:
+            digest = _digest(body)
+            self._suspects.pop(digest, None)
+            self._failed.pop(digest, None)
+
+
+def _record(suspects: dict[bytes, _Suspect], body: bytes, boot: str, now_s: float) -> bool:
+    digest = _digest(body)
+    suspect = suspects.pop(digest, None)
+    if suspect is None or now_s >= suspect.until_s:
+        suspect = _Suspect(set(), 0.0)
+    new = boot not in suspect.boots
+    suspect.boots.add(boot)
+    suspect.until_s = now_s + KEPT_S
+    suspects[digest] = suspect
+    if len(suspects) > _BODIES:
+        del suspects[next(iter(suspects))]
+    return new
 
 
 def _digest(body: bytes) -> bytes:

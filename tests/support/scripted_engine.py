@@ -69,7 +69,7 @@ class StubPrompts:
     ) -> str:
         return f"{messages} {tools} {template_kwargs}"
 
-    def tokenize_completion(self, text: str) -> tuple[int, ...]:
+    def tokenize_completion(self, text: str, limit: int | None = None) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
     def count(self, prompt: Prompt) -> int:

@@ -27,6 +27,7 @@ from workers.engine.draft_length import RUN_LENGTHS
 from workers.engine.grammar import GrammarCompiler
 from workers.engine.head_precision import Restore, quantise_if_faster
 from workers.engine.head_shortlist import use_shortlist_if_faster
+from workers.engine.long_text import in_turn
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.memory_pressure import (
     MemoryMonitor,
@@ -250,9 +251,11 @@ class Engine:
             raise types.MemoryShort(reading.used_bytes, reading.limit_bytes)
 
     async def _prepare(self, generation: types.Generation) -> PreparedPrompt:
-        prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
-        if generation.prompt_limit is not None:
-            prompt = self._cut(prompt, generation.prompt_limit)
+        limit = generation.prompt_limit
+        if limit is not None and limit < 0:  # leave room for one token of the answer
+            limit = min(self.card.context_tokens, self.memory.max_row_tokens()) - 1
+        read = partial(self.prompts.prepare, generation.prompt, limit)
+        prompt = await in_turn(len(generation.prompt.text), read)
         if generation.exact:  # what the prefix cache holds may have been read in other chunks
             prompt = replace(prompt, scope=None)
         return prompt
@@ -376,18 +379,6 @@ class Engine:
                     )
         return min(context, longest) - count
 
-    def _cut(self, prompt: PreparedPrompt, limit: int) -> PreparedPrompt:
-        """Leave out the beginning of a prompt that has more than `limit` tokens.
-
-        -1 leaves room for one token of the answer.
-        """
-        limit = (
-            min(self.card.context_tokens, self.memory.max_row_tokens()) - 1 if limit < 0 else limit
-        )
-        if prompt.media or len(prompt.tokens) <= limit:
-            return prompt
-        return PreparedPrompt(tokens=prompt.tokens[len(prompt.tokens) - limit :])
-
 
 def load_engine(
     settings: types.EngineSettings, progress: types.ProgressSink = lambda *_: None
@@ -403,7 +394,7 @@ def load_engine(
         raise types.ModelUnusable(str(error)) from error
     checkpoint = limit_context(checkpoint, settings.context_tokens)
     sparse_prefill = load_sparse_prefill(settings.spec_prefill, checkpoint)
-    prompts = PromptRenderer(checkpoint.processor)
+    prompts = PromptRenderer(checkpoint.processor, checkpoint.context_tokens)
     grammars = GrammarCompiler(checkpoint.processor, checkpoint.vocabulary, checkpoint.eos)
     target = checkpoint.target
     draft_tokens = _probe(checkpoint, settings.draft_tokens)

@@ -31,7 +31,8 @@ RECORDS, FUNCTION_TAGS = "records", "function_tags"
 """Styles of calls that a grammar can hold to their schemas: JSON with name and arguments, and
 elements `function=NAME` with elements `parameter=KEY` in them."""
 
-LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000, step_max_items=2500)
+"""A mask of a usual grammar needs fewer than 2,000 items; 50,000, the default, take a second."""
 
 # One line, as Python writes JSON: models get lost in white space, and a separator that the grammar
 # forces is a draft that the target accepts. No constraint is left out silently.

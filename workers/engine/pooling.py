@@ -26,6 +26,7 @@ from policies.request.pooling import EmbeddingsRequest, RerankRequest
 from policies.request.profile import Endpoint
 from workers.engine import types
 from workers.engine.device import limit_freed_buffers, limit_memory, memory_limit_bytes
+from workers.engine.long_text import in_turn
 from workers.engine.memory_pressure import (
     MemoryMonitor,
     MemoryReading,
@@ -301,7 +302,8 @@ class PoolingEngine(types.NoPrefixCache):
                 "dimensions", f"A vector of this model has {self._model.dimensions} numbers."
             )
         read = partial(self._model.rows, request.inputs, truncate=request.truncate)
-        return await asyncio.to_thread(self._read_rows, read, "input", token_limit)
+        chars = sum(map(len, request.inputs))
+        return await in_turn(chars, partial(self._read_rows, read, "input", token_limit))
 
     async def _rerank_rows(self, request: RerankRequest, token_limit: int | None) -> list[TokenRow]:
         assert isinstance(self._model, Reranker), "an embedder has no scores"
@@ -312,7 +314,8 @@ class PoolingEngine(types.NoPrefixCache):
             document_tokens=request.document_tokens,
             truncate=request.truncate,
         )
-        return await asyncio.to_thread(self._read_rows, read, "documents", token_limit)
+        chars = len(request.query) * len(request.documents) + sum(map(len, request.documents))
+        return await in_turn(chars, partial(self._read_rows, read, "documents", token_limit))
 
     def _read_rows(
         self, read: Callable[[], list[TokenRow]], param: str, token_limit: int | None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -27,6 +27,7 @@ from tokenizers import Encoding, Tokenizer
 from policies.request.pooling import Input
 from policies.request.profile import Endpoint
 from workers.engine.device import cast_for_device
+from workers.engine.long_text import PIECE_CHARS, chars_beyond
 from workers.engine.model_folder import DECODERS, ENCODERS, check_folder, forbid_code
 
 Floats = NDArray[np.float32]
@@ -90,6 +91,22 @@ class PoolingModel(ABC):
         numbers = self._read(mx.array(tokens), mx.array(mask), mx.array(types))
         return np.array(numbers.astype(mx.float32)).reshape(len(rows), self.dimensions)
 
+    def _encode(self, texts: Sequence[str]) -> Iterator[Encoding]:
+        """Yield the tokens of texts, a few at a time; some beyond the context may be missing."""
+        batch: list[str] = []
+        chars = 0
+        for text in texts:
+            beyond = chars_beyond(text, self.context_tokens, self._count)
+            batch.append(text[: beyond.chars] if beyond else text)
+            chars += len(batch[-1])
+            if chars > PIECE_CHARS:
+                yield from self._tokenizer.encode_batch(batch, add_special_tokens=False)
+                batch, chars = [], 0
+        yield from self._tokenizer.encode_batch(batch, add_special_tokens=False)
+
+    def _count(self, piece: str) -> int:
+        return len(self._tokenizer.encode(piece, add_special_tokens=False))
+
     @abstractmethod
     def _read(self, tokens: mx.array, mask: mx.array, types: mx.array) -> mx.array:
         """Return the numbers of rows of equal length; `mask` is 0 for the padding."""
@@ -109,8 +126,7 @@ class Embedder(PoolingModel):
     def rows(self, inputs: Sequence[Input], *, truncate: bool) -> list[TokenRow]:
         """Return the tokens of texts, cut to the context if `truncate`; given tokens stay."""
         marks = self._tokenizer.num_special_tokens_to_add(is_pair=False)
-        texts = [one for one in inputs if isinstance(one, str)]
-        encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
+        encodings = self._encode([one for one in inputs if isinstance(one, str)])
         rows = []
         for one in inputs:
             if isinstance(one, str):
@@ -157,13 +173,12 @@ class CrossEncoder(Reranker):
         self, query: str, documents: Sequence[str], *, document_tokens: int | None, truncate: bool
     ) -> list[TokenRow]:
         """Return the tokens of pairs; the end of each document is cut as asked."""
-        encode = self._tokenizer.encode_batch
-        first, *others = encode([query, *documents], add_special_tokens=False)
+        (first,) = self._encode([query])
         marks = self._tokenizer.num_special_tokens_to_add(is_pair=True)
         room = max(self.context_tokens - marks - len(first.ids), 0) if truncate else None
         limit = min((one for one in (room, document_tokens) if one is not None), default=None)
         rows = []
-        for document in others:
+        for document in self._encode(documents):
             if limit is not None:
                 document.truncate(limit)
             pair: Encoding = self._tokenizer.post_process(first, document)
@@ -201,7 +216,7 @@ class DecoderReranker(Reranker):
         texts = [head + document for document in documents]
         room = self.context_tokens - len(self._before) - len(self._after)
         rows = []
-        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+        for encoding in self._encode(texts):
             tokens = encoding.ids
             if document_tokens is not None:
                 begin = sum(end <= len(head) for _, end in encoding.offsets)

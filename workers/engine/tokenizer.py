@@ -13,7 +13,7 @@ import logging
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import groupby
@@ -27,12 +27,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from workers.engine.chat_template import ChatTemplate, common_length, split_pieces
 from workers.engine.detokenizer import TextStream
+from workers.engine.long_text import PIECE_CHARS, chars_beyond
 from workers.engine.reasoning import Reasoning, detect_reasoning
 from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
 
 logger = logging.getLogger(__name__)
 MIN_PREFIX_TOKENS = 32
 """Reading fewer tokens again costs less than caching them."""
+_COUNTED_CONTEXTS = 8
+"""A client may count the tokens of a conversation that it must shorten."""
 
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -77,14 +80,7 @@ class PreparedPrompt:
         if not count:
             raise InvalidGeneration("messages", "The prompt is empty.")
         if count >= context_tokens:
-            # In OpenAI's words, by which clients know that they must shorten a conversation.
-            raise InvalidGeneration(
-                "messages",
-                f"This model's maximum context length is {context_tokens} tokens. However, your "
-                f"messages resulted in {count} tokens. Please reduce the length of the messages. "
-                "(context_length_exceeded)",
-                code="context_length_exceeded",
-            )
+            raise _too_long(context_tokens, count)
         if max(self.tokens) >= vocabulary:
             raise InvalidGeneration(
                 "messages", f"Token {max(self.tokens)} of the prompt is not in the vocabulary."
@@ -94,9 +90,10 @@ class PreparedPrompt:
 class PromptRenderer(ChatTemplate):
     """Renderer and tokenizer of prompts for one checkpoint; safe to call from any thread."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, context_tokens: int = 1 << 20) -> None:
         super().__init__(processor)
         self._processor = processor
+        self._context_tokens = context_tokens
         self._reasoning_format = detect_reasoning(self._tokenizer, self._template)
 
     @property
@@ -104,8 +101,23 @@ class PromptRenderer(ChatTemplate):
         """Return whether the checkpoint has a picture processor."""
         return getattr(self._processor, "image_processor", None) is not None
 
-    def prepare(self, prompt: Prompt) -> PreparedPrompt:
-        """Tokenize a rendered prompt and process its pictures."""
+    def prepare(self, prompt: Prompt, limit: int | None = None) -> PreparedPrompt:
+        """Tokenize a rendered prompt and process its pictures.
+
+        `limit` leaves out the beginning of a prompt with more tokens, unless it has pictures. Raise
+        `InvalidGeneration` without it for a text that is far beyond the context.
+        """
+        if limit is None or prompt.pictures:
+            self._check_length(prompt.text, self._context_tokens)
+            return self._prepare(prompt)
+        cut = self._end(prompt.text, limit)
+        if len(cut) < len(prompt.text):
+            prompt = replace(prompt, text=cut, prefix_text="", turn_end=0)
+        prepared = self._prepare(prompt)
+        excess = len(prepared.tokens) - limit
+        return PreparedPrompt(tokens=prepared.tokens[excess:]) if excess > 0 else prepared
+
+    def _prepare(self, prompt: Prompt) -> PreparedPrompt:
         if not prompt.pictures:
             tokens = prompt.tokens or self._tokenize(prompt.text)
             return PreparedPrompt(
@@ -151,14 +163,21 @@ class PromptRenderer(ChatTemplate):
         )
 
     def count(self, prompt: Prompt) -> int:
-        """Return the number of tokens of a prompt, pictures included."""
-        return len(self.prepare(prompt).tokens)
+        """Return the number of tokens of a prompt, pictures included, also beyond the context."""
+        self._check_length(prompt.text, self._context_tokens * _COUNTED_CONTEXTS)
+        return len(self._prepare(prompt).tokens)
 
-    def tokenize_completion(self, text: str) -> tuple[int, ...]:
+    def tokenize_completion(self, text: str, limit: int | None = None) -> tuple[int, ...]:
         """Return the tokens of a text to complete, behind the begin token of the model, if any.
 
-        The templates of chats write that token themselves.
+        The templates of chats write that token themselves. With a `limit`, tokens before the last
+        `limit` ones may be missing; -1 is that of the context. Raise `InvalidGeneration` without
+        it for a text that is far beyond the context.
         """
+        if limit is None:
+            self._check_length(text, self._context_tokens)
+        else:
+            text = self._end(text, self._context_tokens if limit < 0 else limit)
         tokens, begin = self._tokenize(text), self._begin_token
         return tokens if begin is None or tokens[:1] == (begin,) else (begin, *tokens)
 
@@ -174,6 +193,27 @@ class PromptRenderer(ChatTemplate):
         for piece in split_pieces(text):
             tokens += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
         return tuple(tokens)
+
+    def _check_length(self, text: str, limit: int) -> None:
+        """Raise `InvalidGeneration` if a text certainly has more than `limit` tokens."""
+        if beyond := chars_beyond(text, limit, self._count):
+            count = beyond.tokens * len(text) // beyond.chars
+            raise _too_long(self._context_tokens, count)
+
+    def _end(self, text: str, limit: int) -> str:
+        """Return the end of a text with its last `limit` tokens, and some before them.
+
+        It begins before a space, where tokenizers begin a token, unless none is near.
+        """
+        beyond = chars_beyond(text, limit, self._count, from_end=True)
+        if beyond is None:
+            return text
+        begin = len(text) - beyond.chars
+        space = text.rfind(" ", max(begin - PIECE_CHARS, 0), begin)
+        return text[begin if space < 0 else space :]
+
+    def _count(self, piece: str) -> int:
+        return len(self._tokenize(piece))
 
     def _prefix(self, prompt: Prompt, tokens: tuple[int, ...]) -> Prefix | None:
         """Return the shared beginning in tokens, which may end before its text does.
@@ -270,6 +310,17 @@ class PromptRenderer(ChatTemplate):
     def raw(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""
         return token_bytes(self._tokenizer, token)
+
+
+def _too_long(context_tokens: int, count: int) -> InvalidGeneration:
+    # In OpenAI's words, by which clients know that they must shorten a conversation.
+    return InvalidGeneration(
+        "messages",
+        f"This model's maximum context length is {context_tokens} tokens. However, your messages "
+        f"resulted in {count} tokens. Please reduce the length of the messages. "
+        "(context_length_exceeded)",
+        code="context_length_exceeded",
+    )
 
 
 def _picture_digest(pictures: Sequence[Picture]) -> npt.NDArray[np.int64]:

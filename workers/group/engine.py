@@ -12,12 +12,14 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from workers.drain_rate import QueuePlace
 from workers.engine import types
+from workers.engine.long_text import in_turn
 from workers.engine.memory_pressure import MemoryReading
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import ModelFacts, limit_context, read_facts
@@ -146,7 +148,10 @@ class GroupEngine(types.NoPrefixCache):
             ranks = len(settings.hosts.hosts)
             split = choose_split(settings.folder, config, ranks, settings.split)
             engine = cls(
-                settings=settings, facts=facts, split=split, prompts=PromptRenderer(facts.processor)
+                settings=settings,
+                facts=facts,
+                split=split,
+                prompts=PromptRenderer(facts.processor, facts.context_tokens),
             )
         asyncio.run_coroutine_threadsafe(engine._begin(), loop).result()
         return engine
@@ -237,14 +242,11 @@ class GroupEngine(types.NoPrefixCache):
                 self._end(number)
 
     async def _prepare(self, generation: types.Generation) -> PreparedPrompt:
-        prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
         limit = generation.prompt_limit
-        if limit is None:
-            return prompt
-        limit = self.card.context_tokens - 1 if limit < 0 else limit
-        if len(prompt.tokens) <= limit:
-            return prompt
-        return PreparedPrompt(tokens=prompt.tokens[len(prompt.tokens) - limit :])
+        if limit is not None and limit < 0:
+            limit = self.card.context_tokens - 1
+        read = partial(self.prompts.prepare, generation.prompt, limit)
+        return await in_turn(len(generation.prompt.text), read)
 
     def _make_answer(self, generation: types.Generation, prompt: PreparedPrompt) -> _Answer:
         """Return an answer to run; raise `InvalidGeneration` if the ranks can never make it."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policies.request.fields import FieldError
 from policies.request.profile import GENERATING, Endpoint
+from workers.engine.long_text import in_turn
 from workers.engine.types import EngineError, PoolingCard
 from workers.protocol import (
     CHECKS,
@@ -38,7 +39,7 @@ from workers.server.errors import (
 from workers.server.metrics import exposition
 from workers.server.ports import Json
 from workers.server.prefix_nodes import PrefixPeers
-from workers.server.request import read_request, request_id_of
+from workers.server.request import read_request, request_id_of, while_connected
 from workers.server.response import CompletionResponse
 from workers.server.runtime import Worker
 
@@ -122,20 +123,26 @@ async def count_prompt_tokens(request: Request, worker: ServedWorker) -> dict[st
     engine = worker.engine
     completion = await read_request(request, engine, worker.pictures, Endpoint.CHAT, 0)
     prompt = completion.generations[0].prompt
-    tokens = await asyncio.to_thread(engine.prompts.count, prompt)
+    counting = in_turn(len(prompt.text), partial(engine.prompts.count, prompt))
+    tokens = await while_connected(request.receive, counting)
     return {"count": tokens, "max_model_len": engine.card.context_tokens}
 
 
 @_generating.post(f"{CHECKS}/chat/completions")
 async def check_chat_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
     """Check a request for a chat completion."""
-    return await (await _response(request, worker, Endpoint.CHAT)).check()
+    return await _checked(request, worker, Endpoint.CHAT)
 
 
 @_generating.post(f"{CHECKS}/completions")
 async def check_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
     """Check a request for a text completion."""
-    return await (await _response(request, worker, Endpoint.COMPLETIONS)).check()
+    return await _checked(request, worker, Endpoint.COMPLETIONS)
+
+
+async def _checked(request: Request, worker: Worker, endpoint: Endpoint) -> dict[str, int]:
+    response = await _response(request, worker, endpoint)
+    return await while_connected(request.receive, response.check())
 
 
 async def _response(request: Request, worker: Worker, endpoint: Endpoint) -> CompletionResponse:

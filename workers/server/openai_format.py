@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from math import isnan
 from typing import Any
@@ -216,6 +217,58 @@ class CompletionChoice(_Choice):
             "top_logprobs": tops if self._with_top else None,
             "text_offset": [offset_chars for _, offset_chars in tokens],
         }
+
+
+def split_entry(entry: Json, count: int) -> list[Json]:
+    """Return an entry of a chunk as up to `count` entries, which clients add up to the same.
+
+    Text that was held back, and the prompt of `echo`, may have the log probabilities of any number
+    of tokens, each with those of twenty others.
+    """
+    name = "text" if "text" in entry else "delta"
+    logprobs, sources = entry["logprobs"] or {}, entry.get("token_sources", [])
+    listed = [value for value in logprobs.values() if isinstance(value, list)]
+    count = max(1, min(count, max(map(len, [_text_of(entry[name]), sources, *listed]))))
+    parts = []
+    for index in range(count):
+        cut = partial(_cut, index=index, count=count)
+        some = {key: one and cut(one) for key, one in logprobs.items()}
+        part = {**entry, name: _cut_text(entry[name], cut, first=not index)}
+        part["logprobs"] = some if any(map(cut, listed)) else None
+        if "token_sources" in entry:
+            part["token_sources"] = cut(sources)
+        if index < count - 1:
+            part["finish_reason"] = None
+            part.pop("stop_reason", None)
+        parts.append(part)
+    return parts
+
+
+def _text_of(value: Json) -> str:
+    """Return the text of a chunk, or of its delta."""
+    if isinstance(value, str):
+        return value
+    if "tool_calls" in value:
+        return str(value["tool_calls"][0]["function"]["arguments"])
+    return max(value.values(), key=len, default="")
+
+
+def _cut_text(value: Json, cut: Callable[[str], str], *, first: bool) -> Json:
+    """Return one part of the text of a chunk, or of its delta; the first begins a call."""
+    if isinstance(value, str):
+        return cut(value)
+    if "tool_calls" not in value:
+        return {name: cut(text) for name, text in value.items()}
+    (call,) = value["tool_calls"]
+    function = {
+        **(call["function"] if first else {}),
+        "arguments": cut(call["function"]["arguments"]),
+    }
+    return {"tool_calls": [{**(call if first else {"index": call["index"]}), "function": function}]}
+
+
+def _cut(whole: Any, *, index: int, count: int) -> Any:
+    return whole[index * len(whole) // count : (index + 1) * len(whole) // count]
 
 
 def render_usage(by_choice: Mapping[int, Usage], choices: int) -> Json:

@@ -26,8 +26,7 @@ from policies.request.profile import Endpoint
 from workers.protocol import CHECKS
 from workers.server.errors import BadRequest, ClientLeft, ModelUnsuited, UnknownModel
 from workers.server.ports import PoolingEngine
-from workers.server.request import read_body, request_id_of, token_limit
-from workers.server.response import while_connected
+from workers.server.request import read_body, request_id_of, token_limit, while_connected
 from workers.server.runtime import Worker
 
 log = logging.getLogger(__name__)
@@ -65,13 +64,20 @@ async def rank_documents(request: Request, worker: PoolingWorker) -> Response:
 @router.post(f"{CHECKS}/embeddings")
 async def check_embeddings(request: Request, worker: PoolingWorker) -> dict[str, int]:
     """Check a request for vectors."""
-    return {"prompt_tokens": await worker.engine.check(await _read_embeddings(request, worker))}
+    return await _check(request, worker, await _read_embeddings(request, worker))
 
 
 @router.post(f"{CHECKS}/rerank")
 async def check_rerank(request: Request, worker: PoolingWorker) -> dict[str, int]:
     """Check a request for scores."""
-    return {"prompt_tokens": await worker.engine.check(await _read_rerank(request, worker))}
+    return await _check(request, worker, await _read_rerank(request, worker))
+
+
+async def _check(
+    request: Request, worker: Worker[PoolingEngine], asked: EmbeddingsRequest | RerankRequest
+) -> dict[str, int]:
+    tokens = await while_connected(request.receive, worker.engine.check(asked))
+    return {"prompt_tokens": tokens}
 
 
 @router.post("/v1/chat/completions")

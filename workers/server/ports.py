@@ -42,8 +42,11 @@ class Prompts(Protocol):
     ) -> str:
         """Render messages into a prompt; raise `InvalidGeneration` if the template rejects them."""
 
-    def tokenize_completion(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text to complete, as the model expects its beginning."""
+    def tokenize_completion(self, text: str, limit: int | None = None) -> tuple[int, ...]:
+        """Return the tokens of a text to complete, or the last `limit` and some before them.
+
+        Raise `InvalidGeneration` without a limit for a text that is far beyond the context.
+        """
 
     def count(self, prompt: Prompt) -> int:
         """Return the number of tokens of a prompt, pictures included."""

@@ -47,7 +47,7 @@ from workers.server.errors import (
     NotAuthorised,
     PrefixRefused,
 )
-from workers.server.response import while_connected
+from workers.server.request import while_connected
 from workers.server.runtime import Worker
 
 log = logging.getLogger(__name__)

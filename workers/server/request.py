@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from policies.names import MODEL_PATTERN
 from policies.request.constraint import ConstraintKind, read_constraint, strict_tools
@@ -26,6 +28,7 @@ from policies.request.content import (
 from policies.request.fields import read_cache_salt
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
+from workers.engine.long_text import in_turn
 from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.tool_formats import ToolFormat
 from workers.engine.types import (
@@ -36,6 +39,7 @@ from workers.engine.types import (
     Prompt,
     SpecPrefillOptions,
 )
+from workers.lifecycle import first_of
 from workers.protocol import (
     ANSWER_FIELD,
     KEYS_HEADER,
@@ -62,6 +66,8 @@ _PARSE_INLINE_BYTES = 64 * 1024
 """JSON of this size parses in under a millisecond; a larger body is parsed in a thread."""
 # One thread: each thread that parses keeps the memory of its largest body.
 _PARSER = ThreadPoolExecutor(1, "parse")
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +113,31 @@ async def read_request(
 ) -> CompletionRequest:
     """Read and check a request completely, before any of its generations starts.
 
-    Raises `RequestError` or `FieldError`, which name the field.
+    Raises `RequestError` or `FieldError`, which name the field, and `ClientLeft`.
     """
     body = await read_body(request)
+    checked = _check(
+        request,
+        body,
+        engine,
+        pictures=pictures,
+        endpoint=endpoint,
+        created_s=created_s,
+        prefix_sources=prefix_sources,
+    )
+    return await while_connected(request.receive, checked)
+
+
+async def _check(
+    request: Request,
+    body: dict[str, Json],
+    engine: ServingEngine,
+    *,
+    pictures: PictureMemory,
+    endpoint: Endpoint,
+    created_s: int,
+    prefix_sources: tuple[PrefixSource, ...],
+) -> CompletionRequest:
     answer_so_far = body.pop(ANSWER_FIELD, None)
     profile = read_profile(body, endpoint)
     if profile.model != engine.card.model:
@@ -126,8 +154,9 @@ async def read_request(
     if endpoint is Endpoint.CHAT:
         keys = _prefix_keys(request.headers.get(KEYS_HEADER))
         prompts = [await _chat_prompt(body, profile, tools, engine, pictures, keys=keys)]
+        echoes: tuple[str, ...] = ()
     else:
-        prompts = await _completion_prompts(body, engine)
+        prompts, echoes = await _completion_prompts(body, profile, engine)
         scope = None if scores_prompt else scope  # a prompt from the cache has no scores
     prompts = [replace(prompt, scope=scope) for prompt in prompts]
     given = None
@@ -179,7 +208,7 @@ async def read_request(
         tool_format=FORCED_CALLS if forced else tool_format,
         tools=tuple(tools or ()),
         single_tool_call=body.get("parallel_tool_calls") is False,
-        echoes=_read_echoes(body, engine) if profile.echo else (),
+        echoes=echoes,
         detailed_metrics=body.get("metrics") == "detailed",
         reports_progress=reports_progress,
         given=given is not None,
@@ -199,6 +228,27 @@ async def read_body(request: Request) -> dict[str, Json]:
     if len(content) <= _PARSE_INLINE_BYTES:
         return _parse(content)
     return await asyncio.get_running_loop().run_in_executor(_PARSER, _parse, content)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await the work; cancel it and raise `ClientLeft` if the client disconnects first.
+
+    The body must have been read: the next message from `receive` is then the disconnect.
+    """
+    working = asyncio.create_task(work)
+    try:
+        await first_of(working, _disconnected(receive))
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _parse(content: bytearray) -> dict[str, Json]:
@@ -327,7 +377,7 @@ async def _chat_prompt(
             turn_key=keys[0] if len(keys) > 1 else "",
         )
 
-    return await asyncio.to_thread(render)
+    return await in_turn(profile.text_chars, render)
 
 
 def read_messages(
@@ -409,25 +459,25 @@ def _read_tool_call(call: Json, where: str) -> dict[str, Json]:
     }
 
 
-async def _completion_prompts(body: Mapping[str, Json], engine: ServingEngine) -> list[Prompt]:
-    def tokenize() -> list[Prompt]:
-        return [
-            Prompt(
-                tokens=engine.prompts.tokenize_completion(prompt)
-                if isinstance(prompt, str)
-                else tuple(prompt)
-            )
-            for prompt in read_prompts(body)
-        ]
+async def _completion_prompts(
+    body: Mapping[str, Json], profile: RequestProfile, engine: ServingEngine
+) -> tuple[list[Prompt], tuple[str, ...]]:
+    """Return the prompts, and their texts if the answers begin with them."""
 
-    return await asyncio.to_thread(tokenize)
+    def tokenize() -> tuple[list[Prompt], tuple[str, ...]]:
+        prompts, echoes = [], []
+        for prompt in read_prompts(body):
+            if isinstance(prompt, str):
+                tokens = engine.prompts.tokenize_completion(prompt, profile.prompt_limit)
+            else:
+                tokens = tuple(prompt)
+            prompts.append(Prompt(tokens=tokens))
+            if profile.echo:
+                text = prompt if isinstance(prompt, str) else engine.prompts.spell(tokens)
+                echoes.append(text)
+        return prompts, tuple(echoes)
 
-
-def _read_echoes(body: Mapping[str, Json], engine: ServingEngine) -> tuple[str, ...]:
-    return tuple(
-        prompt if isinstance(prompt, str) else engine.prompts.spell(prompt)
-        for prompt in read_prompts(body)
-    )
+    return await in_turn(profile.text_chars, tokenize)
 
 
 def _one_per_prompt(generation: Generation, prompts: Sequence[Prompt]) -> list[Generation]:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from policies.request.profile import Endpoint
 from workers.engine import types
-from workers.lifecycle import first_of
 from workers.protocol import RUNNING_USAGE_TOKENS
 from workers.server.answer_progress import AnswerProgress
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
-from workers.server.openai_format import ChatChoice, CompletionChoice, render_metrics, render_usage
+from workers.server.openai_format import (
+    ChatChoice,
+    CompletionChoice,
+    render_metrics,
+    render_usage,
+    split_entry,
+)
 from workers.server.ports import Json, ServingEngine
-from workers.server.request import CompletionRequest
+from workers.server.request import CompletionRequest, while_connected
 from workers.server.runtime import Worker
 from workers.server.tool_calls import ToolCallSplitter
 
@@ -37,12 +41,14 @@ _STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+EVENT_LIMIT_BYTES = 256 * 1024
+"""Of a chunk: gateways, proxies and clients have bounds of their own."""
+_PART_BYTES = EVENT_LIMIT_BYTES // 2
+_GROUP_LIMIT_BYTES = 512 * 1024
 _DONE = b"data: [DONE]\n\n"
 _WAITING = b": waiting\n\n"
 _KEEPALIVE = b": keepalive\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-Result = TypeVar("Result")
 
 
 class CompletionResponse(Response):
@@ -191,14 +197,18 @@ class CompletionResponse(Response):
         whole, entries = bool(entries), entries or self._writers[0].idle()
         chunks = [self._envelope(_CHUNK, [entry]) | no_usage for entry in entries]
         chunks[-1] |= usage
-        events = [_encode_event(chunk) for chunk in chunks]
+        events = [event for chunk in chunks for event in _encode_chunk(chunk)]
         if self._progress is not None:
-            events = self._progress.mark(events, index if whole else 0, whole=whole)
+            marked = self._progress.mark(events, index if whole else 0, whole=whole)
+            if sum(map(len, marked)) <= _GROUP_LIMIT_BYTES:
+                events = marked
+            else:  # a gateway keeps so much of a group; the stream cannot go on elsewhere
+                self._progress = None
         await stream.send(b"".join(events))
 
     def _running_usage(self) -> dict[str, Json]:
-        """Return the usage so far, if many tokens were generated since it was sent."""
-        tokens = sum(usage.completion_tokens for usage in self._usages.values())
+        """Return the usage so far, if many tokens were read or generated since it was sent."""
+        tokens = sum(one.prompt_tokens + one.completion_tokens for one in self._usages.values())
         if not tokens or tokens - self._reported_tokens < RUNNING_USAGE_TOKENS:
             return {}
         self._reported_tokens = tokens
@@ -327,27 +337,6 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
     )
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await the work; cancel it and raise `ClientLeft` if the client disconnects first.
-
-    The body must have been read: the next message from `receive` is then the disconnect.
-    """
-    working = asyncio.create_task(work)
-    try:
-        await first_of(working, _disconnected(receive))
-        if not working.done():
-            raise ClientLeft
-        return working.result()
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def events_of(
     engine: ServingEngine, generations: Sequence[types.Generation]
 ) -> AsyncGenerator[tuple[int, types.Event], None]:
@@ -396,6 +385,21 @@ async def _generate(
             if isinstance(event, types.Finished):
                 return
     raise types.GenerationFailed("The engine ended a generation without finishing it.")
+
+
+def _encode_chunk(chunk: Json) -> list[bytes]:
+    """Return the event of a chunk, or several if it is large; only the last one has its usage."""
+    event = _encode_event(chunk)
+    count = -(-len(event) // _PART_BYTES)
+    if len(event) <= EVENT_LIMIT_BYTES:
+        return [event]
+    *others, last = split_entry(chunk["choices"][0], count)
+    if not others:
+        return [event]
+    no_usage = {"usage": None} if "usage" in chunk else {}
+    chunks = [{**chunk, "choices": [one], **no_usage} for one in others]
+    chunks.append({**chunk, "choices": [last]})
+    return [part for one in chunks for part in _encode_chunk(one)]
 
 
 def _encode_event(payload: Json) -> bytes:

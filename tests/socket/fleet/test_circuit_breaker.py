@@ -119,7 +119,7 @@ def test_f22_the_last_worker_is_never_ejected_and_no_worker_returns_503_at_once(
 ) -> None:
     gateway_with_worker.join(second_worker)
     worker.script = second_worker.script = BROKEN
-    codes = {gateway_with_worker.chat().json()["error"]["code"] for _ in range(20)}
+    codes = {gateway_with_worker.chat(seed=n).json()["error"]["code"] for n in range(20)}
     assert codes == {"worker_failed"}
     members = sorted(
         (worker, second_worker), key=lambda one: ejected(gateway_with_worker, one.worker_id)

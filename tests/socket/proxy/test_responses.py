@@ -187,7 +187,7 @@ def test_an_oversized_response_becomes_a_502(
     monkeypatch.setattr(forward, "_WHOLE_LIMIT_BYTES", 64 * 1024)
     body = b'{"choices": [{"message": {"content": "one"}}]}'
     served.worker.script.body = body + b" " * 64 * 1024
-    assert status_and_code(served.gateway.chat()) == (502, "worker_failed")
+    assert status_and_code(served.gateway.chat()) == (502, "response_too_large")
     served.worker.script.body = body
     assert served.gateway.chat().status_code == 200
 

@@ -1,0 +1,105 @@
+"""Events that are larger than a gateway keeps: no worker is at fault, and the key pays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.raw_client import stream_error_code
+from tests.support.running_gateway import (
+    RunningGateway,
+    bearer_headers,
+    status_and_code,
+    wait_until,
+)
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk
+
+FIRST = chunk({"role": "assistant", "content": ""})
+LARGE = chunk({"content": "x" * 2_000_000})
+REFUSAL = (
+    b'data: {"error":{"message":"Too costly.","type":"invalid_request_error",'
+    b'"param":"response_format","code":"constraint_too_costly"}}\n\n'
+)
+
+
+def state(gateway: RunningGateway) -> str:
+    return str(gateway.status()["workers"]["fake-a"]["state"])
+
+
+def charged(gateway: RunningGateway, key: dict[str, Any]) -> int:
+    entry = gateway.admin.get("/admin/v1/usage").json()["keys"].get(key["id"], {})
+    names = ("prompt_tokens", "completion_tokens", "guessed_tokens")
+    return sum(entry.get(name, 0) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        ((FIRST, LARGE, chunk({}, "stop"), DONE), "response_too_large"),
+        ((FIRST, REFUSAL), "constraint_too_costly"),
+    ],
+    ids=["an event that is too large", "a refusal in the answer"],
+)
+def test_c23_an_end_that_the_request_has_caused_ejects_nobody_and_costs_the_reservation(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    events: tuple[bytes, ...],
+    code: str,
+) -> None:
+    gateway_with_worker.send_heartbeat(second_worker)
+    worker.script = second_worker.script = Script(events=events)
+    key = gateway_with_worker.create_key(tokens_a_day=100_000)
+    gateway_with_worker.use_key(key["secret"])
+    for number in range(12):
+        body = {"model": "demo", "messages": [{"role": "user", "content": f"{number}"}]}
+        response = gateway_with_worker.client.post(
+            "/v1/chat/completions",
+            json={**body, "stream": True, "max_tokens": 100},
+        )
+        assert stream_error_code(response.content) == code
+    assert state(gateway_with_worker) == "ready"
+    assert len(worker.requests) + len(second_worker.requests) == 12, "none was tried twice"
+    wait_until(lambda: charged(gateway_with_worker, key) >= 12 * 100)
+
+
+def test_c23_a_refusal_in_an_answer_without_a_stream_costs_the_reservation(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    """Another refusal comes before the worker has begun, and costs nothing."""
+    for code, cost in (("unsupported_value", 0), ("constraint_too_costly", 100)):
+        body = b'{"error":{"message":"No.","type":"invalid_request_error","code":"%b"}}'
+        worker.script = Script(status=400, body=body % code.encode())
+        key = gateway_with_worker.create_key(tokens_a_day=100_000)
+        response = gateway_with_worker.client.post(
+            "/v1/chat/completions",
+            json={
+                "model": "demo",
+                "messages": [{"role": "user", "content": "a"}],
+                "max_tokens": 100,
+            },
+            headers=bearer_headers(key),
+        )
+        assert status_and_code(response) == (400, code)
+        wait_until(lambda key=key, cost=cost: charged(gateway_with_worker, key) >= cost)  # type: ignore[misc]
+        assert bool(charged(gateway_with_worker, key)) == bool(cost)
+
+
+def test_c23_one_body_counts_once_at_the_circuit_breaker_of_each_worker(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
+) -> None:
+    """A body that fails everywhere ejects nobody; one that another worker answers is no excuse."""
+    gateway_with_worker.send_heartbeat(second_worker)
+    worker.script = second_worker.script = Script(status=500, body=b"{}")
+    for _ in range(20):
+        assert status_and_code(gateway_with_worker.chat()) == (502, "worker_failed")
+    assert state(gateway_with_worker) == "ready"
+    second_worker.script = Script()
+    wait_until(
+        lambda: gateway_with_worker.chat().status_code == 200 and ejected(gateway_with_worker)
+    )
+
+
+def ejected(gateway: RunningGateway) -> bool:
+    return state(gateway) == "ejected"
