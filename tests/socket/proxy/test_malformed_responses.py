@@ -88,6 +88,12 @@ BROKEN = {
     "an event of 10 MB": (FIRST, chunk({"content": "x" * 10_000_000}), STOP, DONE),
     "done at once": (FIRST, DONE),
 }
+CODES = {
+    "half an event": "worker_lost",
+    "a line without end": "response_too_large",
+    "endless lines without an event": "response_too_large",
+    "an event of 10 MB": "response_too_large",
+}
 
 
 def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
@@ -99,7 +105,7 @@ def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
         response = gateway.chat(stream=True, **said(name))
         assert response.status_code == 200, name
         assert response.content.startswith(FIRST), "events before the error are relayed"
-        code = "worker_lost" if name == "half an event" else "worker_failed"
+        code = CODES.get(name, "worker_failed")
         assert stream_error_code(response.content) == code, name
     wait_for_outcomes(gateway, failed=len(BROKEN))
 
