@@ -101,7 +101,7 @@ async def test_an_occupied_port_fails_the_start_with_one_message(tmp_path: Path)
 
 
 async def test_an_unknown_host_fails_the_start_and_names_the_flag(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, api_key=SecretStr("static-key"))
+    settings = make_settings(tmp_path, api_key=SecretStr("static-key-of-20-characters"))
     settings = settings.model_copy(update={"host": "nosuchhost.invalid"})
     with pytest.raises(StartupError, match=r"no host 'nosuchhost.invalid'; .* with --host"):
         await serve(settings, shutdown=Shutdown())
@@ -114,7 +114,7 @@ async def test_listening_beyond_loopback_requires_a_key(tmp_path: Path) -> None:
 
 
 async def test_with_a_key_the_gateway_listens_beyond_loopback(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, api_key=SecretStr("k")).model_copy(
+    settings = make_settings(tmp_path, api_key=SecretStr("k" * 20)).model_copy(
         update={"host": "0.0.0.0"}
     )
     shutdown = Shutdown()
