@@ -92,7 +92,8 @@ class PolicyStore:
                 return await self._add(proposal, attribution, last)
             except VersionConflict:  # with another gateway, which may have read the same file
                 continue
-        return next((one for one in reversed(versions) if one.holds(proposal)), None)
+        same = (one for one in reversed(versions) if one.holds(proposal) or one.means(proposal))
+        return next(same, None)
 
     async def versions(self) -> tuple[PolicyVersion, ...]:
         """Return all versions, oldest first."""

@@ -120,6 +120,13 @@ class PolicyVersion(VersionInfo):
         same_text = bool(proposal.text) and self.text == proposal.text
         return same_text or self.document == proposal.document
 
+    def means(self, proposal: Proposal) -> bool:
+        """Return whether the document reads as this policy, in whatever way it is written."""
+        try:
+            return read_policy(self.document, _SOURCE) == proposal.policy
+        except PolicyInvalid:
+            return False
+
 
 def is_new(
     versions: Sequence[PolicyVersion],
@@ -136,7 +143,8 @@ def is_new(
     """
     if reason is Reason.START and versions and versions[-1].reason is not Reason.START:
         return False
-    same = [version for version in versions if version.holds(proposal)]
+    same = [one for one in versions if one.holds(proposal)]
+    same = same or [one for one in versions if one.means(proposal)]
     if not same or reason is Reason.START or last_read is None or last_read.holds(proposal):
         return not same
     return not any(one.reason is Reason.FILE and one.number > last_read.number for one in same)
