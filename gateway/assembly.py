@@ -28,7 +28,7 @@ from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import ADMIN_DEADLINE_S, DEADLINE_S, RedisClient
 from gateway.cluster.sync import ClusterSync, PeerWorkers
 from gateway.cluster.worker_reports import SharedWorkerReports
-from gateway.config.policy_file import PolicyFileWatcher, read_source
+from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
@@ -205,8 +205,7 @@ class Gateway:
         check_binding(self.settings, keyed=self.api_keys.required)
         self.traces = _traces(self.settings)
         # Last of all that may prevent the start: it writes the first version.
-        self.policy_store = await self._open_policy_store()
-        self.policy_file = PolicyFileWatcher(self.policy_store, self.settings.policy)
+        await self._open_policy()
 
     async def _read_records(self) -> None:
         await self.usage_store.open()
@@ -276,15 +275,22 @@ class Gateway:
             self.engine_watch.job(),
         ]
 
-    async def _open_policy_store(self) -> PolicyStore:
+    async def _open_policy(self) -> None:
         def warnings(policy: PolicyDocument) -> list[Problem]:
             return missing_pools(self.api_keys.records.values(), policy, self.wall())
 
         settings = self.settings
         source = await asyncio.to_thread(read_source, settings.policy)
+        reads = LastReads(settings.state_dir.expanduser(), settings.policy)
+        await reads.open()
         try:
-            return await open_policy_store(
-                self._records, settings.workers, source, self.wall, warnings
+            self.policy_store = await open_policy_store(
+                self._records,
+                settings.workers,
+                source,
+                self.wall,
+                warnings,
+                last_read=reads.last,
             )
         except PolicyInvalid as invalid:
             raise StartupError(
@@ -296,6 +302,10 @@ class Gateway:
                 f"The policy cannot be stored in {settings.state_dir}; make it writable, or set "
                 "PACELINE_STATE_DIR to another folder."
             ) from None
+        self.policy_file = PolicyFileWatcher(self.policy_store, settings.policy, reads)
+        if settings.policy is not None:
+            with contextlib.suppress(RecordsUnwritable):  # the watcher tries again
+                await self.policy_file.apply(source[0])
 
 
 def _listed_engines(settings: Settings) -> list[WatchedEngine]:

@@ -84,7 +84,11 @@ def _router(
             async def guarded(request: Request) -> Response:
                 # Before FastAPI reads the body: a client without a key sends none.
                 gateway = await gateway_of(request)
-                check(request, gateway)
+                try:
+                    check(request, gateway)
+                except KeyRefused:
+                    await request.app.state.proxy.slow_guesses(request.scope)
+                    raise
                 limit_bytes = body_limit_bytes or gateway.settings.body_limit_bytes
                 return await handler(_LimitedRequest(request, limit_bytes))
 

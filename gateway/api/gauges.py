@@ -52,7 +52,7 @@ class Gauges(Collector):
             (
                 "policy_file_refused",
                 "1 while the policy file is invalid and therefore not active.",
-                bool(self._gateway.policy_file.problem),
+                bool(self._gateway.policy_file.rejection),
             ),
             (
                 "speculation_or_reuse_lost",

@@ -54,7 +54,7 @@ def render(state: Mapping[str, Any]) -> Group:
             )
         )
     for what, why in (
-        ("The policy file is invalid", state["policy"]["file_problem"]),
+        ("The policy file is not in force", state["policy"]["file_problem"]),
         ("This gateway does not share all state with others", state["store"]["problem"]),
     ):
         if why:

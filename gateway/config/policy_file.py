@@ -1,4 +1,7 @@
-"""The policy file: read at the start, and checked for changes once a second."""
+"""The policy file: read at the start, and checked for changes once a second.
+
+The state folder keeps what this gateway last read, so that a restart is no change of the file.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.config.policy_store import PolicyStore
-from gateway.config.policy_versions import Attribution, Proposal, Reason
-from gateway.errors import StartupError
+from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason
+from gateway.errors import RecordsUnwritable, StartupError
 from gateway.storage.disk_thread import DiskThread
+from gateway.storage.records import FileRecords
 from policies.document import PolicyInvalid, Problem, default_text
 
 log = logging.getLogger(__name__)
 
 _LIMIT_BYTES = 1024 * 1024
+_KIND = "policy_file"
 _BY_FILE = Attribution("file", "from the policy file", Reason.FILE)
 _SHIPPED = Attribution("paceline", "the policy shipped with Paceline", Reason.START)
 
@@ -34,17 +39,68 @@ def read_source(file: Path | None) -> tuple[Proposal, Attribution]:
         raise StartupError(f"The policy {file} is invalid: {invalid.reasons}.") from None
 
 
+class LastReads:
+    """The content that this gateway last read from its policy file, in the state folder."""
+
+    def __init__(self, folder: Path, file: Path | None) -> None:
+        self._records = FileRecords(folder / "policy-files.json")
+        self._name = str(file and file.absolute())  # gateways may share the folder
+        self.last: PolicyVersion | None = None
+        """The version that had this content; None if unknown."""
+
+    async def open(self) -> None:
+        """Read what an earlier process kept."""
+        try:
+            text = (await self._records.all(_KIND)).get(self._name)
+            self.last = PolicyVersion.model_validate_json(text) if text else None
+        except (RecordsUnwritable, ValueError):
+            log.warning("policy_file.last_read_unreadable")
+
+    async def keep(self, version: PolicyVersion | None, proposal: Proposal) -> None:
+        """Keep what was read, unless no version has it yet."""
+        if version is None or (self.last is not None and self.last.holds(proposal)):
+            return
+        content = {"document": proposal.document, "text": proposal.text}
+        self.last = version.model_copy(update=content)
+        text = self.last.model_dump_json()
+        try:
+            if not await self._records.add(_KIND, self._name, text):
+                await self._records.replace(_KIND, self._name, text)
+        except RecordsUnwritable:  # without it, only new content applies after a restart
+            log.warning("policy_file.last_read_not_kept")
+
+
 class PolicyFileWatcher:
     """Applies changes of the policy file, if there is one."""
 
-    def __init__(self, policy_store: PolicyStore, file: Path | None) -> None:
+    def __init__(self, policy_store: PolicyStore, file: Path | None, reads: LastReads) -> None:
         self._policy_store = policy_store
         self._file = file
+        self._reads = reads
         self._disk = DiskThread("policy file")
         self._last_read: _FileContent | None = None
         self._last_applied: _FileContent | None = None
-        self.problem = ""
+        self.rejection = ""
         """Why the present content was rejected; empty if it was not."""
+
+    @property
+    def problem(self) -> str:
+        """Return why the present content is not in force; empty if it is."""
+        version, read = self._policy_store.version, self._reads.last
+        if self.rejection or self._file is None or read is None or version.holds(read):
+            return self.rejection
+        return (
+            f"version {version.number} of the policy, by {version.author}, has other content than "
+            f"the file; edit the file, or roll back to version {read.number}, to apply it"
+        )
+
+    async def apply(self, proposal: Proposal) -> None:
+        """Apply the content of the file if it is new, and keep that it was read."""
+        version = await self._policy_store.apply_source(proposal, _BY_FILE, self._reads.last)
+        await self._reads.keep(version, proposal)
+        self.rejection = ""
+        if self.problem:
+            log.warning("policy_file.ignored file=%s why=%s", self._file, self.problem)
 
     async def check(self) -> None:
         """Read the file once, and apply a change; called once a second."""
@@ -59,11 +115,10 @@ class PolicyFileWatcher:
         elif content != self._last_applied:
             try:
                 proposal = await asyncio.to_thread(content.proposal)
-                await self._policy_store.apply_source(proposal, _BY_FILE)
-                self.problem = ""
+                await self.apply(proposal)
             except PolicyInvalid as invalid:
-                self.problem = invalid.reasons
-                log.error("policy_file.rejected file=%s problems=%s", self._file, self.problem)
+                self.rejection = invalid.reasons
+                log.error("policy_file.rejected file=%s problems=%s", self._file, self.rejection)
             self._last_applied = content
 
 

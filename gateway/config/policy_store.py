@@ -79,14 +79,21 @@ class PolicyStore:
             raise self._conflict()
         return await self._add(proposal, attribution, onto)
 
-    async def apply_source(self, proposal: Proposal, attribution: Attribution) -> None:
-        """Apply the policy file if it is new."""
-        while is_new(versions := await self.versions(), proposal.document, attribution.reason):
+    async def apply_source(
+        self,
+        proposal: Proposal,
+        attribution: Attribution,
+        last_read: PolicyVersion | None = None,
+    ) -> PolicyVersion | None:
+        """Apply the policy file if it is new; return the newest version with its content."""
+        while is_new(versions := await self.versions(), proposal, attribution.reason, last_read):
             last = max((self.version, *versions), key=lambda version: version.number)
             try:
-                await self._add(proposal, attribution, last)
+                return await self._add(proposal, attribution, last)
             except VersionConflict:  # with another gateway, which may have read the same file
                 continue
+        same = (one for one in reversed(versions) if one.holds(proposal) or one.means(proposal))
+        return next(same, None)
 
     async def versions(self) -> tuple[PolicyVersion, ...]:
         """Return all versions, oldest first."""
@@ -166,11 +173,14 @@ async def open_policy_store(
     source: tuple[Proposal, Attribution],
     wall: Callable[[], float],
     warnings: Warnings = lambda _policy: (),
+    *,
+    last_read: PolicyVersion | None = None,
 ) -> PolicyStore:
     """Open the store at its newest version, or at the source if that is new.
 
-    `source` is the policy of the policy file, or the shipped one. A damaged version, or one of a
-    newer version of Paceline, is skipped. Raise `PolicyInvalid` if no other is valid here.
+    `source` is the policy of the policy file, or the shipped one; `last_read` is what this gateway
+    read before. A damaged version, or one of a newer version of Paceline, is skipped. Raise
+    `PolicyInvalid` if no other is valid here.
     """
     reader = RecordReader(POLICY_KIND, _read_usable)
     store = functools.partial(PolicyStore, records, static_workers, wall, warnings, reader)
@@ -181,22 +191,24 @@ async def open_policy_store(
         first = PolicyVersion.following(
             number, proposal.document, attribution, _utc(wall()), proposal.text
         )
+        unstored = first.model_copy(update={"number": 0, "etag": f"0-{first.etag}"})
         try:
-            added = await _add_version(records, first)
+            # The versions may be those of a newer Paceline, which this one must not replace.
+            if not is_new(_readable(texts), proposal, attribution.reason, last_read):
+                return store(version=unstored, policy=proposal.policy)
+            if await _add_version(records, first):
+                return store(version=first, policy=proposal.policy)
         except RecordsUnwritable:
             if not records.remote:
                 raise
             # In force until the records can be read; added then if there is no first version.
-            first = first.model_copy(update={"number": 0, "etag": f"0-{first.etag}"})
-            added = True
-        if added:
-            return store(version=first, policy=proposal.policy)
+            return store(version=unstored, policy=proposal.policy)
     version, current = newest
-    if is_new(_readable(texts), proposal.document, attribution.reason):
+    if is_new(_readable(texts), proposal, attribution.reason, last_read):
         # The version to replace may not fit the static workers: a new file repairs that.
         opened = store(version=version, policy=proposal.policy)
         try:
-            await opened.apply_source(proposal, attribution)
+            await opened.apply_source(proposal, attribution, last_read)
             await opened.refresh()
             return opened
         except RecordsUnwritable:

@@ -112,17 +112,39 @@ class PolicyVersion(VersionInfo):
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
         return cls(etag=f"{number}-{digest[:16]}", **fields)
 
+    def holds(self, proposal: Proposal | PolicyVersion) -> bool:
+        """Return whether a proposal has the content of this version.
 
-def is_new(versions: Sequence[PolicyVersion], document: Document, reason: Reason) -> bool:
-    """Return whether a document from the policy file, or the shipped one, is the next version.
+        Another version of Paceline may write the document of the same text in another way.
+        """
+        same_text = bool(proposal.text) and self.text == proposal.text
+        return same_text or self.document == proposal.document
 
-    A file is new if it differs from the last version with this origin: an admin's edit stays until
-    the file is edited. The shipped policy follows an upgrade until the first edit or file.
+    def means(self, proposal: Proposal) -> bool:
+        """Return whether the document reads as this policy, in whatever way it is written."""
+        try:
+            return read_policy(self.document, _SOURCE) == proposal.policy
+        except PolicyInvalid:
+            return False
+
+
+def is_new(
+    versions: Sequence[PolicyVersion],
+    proposal: Proposal,
+    reason: Reason,
+    last_read: PolicyVersion | None = None,
+) -> bool:
+    """Return whether the policy file, or the shipped policy, becomes the next version.
+
+    Content that the history lacks does, and so does a file that somebody has changed back: it
+    differs from what this gateway `last_read`, and no other gateway has applied that change since.
+    A file that nobody changed undoes no edit, whatever the other gateways read. The shipped policy
+    follows an upgrade until the first edit or file.
     """
-    if not versions:
-        return True
-    if reason is Reason.START:
-        newest = versions[-1]
-        return newest.reason is Reason.START and newest.document != document
-    last_read = next((one for one in reversed(versions) if one.reason is Reason.FILE), None)
-    return last_read is None or last_read.document != document
+    if reason is Reason.START and versions and versions[-1].reason is not Reason.START:
+        return False
+    same = [one for one in versions if one.holds(proposal)]
+    same = same or [one for one in versions if one.means(proposal)]
+    if not same or reason is Reason.START or last_read is None or last_read.holds(proposal):
+        return not same
+    return not any(one.reason is Reason.FILE and one.number > last_read.number for one in same)

@@ -21,6 +21,10 @@ StoredSecret = Literal["join_token", "admin_key"]
 """A setting that is created and stored in the state folder if it is not given."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - recognised, not bound
 
+_LEAST_CHARS = 20
+_TYPED = ("PACELINE_API_KEY", "PACELINE_ADMIN_KEY")
+"""Secrets that open routes to whoever guesses them."""
+
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:
     """Raise `StartupError` for an address beyond loopback that no key protects.
@@ -36,7 +40,7 @@ def check_binding(settings: Settings, *, keyed: bool) -> None:
 
 
 def check_secrets(settings: Settings) -> None:
-    """Raise `StartupError` for a secret that no client can send, or that is used twice."""
+    """Raise `StartupError` for a secret that is short, used twice, or that no client can send."""
     by_name = {
         "PACELINE_API_KEY": settings.api_key,
         "PACELINE_ADMIN_KEY": settings.admin_key,
@@ -46,6 +50,12 @@ def check_secrets(settings: Settings) -> None:
     for name, secret in given.items():
         if not fits_header(secret):
             raise StartupError(f"{name} contains characters that an HTTP header cannot carry.")
+        beyond = not (is_loopback(settings.host) and is_loopback(settings.admin_host))
+        if beyond and name in _TYPED and len(secret) < _LEAST_CHARS:
+            raise StartupError(
+                f"{name} has fewer than {_LEAST_CHARS} characters, so others on the network could "
+                "guess it. Choose a longer one, or listen on 127.0.0.1."
+            )
     for (name, secret), (other, same) in itertools.combinations(given.items(), 2):
         if secret == same:
             raise StartupError(

@@ -46,7 +46,7 @@ class Ollama(LocalEngine):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         self._abilities: dict[str, EngineModel] = {}
-        """What `/api/show` tells of each model, by the digest of its weights."""
+        """What `/api/show` tells of the models listed last, by the digest of their weights."""
         super().__init__(*args, **given)
 
     @classmethod
@@ -61,12 +61,16 @@ class Ollama(LocalEngine):
             raise EngineUnusable("The engine asks for another API key.")
         loaded = {one.get("name") for one in objects((await ask(_LOADED)).object().get("models"))}
         models = []
+        known, self._abilities = self._abilities, {}
         for entry in objects(tags.object().get("models")):
             name = model_name(entry.get("name"))
             wanted = set(self._names.values())
             if not name or (wanted and wanted.isdisjoint((name, name.removesuffix(":latest")))):
                 continue
-            shown = await self._shown(ask, name, str(entry.get("digest", ""))[:128])
+            digest = str(entry.get("digest", ""))[:128]
+            if digest in known:
+                self._abilities[digest] = known[digest]
+            shown = await self._shown(ask, name, digest)
             if shown is not None:
                 models.append(
                     shown._replace(

@@ -2,7 +2,8 @@
 
 Engines word and shape their errors in many ways: OpenAI's object, FastAPI's `detail`, a plain text.
 They quote prompts, paths and libraries, so a client gets words of the gateway and the name of the
-field at fault, which is read from the error but never copied from it.
+field at fault, which is read from the error but never copied from it. So does the log, for some
+quote the key that the gateway has sent.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def read_refusal(
     # The gateway asks for models that the engine lists, so one that is gone is no client's fault.
     if not of_client or status in _OF_THE_GATEWAY or _MODEL_GONE.search(text):
         return _failed(status, text)
-    log.info("engine.refused status=%d error=%.300r", status, text)
+    log.info("engine.refused status=%d phrase=%s chars=%d", status, _phrase_of(text), len(text))
     shown = HTTPStatus.BAD_REQUEST if status in _UNSERVED else HTTPStatus(status)
     message, param, code = _words(status, text, param, fields, phrases)
     return errors.RefusedByWorker(shown, message, param=param, code=code)
@@ -179,8 +180,16 @@ def _overflow_of(text: str) -> str | None:
 
 
 def _failed(status: int, text: str) -> errors.WorkerFailed:
-    log.warning("worker.failed status=%d error=%.300r", status, text)
+    log.warning("worker.failed status=%d phrase=%s chars=%d", status, _phrase_of(text), len(text))
     return errors.WorkerFailed()
+
+
+def _phrase_of(text: str) -> str:
+    """Name the fault that a text tells of, for the log."""
+    if _MODEL_GONE.search(text):
+        return "model"
+    known = (one for one in _PHRASES if one.pattern.search(text))
+    return next((one.param if one.code == _UNSUPPORTED else one.code for one in known), "-")
 
 
 def _read(body: bytes) -> tuple[str, str | None, str | None]:

@@ -6,6 +6,9 @@
 Envoy's outlier detection with numbers for a fleet of a few machines, where its defaults would
 eject no worker. A worker comes back by answering real requests, first one, then two, then four at a
 time; a health check proves too little. It only ends the wait of a worker that could not be reached.
+
+A busy worker, which refuses requests for the moment, gets none in a pause that doubles while it
+goes on, and then one, which probes for all who wait.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ MAX_FAILURES = 5
 BASE_EJECTION_S = 10.0
 """Multiplied by the number of ejections; each healthy minute reduces that by one."""
 MAX_EJECTION_S = 300.0
+_FIRST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 60.0
+_MAX_REFUSALS = 6
+"""More lengthen no pause."""
 _JITTER = 0.2
 _FORGET_EJECTION_S = 60.0
 
@@ -53,6 +60,8 @@ class CircuitBreaker:
     probation_limit: int | None = None
     """Most concurrent requests on probation; None outside of it."""
     busy_until_s: float = 0.0
+    refusals: int = 0
+    """Pauses in a row that a busy worker has asked for; 0 once it has taken a request."""
     reason: str = ""
     """Reason of the last ejection."""
     unreachable: bool = False
@@ -101,9 +110,20 @@ class CircuitBreaker:
             ejected_until_s=min(self.ejected_until_s, now_s),
         )
 
-    def record_busy(self, now_s: float, retry_after_s: float) -> CircuitBreaker:
-        """Record that the worker asks for a pause."""
-        return replace(self, busy_until_s=max(self.busy_until_s, now_s + retry_after_s))
+    def record_busy(
+        self, now_s: float, retry_after_s: float, *, jitter: float = 0.0
+    ) -> CircuitBreaker:
+        """Record that the worker asks for a pause; those of one time count once."""
+        if self.is_busy(now_s):
+            return replace(self, busy_until_s=max(self.busy_until_s, now_s + retry_after_s))
+        doubled_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0**self.refusals) * (1 + _JITTER * jitter)
+        pause_s = max(retry_after_s, doubled_s) if self.refusals else retry_after_s
+        refusals = min(self.refusals + 1, _MAX_REFUSALS)
+        return replace(self, busy_until_s=now_s + pause_s, refusals=refusals)
+
+    def record_taken(self) -> CircuitBreaker:
+        """Record that a worker has taken a request, so that others may follow."""
+        return replace(self, refusals=0) if self.refusals else self
 
     def record_failure(
         self, now_s: float, result: AttemptResult, *, last: bool, jitter: float
@@ -129,6 +149,7 @@ class CircuitBreaker:
             healthy_since_s=now_s + length_s,
             probation_limit=1,
             busy_until_s=self.busy_until_s,
+            refusals=self.refusals,
             reason=why,
             unreachable=unreachable,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
@@ -31,9 +32,8 @@ from workers.protocol import MTP_LANE, LaneReport, WorkerReport
 
 log = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 1.5
 READ_TIMEOUT_S = 10.0
-"""For all questions about the models of an engine."""
+"""For each question to an engine, and for all those about its models: a list may take long."""
 _READ_INTERVAL_S = 10.0
 # An engine that takes connections and answers no probe for so long is taken for dead.
 _GRACE_S = 30.0
@@ -108,7 +108,7 @@ class EngineWatch:
         self._client = httpx.AsyncClient(
             # Not compressed: a small response could hold a large list.
             headers={"accept-encoding": "identity"},
-            timeout=PROBE_TIMEOUT_S,
+            timeout=READ_TIMEOUT_S,
             verify=certificate_authorities(),
             follow_redirects=False,  # a redirect would take the key of the engine elsewhere
             trust_env=False,
@@ -141,10 +141,16 @@ class EngineWatch:
         self.engines = wanted
 
     async def probe_all(self) -> None:
-        """Start a probe of each engine that has none running, so that none delays another."""
-        for worker_id, watched in self.engines.items():
+        """Start a probe of each engine that has none running, so that none delays another.
+
+        A probe may last longer than a worker lives without a heartbeat.
+        """
+        for worker_id, watched in tuple(self.engines.items()):
             running = self._probes.get(worker_id)
-            if not watched.missing_key and (running is None or running.done()):
+            if running is not None and not running.done():
+                if self._is_live(watched) and self._works(watched):
+                    await self._heartbeat(watched)
+            elif not watched.missing_key:
                 self._probes[worker_id] = asyncio.create_task(
                     self.probe(watched), name=f"probe {worker_id}"
                 )
@@ -165,8 +171,10 @@ class EngineWatch:
             if watched.entry.kind == "auto" and not self._is_live(watched):
                 watched.engine = None  # another engine may start at this URL
             problem = f"The engine does not answer: {silent}."
-        except Exception:
-            log.exception("engine.probe_failed worker=%s", watched.entry.id)
+        except Exception as error:  # noqa: BLE001  # one engine must not stop the probes
+            frames = "".join(traceback.format_tb(error.__traceback__))  # no words of the engine
+            name = type(error).__name__
+            log.error("engine.probe_failed worker=%s error=%s\n%s", watched.entry.id, name, frames)
             problem = "The answers of the engine cannot be read."
         if self.engines.get(watched.entry.id) is not watched:
             return
@@ -192,11 +200,7 @@ class EngineWatch:
         try:
             answer = await self._ask(watched, engine.health)
         except EngineSilent as silent:
-            # A server with one thread answers no probe while it works on a request, of others too
-            # and of a client that has left. The timeouts of requests show whether it still works.
-            working = self._fleet.local_requests(watched.entry.id) > 0
-            recent = self._clock() - watched.answered_at_s < _GRACE_S
-            busy = silent.timed_out and (working or recent)
+            busy = silent.timed_out and self._works(watched)
             if not busy:
                 raise
         else:
@@ -211,6 +215,17 @@ class EngineWatch:
         if not engine.names:
             return "The engine has none of the models that it is listed for."
         return await self._heartbeat(watched)
+
+    def _works(self, watched: WatchedEngine) -> bool:
+        """Return whether an engine that answers no probe may work all the same.
+
+        A server with one thread answers none while it works on a request, of others too and of a
+        client that has left. The timeouts of requests show whether it still works.
+        """
+        worker_id = watched.entry.id
+        answered_at_s = max(watched.answered_at_s, self._fleet.answered_at_s(worker_id))
+        recent = self._clock() - answered_at_s < _GRACE_S
+        return recent or self._fleet.local_requests(worker_id) > 0
 
     async def _find_out(self, watched: WatchedEngine) -> None:
         kind = watched.entry.kind
@@ -232,7 +247,8 @@ class EngineWatch:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 state = await engine.read(lambda question: self._ask(watched, question))
         except TimeoutError:
-            raise EngineSilent("no answer in time", timed_out=True) from None
+            why = f"no answer about its models within {READ_TIMEOUT_S:g} s"
+            raise EngineSilent(why, timed_out=True) from None
         engine.update(state)
         watched.read_at_s = self._clock()
 
@@ -269,7 +285,7 @@ class EngineWatch:
             self._fleet.remove(worker_id)
 
     async def _ask(self, watched: WatchedEngine, question: Question) -> HttpAnswer:
-        """Ask an engine in the name of the gateway, twice if the connection fails."""
+        """Ask an engine in the name of the gateway, twice if the connection breaks."""
         url = watched.entry.url + question.path
         headers = {"authorization": f"Bearer {watched.token}"} if watched.token else {}
         method, content = "GET", None
@@ -279,18 +295,19 @@ class EngineWatch:
         for attempt in range(_RETRIES + 1):
             try:
                 async with (
-                    asyncio.timeout(PROBE_TIMEOUT_S),
+                    asyncio.timeout(READ_TIMEOUT_S),
                     self._client.stream(method, url, headers=headers, content=content) as response,
                 ):
                     body = await read_bounded(response)
                     names = {name.lower(): value for name, value in response.headers.items()}
                     return HttpAnswer(response.status_code, names, body.decode(errors="replace"))
             except (httpx.TimeoutException, TimeoutError):
-                if attempt == _RETRIES:
-                    raise EngineSilent("no answer in time", timed_out=True) from None
+                why = f"no answer to {method} {question.path} within {READ_TIMEOUT_S:g} s"
+                raise EngineSilent(why, timed_out=True) from None
             except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
                 if attempt == _RETRIES:
-                    log.info("engine.silent worker=%s error=%.300r", watched.entry.id, error)
+                    why = type(error).__name__  # its words may be those of the engine
+                    log.info("engine.silent worker=%s error=%s", watched.entry.id, why)
                     raise EngineSilent(_reason(error)) from None
         raise AssertionError("the last attempt returns or raises")
 

@@ -89,7 +89,7 @@ class ReportClient:
             ):
                 return response.status_code, from_json(await read_bounded(response))
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
-            log.warning("check.failed worker=%s error=%.300r", worker.worker_id, error)
+            log.warning("check.failed worker=%s error=%s", worker.worker_id, type(error).__name__)
             return None
 
     async def delete_prefixes(self, worker: WorkerReport, scopes: Sequence[str]) -> bool:
@@ -101,7 +101,8 @@ class ReportClient:
                     worker.url + PREFIX_CACHE_PATH, params=params, timeout=DELETION_TIMEOUT_S
                 )
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
-            log.warning("prefix_cache.not_deleted worker=%s error=%.300r", worker.worker_id, error)
+            why = type(error).__name__
+            log.warning("prefix_cache.not_deleted worker=%s error=%s", worker.worker_id, why)
             return False
         return response.status_code == httpx.codes.NO_CONTENT
 
@@ -137,7 +138,7 @@ class ReportClient:
         try:
             return await self._fetch(worker, REPORT_TIMEOUT_S)
         except _NoReport as failure:
-            log.warning("report.failed worker=%s error=%.300s", worker.worker_id, failure.detail)
+            log.warning("report.failed worker=%s error=%s", worker.worker_id, failure.detail)
             return None
 
     async def _fetch(self, worker: WorkerReport, timeout_s: float) -> WorkerReport:
@@ -151,14 +152,14 @@ class ReportClient:
                 raise _NoReport(_OTHER_TOKEN if rejected else _OTHER_PROGRAM, f"status {status}")
             report = WorkerReport.model_validate(from_json(body)["report"])
             if report.worker_id != worker.worker_id:
-                raise _NoReport(_OTHER_PROCESS, f"worker {report.worker_id}")
+                raise _NoReport(_OTHER_PROCESS, "another worker")
         except _NoReport:
             raise
         # The client library raises arbitrary errors, such as AttributeError for a connection that
         # is reset while it is made; the reports of other workers must still arrive.
         except Exception as error:  # noqa: BLE001
-            # The text alone: a stored exception would keep its broken connection open.
-            raise _NoReport(_problem(error), " ".join(repr(error).split())) from None
+            # No text: it may quote the answer. A stored exception would keep its connection open.
+            raise _NoReport(_problem(error), type(error).__name__) from None
         # It has answered at this URL. It may name another one, which faces another gateway.
         return report.model_copy(update={"url": worker.url})
 

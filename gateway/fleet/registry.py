@@ -213,7 +213,15 @@ class WorkerRegistry:
         breaker = worker.breaker
         on_probation = breaker.probation_limit is not None
         worker.probation_requests += on_probation
-        return Lease(candidate, worker, breaker.ejected_at_s, on_probation)
+        worker.probing = probes = breaker.refusals > 0
+        return Lease(candidate, worker, breaker.ejected_at_s, on_probation, probes)
+
+    def record_taken(self, lease: Lease) -> None:
+        """Record that a worker takes a request, after which others may follow to a busy one."""
+        if lease.probes:
+            lease.probes = lease.state.probing = False
+            lease.state.breaker = lease.state.breaker.record_taken()
+            self._views.invalidate()
 
     def release(self, lease: Lease, result: AttemptResult, retry_after_s: float = 0.0) -> None:
         """Release a slot and record the result in the worker's circuit breaker."""
@@ -225,8 +233,12 @@ class WorkerRegistry:
             self._views.add_changed(worker)
         if result is AttemptResult.SUCCEEDED:
             worker.answered_at_s = now_s
+            self.record_taken(lease)
+            before = worker.breaker
             if before is HEALTHY:
                 return
+        elif lease.probes:
+            worker.probing = False
         if lease.ejected_at_s != before.ejected_at_s:
             return  # sent before the last ejection, which has taken account of such requests
         if before.probation_limit is not None:
@@ -234,7 +246,7 @@ class WorkerRegistry:
         if result is AttemptResult.SUCCEEDED:
             worker.breaker = before.record_success(now_s, max(worker.slots.values(), default=1))
         elif result is AttemptResult.BUSY:
-            worker.breaker = before.record_busy(now_s, retry_after_s)
+            worker.breaker = before.record_busy(now_s, retry_after_s, jitter=self._jitter())
         elif result is AttemptResult.FAILED or (
             result in _TIMEOUTS and not self._is_stalled(now_s)
         ):
@@ -359,6 +371,11 @@ class WorkerRegistry:
         """Return how many requests of this gateway a worker has."""
         worker = self._workers.get(worker_id)
         return 0 if worker is None else worker.in_flight.total()
+
+    def answered_at_s(self, worker_id: str) -> float:
+        """Return the time of the last answer of a worker to this gateway."""
+        worker = self._workers.get(worker_id)
+        return NEVER_S if worker is None else worker.answered_at_s
 
     def reported_requests(self, worker_id: str) -> int:
         """Return how many requests a worker has as of its last report, whoever sent them.
@@ -500,6 +517,8 @@ class WorkerRegistry:
         breaker = worker.breaker
         if breaker is HEALTHY:
             return True
+        if breaker.refusals and worker.probing:
+            return False
         limit = breaker.probation_limit
         available = self._is_available(worker, now_s) or (
             ejected and worker.accepting and not breaker.is_busy(now_s)

@@ -95,14 +95,16 @@ class Scheduler:
         on_decision: Callable[[Decision], None] | None = None,
         since_s: float | None = None,
         begun: bool = False,
+        awaited: bool = False,
     ) -> Lease:
         """Decide which lane takes a request and acquire a slot there, in the queue if need be.
 
         `tried` excludes workers. `on_decision` gets the decision before any wait; `since_s` is the
         time from which the request waits. A request that a worker had `begun` waits even in a full
-        queue. Raise `PoolsNotAllowed`, `FeatureUntaken`, `NoWorker` or `WorkerBusy` if no worker is
-        left, `QueueFull` or `QueueTimeout`. The caller must `release` the lease in the same
-        function, however it ends.
+        queue; one that has `awaited` a busy engine has less time left there. Raise
+        `PoolsNotAllowed`, `FeatureUntaken`, `NoWorker` or `WorkerBusy` if no worker is left,
+        `QueueFull` or `QueueTimeout`. The caller must `release` the lease in the same function,
+        however it ends.
         """
         before_s = self._clock()
         decision = self._decide(request, tried, first_only=True)
@@ -125,13 +127,16 @@ class Scheduler:
             if (busy_s := self._fleet.engine_free_in_s(model, tried, before_s)) is not None:
                 since_s = self._clock() if since_s is None else since_s
                 await self._await_engine(request, busy_s, since_s)
-                return await self.acquire(request, caller, tried, since_s=since_s, begun=begun)
+                return await self.acquire(
+                    request, caller, tried, since_s=since_s, begun=begun, awaited=True
+                )
             if tried and (lease := self._last_chance(request, tried)) is not None:
                 return lease
             if (available_in_s := self._fleet.available_in_s(model)) is not None:
                 raise self._busy(model, available_in_s)
             raise errors.NoWorker(f"No worker can take requests for the model '{model}' now.")
-        return await self._wait(request, decision, caller, tried, begun=begun)
+        waited_s = self._clock() - since_s if awaited and since_s is not None else 0.0
+        return await self._wait(request, decision, caller, tried, begun=begun, waited_s=waited_s)
 
     def _busy(self, model: str, retry_after_s: float) -> errors.WorkerBusy:
         """Return the error while all workers of a model pause, with the memory if that is why."""
@@ -192,6 +197,12 @@ class Scheduler:
             if (lease := self._take(candidate, request.policy)) is not None:
                 return lease
         return None
+
+    def record_taken(self, lease: Lease) -> None:
+        """Record that a worker takes a request, and let others follow to one that was busy."""
+        if lease.probes:
+            self._fleet.record_taken(lease)
+            self.wake()
 
     def release(self, lease: Lease, result: AttemptResult, retry_after_s: float = 0.0) -> None:
         """Release a slot, record the result, and serve the queues."""
@@ -269,6 +280,7 @@ class Scheduler:
         tried: frozenset[str],
         *,
         begun: bool,
+        waited_s: float,
     ) -> Lease:
         policy, profile, _, pools, _ = request
         for name in policy.pools:
@@ -286,7 +298,7 @@ class Scheduler:
         self._waiters[id(request)] = waiter
         try:
             self._enqueue(waiter, preferred)
-            left_s = queue.timeout_s
+            left_s = queue.timeout_s - waited_s
             if decision.spill_after_s is not None and decision.spill_after_s < left_s:
                 await asyncio.wait((assigned,), timeout=decision.spill_after_s)
                 left_s -= decision.spill_after_s
@@ -297,6 +309,9 @@ class Scheduler:
             if not assigned.done():
                 await asyncio.wait((assigned,), timeout=left_s)
             if not assigned.done():
+                pause_s = self._fleet.available_in_s(profile.model)
+                if pause_s is not None and not self._decide(request, tried).candidates:
+                    raise self._busy(profile.model, pause_s)
                 raise errors.QueueTimeout(retry_after_s=self.retry_after_s(preferred))
             lease = assigned.result()
             lease.waited_s = self._clock() - waiter.queued_at_s

@@ -32,6 +32,8 @@ class WorkerState:
     """Requests of this gateway, by lane."""
     probation_requests: int = 0
     """Requests sent since the last ejection that are not answered yet."""
+    probing: bool = False
+    """One request tests whether the worker is still busy."""
     local_heartbeat_at_s: float = float("-inf")
     """Time of the last heartbeat that this gateway received itself."""
     local: bool = False
@@ -155,6 +157,8 @@ class Lease:
     """Time of the worker's last ejection before this request."""
     on_probation: bool
     """The request tests a worker after an ejection."""
+    probes: bool = False
+    """The request tests whether a worker is still busy."""
     waited_s: float = 0.0
     """Time that the request spent in the queue."""
 

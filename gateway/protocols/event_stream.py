@@ -51,6 +51,8 @@ def fact_pattern(*more_keys: str) -> re.Pattern[bytes]:
 
 
 _FACT = fact_pattern()
+# The fields by which engines tell of a fault in a stream whose status was 200.
+_FAULTS = frozenset(("detail", "message"))
 
 
 class AnswerProgress:
@@ -242,10 +244,13 @@ class StreamScanner:
         if not isinstance(frame, dict):
             return self._break("an event is no JSON object")
         state = self.state
-        if frame.get("error") is not None:
+        alien = self._answer is not None and "choices" not in frame
+        if frame.get("error") is not None or (alien and frame.keys() & _FAULTS):
             state.error = text
             # Without its message: engines quote the prompt in it.
             return self._break("the worker sent an error")
+        if alien and "usage" not in frame:
+            return b""  # no part of an answer: nobody knows what it tells
         if self._answer is not None:
             event = self._formed(self._answer, event, frame)
             if state.broken:

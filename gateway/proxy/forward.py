@@ -313,7 +313,7 @@ class Forwarder:
             "attempt.failed request=%s worker=%s code=%s ordered=%s again=%s",
             context.request_id,
             lease.candidate.worker_id,
-            error.code,
+            error.counted_as,
             ordered,
             again,
         )
@@ -421,6 +421,7 @@ class Forwarder:
             if response.status != 200:
                 idle_timeout_s = self._settings.idle_timeout_s
                 raise await upstream.refusal(response, idle_timeout_s, backend.refusal, fields)
+            self._scheduler.record_taken(lease)
             if context.profile.stream:
                 await self._relay_stream(response, writer, context, backend)
             else:

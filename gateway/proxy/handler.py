@@ -46,6 +46,9 @@ from policies.document import PolicyDocument
 
 log = logging.getLogger(__name__)
 
+# Of the rejections that are sent at once: guesses are worth more than repetitions.
+_WRONG_SECRETS_SHARE = 0.1
+
 
 def routing_request(
     gateway: Gateway, scope: Scope, policy: PolicyDocument, caller: Caller, inspected: Inspected
@@ -98,6 +101,7 @@ class ProxyHandler:
         self.forwarder = Forwarder(gateway)
         self.load = Load(gateway.settings.requests_limit, gateway.clock)
         self._rejection_pacer = RejectionPacer(gateway.clock)
+        self._secret_pacer = RejectionPacer(gateway.clock, _WRONG_SECRETS_SHARE)
         self._contexts: dict[CancelScope, RequestContext] = {}
         """Of the running requests, the oldest first."""
 
@@ -169,9 +173,13 @@ class ProxyHandler:
         if scope["method"] != "POST":
             raise errors.MethodRefused("POST")
         if gateway.api_keys.required:
-            api_key = gateway.api_keys.authenticate(
-                header(scope, b"authorization"), header(scope, b"x-api-key")
-            )
+            try:
+                api_key = gateway.api_keys.authenticate(
+                    header(scope, b"authorization"), header(scope, b"x-api-key")
+                )
+            except errors.KeyRefused:
+                await self.slow_guesses(scope)
+                raise
             context.api_key, context.caller = api_key, api_key.caller
             cancel_scope.key_id = api_key.caller.key
         elif comes_from_foreign_page(scope["headers"], settings.allowed_origins):
@@ -265,6 +273,12 @@ class ProxyHandler:
         unix_s = self._gateway.wall()
         states = rate_limiter.states(self._gateway.clock(), unix_s)
         return context.wire_format.limit_headers(states, unix_s)
+
+    async def slow_guesses(self, scope: Scope) -> None:
+        """Wait before the refusal of a wrong secret; a right one never waits."""
+        if header(scope, b"authorization") or header(scope, b"x-api-key"):
+            address, _ = scope.get("client") or ("", 0)
+            await asyncio.sleep(self._secret_pacer.delay_s(address))
 
     async def _delay_rejection(self, context: RequestContext) -> None:
         """Wait before the rejection of a client that repeats them without a pause.

@@ -57,11 +57,13 @@ class RejectionPacer:
 
     Without a delay such a client repeats its requests as fast as they are rejected, and takes the
     processor from the others. A client's first hundred rejections are sent at once, then a hundred
-    a second; its connections share that rate. `clock` is monotonic and in seconds.
+    a second; its connections share that rate. `clock` is monotonic and in seconds. `share` is that
+    of both hundreds: who sends wrong secrets has less.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], share: float = 1.0) -> None:
         self._clock = clock
+        self._share = share
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """By client: the rejections above the rate, and when they were counted; oldest first."""
 
@@ -69,14 +71,15 @@ class RejectionPacer:
         """Count a rejection, and return how long it waits."""
         now_s = self._clock()
         level, counted_s = self._levels.pop(client, (0.0, now_s))
-        level = max(0.0, level - (now_s - counted_s) * _REJECTIONS_PER_S) + 1.0
-        over = level - _REJECTIONS_BURST
+        per_s, burst = _REJECTIONS_PER_S * self._share, _REJECTIONS_BURST * self._share
+        level = max(0.0, level - (now_s - counted_s) * per_s) + 1.0
+        over = level - burst
         # A client that stops repeating has its burst back after two seconds.
-        longest = _REJECTIONS_BURST + _LONGEST_DELAY_S * _REJECTIONS_PER_S
+        longest = burst + _LONGEST_DELAY_S * per_s
         self._levels[client] = (min(level, longest), now_s)
         if len(self._levels) > _REJECTED_CLIENTS:
             self._levels.popitem(last=False)
-        return min(_LONGEST_DELAY_S, max(0.0, over / _REJECTIONS_PER_S))
+        return min(_LONGEST_DELAY_S, max(0.0, over / per_s))
 
 
 class Load:

@@ -54,8 +54,8 @@ class TokenCounter:
                 async with asyncio.timeout(_TIMEOUT_S):
                     return TokenCount(await self._ask(worker, inspected), estimated=False)
             except (errors.WorkerError, TimeoutError, ValueError) as error:
-                worker_id = worker.report.worker_id
-                log.warning("tokens.uncounted worker=%s error=%r", worker_id, error)
+                worker_id, why = worker.report.worker_id, type(error).__name__
+                log.warning("tokens.uncounted worker=%s error=%s", worker_id, why)
         return TokenCount(estimate(inspected.profile._replace(max_tokens=0)), estimated=True)
 
     async def _ask(self, worker: WorkerState, inspected: Inspected) -> int:

@@ -395,7 +395,7 @@ class PolicyStatus(StatusModel):
     etag: str
     source: Literal["shipped", "file", "admin"]
     file_problem: str
-    """Why the policy file was rejected; empty if it was not."""
+    """Why the policy file is not in force; empty if it is."""
 
 
 class Decisions(StatusModel):

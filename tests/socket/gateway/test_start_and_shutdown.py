@@ -77,7 +77,7 @@ def test_f35_the_drain_timeout_ends_a_hanging_stream_with_an_error_event(
 
 
 async def test_an_unknown_host_fails_the_start_and_names_the_flag(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, api_key=SecretStr("static-key"))
+    settings = make_settings(tmp_path, api_key=SecretStr("static-key-of-20-characters"))
     settings = settings.model_copy(update={"host": "nosuchhost.invalid"})
     with pytest.raises(StartupError, match=r"no host 'nosuchhost.invalid'; .* with --host"):
         await serve(settings, shutdown=Shutdown())
@@ -101,7 +101,7 @@ async def test_listening_beyond_loopback_requires_a_given_or_a_stored_key(tmp_pa
     with pytest.raises(StartupError, match="Set PACELINE_API_KEY first"):
         await serve(beyond, shutdown=Shutdown())
     assert not (await listening(make_settings(tmp_path))).keyed
-    given = await listening(beyond.model_copy(update={"api_key": SecretStr("k")}))
+    given = await listening(beyond.model_copy(update={"api_key": SecretStr("k" * 20)}))
     with RunningGateway(make_settings(tmp_path)) as gateway:
         await asyncio.to_thread(gateway.create_key)
     for told in (given, await listening(beyond)):

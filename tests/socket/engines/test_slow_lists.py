@@ -1,0 +1,114 @@
+"""An engine that lists its models slowly joins, and lives as long as it answers requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config.static_workers import StaticWorker
+from gateway.fleet import engine_watch
+from tests.support.http_server import Request, ServerConnection
+from tests.support.recorded_engine import RecordedEngine
+from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
+from tests.support.scripted_worker import chat_completion
+
+LISTS = {"/v1/models", "/api/tags", "/api/v1/models", "/api/v0/models"}
+WORD = [{"role": "user", "content": "Say one word."}]
+
+
+class SlowLists(RecordedEngine):
+    """An engine whose lists of models take two seconds."""
+
+    async def __call__(self, connection: ServerConnection, request: Request) -> None:
+        if request.path in LISTS:
+            await asyncio.sleep(2)
+        await super().__call__(connection, request)
+
+
+class SilentLists:
+    """An OpenAI server that answers chats at once, and soon no other request."""
+
+    def __init__(self) -> None:
+        self.silent = False
+        self.waiting = 0
+
+    async def __call__(self, connection: ServerConnection, request: Request) -> None:
+        if self.silent and request.method == "GET":
+            self.waiting += 1
+            await connection.client_closed.wait()
+            return
+        answer: Any = {"data": [{"id": "demo"}]}
+        if request.method == "POST":
+            answer = chat_completion("word")
+        body = json.dumps(answer).encode()
+        await connection.send_head(200, (), length=len(body))
+        await connection.send_body(body)
+
+
+@pytest.mark.parametrize("kind", ["auto", "openai"])
+def test_f84_an_engine_that_lists_its_models_in_two_seconds_joins(
+    gateway: RunningGateway, kind: str
+) -> None:
+    engine = SlowLists("omlx")
+    with running_server(engine, sockets=[engine.socket]):
+        terms = {"url": engine.url, "id": "mac", "kind": kind}
+        joined = gateway.admin.post("/admin/v1/engines", json=terms)
+        assert joined.status_code == 201, joined.text
+        wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+
+
+def test_f84_an_ollama_that_lists_its_models_in_two_seconds_joins(
+    gateway: RunningGateway,
+) -> None:
+    engine = SlowLists("ollama")
+    with running_server(engine, sockets=[engine.socket]):
+        joined = gateway.admin.post("/admin/v1/engines", json={"url": engine.url, "id": "mac"})
+        assert (joined.status_code, joined.json().get("kind")) == (201, "ollama"), joined.text
+
+
+@pytest.fixture
+def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_watch, "HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(engine_watch, "READ_TIMEOUT_S", 0.5)
+
+
+@pytest.mark.usefixtures("quick_probes")
+def test_f84_answered_requests_prove_that_an_engine_lives(tmp_path: Path) -> None:
+    server = SilentLists()
+    socket = RecordedEngine("omlx").socket
+    url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+    entry = StaticWorker(id="mac", kind="openai", url=url, models=("demo",))
+    with (
+        running_server(server, sockets=[socket]),
+        RunningGateway(make_settings(tmp_path, workers=(entry,))) as gateway,
+    ):
+
+        def age_s() -> float:
+            workers = gateway.status()["workers"]
+            return float(workers["mac"]["heartbeat_age_s"])
+
+        def problem() -> str:
+            (engine,) = gateway.admin.get("/admin/v1/engines").json()["engines"]
+            return str(engine["problem"])
+
+        wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+        server.silent = True
+        wait_until(lambda: server.waiting > 0)
+        for _ in range(8):
+            waiting = server.waiting
+            gateway.clock.advance(5)
+            answer = gateway.chat(messages=WORD)
+            assert answer.status_code == 200, answer.text
+            # A clock that jumps at each of four checks in a row looks like an overloaded loop.
+            wait_until(lambda waiting=waiting: age_s() < 5 and server.waiting > waiting)  # type: ignore[misc]
+        assert problem() == ""
+        gateway.clock.advance(35)
+        wait_until(lambda: gateway.client.get("/readyz").status_code == 503)
+        wait_until(lambda: problem() != "")
+        assert problem() == "The engine does not answer: no answer to GET /v1/models within 0.5 s."
+        server.silent = False
+        wait_until(lambda: gateway.chat(messages=WORD).status_code == 200)
