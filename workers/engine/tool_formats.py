@@ -115,6 +115,8 @@ class ToolFormat:
     """Text around strings, if it is a token of its own."""
     short_ids: bool = False
     """Whether the template accepts only ids of nine letters and digits."""
+    named_ids: bool = False
+    """Whether the template writes the id of a call in place of its function."""
     written: str = ""
     """One call, for a template that renders none."""
     parser: str = ""
@@ -271,6 +273,7 @@ FORMATS: Final = {
         "<|tool_calls_section_end|>",
         (_KIMI_CALL,),
         (_KIMI_CALL,),
+        named_ids=True,
         written="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|>",
     ),
