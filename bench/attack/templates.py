@@ -84,6 +84,7 @@ _CALL_CHANGES: Final = {
     "in_text": "calls are text",
     "results_in_text": "results are words of the user",
     "short_ids": "ids of calls have nine letters",
+    "named_ids": "ids of calls hold the names of functions",
 }
 _TEXT_CHANGES: Final = {
     BEFORE: "a text beside calls is an answer before them",

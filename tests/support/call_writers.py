@@ -91,6 +91,7 @@ WRITERS = {
         separator="\n</tool_call>\n<tool_call>\n",
     ),
     "qwen3_coder": _functions("tool_call", "\n"),
+    "naive": _functions("tool_call", "\n", newline=""),
     "seed_oss": _functions("seed:tool_call", "\n", newline=""),
     "glm47": _keys("tool_call", newline="\n"),
     "longcat": _keys("longcat_tool_call", "longcat_"),
@@ -98,6 +99,7 @@ WRITERS = {
     "atem": _invokes("atem:function_calls", "atem:"),
     "deepseek_v3.2": _invokes("｜DSML｜function_calls", "｜DSML｜", ' string="%s"'),
     "deepseek_v4": _invokes("｜DSML｜tool_calls", "｜DSML｜", ' string="%s"'),
+    "gigachat3.5": _invokes("｜GCML｜tool_calls", "｜GCML｜", ' string="%s"'),
     "minicpm5": Writer(
         *("", '<function name="%n">%a</function>', ""),
         '<param name="%k"><![CDATA[%v]]></param>',
@@ -155,6 +157,12 @@ WRITERS = {
         "</tool_calls:opensource>",
         "<arg_key:opensource>%k</arg_key:opensource>\n"
         "<arg_value:opensource>%v</arg_value:opensource>\n",
+    ),
+    "hunyuan3_preview": Writer(
+        "<tool_calls>\n",
+        "<tool_call>%n<tool_sep>\n%a</tool_call>\n",
+        "</tool_calls>",
+        "<arg_key>%k</arg_key>\n<arg_value>%v</arg_value>\n",
     ),
     "pythonic": Writer(
         *("<|tool_call_start|>[", "%n(%a)", "]<|tool_call_end|>"),

@@ -98,8 +98,7 @@ class ChatTemplate:
             raise InvalidGeneration(
                 "messages", "This model has no chat template; use /v1/completions."
             )
-        # Thinking takes seconds, so a request has to enable it.
-        arguments = {"enable_thinking": False, **(template_kwargs or {})}
+        arguments = {**self._without_thinking, **(template_kwargs or {})}
         plain = self._control.split([_for_template(message) for message in messages])
         if tools:
             plain = self._with_tools(tools, plain, arguments)
@@ -129,6 +128,16 @@ class ChatTemplate:
                 "messages", f"The model's chat template rejects these messages{reason}"
             ) from error
         return str(rendered)
+
+    @cached_property
+    def _without_thinking(self) -> dict[str, Any]:
+        """The variable that leaves out thinking, except for a template that refuses it.
+
+        Thinking takes seconds, so a request has to enable it where the model can do without.
+        """
+        chat, variables = [{"role": "user", "content": "Alpha"}], {"enable_thinking": False}
+        refused = not self._render(chat, **variables) and self._render(chat)
+        return {} if refused else variables
 
     def _with_tools(
         self,
@@ -197,14 +206,20 @@ class ChatTemplate:
 
     def _call_style(self, base: HistoryStyle) -> CallStyle:
         """Return how the template takes calls and results: the first way that renders both."""
+        named = self.tool_format is not None and self.tool_format.named_ids
         rendered = {
             style: self._render_call(replace(base, calls=style))
-            for style in (CallStyle(), CallStyle(json_arguments=True))
+            for style in (
+                CallStyle(named_ids=named),
+                CallStyle(named_ids=named, json_arguments=True),
+            )
         }
         shown = [
             style
             for style, text in rendered.items()
-            if _CALLED in text and _ARGUMENT in text and f'\\"{_ARGUMENT}' not in text
+            if _CALLED in text and _ARGUMENT in text
+            # Quotes within a text, or within markup, to which a template adds a mapping.
+            if f'\\"{_ARGUMENT}' not in text and f"&#34;{_CALLED}" not in text
         ]
         # Python writes a mapping in these quotes where a template expects JSON text.
         as_json = (style for style in shown if f"'{_ARGUMENT}'" not in rendered[style])

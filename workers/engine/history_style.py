@@ -24,6 +24,7 @@ Render = Callable[[Sequence[Message], bool], str]
 """Renders messages, with tools or without; returns nothing for those that a template rejects."""
 
 _MISTRAL_CALL_ID: Final = re.compile("[a-zA-Z0-9]{9}")
+_NAMED_CALL_ID: Final = re.compile(r"functions\..+:\d+")
 _REASONING: Final = ("reasoning_content", "reasoning")
 _WORD: Final = re.compile(r"Word\d\d")
 _CALLED, _ARGUMENT = "Bravo", "Charlie"
@@ -43,6 +44,8 @@ class CallStyle:
     """Whether results are messages of the user, because the template renders none."""
     short_ids: bool = False
     """Whether ids have nine letters and digits."""
+    named_ids: bool = False
+    """Whether ids hold the names of functions, because the template writes no other."""
 
     def apply(self, messages: Sequence[Message], tool_format: ToolFormat | None) -> list[Message]:
         """Return the messages as the template takes them."""
@@ -64,6 +67,8 @@ class CallStyle:
                 one["content"] = joined([styled.pop()["content"], one["content"]], "\n")
             styled.append(one)
             joins = is_result
+        if self.named_ids:
+            styled = list(_with_named_ids(styled))
         return [_with_short_ids(message) for message in styled] if self.short_ids else styled
 
     def _with_calls(
@@ -219,8 +224,9 @@ class HistoryStyle:
 def _probe(kinds: str) -> list[Message]:
     """Return a chat with messages of these kinds, and words that number their places.
 
-    S is a system message, U a user's, A an answer, E an empty one, T one with reasoning, C a call,
-    D two of them, K a text with a call, L that with reasoning, and R a result.
+    S is a system message, U a user's, A an answer, E an empty one, T one with reasoning, F an
+    empty one with reasoning, C a call, D two of them, K a text with a call, L that with reasoning,
+    and R a result.
     """
     roles = {"S": "system", "U": "user", "R": "tool"}
     chat: list[Message] = []
@@ -234,9 +240,9 @@ def _probe(kinds: str) -> list[Message]:
 
     for kind in kinds:
         message: Message = {"role": roles.get(kind, "assistant"), "content": ""}
-        if kind not in "ECD":
+        if kind not in "EFCD":
             message["content"] = word()
-        if kind in "TL":
+        if kind in "TFL":
             message["reasoning_content"] = message["reasoning"] = "Perhaps."
         if kind in "CDKL":
             open_ids = [f"abcdefgh{number}" for number in range(1 + (kind == "D"))]
@@ -279,12 +285,13 @@ _TABLE: Final[tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]] = (
     ("parts", (False, True), ("U", "UAU")),
     ("users", (True, False), ("UU", "UAUU")),
     ("system", (True, False), ("SU", "SUAU")),
-    ("systems", (True, False), ("SSU",)),
+    ("systems", (True, False), ("SSU", "SSSU")),
     ("assistants", (True, False), ("UAAU",)),
-    ("empty", (True, False), ("UEU", "UAEU", "SUEU")),
+    ("empty", (True, False), ("UEU", "UAEU", "SUEU", "UFU")),
     ("parallel_calls", (True, False), ("UDRR", "UDRRAU")),
     ("user_after_result", (True, False), ("UCRU", "UCRUAU")),
     ("assistants", (True, False), ("UACRAU",)),
+    ("empty", (True, False), ("UFA",)),
     ("text_with_calls", (BESIDE, BEFORE, IN_TEXT), ("UKR", "UKRAU", "UAKRKRU")),
     ("reasoning", (True, False), ("UTU", "ULR", "ULRAU")),
     ("system_inside", (True, False), ("USAU", "SUASU", "USUAU", "UCRSAU", "UCRSU", "UAS")),
@@ -294,6 +301,7 @@ _OPENED: Final = ("AU", "SAU", "CRU", "SCRU", "ACRU")
 """Chats that an answer begins."""
 _USERLESS: Final = ("S", "SACR", "CR", "ACR")
 _MIXED: Final = ("SUACRU", "SUKRCRAUSU", "UCRAKRSU", "UDRRSUTAU", "SSUEUACR")
+_ANY_ORDER: Final = (*_MIXED, *_OPENED, *_USERLESS)
 
 
 def find_style(
@@ -306,21 +314,21 @@ def find_style(
     for name, values, probes in _TABLE:
         if name == "parallel_calls":
             style = replace(style, calls=calls(style))
-        for value in values:
+        for value in values[values.index(getattr(style, name)) :]:
             changed = replace(style, **{name: value})
             if all(prober.takes(changed, one) for one in probes):
                 style, known = changed, True
                 break
         if not known:
             return style
-    style = _with_filler(prober, style)
     further = (
         style,
         replace(style, assistants=False, text_with_calls=IN_TEXT),
         replace(style, calls=_AS_TEXT, assistants=False, users=False, system_inside=False),
     )
-    mixed = (one for one in further if all(prober.takes(one, kinds) for kinds in _MIXED))
-    return _with_bridge(prober, next(mixed, style))
+    filled = [_with_filler(prober, one) for one in further]
+    mixed = (one for one in filled if all(prober.takes(one, kinds) for kinds in _ANY_ORDER))
+    return _with_bridge(prober, next(mixed, filled[0]))
 
 
 def _with_filler(prober: _Prober, style: HistoryStyle) -> HistoryStyle:
@@ -421,6 +429,26 @@ def _one_by_one(messages: Sequence[Message]) -> Iterator[Message]:
 
 def _as_json(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_named_ids(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield messages with ids of tool calls as Kimi's models write them, counted over the chat."""
+    count = 0
+    named: dict[str, str] = {}
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            given = call.get("id") or ""
+            written = f"functions.{call['function']['name']}:{count}"
+            named[given] = given if _NAMED_CALL_ID.fullmatch(given) else written
+            calls.append({**call, "id": named[given]})
+            count += 1
+        if calls:
+            yield {**message, "tool_calls": calls}
+        elif given := message.get("tool_call_id"):
+            yield {**message, "tool_call_id": named.get(given, given)}
+        else:
+            yield message
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> Message:

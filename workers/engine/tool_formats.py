@@ -115,6 +115,8 @@ class ToolFormat:
     """Text around strings, if it is a token of its own."""
     short_ids: bool = False
     """Whether the template accepts only ids of nine letters and digits."""
+    named_ids: bool = False
+    """Whether the template writes the id of a call in place of its function."""
     written: str = ""
     """One call, for a template that renders none."""
     parser: str = ""
@@ -143,6 +145,10 @@ class ToolFormat:
         tails = {call.tail.removeprefix(_SPACE) for call in (*self.calls, *self.strays)}
         elements = sorted(tail for tail in tails if tail.startswith("<"))
         return regex.compile("|".join((*map(escape, marks), *elements)) or "(?!)")
+
+    def is_shown(self, template: str) -> bool:
+        """Return whether a chat template has the markers of the format."""
+        return any(all(marker in template for marker in group) for group in self.markers)
 
     def has_mark(self, token: str) -> bool:
         """Return whether a special token is part of the format."""
@@ -181,6 +187,7 @@ _FUNCTION_TAGS: Final = _function_tags(("\n", "\n"))
 _MINIMAX_CALL: Final = _xml()
 _ATEM_CALL: Final = _xml("atem:")
 _DSML_CALL: Final = _xml("｜DSML｜")
+_GCML_CALL: Final = _xml("｜GCML｜")
 _SEED_CALL: Final = _function_tags()
 _DEEPSEEK_CALLS: Final = (
     Call(rf"\s*+<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\s*+```json\s"),
@@ -205,13 +212,34 @@ _GEMMA_STRAY: Final = Call(
 _PYTHON_CALL: Final = Call(rf"[\s\[,]*+{_NAME}(?:\.call)?(?=\()")
 _LLAMA4_MARKS: Final = r"(?:<\|python_(?:start|end)\|>)*+"
 """What may stand before a call if a tokenizer takes these marks for text."""
-_HY3: Final = ":opensource"
+_NEAR: Final = {"qwen3_coder": "naive", "glm47": "hunyuan3_preview"}
+"""Formats by which mlx-vlm knows a template, and those whose markers tell them from these."""
+
+
+def _hunyuan(suffix: str) -> ToolFormat:
+    """Return Hunyuan 3's format, whose tags have a suffix."""
+    call = Call(
+        rf"\s*+<tool_call{suffix}>{_NAME}<tool_sep{suffix}>",
+        rf"\s*+</tool_call{suffix}>",
+        _key_tags(suffix=suffix),
+    )
+    begin, separator = f"<tool_calls{suffix}>", f"<tool_sep{suffix}>"
+    markers = ("<tool_calls", "<tool_sep", suffix) if suffix else (begin, separator)
+    return ToolFormat(begin, f"</tool_calls{suffix}>", (call,), markers=(markers,))
+
 
 FORMATS: Final = {
     # Families by mlx-vlm's names, which it knows by their templates.
     "json_tools": ToolFormat("<tool_call>", "</tool_call>", strays=(_FUNCTION_TAGS,)),
     "qwen3_coder": ToolFormat(
         "<tool_call>", "</tool_call>", (_FUNCTION_TAGS, *RECORDS), (_FUNCTION_TAGS,)
+    ),
+    "naive": ToolFormat(  # as Qwen's, but line breaks around a value are a part of it
+        "<tool_call>",
+        "</tool_call>",
+        (_SEED_CALL, *RECORDS),
+        (_SEED_CALL,),
+        markers=(("<tool_call>", "<parameter=example_parameter_1>value_1</parameter>"),),
     ),
     "glm47": ToolFormat(
         "<tool_call>",
@@ -271,6 +299,7 @@ FORMATS: Final = {
         "<|tool_calls_section_end|>",
         (_KIMI_CALL,),
         (_KIMI_CALL,),
+        named_ids=True,
         written="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|>",
     ),
@@ -361,6 +390,13 @@ FORMATS: Final = {
         (_SEED_CALL,),
         (("<seed:tool_call>",),),
     ),
+    "gigachat3.5": ToolFormat(
+        "<｜GCML｜tool_calls>",
+        "</｜GCML｜tool_calls>",
+        (_GCML_CALL,),
+        (_GCML_CALL,),
+        markers=(("｜GCML｜", "tool_calls"),),
+    ),
     "gigachat3.1": ToolFormat("<|function_call|>", markers=(("<|function_call|>",),)),
     "apertus": ToolFormat(
         "<|tools_prefix|>",
@@ -376,18 +412,8 @@ FORMATS: Final = {
         (_SOLAR_CALL,),
         markers=(("<|tool_call:begin|>",),),
     ),
-    "hunyuan3": ToolFormat(
-        f"<tool_calls{_HY3}>",
-        f"</tool_calls{_HY3}>",
-        (
-            Call(
-                rf"\s*+<tool_call{_HY3}>{_NAME}<tool_sep{_HY3}>",
-                rf"\s*+</tool_call{_HY3}>",
-                _key_tags(suffix=_HY3),
-            ),
-        ),
-        markers=(("<tool_calls", "<tool_sep", ":opensource"),),
-    ),
+    "hunyuan3": _hunyuan(":opensource"),
+    "hunyuan3_preview": _hunyuan(""),
     "kimi_k3": ToolFormat(
         "<|open|>tools<|sep|>",
         "<|close|>tools<|sep|>",
@@ -415,9 +441,10 @@ def detect_tool_format(template: str) -> ToolFormat | None:
     matching = [spec for spec in SPECS if spec.matches(template)]
     best: Any = max(matching, key=lambda spec: spec.priority, default=None)
     if best is not None and best.priority > 0:
-        return _format_of(str(best.name))
+        near = FORMATS.get(_NEAR.get(str(best.name), ""))
+        return near if near and near.is_shown(template) else _format_of(str(best.name))
     for known in FORMATS.values():
-        if any(all(marker in template for marker in group) for group in known.markers):
+        if known.is_shown(template):
             return known
     if best is not None:
         return _format_of(str(best.name))

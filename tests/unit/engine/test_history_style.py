@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,12 @@ TEMPLATES = {
     "takes all": (ALL, ""),
     "no system": (refusing("'system' in roles"), "system=False system_inside=False"),
     "one system": (refusing("roles[:2] == ['system', 'system']"), "systems=False"),
+    "two systems, the third without a word": (
+        ALL.replace(
+            MESSAGE, f"{{% if m.role != 'system' or loop.index < 3 %}}{MESSAGE}{{% endif %}}"
+        ),
+        "systems=False system_inside=False",
+    ),
     "system first": (
         refusing_each("m.role == 'system' and not loop.first"),
         "systems=False system_inside=False",
@@ -62,10 +69,28 @@ TEMPLATES = {
         refusing_each("m.role == 'assistant' and not m.content and not m.tool_calls"),
         "empty=False",
     ),
+    "no reasoning alone": (
+        refusing_each("m.reasoning_content and not m.content and not m.tool_calls"),
+        "empty=False",
+    ),
+    "no reasoning alone behind the last user": (
+        refusing_each(
+            "m.reasoning_content and not m.content and not m.tool_calls and"
+            " 'user' not in messages[loop.index :] | map(attribute='role') | list"
+        ),
+        "empty=False",
+    ),
     "one call": (refusing_each("(m.tool_calls or [])[1] is defined"), "parallel_calls=False"),
     "no text beside calls, without a word": (
         ALL.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
         "text_with_calls='before'",
+    ),
+    "no text beside calls nor before them, and a user first": (
+        refusing_each(
+            "loop.first and m.role != 'user' or m.tool_calls and"
+            " (m.content or loop.previtem.role == 'assistant')"
+        ),
+        "system=False assistants=False opens=False userless=False text_with_calls='in_text'",
     ),
     "no reasoning beside text and calls": (
         refusing_each("m.content and m.tool_calls and m.reasoning_content"),
@@ -102,6 +127,65 @@ def test_f67_a_history_is_changed_no_further_than_the_template_needs(
     told = [one.getMessage() for one in caplog.records if "histories_changed" in one.getMessage()]
     assert renderer.history_style.changes == changes
     assert len(told) == (lacks != "takes all")
+
+
+CALLS: list[dict[str, Any]] = [
+    {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": {"a": 1}}}
+    for name in ("add", "get weather")
+]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "call_get weather", "content": "Wet"},
+    {"role": "tool", "tool_call_id": "call_add", "content": "2"},
+    {"role": "assistant", "content": "", "tool_calls": CALLS[:1]},
+    {"role": "tool", "tool_call_id": "call_add", "content": "3"},
+]
+
+
+def test_f67_ids_hold_the_names_of_functions_that_a_template_leaves_out() -> None:
+    """Kimi's templates write the id of a call alone."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.tool_call_id %} of {{ m.tool_call_id }};"
+        "{% endif %}{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
+        "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+        "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+        "<|tool_calls_section_end|>{% endif %}{% endfor %}"
+    )
+
+    def written(*names: str) -> str:
+        calls = (
+            f'<|tool_call_begin|>{name}<|tool_call_argument_begin|>{{"a": 1}}<|tool_call_end|>'
+            for name in names
+        )
+        return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+
+    first, second, third = "functions.add:0", "functions.get weather:1", "functions.add:2"
+    renderer = renderer_of(template)
+    assert renderer.chat(CALLED) == (
+        f"Hi{written(first, second)}Wet of {second};2 of {first};{written(third)}3 of {third};"
+    )
+    own = [{**call, "id": f"functions.{call['function']['name']}:7"} for call in CALLS[:1]]
+    assert written("functions.add:7") in renderer.chat([{**CALLED[1], "tool_calls": own}])
+
+
+def test_f67_arguments_are_text_where_a_mapping_escapes_the_markup_around_it() -> None:
+    """What jinja's filter `safe` returns escapes the texts to which it is added."""
+    template = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}
+{%- set a = c.function.arguments %}
+{%- if a is not string %}{% set a = a | tojson | safe %}{% endif %}
+{{- '{"name": "' + c.function.name + '", "arguments": ' + a + '}' }}{% endfor %}{% endfor %}"""
+    text = renderer_of(template).chat(CALLED)
+    assert text.startswith('Hi{"name": "add", "arguments": {"a": 1}}{"name": "get weather"')
+
+
+def test_f67_a_model_that_always_thinks_renders_a_chat_without_a_choice() -> None:
+    """Its template refuses to leave out thinking, which is else the default."""
+    refused = "{% if enable_thinking is false %}{{ raise_exception('Never.') }}{% endif %}"
+    chosen = "{% if enable_thinking is false %}quick:{% endif %}"
+    chat = [{"role": "user", "content": "Hi"}]
+    assert renderer_of(refused + ALL).chat(chat) == "[user]Hi"
+    assert renderer_of(chosen + ALL).chat(chat) == "quick:[user]Hi"
 
 
 @pytest.mark.parametrize(

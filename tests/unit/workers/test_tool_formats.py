@@ -115,6 +115,13 @@ def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
             "",
             [("write", {"text": "</parameter>\n</b>", "count": 3})],
         ),
+        (
+            "naive",
+            "<tool_call>\n<function=write>\n<parameter=text>\na\n</parameter>\n</function>\n"
+            "</tool_call>",
+            "",
+            [("write", {"text": "\na\n"})],
+        ),
         ("llama3", '<|python_tag|>search.call(query="a\\"b")', "", [("search", {"query": 'a"b'})]),
         ("llama3", '<|python_tag|>{"name": "b", "parameters": {}}', "", B),
         (
@@ -182,6 +189,13 @@ def test_variants_that_models_write(
         ("<tool_call>\n<function={{ name }}>", "qwen3_coder"),
         ("{%- if message.tools %}<|tool|>{{ message.tools }}<|/tool|>", "phi4"),
         ("{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v3"),
+        (
+            "<tool_call>\n<function=f>\n<parameter=example_parameter_1>value_1</parameter>",
+            "naive",
+        ),
+        ("{{ '<｜GCML｜tool_calls>' }} or <|function_call|>", "gigachat3.5"),
+        ("<tool_calls> <tool_call>{name}<tool_sep> <arg_key> </arg_value>", "hunyuan3_preview"),
+        ("<tool_call>{name} <arg_key> </arg_value>", "glm47"),
         ("[TOOL_CALLS] and <|python_tag|>", "mistral"),
         ("Nothing", None),
     ],
