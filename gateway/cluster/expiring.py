@@ -23,7 +23,7 @@ from gateway.storage.expiring import OVERHEAD_BYTES, RECORD_LIMIT_BYTES, TOTAL_L
 
 _PART = "responses"
 _PREFIX = "paceline:{responses}:"
-_INDEX = [_PREFIX + name for name in ("sizes", "expiry", "owners")]
+_INDEX = [_PREFIX + name for name in ("sizes", "expires", "owners")]
 _TTL_MS = int(TTL_S * 1000)
 _DROPS = 1000
 """Records dropped in one step, so that Redis serves others in between."""

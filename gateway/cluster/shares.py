@@ -13,11 +13,10 @@ CLAIMS = 0.1
 FREE = 0.1
 """Kept responses give way where less is left, whoever fills Redis."""
 _ASSUMED_BYTES = 64 * 1024 * 1024
-"""Where Redis does not tell its `maxmemory`: its user may lack the right to INFO."""
+"""Where Redis does not tell its `maxmemory`, as another server may that speaks its protocol."""
 
 MEMORY = f"""
-local info = redis.pcall('INFO', 'memory')
-if type(info) ~= 'string' then info = '' end
+local info = redis.call('INFO', 'memory')
 local used = tonumber(string.match(info, 'used_memory:(%d+)') or '0')
 local maxmemory = tonumber(string.match(info, 'maxmemory:(%d+)') or '{_ASSUMED_BYTES}')
 if maxmemory == 0 then maxmemory = math.huge end

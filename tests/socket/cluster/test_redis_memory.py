@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -19,10 +20,11 @@ from gateway.cluster.shares import CLAIMS, FREE, KEPT
 from gateway.errors import RecordsUnwritable
 from gateway.protocols.responses import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.storage import records as storage_records
 from gateway.storage.expiring import OVERHEAD_BYTES, TTL_S
 from tests.socket.cluster.test_redis_servers import may_use, valkey
 from tests.support.compose_file import SECRETS, read_compose
-from tests.support.gateway_fixtures import StartGateway
+from tests.support.gateway_fixtures import BreakRedis, StartGateway
 from tests.support.prefix_claims import RULES, STUDIO, conversation
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from tests.support.redis_status import is_connected, redis_status
@@ -140,21 +142,51 @@ def test_c23_a_redis_that_others_have_filled_takes_the_edits_of_admins(
     assert small.client.hexists("paceline:{keys}:records", f"{key['id']}/revoked")
 
 
+def _set_read_only(redis: RedisServer) -> None:
+    redis.client.replicaof("127.0.0.1", "9")
+
+
+def _set_writable(redis: RedisServer) -> None:
+    redis.client.replicaof("no", "one")
+
+
+def _kill(redis: RedisServer) -> None:
+    redis.kill()
+
+
+def _start(redis: RedisServer) -> None:
+    redis.start()
+
+
+@pytest.mark.parametrize(
+    ("break_redis", "mend_redis", "problem"),
+    [
+        (_set_read_only, _set_writable, "Redis is a read-only replica."),
+        (_kill, _start, "Redis cannot be reached."),
+    ],
+)
 def test_f72_a_revocation_that_redis_does_not_take_holds_at_once_and_is_stored_later(
-    private_redis: RedisServer, start_gateway: StartGateway
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    break_redis: BreakRedis,
+    mend_redis: BreakRedis,
+    problem: str,
 ) -> None:
     first, second = start_gateway("a"), start_gateway("b")
     key, other = create_keys(first, second)
-    private_redis.client.replicaof("127.0.0.1", "9")
+    break_redis(private_redis)
+    wait_until(lambda: redis_status(first)["problem"] == problem)
     path = f"/admin/v1/keys/{key['id']}"
     for _ in range(2):
         answer = first.admin.delete(path)
         assert status_and_code(answer) == (503, "revocation_unstored")
         assert not may_use(first, key)
     assert first.admin.get(path).json()["state"] == "revoked"
-    assert status_and_code(first.admin.post("/admin/v1/keys", json={"name": "x"}))[0] == 503
+    created = first.admin.post("/admin/v1/keys", json={"name": "x"})
+    assert status_and_code(created) == (503, "state_unavailable")
+    assert problem in created.json()["error"]["message"]
 
-    files = (Path(first.state_dir)).glob("shared-*.json")
+    files = tuple(first.state_dir.glob("shared-*.json"))
     wait_until(lambda: any("revoked_at" in file.read_text() for file in files))
     first.request_shutdown()
     first.wait_closed()
@@ -162,11 +194,30 @@ def test_f72_a_revocation_that_redis_does_not_take_holds_at_once_and_is_stored_l
     again.use_key(other["secret"])
     assert not may_use(again, key), "nor does a restart open it"
     assert may_use(second, key)
-    private_redis.client.replicaof("no", "one")
+    mend_redis(private_redis)
     wait_until(lambda: not may_use(second, key))
     assert may_use(second, other)
     wait_until(lambda: is_connected(again))
     assert again.admin.delete(path).status_code == 200
+
+
+def test_f72_a_revocation_that_the_disk_does_not_take_holds_at_once_and_is_stored_later(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, other = create_keys(gateway)
+    path = f"/admin/v1/keys/{key['id']}"
+
+    def fail(_path: Path, _text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(storage_records, "replace_file", fail)
+        answer = gateway.admin.delete(path)
+        assert status_and_code(answer) == (503, "revocation_unstored")
+        assert not may_use(gateway, key)
+        assert may_use(gateway, other)
+    wait_until(lambda: "revoked_at" in (gateway.state_dir / "state.json").read_text())
+    assert not may_use(gateway, key)
 
 
 def records(client: RedisClient, limit_bytes: int = MEMORY_BYTES) -> SharedExpiringRecords:
@@ -213,11 +264,11 @@ async def test_c23_many_small_records_give_way_to_a_large_one(
     client: RedisClient, small: RedisServer
 ) -> None:
     kept = records(client, 4_000_000)
-    for number in range(2500):
+    for number in range(3400):
         await kept.put("ann", str(number), b"x")
     assert await kept.put("bob", "large", os.urandom(1_300_000))
     assert (await kept.get("bob", ["large"]))[0] is not None
-    assert (await kept.get("ann", ["2499"]))[0] is not None
+    assert (await kept.get("ann", ["3399"]))[0] is not None
     assert float(small.client.zscore(TOTALS, "~") or 0) <= 4_000_000
 
 
@@ -248,14 +299,14 @@ async def test_c24_records_of_an_owner_who_never_returns_leave_redis_and_its_sum
     (key,) = map(str, small.client.keys("paceline:{responses}:kept:*:*"))
     assert 0 < small.client.pttl(key) <= TTL_S * 1000
     small.client.delete(key)  # as at its time
-    for index in ("paceline:{responses}:expiry", key.rpartition(":")[0]):
+    for index in ("paceline:{responses}:expires", key.rpartition(":")[0]):
         small.client.zadd(index, {key: 1})
     await kept.put("bob", "b", b"two")
     assert small.client.zcard(TOTALS) == 2, "of bob, and of all"
     assert small.client.hlen("paceline:{responses}:sizes") == 1
 
 
-@pytest.mark.parametrize("index", ["sizes", "expiry", "owners"])
+@pytest.mark.parametrize("index", ["sizes", "expires", "owners"])
 async def test_c24_where_redis_evicts_a_part_of_the_index_responses_are_kept_again(
     client: RedisClient, small: RedisServer, index: str
 ) -> None:
