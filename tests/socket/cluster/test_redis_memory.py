@@ -7,12 +7,14 @@ import errno
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.exceptions import OutOfMemoryError
 
+from gateway.assembly import build_gateway
 from gateway.cluster.expiring import SharedExpiringRecords
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.redis import RedisClient
@@ -21,16 +23,18 @@ from gateway.errors import RecordsUnwritable
 from gateway.protocols.responses import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.storage import records as storage_records
-from gateway.storage.expiring import OVERHEAD_BYTES, TTL_S
+from gateway.storage.expiring import OVERHEAD_BYTES, TTL_S, MemoryRecords
 from tests.socket.cluster.test_redis_servers import may_use, valkey
 from tests.support.compose_file import SECRETS, read_compose
-from tests.support.gateway_fixtures import BreakRedis, StartGateway
+from tests.support.fake_clock import FakeClock
+from tests.support.gateway_fixtures import QUICK, BreakRedis, StartGateway
 from tests.support.prefix_claims import RULES, STUDIO, conversation
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from tests.support.redis_status import is_connected, redis_status
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
+    make_settings,
     status_and_code,
     wait_until,
 )
@@ -285,10 +289,13 @@ async def test_c23_kept_responses_take_their_share_alone_and_leave_some_memory_f
         small.client.rpush("others", "x" * 100_000)
     assert await kept.put("ann", "last", os.urandom(1_000_000))
     assert used_bytes(small) < MEMORY_BYTES * (1 - FREE)
-    fill(small)
+    small.configure("maxmemory", str(used_bytes(small) // 2))
     with pytest.raises(RecordsUnwritable):
         await kept.put("ann", "later", os.urandom(1_000_000))
     assert client.problem == "Redis is full."
+    assert small.client.zscore(TOTALS, "~") == 0, "they give way in a full Redis too"
+    small.configure("maxmemory", str(4 * MEMORY_BYTES))
+    assert await kept.put("ann", "later", os.urandom(1_000_000))
 
 
 async def test_c24_records_of_an_owner_who_never_returns_leave_redis_and_its_sums(
@@ -336,3 +343,18 @@ def test_c23_the_redis_of_docker_compose_has_room_for_all_that_gateways_keep() -
     options = dict(itertools.pairwise(command))
     assert options["--maxmemory-policy"] == "noeviction"
     assert int(options["--maxmemory"].removesuffix("mb")) * KEPT >= 256
+
+
+async def test_c24_a_gateway_without_redis_deletes_kept_responses_at_their_time(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    gateway = await build_gateway(make_settings(tmp_path), replace(QUICK, clock=clock))
+    async with gateway.exit_stack:
+        records = gateway.expiring_records
+        assert isinstance(records, MemoryRecords)
+        await records.put("ann", "a", b"one")
+        clock.now_s += TTL_S
+        (job,) = (job for job in gateway._jobs() if job.work == records.drop_expired)
+        await job.run()
+        assert not records._records
