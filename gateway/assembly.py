@@ -264,6 +264,7 @@ class Gateway:
             Job(work=self.engine_records.refresh, period_s=timing.refresh_s),
             Job(work=self.policy_store.refresh, period_s=timing.refresh_s),
             Job(work=self.prefix_deletion.delete_ended, period_s=_DELETION_S),
+            Job(work=self.expiring_records.drop_expired, period_s=_DELETION_S),
             Job(work=self.policy_file.check, period_s=_POLICY_FILE_CHECK_S),
             Job(work=self.usage_store.flush, period_s=timing.usage_flush_s),
             Job(work=self.stats_history.record, period_s=SNAPSHOT_INTERVAL_S),

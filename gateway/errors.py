@@ -50,6 +50,7 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- TooManyWorkers      503  the limit of live workers is reached
 |   +-- RecordsUnwritable   503  the stored state cannot be read or written
 |       +-- WriteUnconfirmed 503 a write was not confirmed in time, and may be stored
+|       +-- RevocationUnstored 503 a key is revoked at this gateway alone until it is stored
 +-- RequestTooLong          504  the request took longer than the request timeout
 +-- ResponseTooLarge        502  a response in the background is larger than the gateway keeps
 +-- CacheNotCleared         502  a worker has not emptied its prefix cache
@@ -554,6 +555,15 @@ class WriteUnconfirmed(RecordsUnwritable, code="write_unconfirmed"):
     message = (
         "The change was not confirmed in time and may or may not be stored. Check before you try "
         "again; if the policy was stored, the same If-Match returns 412."
+    )
+
+
+class RevocationUnstored(RecordsUnwritable, code="revocation_unstored"):
+    """A key is revoked at this gateway, but the revocation is not stored."""
+
+    message = (
+        "This gateway refuses the key from now on, but the revocation is not stored yet. The "
+        "gateway stores it as soon as it can; the other gateways refuse the key from then on."
     )
 
 

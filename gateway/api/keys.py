@@ -15,7 +15,7 @@ from gateway.api.auth import CurrentGateway, admin_router
 from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
 from gateway.auth.records import KeyRecord, KeyTerms
-from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown
+from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown, RevocationUnstored
 from policies.error_messages import message_of
 
 router = admin_router("/admin/v1/keys", body_limit_bytes=64 * 1024)
@@ -82,7 +82,7 @@ async def change(name: str, fields: Fields, gateway: CurrentGateway) -> Key:
     return _key(await gateway.key_store.change(name, merged), gateway)
 
 
-@router.delete("/{name}", responses=failures(*FOR_ADMINS, *STORED, KeyUnknown))
+@router.delete("/{name}", responses=failures(*FOR_ADMINS, *STORED, RevocationUnstored, KeyUnknown))
 async def revoke(name: str, gateway: CurrentGateway) -> Key:
     """Revoke a key for good."""
     return _key(await gateway.key_store.revoke(name), gateway)

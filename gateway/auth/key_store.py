@@ -11,7 +11,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict
 
 from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyRecord, KeyTerms, new_key
-from gateway.errors import KeyIsRevoked, KeyUnknown
+from gateway.errors import KeyIsRevoked, KeyUnknown, RecordsUnwritable, RevocationUnstored
 from gateway.storage.records import RecordReader, Records, RecordTable
 
 log = logging.getLogger(__name__)
@@ -71,12 +71,20 @@ class KeyStore:
         return self.find(key_id)
 
     async def revoke(self, key_id: str) -> KeyRecord:
-        """Revoke a key for good; a second revocation changes nothing. Raise `KeyUnknown`."""
+        """Revoke a key for good; a second revocation changes nothing.
+
+        Raise `KeyUnknown`, or `RevocationUnstored`: it holds here, and is stored once possible.
+        """
         await self.refresh()
         self.find(key_id)
-        revocation = _Revocation(revoked_at=self._now())
-        if await self._table.add(key_id + _REVOKED, revocation.model_dump_json()):
-            log.info("key.revoked key=%s", key_id)
+        name, text = key_id + _REVOKED, _Revocation(revoked_at=self._now()).model_dump_json()
+        try:
+            if await self._table.add(name, text):
+                log.info("key.revoked key=%s", key_id)
+        except RecordsUnwritable:
+            await self._table.hold(name, text)
+            log.warning("key.revocation_unstored key=%s", key_id)
+            raise RevocationUnstored from None
         return self.find(key_id)
 
     def find(self, key_id: str) -> KeyRecord:

@@ -1,5 +1,7 @@
 """Kept responses and conversations in Redis, so that a client may go on at any gateway.
 
+They have a share of its memory, within which the owner with the most gives way.
+
 They are compressed and sealed with the join token, so Redis holds no text of a conversation. A
 request that goes on from one waits for Redis, within the deadline; no other request does.
 """
@@ -14,58 +16,102 @@ from typing import Any
 
 from gateway.cluster.redis import RedisClient, Reply
 from gateway.cluster.shared_hash import NOW
+from gateway.cluster.shares import EVEN_IF_FULL, FREE, KEPT, MEMORY
 from gateway.errors import RecordsUnwritable
 from gateway.protocols.responses import Sealer
-from gateway.storage.expiring import RECORD_LIMIT_BYTES, TOTAL_LIMIT_BYTES, TTL_S
+from gateway.storage.expiring import OVERHEAD_BYTES, RECORD_LIMIT_BYTES, TOTAL_LIMIT_BYTES, TTL_S
 
 _PART = "responses"
-_PREFIX = "paceline:{responses}:kept:"
-_SIZES, _EXPIRY = "paceline:{responses}:sizes", "paceline:{responses}:expiry"
+_PREFIX = "paceline:{responses}:"
+_INDEX = [_PREFIX + name for name in ("sizes", "expires", "owners")]
 _TTL_MS = int(TTL_S * 1000)
 _DROPS = 1000
-"""Records dropped in one step: the rest waits for the next one."""
-# KEYS: the sizes of the records, and the records by the time at which they expire, then records.
-_DROP = f"""{NOW}
+"""Records dropped in one step, so that Redis serves others in between."""
+_STEPS = 32
+# KEYS: the sizes of records, records by the time at which they expire, and owners by what they
+# have, `~` by what all have; then records, or one. Each owner has its records by their time too.
+_FUNCTIONS = f"""{NOW}
+local sizes, expiry, owners = KEYS[1], KEYS[2], KEYS[3]
+local function of(key) return string.match(key, '^(.+):') end
+local function count(key, bytes)
+  if redis.call('ZINCRBY', owners, bytes, of(key)) + 0 <= 0 then
+    redis.call('ZREM', owners, of(key))
+  end
+  return redis.call('ZINCRBY', owners, bytes, '~') + 0
+end
+local function touch(key, ttl_ms)
+  redis.call('PEXPIRE', key, ttl_ms)
+  redis.call('ZADD', expiry, now + ttl_ms, key)
+  redis.call('ZADD', of(key), now + ttl_ms, key)
+  for _, index in ipairs({{sizes, expiry, owners, of(key)}}) do
+    redis.call('PEXPIRE', index, 2 * ttl_ms)
+  end
+end
 local function drop(key)
+  local size = tonumber(redis.call('HGET', sizes, key) or '0')
   redis.call('DEL', key)
-  redis.call('ZREM', KEYS[2], key)
-  local size = tonumber(redis.call('HGET', KEYS[1], key) or '0')
-  redis.call('HDEL', KEYS[1], key)
-  return redis.call('HINCRBY', KEYS[1], 'total', 0 - size)
+  redis.call('HDEL', sizes, key)
+  redis.call('ZREM', expiry, key)
+  redis.call('ZREM', of(key), key)
+  return size, count(key, 0 - size)
 end
 """
-_GET = f"""{NOW}
+_GET = f"""{_FUNCTIONS}
 local found = {{}}
-for i = 3, #KEYS do
-  found[i - 2] = redis.call('GET', KEYS[i])
-  if found[i - 2] then
-    redis.call('PEXPIRE', KEYS[i], ARGV[1])
-    redis.call('ZADD', KEYS[2], now + ARGV[1], KEYS[i])
-  end
+for i = 4, #KEYS do
+  found[i - 3] = redis.call('GET', KEYS[i])
+  if found[i - 3] then touch(KEYS[i], ARGV[1]) end
 end
 return found
 """
-_PUT = f"""{_DROP}
-local text, ttl_ms, limit, replaces = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-if replaces ~= '' and redis.call('GET', KEYS[3]) ~= replaces then return 0 end
-drop(KEYS[3])
-redis.call('SET', KEYS[3], text, 'PX', ttl_ms)
-redis.call('ZADD', KEYS[2], now + ttl_ms, KEYS[3])
-redis.call('HSET', KEYS[1], KEYS[3], #text)
-local total = redis.call('HINCRBY', KEYS[1], 'total', #text)
-for _ = 1, {_DROPS} do
-  local first = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
-  if not first[1] or (tonumber(first[2]) > now and total <= limit) then break end
-  total = drop(first[1])
+# A record is written where there is room alone, but others give way in a full Redis too.
+_PUT = f"""{_FUNCTIONS}{MEMORY}{EVEN_IF_FULL}
+local key, text, ttl_ms, replaces = KEYS[4], ARGV[1], ARGV[2], ARGV[4]
+if replaces ~= '' and redis.call('GET', key) ~= replaces then return 0 end
+local limit = math.min(ARGV[3], maxmemory * {KEPT})
+local size = #text + {OVERHEAD_BYTES}
+if size > limit then return 0 end
+local function first(records, until_ms)
+  return redis.call('ZRANGEBYSCORE', records, '-inf', until_ms, 'LIMIT', 0, 1)[1]
 end
-redis.call('PEXPIRE', KEYS[1], 2 * ttl_ms)
-redis.call('PEXPIRE', KEYS[2], 2 * ttl_ms)
-return 1
+local before = tonumber(redis.call('HGET', sizes, key) or '0')
+local room = maxmemory * {1 - FREE} - used + before - size
+local total = count(key, size - before)
+if before > 0 then touch(key, ttl_ms + 1) end -- it goes last of its owner's
+local function give_up(reply)
+  count(key, before - size)
+  return reply
+end
+for _ = 1, {_DROPS} do
+  local victim = first(expiry, now)
+  if not victim then
+    if total <= limit and room >= 0 then
+      redis.call('SET', key, text)
+      redis.call('HSET', sizes, key, size)
+      touch(key, ttl_ms)
+      return 1
+    end
+    local largest = redis.call('ZREVRANGE', owners, 1, 1)[1] or of(key)
+    victim = first(largest, '+inf')
+    if largest == of(key) and (not victim or victim == key) then
+      return give_up(room < 0 and redis.error_reply('OOM too little of the memory is left') or 0)
+    end
+  end
+  if not victim or not redis.call('HGET', sizes, victim) then
+    -- Redis has evicted a part of the index: what it counted expires within a day.
+    redis.call('DEL', sizes, expiry, owners)
+    return 0
+  end
+  local freed
+  freed, total = drop(victim)
+  room = room + freed
+end
+return give_up(-1)
 """
-_DELETE = f"""{_DROP}
-local there = redis.call('EXISTS', KEYS[3])
-drop(KEYS[3])
-return there
+_DELETE = f"""{_FUNCTIONS}
+if redis.call('EXISTS', KEYS[4]) == 0 then return 0 end
+drop(KEYS[4])
+return 1
 """
 
 
@@ -86,7 +132,7 @@ class SharedExpiringRecords:
         keys = [_key(owner, name) for name in names]
 
         async def read() -> list[str | None]:
-            reply = await self._get(keys=[_SIZES, _EXPIRY, *keys], args=[_TTL_MS])
+            reply = await self._get(keys=[*_INDEX, *keys], args=[_TTL_MS])
             # A missing record is false in Lua, which ends no list.
             return [text if isinstance(text, str) else None for text in _list(reply, len(keys))]
 
@@ -107,18 +153,24 @@ class SharedExpiringRecords:
         before = "" if replaces is None else await asyncio.to_thread(self._seal, replaces, key)
         arguments: list[str | int] = [text, _TTL_MS, self._limit_bytes, before]
 
-        async def write() -> bool:
-            return bool(await self._put(keys=[_SIZES, _EXPIRY, key], args=arguments))
+        async def write() -> int:
+            return int(await self._put(keys=[*_INDEX, key], args=arguments))
 
-        return await self._call(write)
+        for _ in range(_STEPS):
+            if (stored := await self._call(write)) >= 0:
+                return stored == 1
+        return False
 
     async def delete(self, owner: str, name: str) -> bool:
         """Delete a record; return whether there was one."""
 
         async def remove() -> bool:
-            return bool(await self._delete(keys=[_SIZES, _EXPIRY, _key(owner, name)]))
+            return bool(await self._delete(keys=[*_INDEX, _key(owner, name)]))
 
         return await self._call(remove)
+
+    async def drop_expired(self) -> None:
+        """Do nothing: Redis deletes records at their time."""
 
     async def _call(self, command: Callable[[], Awaitable[Reply]]) -> Reply:
         """Run a command; fail at once while Redis does not answer."""
@@ -140,9 +192,9 @@ class SharedExpiringRecords:
 
 
 def _key(owner: str, name: str) -> str:
-    """Return the key of a record; it tells nobody whose it is."""
-    digest = blake2b(f"{owner}\n{name}".encode(), digest_size=24).hexdigest()
-    return _PREFIX + digest
+    """Return the key of a record; it names neither owner nor record, but groups those of one."""
+    group = blake2b(owner.encode(), digest_size=8).hexdigest()
+    return f"{_PREFIX}kept:{group}:{blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 
 def _list(reply: Any, length: int) -> list[Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_stream import SharedStream, StreamEntry
+from gateway.cluster.shares import CLAIMS
 from gateway.routing.prefix_affinity import (
     MAX_PENDING_CLAIMS,
     PrefixClaim,
@@ -26,7 +27,9 @@ class SharedPrefixClaims:
     """The claims that gateways share. Only one task calls `exchange`."""
 
     def __init__(self, redis: RedisClient, prefixes: PrefixIndex) -> None:
-        self._stream = SharedStream(redis, "prefixes", "claims", "claim", _MAX_ENTRIES)
+        self._stream = SharedStream(
+            redis, "prefixes", "claims", "claim", max_entries=_MAX_ENTRIES, share=CLAIMS
+        )
         self._prefixes = prefixes
         self._unsent: list[PrefixClaim] = []
 

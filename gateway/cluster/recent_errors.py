@@ -23,7 +23,7 @@ class SharedErrors:
     """
 
     def __init__(self, redis: RedisClient, errors: RecentErrors, wall: Callable[[], float]) -> None:
-        self._stream = SharedStream(redis, "errors", "recent", "error", _MAX_ENTRIES)
+        self._stream = SharedStream(redis, "errors", "recent", "error", max_entries=_MAX_ENTRIES)
         self._errors = errors
         self._wall = wall
         self._unsent: list[ErrorRecord] = []

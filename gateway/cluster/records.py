@@ -1,8 +1,8 @@
 """Admins' records in Redis, with a copy in the state folder for times without Redis.
 
-No edit is written to the copy: without Redis nothing can be edited, and the last known records stay
-valid. So a revoked key stays revoked over a restart. Records that Redis has lost are restored by
-the gateways that still have them.
+No edit but a revocation is written to the copy: without Redis nothing else can be edited, and the
+last known records stay valid. So a revoked key stays revoked over a restart. Records that Redis has
+lost are restored by the gateways that still have them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import NOW
+from gateway.cluster.shares import EVEN_IF_FULL
 from gateway.errors import RecordsUnwritable
 from gateway.storage.disk_thread import DiskThread
 from gateway.storage.records import (
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 # One hash for each kind: name -> [order, record], and in the empty field the revision, which grows
 # with every change, and the time when the hash was created. Revisions are at least the time in
 # milliseconds, so that a hash that was lost and created again has a later one.
-_REVISE = f"""{NOW}
+_REVISE = f"""{NOW}{EVEN_IF_FULL}
 local function revise()
   local stored = redis.call('HGET', KEYS[1], '') or ''
   local last = tonumber(string.match(stored, '^%d+') or '0')
@@ -105,6 +106,7 @@ class RedisRecords:
         )
         self._file = folder / f"shared-{redis.address_digest}.json"
         self._copies = defaultdict(lambda: _Copy({}), _read_copies(self._file))
+        self._held: defaultdict[str, dict[str, _Record]] = defaultdict(dict)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._writing: asyncio.Task[None] | None = None
         self._file_is_outdated = False
@@ -136,6 +138,12 @@ class RedisRecords:
         """Remove a record."""
         await self._redis.write(lambda: self._remove([_key(kind)], [name]))
 
+    def hold(self, kind: str, name: str, text: str) -> None:
+        """Return a record from now on, and add it once Redis takes it."""
+        orders = (record.order for record in self._copies[kind].records.values())
+        self._held[kind][name] = _Record(max(orders, default=0) + 1, text)
+        self._update_file()
+
     async def _refresh(self, kind: str) -> None:
         """Read a kind; one read after another, so that no older one is stored last."""
         async with self._locks[kind]:
@@ -145,18 +153,20 @@ class RedisRecords:
     async def _read_changes(self, kind: str) -> None:
         """Update the copy, and restore the records that Redis has lost."""
         part, copy = f"records of {kind}", self._copies[kind]
+        held = dict(self._held[kind])
+        known = "" if held else copy.revision
         reconnections = self._redis.reconnections
-        revision, stored = await self._redis.call(part, lambda: self._ask(kind, copy.revision))
+        revision, stored = await self._redis.call(part, lambda: self._ask(kind, known))
         if stored is None:
             self._copies[kind] = copy._replace(reconnections=reconnections, current=True)
             return
         # A record that is missing behind a new connection, in an older hash or in one that was
         # created again, was lost; otherwise it was removed.
-        lost: dict[str, _Record] = {}
+        lost = {name: one for name, one in held.items() if name not in stored}
         older = _number(revision) < _number(copy.revision)
         created = revision.partition(" ")[2]
         if reconnections != copy.reconnections or older or copy.created not in ("", created):
-            lost = {name: one for name, one in copy.records.items() if name not in stored}
+            lost |= {name: one for name, one in copy.records.items() if name not in stored}
         records = {**lost, **stored}
         # Valid from here on, even if the restore fails.
         self._copies[kind] = _Copy(
@@ -170,13 +180,12 @@ class RedisRecords:
             created = restored.partition(" ")[2]
             log.warning("redis.records_restored kind=%s records=%d", kind, len(lost))
         # After a restore, read all again: another gateway may have written since.
+        for name in held:
+            self._held[kind].pop(name, None)
         revision = "" if lost else revision
         self._copies[kind] = _Copy(records, revision, reconnections, created=created, current=True)
         if records != copy.records:
-            self._file_is_outdated = True
-            if self._writing is None or self._writing.done():
-                # In a task of its own: a slow disk must not delay a revocation.
-                self._writing = asyncio.create_task(self._write_copy(), name="copy of records")
+            self._update_file()
 
     async def _ask(self, kind: str, revision: str) -> tuple[str, dict[str, _Record] | None]:
         """Return the latest revision and, if it is another, all records."""
@@ -187,8 +196,15 @@ class RedisRecords:
         return latest, {name: _from_redis(text) for name, text in pairs if name}
 
     def _texts(self, kind: str) -> Texts:
-        in_order = sorted(self._copies[kind].records.items(), key=lambda item: item[1].order)
+        records = {**self._held[kind], **self._copies[kind].records}
+        in_order = sorted(records.items(), key=lambda item: item[1].order)
         return {name: record.text for name, record in in_order}
+
+    def _update_file(self) -> None:
+        self._file_is_outdated = True
+        if self._writing is None or self._writing.done():
+            # In a task of its own: a slow disk must not delay a revocation.
+            self._writing = asyncio.create_task(self._write_copy(), name="copy of records")
 
     async def _write_copy(self) -> None:
         """Write the copies to the file, for a start without Redis."""

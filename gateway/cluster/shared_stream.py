@@ -11,13 +11,20 @@ from typing import NamedTuple
 
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import NOW
+from gateway.cluster.shares import MEMORY
 
 # Returns the time, from which the ids of entries show their age, and the next entries behind the
 # last one that was read.
 _EXCHANGE = f"""{NOW}
-local last_read, gateway, max_entries, field, page = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-for i = 6, #ARGV do
-  redis.call('XADD', KEYS[1], 'MAXLEN', '~', max_entries, '*', 'gateway', gateway, field, ARGV[i])
+local last_read, gateway, entries, field, page = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local bytes = #ARGV > 6 and redis.call('MEMORY', 'USAGE', KEYS[1])
+if bytes then
+  {MEMORY}
+  entries = math.min(entries, redis.call('XLEN', KEYS[1]) * maxmemory * ARGV[6] / bytes)
+end
+for i = 7, #ARGV do
+  local bound = string.format('%.0f', entries)
+  redis.call('XADD', KEYS[1], 'MAXLEN', '~', bound, '*', 'gateway', gateway, field, ARGV[i])
 end
 redis.call('PEXPIRE', KEYS[1], 86400000)
 local begin = last_read == '' and '-' or '(' .. last_read
@@ -39,17 +46,25 @@ class SharedStream:
     """One stream. Only one task calls `exchange`.
 
     `part` and `name` are its name in Redis, `field` is that of the text of an entry. It has about
-    `max_entries` entries.
+    `max_entries` entries, and at most this share of the memory of Redis.
     """
 
     def __init__(
-        self, redis: RedisClient, part: str, name: str, field: str, max_entries: int
+        self,
+        redis: RedisClient,
+        part: str,
+        name: str,
+        field: str,
+        *,
+        max_entries: int,
+        share: float = 1.0,
     ) -> None:
         self._redis = redis
         self._part = part
         self._key = f"paceline:{{{part}}}:{name}"
         self._field = field
         self._max_entries = max_entries
+        self._share = share
         self._exchange = redis.script(_EXCHANGE)
         self._last_read = ""
         self._reconnections = -1
@@ -69,7 +84,7 @@ class SharedStream:
 
     async def _ask(self, last_read: str, texts: Sequence[str]) -> tuple[str, list[StreamEntry]]:
         gateway_id = self._redis.gateway_id
-        limits = str(self._max_entries), self._field, str(PAGE_ENTRIES)
+        limits = str(self._max_entries), self._field, str(PAGE_ENTRIES), str(self._share)
         arguments = [last_read, gateway_id, *limits, *texts]
         now_ms, entries = await self._exchange([self._key], arguments)
         self.behind = len(entries) == PAGE_ENTRIES

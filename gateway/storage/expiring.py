@@ -10,7 +10,9 @@ TTL_S = 24 * 3600.0
 """A record expires so long after its last use."""
 RECORD_LIMIT_BYTES = 16 * 1024 * 1024
 TOTAL_LIMIT_BYTES = 256 * 1024 * 1024
-"""Of all records; beyond it, those that were not used for the longest time go first."""
+"""Of all records; beyond it the owner with the most gives way, so that none pushes out others."""
+OVERHEAD_BYTES = 1024
+"""Of a record beside its data, so that empty records are bounded too."""
 
 
 class ExpiringRecords(Protocol):
@@ -33,6 +35,9 @@ class ExpiringRecords(Protocol):
     async def delete(self, owner: str, name: str) -> bool:
         """Delete a record; return whether there was one."""
 
+    async def drop_expired(self) -> None:
+        """Delete what has expired, also of owners that never return."""
+
 
 class _Record(NamedTuple):
     data: bytes
@@ -52,14 +57,13 @@ class MemoryRecords:
 
     async def get(self, owner: str, names: Sequence[str]) -> list[bytes | None]:
         """Return the records of these names, and count them as used."""
-        now_s = self._clock()
-        self._drop_expired(owner, now_s)
+        await self.drop_expired()
         records = self._records.get(owner, OrderedDict())
         found: list[bytes | None] = []
         for name in names:
             record = records.get(name)
             if record is not None:
-                records[name] = record._replace(expires_s=now_s + TTL_S)
+                records[name] = record._replace(expires_s=self._clock() + TTL_S)
                 records.move_to_end(name)
             found.append(record.data if record else None)
         return found
@@ -68,36 +72,41 @@ class MemoryRecords:
         self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None
     ) -> bool:
         """Store a record; return whether it is stored."""
-        now_s = self._clock()
-        self._drop_expired(owner, now_s)
+        await self.drop_expired()
         present = self._records.get(owner, OrderedDict()).get(name)
         changed = replaces is not None and (present is None or present.data != replaces)
-        if changed or len(data) > min(RECORD_LIMIT_BYTES, self._limit_bytes):
+        if changed or len(data) > RECORD_LIMIT_BYTES or _size(data) > self._limit_bytes:
             return False
         self._drop(owner, name)
-        self._records.setdefault(owner, OrderedDict())[name] = _Record(data, now_s + TTL_S)
-        self._bytes[owner] += len(data)
+        records = self._records.setdefault(owner, OrderedDict())
+        records[name] = _Record(data, self._clock() + TTL_S)
+        self._bytes[owner] += _size(data)
         while sum(self._bytes.values()) > self._limit_bytes:
-            # The owner with the most gives way, so that none can push out all others.
             largest = max(self._bytes, key=self._bytes.__getitem__)
             self._drop(largest, next(iter(self._records[largest])))
-        return True
+        return name in records
 
     async def delete(self, owner: str, name: str) -> bool:
         """Delete a record; return whether there was one."""
-        self._drop_expired(owner, self._clock())
+        await self.drop_expired()
         return self._drop(owner, name)
 
-    def _drop_expired(self, owner: str, now_s: float) -> None:
-        records = self._records.get(owner, OrderedDict())
-        while records and (oldest := next(iter(records.items())))[1].expires_s <= now_s:
-            self._drop(owner, oldest[0])
+    async def drop_expired(self) -> None:
+        """Delete what has expired, also of owners that never return."""
+        now_s = self._clock()
+        for owner, records in tuple(self._records.items()):
+            while records and (oldest := next(iter(records.items())))[1].expires_s <= now_s:
+                self._drop(owner, oldest[0])
 
     def _drop(self, owner: str, name: str) -> bool:
         records = self._records.get(owner)
         if records is None or (record := records.pop(name, None)) is None:
             return False
-        self._bytes[owner] -= len(record.data)
+        self._bytes[owner] -= _size(record.data)
         if not records:
             del self._records[owner], self._bytes[owner]
         return True
+
+
+def _size(data: bytes) -> int:
+    return len(data) + OVERHEAD_BYTES

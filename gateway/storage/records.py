@@ -52,6 +52,9 @@ class Records(Protocol):
     async def remove(self, kind: str, name: str) -> None:
         """Remove a record, if there is one of that name."""
 
+    def hold(self, kind: str, name: str, text: str) -> None:
+        """Return a record that could not be added from now on, and add it once that is possible."""
+
 
 class RecordTable:
     """The records of one kind in memory; `apply` gets them after each change."""
@@ -95,6 +98,11 @@ class RecordTable:
         await self._records.remove(self._kind, name)
         await self.refresh()
 
+    async def hold(self, name: str, text: str) -> None:
+        """Apply a record that could not be added, and add it once that is possible."""
+        self._records.hold(self._kind, name, text)
+        await self.refresh()
+
 
 class RecordReader(Generic[Value]):
     """Parses the records of one kind, and skips those that are damaged or of a newer version.
@@ -129,6 +137,7 @@ class FileRecords:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: tuple[object, TextsByKind] = (None, {})
+        self._held: dict[tuple[str, str], str] = {}
         self._disk = DiskThread("records")
 
     def is_current(self, _kind: str) -> bool:
@@ -146,8 +155,17 @@ class FileRecords:
 
     async def all(self, kind: str) -> Mapping[str, str]:
         """Return all records of a kind by name, oldest first."""
+        for (of_kind, name), text in tuple(self._held.items()):
+            with contextlib.suppress(RecordsUnwritable):
+                await self.add(of_kind, name, text)
+                self._held.pop((of_kind, name), None)
         texts = await self._run(self._read_changes)
-        return dict(texts.get(kind, {}))
+        held = {name: text for (of_kind, name), text in self._held.items() if of_kind == kind}
+        return {**held, **texts.get(kind, {})}
+
+    def hold(self, kind: str, name: str, text: str) -> None:
+        """Return a record from now on, and add it once the file can be written."""
+        self._held[kind, name] = text
 
     async def add(self, kind: str, name: str, text: str) -> bool:
         """Store a new record unless the name exists."""

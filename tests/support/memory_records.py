@@ -34,3 +34,6 @@ class MemoryRecords:
 
     async def remove(self, kind: str, name: str) -> None:
         self.texts.get(kind, {}).pop(name, None)
+
+    def hold(self, kind: str, name: str, text: str) -> None:
+        self.texts.setdefault(kind, {}).setdefault(name, text)

@@ -178,17 +178,20 @@ async def test_a_key_of_another_type_is_a_failure_and_not_an_empty_table(
     assert redis.client.hexists(KEYS, "a")
 
 
-async def test_a_full_redis_rejects_edits_and_stays_readable(
+async def test_a_full_redis_takes_edits_and_what_it_has_lost(
     private_redis: RedisServer, open_records: OpenRecords
 ) -> None:
     records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
     private_redis.configure("maxmemory", "1")
-    with pytest.raises(RecordsUnwritable):
-        await records.add("keys", "b", "2")
-    assert await records.all("keys") == {"a": "1"}
-    private_redis.configure("maxmemory", "0")
     assert await records.add("keys", "b", "2")
+    await records.replace("keys", "a", "3")
+    assert await records.all("keys") == {"a": "3", "b": "2"}
+    private_redis.client.flushall()
+    assert await records.all("keys") == {"a": "3", "b": "2"}
+    assert private_redis.client.hexists("paceline:{keys}:records", "b")
+    await records.remove("keys", "b")
+    assert await records.all("keys") == {"a": "3"}
 
 
 async def test_an_edit_of_a_frozen_redis_is_unconfirmed_and_may_be_stored(

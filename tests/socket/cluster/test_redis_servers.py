@@ -128,6 +128,8 @@ def use_every_part(server: RedisServer, url: str, folder: Path, worker: Scripted
         folded = f"fake-a/{EARLIER_BOOTS}demo"
         wait_until(lambda: bool(server.client.hexists("paceline:{workers}:boots", folded)))
         assert server.client.exists("paceline:{prefixes}:claims")
+        kept = first.client.post("/v1/conversations", json={}).json()["id"]
+        assert second.client.get(f"/v1/conversations/{kept}").is_success
 
         server.client.flushall()
         wait_until(lambda: all(server.client.exists(f"paceline:{{{part}") for part in PARTS))

@@ -116,17 +116,18 @@ def test_redis_contains_only_documented_keys_and_transient_ones_expire(
 
     page = (ROOT / "docs" / "redis.md").read_text()
     documented = set(re.findall(r"^\| `(paceline:[^`]+)` \|", page, re.MULTILINE))
-    expected = {name for name in documented if not name.endswith((":NAME", "usage}:records"))}
+    endings = (":NAME", ":KEY", "usage}:records")
+    expected = {name for name in documented if not name.endswith(endings)}
     wait_until(lambda: expected <= set(redis.client.keys("*")))
-    found = {re.sub(":(folded|kept):.*", r":\1:NAME", str(name)) for name in redis.client.keys("*")}
-    assert found <= documented
+    found = {re.sub(":folded:.*", ":folded:NAME", str(name)) for name in redis.client.keys("*")}
+    found = {re.sub("kept:[0-9a-f]{16}", "kept:KEY", name) for name in found}
+    assert {re.sub("kept:KEY:[0-9a-f]{32}", "kept:KEY:NAME", name) for name in found} <= documented
+    assert all(redis.client.pttl(str(name)) > 0 for name in redis.client.keys("*{responses}*"))
     for name in (
         "{rate_limits}:admitted",
         "{rate_limits}:gateways",
         "{workers}:updates",
         "{prefixes}:claims",
-        "{responses}:sizes",
-        "{responses}:expiry",
     ):
         assert redis.client.pttl(f"paceline:{name}") > 0, name
 

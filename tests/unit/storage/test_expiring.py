@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.storage.expiring import RECORD_LIMIT_BYTES, TTL_S, MemoryRecords
+from gateway.storage.expiring import OVERHEAD_BYTES, RECORD_LIMIT_BYTES, TTL_S, MemoryRecords
 from tests.support.fake_clock import FakeClock
 
 
@@ -32,12 +32,24 @@ async def test_a_record_is_replaced_only_while_it_is_the_one_that_was_read() -> 
 
 
 async def test_the_owner_with_the_most_makes_room() -> None:
-    records = MemoryRecords(FakeClock(), limit_bytes=10)
+    records = MemoryRecords(FakeClock(), limit_bytes=4 * OVERHEAD_BYTES)
     await records.put("ann", "a", b"1")
     for name in ("b", "c", "d"):
         await records.put("bob", name, b"1234")
     assert await records.get("ann", ["a"]) == [b"1"]
     assert await records.get("bob", ["b", "c", "d"]) == [None, b"1234", b"1234"]
-    assert not await records.put("ann", "e", b"x" * 11)
+    assert not await records.put("ann", "e", b"x" * 4 * OVERHEAD_BYTES)
+    assert not await records.put("eve", "e", b"x" * 2 * OVERHEAD_BYTES), "eve would have the most"
+    assert await records.get("eve", ["e"]) == [None]
     large = MemoryRecords(FakeClock())
     assert not await large.put("ann", "e", b"x" * (RECORD_LIMIT_BYTES + 1))
+
+
+async def test_c27_a_record_leaves_memory_at_its_time_though_its_owner_never_returns() -> None:
+    clock = FakeClock()
+    records = MemoryRecords(clock)
+    await records.put("ann", "a", b"1")
+    clock.now_s += TTL_S
+    await records.drop_expired()
+    assert not records._records
+    assert not records._bytes
