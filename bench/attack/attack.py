@@ -21,7 +21,8 @@ LOAD_CODES: Final = frozenset(
 )
 """Codes of 5xx responses that any load may cause."""
 WORKER_CODES: Final = frozenset(
-    "worker_failed worker_lost worker_timeout worker_stalled worker_unreachable api_error".split()
+    "worker_failed worker_lost worker_timeout worker_stalled worker_unreachable api_error "
+    "response_too_large".split()
 )
 """Codes of 5xx responses that only a worker that lies or is killed may cause."""
 _LAST_EVENTS: Final = {
