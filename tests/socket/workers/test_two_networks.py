@@ -61,7 +61,7 @@ end_s = time.monotonic() + 60
 while time.monotonic() < end_s:
     connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=10)
     try:
-        headers = {"authorization": "Bearer admin-key"}
+        headers = {"authorization": "Bearer admin-key-of-two-networks"}
         connection.request("GET", "/admin/v1/workers", headers=headers)
         workers = json.load(connection.getresponse())["workers"]
         if sys.argv[1] == "gone" and not workers:
