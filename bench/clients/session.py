@@ -16,7 +16,8 @@ from typing import Any
 
 from PIL import Image
 
-from bench.clients.cases import check, get
+from bench.clients.cases import ONCE, Mode, case, check, get
+from bench.clients.mcp_server import NEST, TOOL
 from tests.support.pdfs import pdf
 
 Chat = dict[str, Any]
@@ -27,6 +28,8 @@ MCP_SERVER = Path(__file__).with_name("mcp_server.py")
 PDF, PDF_TEXT = "report.pdf", "The otter swims at dawn."
 PICTURE = "picture.png"
 LONG = "long.txt"
+FOUND = f"mcp__notes__{TOOL}"
+"""The tool of the server that an agent finds by a search."""
 ENDED, SUMMARY = "The script has ended.", "This is the summary of the script."
 """What the model says after its last call, and when it is to summarise."""
 
@@ -45,6 +48,35 @@ def play(run: Callable[[str], str], *calls: Call) -> list[Chat]:
     printed = run("\n".join(["PLAY:", *lines]))
     check(ENDED in printed, printed[-300:])
     return [chat for chat in _received() if chat["id"] not in earlier]
+
+
+def search_compact_and_continue(
+    go_on: Callable[[str], str], search: Call, read: Call, turns: tuple[int, int], window: int
+) -> None:
+    """Add the cases that end the session of any agent, whose turns read the long file so often."""
+    refused = refusals()
+
+    @case("searches its tools, and calls what it found (scripted: both calls)", ONCE)
+    def searches(_: Mode) -> str:
+        asked, found, told = play(go_on, search, (FOUND, {}))
+        check(FOUND not in tools_of(asked) and FOUND in tools_of(found), tools_of(found))
+        check(NEST in text_of(told), text_of(told)[-300:])
+        return f"{TOOL} was no tool of the model before the search"
+
+    @case(f"compacts twice (scripted: {sum(turns)} calls of {read[0]}, both summaries)", ONCE)
+    def compacts(_: Mode) -> str:
+        found = compactions(
+            [chat for turn in turns for chat in play(go_on, *[read] * turn)], window
+        )
+        check(len(found) == 2, found)
+        return f"{', '.join(found)}; the model has {window:,}"
+
+    @case("is continued after its end, and had no request refused (scripted: the answer)", ONCE)
+    def continued(_: Mode) -> str:
+        told = play(go_on)[-1]
+        check(SUMMARY in text_of(told), text_of(told)[:300])
+        check(refusals() == refused, f"{refusals() - refused} requests refused")
+        return "the model got the summary and what followed it"
 
 
 def compactions(chats: list[Chat], window: int) -> list[str]:

@@ -11,20 +11,8 @@ import pytest_asyncio
 from playwright.async_api import BrowserContext, async_playwright, expect
 
 from tests.support.browser_tab import BrowserTab, open_context
-from tests.support.gateway_fixtures import (  # noqa: F401
-    admin,
-    clean_environment,
-    gateway,
-    gateway_with_heartbeats,
-    make_cluster_gateway,
-    module_gateway,
-    module_worker,
-    redis,
-    second_worker,
-    session_redis,
-    shared_gateway,
-    worker,
-)
+from tests.support.gateway_fixtures import *  # noqa: F403
+from tests.support.heartbeats import gateway_with_worker  # noqa: F401
 
 # A slow page on a busy machine is no failure.
 expect.set_options(timeout=60_000)

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 REFUSAL = "This is not the admin key of this gateway."
 
 
-async def test_the_page_rejects_a_wrong_key_with_a_message_and_accepts_the_right_key(
+async def test_c3_the_key_or_a_link_with_it_signs_in_and_is_in_no_url_and_no_other_tab(
     module_gateway: RunningGateway, tab: BrowserTab
 ) -> None:
-    page, key = tab.page, module_gateway.admin_key
+    page, key, url = tab.page, module_gateway.admin_key, module_gateway.url
     sign_in = page.get_by_role("heading", name="Sign in")
     refusal, version = page.locator("#sign-in-refusal"), page.locator("#active-version")
-    await tab.open(module_gateway.url, "/admin")
+    await tab.open(url, "/admin")
     for invalid_key in ("wrong", "schlüssel", "two words"):
         await page.get_by_label("Admin key").fill(invalid_key)
         await tab.button("Sign in").click()
@@ -34,42 +34,32 @@ async def test_the_page_rejects_a_wrong_key_with_a_message_and_accepts_the_right
     await page.get_by_label("Admin key").fill(key)
     await page.keyboard.press("Enter")
     await expect(version).to_contain_text("Version 1 is active")
+    assert not [one for one in tab.requested_urls if key in one]
     await page.reload()
     await expect(version).to_contain_text("Version 1 is active")
-
-    assert not [url for url in tab.requested_urls if key in url]
     storage = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
     assert key not in await page.evaluate(storage)
-    second_page = await page.context.new_page()
-    await second_page.goto(f"{module_gateway.url}/admin")
-    await expect(second_page.get_by_role("heading", name="Sign in")).to_be_visible()
-    await second_page.close()
 
     await tab.button("Sign out").click()
     await expect(sign_in).to_be_visible()
-    await page.reload()
-    await expect(sign_in).to_be_visible()
+    await tab.open_admin(module_gateway)
+    await expect(version).to_contain_text("Version 1 is active")
+    assert page.url == f"{url}/admin"
     await page.evaluate("sessionStorage.setItem('paceline-admin-key', 'expired')")
     await page.reload()
     await expect(refusal).to_contain_text(REFUSAL)
 
-
-async def test_c3_a_link_with_the_stored_key_signs_in_and_loses_the_key(
-    module_gateway: RunningGateway, tab: BrowserTab
-) -> None:
-    page, url = tab.page, module_gateway.url
-    version = page.locator("#active-version")
-    for visit in ("a new page", "the open sign-in form"):
-        await tab.open_admin(module_gateway)
-        await expect(version).to_contain_text("Version 1 is active")
-        assert page.url == f"{url}/admin", visit
-        await page.reload()
-        await expect(version).to_contain_text("Version 1 is active")
-        await tab.button("Sign out").click()
-        await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
-    await page.goto(f"{url}/admin#admin-key=wrong")
-    await expect(page.locator("#sign-in-refusal")).to_contain_text(REFUSAL)
-    assert page.url == f"{url}/admin"
+    second = BrowserTab(await page.context.new_page())
+    await second.open_admin(module_gateway)
+    await expect(second.page.locator("#active-version")).to_contain_text("Version 1 is active")
+    assert second.page.url == f"{url}/admin"
+    await second.button("Sign out").click()
+    await second.page.reload()
+    await expect(second.page.get_by_role("heading", name="Sign in")).to_be_visible()
+    await second.page.goto(f"{url}/admin#admin-key=wrong")
+    await expect(second.page.locator("#sign-in-refusal")).to_contain_text(REFUSAL)
+    assert second.page.url == f"{url}/admin"
+    await second.page.close()
 
 
 async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked_and_wrong_terms_are_explained(
@@ -282,41 +272,17 @@ async def test_the_editor_reports_an_invalid_edit_with_its_line_completes_fields
     await expect(page.locator("#check")).to_have_text("Valid")
 
 
-async def test_a_cordoned_worker_receives_no_request_and_a_drained_one_finishes_its_answers(
+async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answers_alone(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     second_worker: ScriptedWorker,
     tab: BrowserTab,
 ) -> None:
-    page = tab.page
+    page, gateway = tab.page, gateway_with_worker
     worker.script = second_worker.script = Script(hang_after=1)
-    with send_heartbeats(gateway_with_worker, second_worker):
-        await tab.open_admin(gateway_with_worker, "#workers")
-        card = page.get_by_role("article", name="fake-a")
-        await expect(page.locator("#fleet-line")).to_contain_text("2 of 2 workers ready")
-        await tab.button("Cordon fake-a").click()
-        await expect(card).to_contain_text("cordoned")
-        await expect(card).to_contain_text("by admin. It runs no request and can be stopped.")
-        second_worker.resume.set()
-        assert [gateway_with_worker.chat().status_code for _ in range(6)] == [200] * 6
-        assert not worker.requests
-        await tab.button("Uncordon fake-a").click()
-        await expect(card).to_contain_text("ready")
-    gateway_with_worker.remove_worker(second_worker)
-    with begun(gateway_with_worker.stream()) as read:
-        await tab.button("Drain fake-a").click()
-        await expect(card).to_contain_text("1 request still runs.")
-        worker.resume.set()
-        assert read().endswith(DONE)
-    await expect(page.locator("#notice")).to_have_text("fake-a runs no request and can be stopped.")
-
-
-async def test_a_new_mac_appears_while_one_looks_and_the_page_shows_no_token(
-    gateway_with_worker: RunningGateway, second_worker: ScriptedWorker, tab: BrowserTab
-) -> None:
-    page = tab.page
-    await tab.open_admin(gateway_with_worker, "#workers")
-    await expect(page.get_by_role("article", name="fake-a")).to_contain_text("ready")
+    await tab.open_admin(gateway, "#workers")
+    card = page.get_by_role("article", name="fake-a")
+    await expect(card).to_contain_text("ready")
     await tab.button("Add a Mac").click()
     dialog = page.get_by_role("dialog", name="Add a Mac")
     await expect(dialog).to_contain_text("paceline worker --join ")
@@ -324,7 +290,23 @@ async def test_a_new_mac_appears_while_one_looks_and_the_page_shows_no_token(
     assert JOIN_TOKEN not in await page.content()
     async with page.expect_response("**/admin/v1/workers"):
         pass
-    assert gateway_with_worker.send_heartbeat(second_worker, url="http://127.0.0.1:1").is_error
+    assert gateway.send_heartbeat(second_worker, url="http://127.0.0.1:1").is_error
     await expect(dialog).to_contain_text("fake-b: The worker's address refuses")
-    with send_heartbeats(gateway_with_worker, second_worker):
+    with send_heartbeats(gateway, second_worker):
         await expect(dialog).to_contain_text("fake-b: ready")
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#fleet-line")).to_contain_text("2 of 2 workers ready")
+        await tab.button("Cordon fake-a").click()
+        await expect(card).to_contain_text("by admin. It runs no request and can be stopped.")
+        second_worker.resume.set()
+        assert [gateway.chat().status_code for _ in range(6)] == [200] * 6
+        assert not worker.requests
+        await tab.button("Uncordon fake-a").click()
+        await expect(card).to_contain_text("ready")
+    gateway.remove_worker(second_worker)
+    with begun(gateway.stream()) as read:
+        await tab.button("Drain fake-a").click()
+        await expect(card).to_contain_text("1 request still runs.")
+        worker.resume.set()
+        assert read().endswith(DONE)
+    await expect(page.locator("#notice")).to_have_text("fake-a runs no request and can be stopped.")

@@ -29,7 +29,6 @@ CHANGING = {"gateway/uptime_s"}
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    """Run `paceline up` on the demo model."""
     with running_up(tmp_path_factory.mktemp("demo")) as process:
         yield process
 

@@ -54,7 +54,6 @@ RENDER = """async text => {
 
 
 def piece(text: str, source: str, **delta: str) -> bytes:
-    """Return a chunk with one token."""
     choice = {"index": 0, "delta": delta, "token_sources": [{"text": text, "source": source}]}
     return event({"id": "c", "object": "chat.completion.chunk", "choices": [choice]})
 

@@ -225,7 +225,6 @@ def openai_client(demo: DemoGateway) -> Iterator[OpenAI]:
 
 @pytest.fixture
 async def async_openai_client(demo: DemoGateway) -> AsyncIterator[AsyncOpenAI]:
-    """Yield an asynchronous `openai` client for concurrent requests."""
     async with AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -242,19 +241,16 @@ def real_worker(engine: Engine) -> Iterator[ServedWorker]:
 
 @pytest.fixture
 async def worker_client(worker_url: str) -> AsyncIterator[AsyncOpenAI]:
-    """Yield an asynchronous `openai` client of the worker of the session."""
     async with AsyncOpenAI(base_url=f"{worker_url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def worker_url(real_worker: RunningWorker) -> str:
-    """Return the address of the worker of the session."""
     return real_worker.url
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    """Run an engine with the demo checkpoint in this process."""
     with running_engine() as running:
         yield running

@@ -19,7 +19,6 @@ from workers.protocol import READY_PREFIX
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Yield a stack with the Redis of the file and two gateways."""
     if not shutil.which("redis-server"):
         pytest.skip("redis-server is not installed")
     stack_ = Stack(tmp_path_factory.mktemp("stack"))

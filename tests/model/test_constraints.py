@@ -45,7 +45,6 @@ def tool(name: str, parameters: dict[str, Any] | None = None, *, strict: bool = 
 
 
 def forced(name: str) -> Any:
-    """Return the choice of this tool."""
     return {"type": "function", "function": {"name": name}}
 
 
@@ -74,7 +73,6 @@ def streamed(client: OpenAI, **fields: Any) -> Any:
 
 
 def calls_of(message: Any) -> list[tuple[str, str]]:
-    """Return name and arguments of each call."""
     return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
 
 
@@ -119,7 +117,6 @@ def schema(value: Any) -> Constraint:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_schema_holds_whole_and_streamed(openai_client: OpenAI, temperature: float) -> None:
-    """A client's answer follows its schema, greedy and sampled, and a stream has the same text."""
     fields: Any = {"temperature": temperature, "seed": 1, "response_format": FORMAT}
     whole = ask(openai_client, **fields)
     check_person(whole.message.content)
@@ -156,7 +153,6 @@ def test_a_greedy_constrained_request_speculates(openai_client: OpenAI) -> None:
 def test_vllms_fields_prescribe_the_answer(
     openai_client: OpenAI, fields: dict[str, Any], form: str
 ) -> None:
-    """The answer has the form that any of vLLM's fields describes, also of a completion."""
     chat = ask(openai_client, temperature=1, extra_body=fields)
     assert re.fullmatch(form, chat.message.content)
     text = openai_client.completions.create(model="demo", prompt="Say", extra_body=fields)
@@ -164,7 +160,6 @@ def test_vllms_fields_prescribe_the_answer(
 
 
 async def test_constrained_rows_leave_the_others_alone(engine: Engine) -> None:
-    """Beside eight constrained answers, free ones stay what they are alone, and the reverse."""
     questions = [f"Count from {first} to 30." for first in range(3)]
     free = [await answer(engine, question) for question in questions]
     bound = [
@@ -187,7 +182,6 @@ async def test_constrained_rows_leave_the_others_alone(engine: Engine) -> None:
 async def test_drafts_do_not_change_a_constrained_answer(
     engine: Engine, temperature: float
 ) -> None:
-    """With any number of drafts the answer is the same, and its counts add up to its tokens."""
     nine = {"type": "array", "items": {"enum": [*range(40)]}, "minItems": 9, "maxItems": 9}
     options: Any = {"constraint": schema(nine), "temperature": temperature}
     answers = [
@@ -323,7 +317,6 @@ def test_a_forced_call_of_a_tool_that_is_not_strict_needs_no_schema_that_can_be_
 
 
 async def test_a_hostile_constraint_ends_with_an_error_of_its_own(engine: Engine) -> None:
-    """Deep references, huge grammars and repetitions end at a bound; the engine serves on."""
     deep = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1800)}
     deep["d1800"] = {"type": "string"}
     wide = {f"p{i}": {"type": "string", "pattern": f"x{i}+"} for i in range(1500)}
@@ -368,7 +361,6 @@ async def test_answers_to_random_schemas_validate(engine: Engine) -> None:
 
 
 async def test_the_cache_of_grammars_is_bounded(engine: Engine) -> None:
-    """Other schemas make the oldest one leave; a repeated one is compiled once."""
     for number in range(CACHED_GRAMMARS + 3):
         await engine.grammars.matcher(schema({"const": number}))
     assert engine.grammars.cached == CACHED_GRAMMARS
@@ -436,8 +428,6 @@ async def test_a_long_forced_text_is_computed_once(engine: Engine) -> None:
 
 
 async def test_clients_at_once_each_get_their_form(async_openai_client: AsyncOpenAI) -> None:
-    """Eight constrained streams at once, two of each form, answer in their own forms."""
-
     async def ask(index: int) -> str:
         form: Any = {
             "type": "json_schema",

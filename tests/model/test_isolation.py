@@ -68,8 +68,6 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One request of a client."""
-
     caller: Caller
     system: str
     user: str = QUESTION
@@ -105,7 +103,6 @@ class Worker:
         return self._run([self._add(question) for question in questions])
 
     def answer(self, prompt: Prompt) -> Answer:
-        """Answer one prompt with pictures."""
         prepared = self._prompts.prepare(prompt)
         lane = self._lanes[LaneName.VLM]
         return self._run([self._submit(lane, prepared, top_logprobs=2, max_tokens=4)])[0]
@@ -294,8 +291,6 @@ def test_c8_a_picture_in_a_system_message_is_never_cached(
 
 
 class Team(NamedTuple):
-    """A gateway, and the headers of one key."""
-
     gateway: RunningGateway
     headers: dict[str, str]
 

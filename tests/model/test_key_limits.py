@@ -68,7 +68,6 @@ def leave_stream(client: httpx.Client, **fields: Any) -> int:
 
 
 def leave_answer(client: httpx.Client, **fields: Any) -> int:
-    """Leave an answer without a stream."""
     with contextlib.suppress(httpx.ReadTimeout):
         return client.post(PATH, json=fields, timeout=0.3).status_code
     return 0

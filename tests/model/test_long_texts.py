@@ -34,8 +34,6 @@ TOOLS = [
 
 
 class CountingTokenizer:
-    """A tokenizer that counts the characters which it tokenizes."""
-
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.chars = 0

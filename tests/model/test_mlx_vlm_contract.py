@@ -70,7 +70,6 @@ def test_scores_of_hidden_states_equal_the_logits_of_the_model(checkpoint: Check
 
 
 def read_state(target: Target) -> State:
-    """Return the state after TOKENS."""
     caches = target.new_caches()
     target.forward(mx.array([TOKENS]), caches, positions(0, len(TOKENS)))
     state: State = []

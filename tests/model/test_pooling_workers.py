@@ -42,8 +42,6 @@ QUERY = "what is the capital of france"
 
 @dataclass(frozen=True)
 class Stack:
-    """A gateway that an embedder and a reranker have joined."""
-
     gateway: RunningGateway
     embedder: ServedWorker
     reranker: ServedWorker

@@ -57,7 +57,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def serving(engine: Any) -> AsyncIterator[str]:
-    """Serve an engine as a worker with the join token; yield its URL."""
     token = SecretStr(TOKEN)
     async with (
         PrefixPeers(token) as peers,

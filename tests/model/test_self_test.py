@@ -21,7 +21,6 @@ class FaultyHead:
         return getattr(self._head, name)
 
     def draft(self, hidden: mx.array) -> mx.array:
-        """Draft with the head and apply the fault."""
         if self._fault is None:
             raise ValueError("[matmul] shapes (1,64) and (96,64) do not fit")
         faulty: mx.array = self._fault(self._head.draft(hidden))

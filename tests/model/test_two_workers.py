@@ -45,8 +45,6 @@ class Fleet:
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """A streamed answer, read event by event."""
-
     worker: str
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)

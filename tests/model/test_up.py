@@ -53,7 +53,6 @@ def paceline(
 
 
 def end_of(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own until its end."""
     return subprocess.run(
         [sys.executable, "-m", "gateway", *arguments],
         cwd=folder,

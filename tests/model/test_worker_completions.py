@@ -33,8 +33,6 @@ def complete(worker_client: openai.AsyncOpenAI) -> Complete:
 
 @pytest.fixture
 def stream(complete: Complete) -> Complete:
-    """Return a function that requests a stream, and returns its chunks."""
-
     async def ask(**fields: Any) -> list[Completion]:
         return [chunk async for chunk in await complete(stream=True, **fields)]
 

@@ -131,7 +131,6 @@ async def _answers_with_fault(
 
 
 def _content(text: str) -> str:
-    """Return the text of a streamed answer."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data")]
     choices = [json.loads(event)["choices"] for event in events if event != "[DONE]"]
     return "".join(choice[0]["delta"].get("content") or "" for choice in choices if choice)

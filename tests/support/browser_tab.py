@@ -56,13 +56,11 @@ class BrowserTab:
             await self.open(gateway.url, f"/admin{section}")
 
     async def open(self, url: str, path: str) -> None:
-        """Open a page of a gateway."""
         parts = urlsplit(url)
         self._origin = f"{parts.scheme}://{parts.netloc}"
         await self.page.goto(url + path)
 
     async def fill_policy(self, text: str) -> None:
-        """Replace the policy in the editor."""
         await self.page.get_by_label("Document").fill(text)
 
     def button(self, name: str) -> Locator:

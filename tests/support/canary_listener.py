@@ -17,7 +17,6 @@ class CanaryListener:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def has_no_connections(self) -> bool:
-        """Return whether no process has connected."""
         try:
             self._listener.accept()
         except BlockingIOError:

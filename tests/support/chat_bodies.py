@@ -13,7 +13,6 @@ PICTURE = data_url(png_header(20, 10))
 
 
 def make_tool(parameters: Any) -> dict[str, Any]:
-    """Return a tool with these parameters as its schema."""
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 
 def chat_chunk(delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return a chunk with one choice."""
     choice = {"index": 0, "delta": delta, "finish_reason": fields.pop("finish_reason", None)}
     return {"id": "chatcmpl-1", "model": "m", "choices": [choice], **fields}
 

@@ -34,7 +34,6 @@ def read_compose(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def required_variables() -> set[str]:
-    """Return the names of the variables without a default."""
     return {match["name"] for match in _VARIABLE.finditer(FILE.read_text()) if match["kind"] == "?"}
 
 

@@ -123,7 +123,6 @@ class _Source:
     name: str = "other"
 
     def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
-        """Ask for nodes."""
         return self.exchange.open(query)
 
 

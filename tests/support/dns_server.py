@@ -19,13 +19,11 @@ class DnsServer:
     """Answers each question for A records with `addresses`, and all others with no record."""
 
     def __init__(self, bound: socket.socket) -> None:
-        """Take a bound datagram socket."""
         self.addresses: list[str] = []
         self._socket = bound
 
     @contextlib.contextmanager
     def running(self) -> Iterator[DnsServer]:
-        """Answer until the context ends."""
         thread = threading.Thread(target=self._serve, daemon=True)
         thread.start()
         try:

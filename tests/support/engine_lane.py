@@ -24,8 +24,6 @@ UNLIMITED_MEMORY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30
 
 @dataclass(eq=False)
 class RowEvents:
-    """A row and its events so far."""
-
     row: Row = field(init=False)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -41,7 +39,6 @@ class RowEvents:
 
 
 def run_until_idle(*lanes: LaneScheduler) -> None:
-    """Step lanes in turn until they are idle."""
     while any(lane.busy for lane in lanes):
         for lane in lanes:
             lane.step()

@@ -114,7 +114,6 @@ class ServedWorker:
 
 @contextlib.asynccontextmanager
 async def serving(engine: ServingEngine, name: str) -> AsyncIterator[ServedWorker]:
-    """Serve an engine as a worker of this name."""
     with running_proxy("http://127.0.0.1:1") as proxy:
         worker = Worker(
             worker_id=name,

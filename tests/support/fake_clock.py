@@ -19,7 +19,6 @@ class FakeClock:
         return self.now_s
 
     def advance(self, by_s: float) -> None:
-        """Move the clock forward."""
         self.now_s += by_s
 
 
@@ -34,5 +33,4 @@ class MovedClock:
         return self._clock() + self._moved_s
 
     def advance(self, by_s: float) -> None:
-        """Move the clock forward."""
         self._moved_s += by_s

@@ -64,7 +64,6 @@ class FaultProxy:
 
     @property
     def open_connections(self) -> int:
-        """Return the number of open connections."""
         return len(self._tasks)
 
     def listen(self) -> None:
@@ -163,7 +162,6 @@ class FaultProxy:
                 writer.write_eof()
 
     def close(self) -> None:
-        """Release the port."""
         self.refuse()
         self._bound.close()
 
@@ -221,7 +219,6 @@ def _bound(port: int) -> socket.socket:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close a connection with a reset."""
     connection = writer.get_extra_info("socket")
     if connection is not None and not writer.transport.is_closing():
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_ONCE)
@@ -229,7 +226,6 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 async def _cancel_tasks() -> None:
-    """Cancel all tasks of this loop and wait for their end."""
     current = asyncio.current_task()
     tasks = [task for task in asyncio.all_tasks() if task is not current]
     for task in tasks:

@@ -28,8 +28,6 @@ _RETRY_AFTER = (
 
 
 class ClientBehavior(Enum):
-    """The behavior of a client."""
-
     WAITS = auto()
     DISCONNECTS_AT_ONCE = auto()
     """The client sends its request and closes the connection."""
@@ -110,8 +108,6 @@ def _script(rng: Random) -> Script:
 
 
 class WorkerFault(Enum):
-    """A fault of one worker."""
-
     NONE = auto()
     REFUSES = auto()
     RESET = auto()
@@ -135,7 +131,6 @@ class FaultEvent:
 
 
 def draw_fault(rng: Random, workers: Sequence[object]) -> FaultEvent:
-    """Return a random fault event."""
     size = rng.randrange(1, 2000)
     faults = (
         Fault(reset_after_bytes=size),

@@ -92,7 +92,6 @@ class NginxClient:
         wait_until(lambda: self.client.get("/livez").status_code == 200)
 
     def kill(self, host: str) -> None:
-        """Kill a gateway without a shutdown."""
         process = self.gateways[host].process
         process.kill()
         process.wait()

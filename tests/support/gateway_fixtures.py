@@ -41,14 +41,12 @@ QUICK = Timing(
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run without any Paceline setting of this machine."""
     remove_settings(monkeypatch)
     monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
 
 def remove_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove all settings of Paceline from the environment."""
     for name in tuple(os.environ):
         if name.startswith("PACELINE_"):
             monkeypatch.delenv(name)
@@ -122,14 +120,12 @@ def second_worker() -> Iterator[ScriptedWorker]:
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    """Run a gateway without workers."""
     with RunningGateway(make_settings(tmp_path)) as running:
         yield running
 
 
 @pytest.fixture
 def gateway_with_worker(gateway: RunningGateway, worker: ScriptedWorker) -> RunningGateway:
-    """Return a gateway that the scripted worker has joined."""
     gateway.join(worker)
     return gateway
 
@@ -149,17 +145,7 @@ def served(gateway_with_worker: RunningGateway, worker: ScriptedWorker) -> Serve
 
 @pytest.fixture
 def shared(shared_gateway: RunningGateway, module_worker: ScriptedWorker) -> Served:
-    """Return `shared_gateway` with `module_worker`."""
     return Served(shared_gateway, module_worker)
-
-
-@pytest.fixture(name="gateway_with_worker")
-def gateway_with_heartbeats(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> Iterator[RunningGateway]:
-    """Yield a gateway with a worker that sends heartbeats, for folders whose tests take longer."""
-    with send_heartbeats(gateway, worker):
-        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +193,6 @@ def shared_gateway(
 
 @pytest.fixture
 def admin(gateway: RunningGateway) -> Iterator[PolicyAdmin]:
-    """Yield an admin of the gateway."""
     with PolicyAdmin(gateway.url, gateway.admin_key) as policy_admin:
         yield policy_admin
 
@@ -220,7 +205,6 @@ def gateway_with_traffic(gateway: RunningGateway, worker: ScriptedWorker) -> Run
 
 
 def cause_traffic(gateway: RunningGateway, worker: ScriptedWorker) -> None:
-    """Cause what every metric counts."""
     lane = lane_report("text-mtp", slots=1, speculation=speculation(steps=4, one=1, two=1))
     gateway.join_with(worker, lane)
     worker.script.hang = True

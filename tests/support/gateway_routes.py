@@ -9,7 +9,6 @@ from tests.support.page_files import FOLDERS, page_files, page_path
 
 
 def page_routes(page: str) -> set[tuple[str, str]]:
-    """Return the routes of a page."""
     names = {file.name for file in page_files(page)} - {"index.html"}
     return _readable(page_path(page), *(f"/{page}/page/{name}" for name in names))
 

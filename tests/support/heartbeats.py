@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import httpx
+import pytest
 
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import ScriptedWorker
@@ -39,3 +40,12 @@ def repeated(send_heartbeat: Callable[[], httpx.Response]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+@pytest.fixture
+def gateway_with_worker(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> Iterator[RunningGateway]:
+    """Yield a gateway with a worker that sends heartbeats, for folders whose tests take longer."""
+    with send_heartbeats(gateway, worker):
+        yield gateway

@@ -58,7 +58,6 @@ class _Writer:
         self.turns.append([word])
 
     def answer(self) -> None:
-        """Add an answer, of which reasoning may be all."""
         message: dict[str, Any] = {"role": "assistant"}
         if self.random.random() < 0.3:
             message["reasoning_content"] = "Perhaps."
@@ -71,7 +70,6 @@ class _Writer:
         self.messages.append(message)
 
     def call(self) -> None:
-        """Add calls and their results."""
         message: dict[str, Any] = {"role": "assistant", "content": self.random.choice([None, ""])}
         if self.random.random() < 0.3:
             message["reasoning_content"] = "Perhaps."

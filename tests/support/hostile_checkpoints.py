@@ -73,11 +73,9 @@ class HostileCheckpoint:
     files: dict[str, bytes]
 
     def __repr__(self) -> str:
-        """Return the changes without the contents of the files."""
         return f"HostileCheckpoint({'; '.join(self.changes)})"
 
     def write(self, folder: Path) -> None:
-        """Create the folder of this checkpoint."""
         folder.mkdir()
         for file in CHECKPOINT.iterdir():
             if file.name not in self.files:

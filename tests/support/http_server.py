@@ -16,8 +16,6 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A received request."""
-
     method: str
     path: str
     headers: dict[str, str]
@@ -71,7 +69,6 @@ class ServerConnection(asyncio.StreamReaderProtocol):
         await self.send(b"\r\n".join(lines) + b"\r\n\r\n")
 
     async def send_body(self, piece: bytes) -> None:
-        """Send a part of the body."""
         await self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
 
     async def end_body(self) -> None:

@@ -58,13 +58,11 @@ async def read_whole_and_streamed(
 
 
 def read_response(data: Any) -> Response:
-    """Validate a response."""
     response: Response = read_strictly(Response, data)
     return response
 
 
 def read_event(data: Any) -> Any:
-    """Validate an event of a response's stream."""
     return read_strictly(ResponseStreamEvent, data)
 
 

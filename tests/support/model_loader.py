@@ -39,8 +39,6 @@ MAX_SENTENCE_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """A running `tests.support.model_loader`."""
-
     process: subprocess.Popen[str]
 
     def load(self, folder: Path) -> tuple[int, str]:
@@ -55,7 +53,6 @@ class ModelLoader:
 
 @contextmanager
 def model_loader(environment: Mapping[str, str] = os.environ) -> Iterator[ModelLoader]:
-    """Run the process of this module."""
     with subprocess.Popen(
         [sys.executable, "-m", __name__],
         env=environment,

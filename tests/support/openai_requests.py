@@ -56,7 +56,6 @@ def picture_body(
 
 
 def send_chat(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) -> ChatResult:
-    """Send one request and read the complete answer."""
     create: Any = client.chat.completions.with_raw_response.create
     if not stream:
         raw = create(**body)
@@ -68,7 +67,6 @@ def send_chat(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) 
 async def send_chat_async(
     client: AsyncOpenAI, body: Mapping[str, Any], *, stream: bool = False
 ) -> ChatResult:
-    """Send one of several concurrent requests and read the complete answer."""
     create: Any = client.chat.completions.with_raw_response.create
     if not stream:
         raw = await create(**body)

@@ -132,7 +132,6 @@ def running_up(folder: Path, *, terminal: bool = False) -> Iterator[UpProcess]:
 
 @contextlib.contextmanager
 def running_gateway_only(folder: Path, *, token: str) -> Iterator[PacelineProcess]:
-    """Run `paceline gateway` on a free port."""
     environment = {"PACELINE_JOIN_TOKEN": token, "PACELINE_ADMIN_KEY": ADMIN_KEY}
     with start_paceline(
         "gateway", "--port", "0", environment=environment, folder=folder

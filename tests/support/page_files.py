@@ -16,10 +16,8 @@ FOLDERS = {
 
 
 def page_path(page: str) -> str:
-    """Return the path at which a page is served."""
     return "/" if page == "start" else f"/{page}"
 
 
 def page_files(page: str) -> list[Path]:
-    """Return all files that a page loads."""
     return [file for folder in FOLDERS[page] for file in (PAGES / folder).iterdir()]

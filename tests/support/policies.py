@@ -29,7 +29,6 @@ DEFAULT_ROUTE = {"name": "rest", "to": "vlm"}
 def single_pool_policy(
     pool: str = "vlm", *, lanes: tuple[str, ...] = ("vlm",), **queue: Any
 ) -> Any:
-    """Return a policy that routes every request to one pool."""
     return {
         "version": 1,
         "routes": [{"name": "all", "to": [pool]}],
@@ -100,7 +99,6 @@ class PolicyAdmin:
         self.client.close()
 
     def request(self, method: str, path: str = "", **request: Any) -> httpx.Response:
-        """Send a request to a route of the policy."""
         return self.client.request(method, f"/admin/v1/policy{path}", **request)
 
     def get(self, path: str = "", **request: Any) -> httpx.Response:

@@ -25,7 +25,6 @@ class RawClient:
         self._socket.sendall(raw)
 
     def send_chat(self, **fields: Any) -> None:
-        """Send a complete chat request."""
         self.send(request_bytes(json.dumps(chat_body(**fields)).encode()))
 
     def read_until(self, mark: bytes) -> bytes:
@@ -43,7 +42,6 @@ class RawClient:
         return received
 
     def half_close(self) -> None:
-        """Close the sending direction and continue to read."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

@@ -53,8 +53,10 @@ class RecordedEngine:
         await connection.end_body()
 
     def generated(self) -> list[dict[str, Any]]:
-        """Return the bodies of the requests for answers."""
         return [one.json() for one in self.requests if one.path.endswith("completions")]
+
+    def answers(self, request: Request) -> bool:
+        return self._exchange(request) is not None
 
     def _exchange(self, request: Request) -> dict[str, Any] | None:
         asked = _key(request.method, request.path, request.json() if request.body else None)
@@ -89,7 +91,6 @@ def _texts(content: object) -> list[str]:
 
 @contextlib.contextmanager
 def recorded_engine(name: str) -> Iterator[RecordedEngine]:
-    """Run a server that plays a recording."""
     engine = RecordedEngine(name)
     with running_server(engine, sockets=[engine.socket]):
         yield engine

@@ -87,12 +87,10 @@ class RedisServer:
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue after `freeze`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def configure(self, name: str, value: str) -> None:
-        """Change a setting of the running server."""
         self.client.config_set(name, value)
 
 

@@ -21,10 +21,8 @@ def remaining(gateway: RunningGateway, what: str = "tokens") -> int:
 
 
 def is_degraded(gateway: RunningGateway) -> bool:
-    """Return whether the gateway is degraded."""
     return redis_status(gateway).get("state") == "degraded"
 
 
 def is_connected(gateway: RunningGateway) -> bool:
-    """Return whether the gateway reaches its Redis."""
     return redis_status(gateway).get("state") == "ok"

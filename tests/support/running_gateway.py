@@ -118,7 +118,6 @@ class RunningGateway:
         _await_end(self._thread, self.loop)
 
     def shut_down(self) -> None:
-        """Shut down with a drain, and wait for the end."""
         self.request_shutdown()
         self.wait_closed()
 
@@ -156,13 +155,11 @@ class RunningGateway:
         self.join(worker, **report)
 
     def chat(self, *, headers: Any = None, **fields: Any) -> httpx.Response:
-        """Request a chat answer."""
         return self.client.post("/v1/chat/completions", json=chat_body(**fields), headers=headers)
 
     def stream(
         self, *, headers: Any = None, **fields: Any
     ) -> contextlib.AbstractContextManager[httpx.Response]:
-        """Request a streamed chat answer."""
         body = chat_body(stream=True, **fields)
         return self.client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
 
@@ -177,12 +174,10 @@ class RunningGateway:
         return created
 
     def revoke_key(self, key: Mapping[str, Any]) -> dict[str, Any]:
-        """Revoke a key as an admin, and return it."""
         revoked: dict[str, Any] = self.admin.delete(f"/admin/v1/keys/{key['id']}").json()
         return revoked
 
     def use_key(self, secret: str) -> None:
-        """Send this key with every further request."""
         self.client.headers["authorization"] = f"Bearer {secret}"
 
     def use_new_key(self, **terms: Any) -> dict[str, Any]:
@@ -232,17 +227,14 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 
 def said(text: str) -> dict[str, Any]:
-    """Return the messages of a chat in which the user says this."""
     return {"messages": [{"role": "user", "content": text}]}
 
 
 def bearer_headers(key: Mapping[str, Any]) -> dict[str, str]:
-    """Return a header with the secret of a created key."""
     return {"authorization": f"Bearer {key['secret']}"}
 
 
 def status_and_code(response: httpx.Response) -> tuple[int, str]:
-    """Return status and code of an error."""
     return response.status_code, response.json()["error"]["code"]
 
 
@@ -271,6 +263,5 @@ def wait_until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None
 def wait_until_all(
     gateways: Iterable[RunningGateway], condition: Callable[[RunningGateway], bool]
 ) -> None:
-    """Wait until a condition is true of each gateway."""
     for gateway in gateways:
         wait_until(lambda one=gateway: condition(one))  # type: ignore[misc]

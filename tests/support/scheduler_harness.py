@@ -39,14 +39,12 @@ class SchedulerHarness:
         tried: frozenset[str] = frozenset(),
         attributes: CallerAttributes = ANONYMOUS,
     ) -> asyncio.Task[Lease]:
-        """Start a task that acquires a slot."""
         request = RoutingRequest(self.policy, profile, attributes)
         caller = self.caller(client, priority)
         return asyncio.create_task(self.dispatch.acquire(request, caller, tried))
 
     @staticmethod
     def caller(client: str, priority: Priority = Priority.DEFAULT) -> Caller:
-        """Return a caller."""
         return Caller(client, priority)
 
     async def queue_length(self, pool: str = "vlm") -> int:
@@ -55,12 +53,10 @@ class SchedulerHarness:
         return self.dispatch.waiting(pool)
 
     def ejected(self) -> list[str]:
-        """Return the workers that are ejected now."""
         workers = self.fleet.workers()
         return [one.report.worker_id for one in workers if self.fleet.ejected_for_s(one)]
 
     def slots_in_use(self) -> int:
-        """Return the number of used slots."""
         return sum(sum(worker.in_flight.values()) for worker in self.fleet.workers())
 
 
@@ -84,7 +80,6 @@ async def run_ready_tasks() -> None:
 
 
 async def cancel_all(tasks: list[asyncio.Task[Lease]]) -> None:
-    """Cancel waiting tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

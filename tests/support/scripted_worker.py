@@ -85,8 +85,6 @@ class Script:
 
 @dataclass
 class ReceivedRequest:
-    """A request that the worker received."""
-
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
@@ -157,7 +155,6 @@ class ScriptedWorker:
         return WorkerReport.model_validate({**report.model_dump(), **changes})
 
     async def __call__(self, connection: ServerConnection, request: Request) -> None:
-        """Answer one request."""
         if request.path == FAULT_PATH:
             self.script = parse_script(request.json())
             await _send_response(connection, 200, b"{}")

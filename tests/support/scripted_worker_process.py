@@ -28,8 +28,6 @@ _FORKS.set_forkserver_preload([__name__, "pytest"])
 
 
 class ScriptedWorkerProcess:
-    """A running worker process."""
-
     def __init__(self, worker_id: str, process: ForkServerProcess, url: str) -> None:
         self._process = process
         self.worker_id = worker_id

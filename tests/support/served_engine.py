@@ -55,7 +55,6 @@ class DemoGateway:
 
 @contextlib.contextmanager
 def running_engine(model: Path = CHECKPOINT, **settings: Any) -> Iterator[Engine]:
-    """Run an engine with a model in this process."""
     engine = Engine.start(EngineSettings(model=model, served_name="demo", **settings))
     try:
         yield engine

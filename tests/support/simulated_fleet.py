@@ -45,7 +45,6 @@ class SimulatedWorker:
         self.restart()
 
     def restart(self) -> None:
-        """Start another boot."""
         self.boot_id = f"boot-{next(self._boots)}"
         self.lane = lane_report("text-mtp")
 
@@ -75,7 +74,6 @@ class SimulatedWorker:
         )
 
     def report(self) -> WorkerReport:
-        """Return the report of this boot."""
         return WorkerReport(
             worker_id=self.worker_id,
             boot_id=self.boot_id,
@@ -186,7 +184,6 @@ class Simulation:
                 self.expected_counts[*group, f"position {position}"] += above
 
     def queue_report(self) -> None:
-        """Queue the report of a worker for a later delivery."""
         self.pending_reports.append(self.dice.choice(self.workers).report())
 
     async def deliver(self) -> None:
@@ -198,13 +195,11 @@ class Simulation:
             await self.dice.choice(self.gateways).store.store_report(report)
 
     def restart_worker(self) -> None:
-        """Restart a worker, and queue the last report of its boot."""
         worker = self.dice.choice(self.workers)
         self.pending_reports.append(worker.report())
         worker.restart()
 
     def set_clock(self) -> None:
-        """Set the wall clock to any time."""
         self.unix_s = self.dice.choice([0.0, 1e9, 4e9, self.unix_s - 3600])
 
     async def settle(self) -> None:

@@ -19,7 +19,6 @@ ENTRY: dict[str, Any] = {
 
 
 def static_worker(**changes: Any) -> StaticWorker:
-    """Return the static worker of `ENTRY` with these changes."""
     return StaticWorker.model_validate({**ENTRY, **changes})
 
 

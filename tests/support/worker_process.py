@@ -116,5 +116,4 @@ def run_worker(
 
 
 def environment_without_paceline() -> dict[str, str]:
-    """Return this environment without settings of a Paceline on this machine."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}

@@ -11,24 +11,18 @@ import json
 
 from bench.clients.cases import MODEL, ONCE, Mode, case, check, get, main
 from bench.clients.codex import agent, configure_session
-from bench.clients.mcp_server import NEST, TOOL
 from bench.clients.session import (
     LONG,
     MCP_SERVER,
     PDF,
     PICTURE,
-    SUMMARY,
-    compactions,
     pictures_of,
     play,
-    refusals,
+    search_compact_and_continue,
     text_of,
-    tools_of,
     write_files,
 )
 
-_FOUND = f"mcp__notes__{TOOL}"
-_CAT = ("exec_command", {"cmd": f"cat {LONG}"})
 WINDOW = int(json.loads(get(f"/v1/models/{MODEL}"))["max_model_len"])
 begin, go_on = agent().ask, agent("resume", "--last").ask
 
@@ -48,32 +42,10 @@ def reads_no_pdf(_: Mode) -> str:
     return f"the model got its words: {found}"
 
 
-@case("searches its tools, and calls what it found (scripted: both calls)", ONCE)
-def searches(_: Mode) -> str:
-    asked, found, told = play(go_on, ("tool_search", {"query": "heron"}), (_FOUND, {}))
-    check(_FOUND not in tools_of(asked) and _FOUND in tools_of(found), tools_of(found))
-    check(NEST in text_of(told), text_of(told)[-300:])
-    return f"{TOOL} was no tool of the model before the search"
-
-
-@case("compacts twice (scripted: eleven calls of exec_command, both summaries)", ONCE)
-def compacts(_: Mode) -> str:
-    chats = [*play(go_on, *[_CAT] * 4), *play(go_on, *[_CAT] * 7)]
-    found = compactions(chats, WINDOW)
-    check(len(found) == 2, found)
-    return f"{', '.join(found)}; the model has {WINDOW:,}"
-
-
-@case("is continued after its end, and had no request refused (scripted: the answer)", ONCE)
-def continued(_: Mode) -> str:
-    told = play(go_on)[-1]
-    check(SUMMARY in text_of(told), text_of(told)[:300])
-    check(refusals() == refused, f"{refusals() - refused} requests refused")
-    return "the model got the summary and what followed it"
-
-
 if __name__ == "__main__":
-    refused = refusals()
+    search = ("tool_search", {"query": "heron"})
+    read = ("exec_command", {"cmd": f"cat {LONG}"})
+    search_compact_and_continue(go_on, search, read, (4, 7), WINDOW)
     write_files()
     configure_session(WINDOW, MCP_SERVER)
     main()

@@ -20,7 +20,6 @@ DOCS_LINK = "/docs"
 
 
 def links_of(page: httpx.Response) -> list[str]:
-    """Return the targets of the navigation of a page."""
     head = page.text.partition("<main")[0].partition('<div class="top-inside">')[2]
     return re.findall(r'<a [^>]*?href="([^"]+)"', head)
 

@@ -50,7 +50,6 @@ class Terminal(io.StringIO):
     """Standard input of a person at a terminal, who types a text."""
 
     def isatty(self) -> bool:
-        """Return that it is a terminal."""
         return True
 
 

@@ -20,8 +20,6 @@ OpenGateway = Callable[..., "Gateway"]
 
 
 class Gateway:
-    """The limiter of one key at one gateway."""
-
     def __init__(self, client: RedisClient, used_today: int) -> None:
         self.limiter = RateLimiter(ALL_LIMITS, START_S, NOON, used_today)
         self.shared = SharedRateLimits(client, lambda: [("key-a", self.limiter)], lambda: START_S)

@@ -35,7 +35,6 @@ def stored_boot(boot_id: str, **changes: Any) -> tuple[str, str]:
 
 
 def huge_report() -> str:
-    """Return a report with a number that no float can hold."""
     report = boot_report("huge", 3).model_dump(mode="json")
     report["lanes"][0]["time_saved"]["decode_ms"] = 10**400
     return json.dumps(report)
@@ -43,7 +42,6 @@ def huge_report() -> str:
 
 @pytest.fixture
 def reports(redis: RedisServer, open_redis: OpenRedis) -> SharedWorkerReports:
-    """Return the reports of a gateway."""
     return SharedWorkerReports(open_redis(redis))
 
 

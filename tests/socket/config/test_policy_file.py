@@ -48,14 +48,12 @@ def running(file: Path | None, folder: Path, **settings: Any) -> RunningGateway:
 
 
 def start(settings: Settings) -> None:
-    """Start a gateway that shuts down at once."""
     shutdown = Shutdown()
     shutdown.request()
     run(serve(settings, shutdown=shutdown))
 
 
 def active_policy(gateway: RunningGateway) -> tuple[int, list[str], str]:
-    """Return version, pools and source of the active policy."""
     status = gateway.status()
     return status["policy"]["version"], list(status["pools"]), status["policy"]["source"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,7 +17,7 @@ from gateway.cluster.redis import RedisClient
 from gateway.config import policy_file
 from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
 from gateway.config.policy_store import POLICY_KIND, open_policy_store
-from gateway.config.policy_versions import PolicyVersion, Proposal, Reason, is_new
+from gateway.config.policy_versions import PolicyVersion, Proposal, Reason
 from tests.support.memory_records import MemoryRecords
 from tests.support.policies import (
     AUTHOR_ANN,
@@ -33,16 +33,15 @@ from tests.support.running_gateway import RunningGateway, make_settings, wait_un
 GATEWAYS = st.integers(0, 2)
 CONTENTS = st.sampled_from("abc")
 CHANGES = st.one_of(st.none(), CONTENTS)
-_FROM_YAML = Proposal.from_yaml
 
 
 def text_of(content: str) -> str:
     return to_yaml(single_pool_policy(content))
 
 
-def newer_from_yaml(text: str) -> Proposal:
+def newer_from_yaml(text: str, from_yaml: Any = Proposal.from_yaml) -> Proposal:
     """Read YAML as a version of Paceline that writes each default into the document."""
-    read = _FROM_YAML(text)
+    read: Proposal = from_yaml(text)
     return read._replace(document=read.policy.model_dump(mode="json"))
 
 
@@ -62,7 +61,8 @@ class _Gateway:
         """It is of the newer one of two versions of Paceline."""
         self.changed = listed
         """Somebody has changed the file since the gateway last looked at it."""
-        self.content = "a"
+        self.content = ""
+        self.change("a")
         self.watcher: PolicyFileWatcher | None = None
         self.client: RedisClient | None = None
 
@@ -94,23 +94,16 @@ class _Gateway:
 class Fleet(RuleBasedStateMachine):
     """Two gateways with a policy file and one without, two versions of Paceline, and one Redis."""
 
-    redis: RedisServer
-    folder: Path
-    numbers = itertools.count()
-
-    def __init__(self) -> None:
+    def __init__(self, redis: RedisServer, folder: Path) -> None:
         super().__init__()
-        self.redis.client.flushall()
+        self.redis = redis
+        redis.client.flushall()
         self.runner = asyncio.Runner()
-        base = self.folder / str(next(self.numbers))
         self.gateways = []
         for at in range(3):
-            folder = base / f"gateway-{at}"
-            folder.mkdir(parents=True)
-            gateway = _Gateway(folder, self.redis, listed=at < 2)
-            if gateway.file is not None:
-                gateway.file.write_text(text_of("a"))
-            self.gateways.append(gateway)
+            state = folder / f"gateway-{at}"
+            state.mkdir(parents=True)
+            self.gateways.append(_Gateway(state, redis, listed=at < 2))
 
     def teardown(self) -> None:
         for gateway in self.gateways:
@@ -195,36 +188,13 @@ class Fleet(RuleBasedStateMachine):
 def test_f81_no_edit_is_undone_by_a_file_that_nobody_changed(
     redis: RedisServer, tmp_path: Path
 ) -> None:
-    class Here(Fleet):
-        pass
-
-    Here.redis, Here.folder = redis, tmp_path
+    numbers = itertools.count()
     run_state_machine_as_test(
-        Here,
+        cast("Any", lambda: Fleet(redis, tmp_path / str(next(numbers)))),
         settings=settings(
-            max_examples=60,
-            stateful_step_count=20,
-            suppress_health_check=list(HealthCheck),
+            max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck)
         ),
     )
-
-
-def test_f81_of_a_rolled_out_file_the_first_gateway_alone_applies_the_change() -> None:
-    versions = [
-        PolicyVersion.following(number, single_pool_policy(pool), attribution, "")
-        for number, (pool, attribution) in enumerate(
-            (
-                ("a", AUTHOR_ANN._replace(reason=Reason.FILE)),
-                ("b", AUTHOR_ANN._replace(reason=Reason.FILE)),
-                ("c", AUTHOR_ANN),
-            )
-        )
-    ]
-    first_read, second_read, _ = versions
-    assert not is_new(versions, proposal("b"), Reason.FILE, first_read), "rolled out before"
-    assert is_new(versions, proposal("a"), Reason.FILE, second_read), "changed back here"
-    assert not is_new(versions, proposal("a"), Reason.FILE), "a container without a state folder"
-    assert is_new(versions, proposal("d"), Reason.FILE)
 
 
 async def test_f81_a_start_beside_a_newer_paceline_adds_nothing_that_nobody_changed() -> None:

@@ -34,7 +34,6 @@ async def read(reader: DocumentReader, *contents: bytes, pictures: bool = False)
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
-    """Return the processes that readers start."""
     started = []
     start = asyncio.create_subprocess_exec
 

@@ -50,7 +50,6 @@ def piece(index: int, arguments: str, **more: Any) -> dict[str, Any]:
 
 
 def stream(*deltas: dict[str, Any], reason: Any = "stop", **frame: Any) -> Script:
-    """Return the script of a stream with these deltas."""
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices.append({"index": 0, "delta": {}, "finish_reason": reason})
     return Script(events=(*(event({"choices": [one], **frame}) for one in choices), DONE))

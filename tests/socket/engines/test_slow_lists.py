@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from gateway.config.static_workers import StaticWorker
 from gateway.fleet import engine_watch
+from tests.support.gateway_fixtures import ready_workers
 from tests.support.http_server import Request, ServerConnection
 from tests.support.recorded_engine import RecordedEngine
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
@@ -21,10 +24,10 @@ WORD = [{"role": "user", "content": "Say one word."}]
 
 
 class SlowLists(RecordedEngine):
-    """An engine whose lists of models take two seconds."""
+    """An engine whose list of models takes two seconds."""
 
     async def __call__(self, connection: ServerConnection, request: Request) -> None:
-        if request.path in LISTS:
+        if request.path in LISTS and self.answers(request):
             await asyncio.sleep(2)
         await super().__call__(connection, request)
 
@@ -49,35 +52,28 @@ class SilentLists:
         await connection.send_body(body)
 
 
-@pytest.mark.parametrize("kind", ["auto", "openai"])
-def test_f84_an_engine_that_lists_its_models_in_two_seconds_joins(
-    gateway: RunningGateway, kind: str
-) -> None:
-    engine = SlowLists("omlx")
-    with running_server(engine, sockets=[engine.socket]):
-        terms = {"url": engine.url, "id": "mac", "kind": kind}
+def test_f84_engines_that_list_their_models_in_two_seconds_join(gateway: RunningGateway) -> None:
+    joining = (("omlx", "auto"), ("omlx", "openai"), ("ollama", "auto"))
+    engines = [SlowLists(name) for name, _ in joining]
+
+    def join(engine: SlowLists, kind: str) -> tuple[int, str]:
+        terms = {"url": engine.url, "id": engine.url[-5:], "kind": kind}
         joined = gateway.admin.post("/admin/v1/engines", json=terms)
-        assert joined.status_code == 201, joined.text
-        wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+        return joined.status_code, joined.json().get("kind", joined.text)
+
+    with contextlib.ExitStack() as running, ThreadPoolExecutor() as threads:
+        for engine in engines:
+            running.enter_context(running_server(engine, sockets=[engine.socket]))
+        joined = [*threads.map(join, engines, [kind for _, kind in joining])]
+        assert joined == [(201, "omlx"), (201, "openai"), (201, "ollama")]
+        wait_until(lambda: len(ready_workers(gateway)) == 3)
 
 
-def test_f84_an_ollama_that_lists_its_models_in_two_seconds_joins(
-    gateway: RunningGateway,
+def test_f84_answered_requests_prove_that_an_engine_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = SlowLists("ollama")
-    with running_server(engine, sockets=[engine.socket]):
-        joined = gateway.admin.post("/admin/v1/engines", json={"url": engine.url, "id": "mac"})
-        assert (joined.status_code, joined.json().get("kind")) == (201, "ollama"), joined.text
-
-
-@pytest.fixture
-def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_watch, "HEARTBEAT_INTERVAL_S", 0.02)
-    monkeypatch.setattr(engine_watch, "READ_TIMEOUT_S", 0.5)
-
-
-@pytest.mark.usefixtures("quick_probes")
-def test_f84_answered_requests_prove_that_an_engine_lives(tmp_path: Path) -> None:
+    monkeypatch.setattr(engine_watch, "READ_TIMEOUT_S", 0.2)
     server = SilentLists()
     socket = RecordedEngine("omlx").socket
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"
@@ -109,6 +105,6 @@ def test_f84_answered_requests_prove_that_an_engine_lives(tmp_path: Path) -> Non
         gateway.clock.advance(35)
         wait_until(lambda: gateway.client.get("/readyz").status_code == 503)
         wait_until(lambda: problem() != "")
-        assert problem() == "The engine does not answer: no answer to GET /v1/models within 0.5 s."
+        assert problem() == "The engine does not answer: no answer to GET /v1/models within 0.2 s."
         server.silent = False
         wait_until(lambda: gateway.chat(messages=WORD).status_code == 200)

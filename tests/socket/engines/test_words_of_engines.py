@@ -55,12 +55,13 @@ HEALTHY = {
     "status": "ok",
     "version": "1",
 }
-ANSWERS: tuple[tuple[int, Any], ...] = (
+SAID: tuple[tuple[int, Any] | str, ...] = (
     *((status, one) for status in STATUSES for one in ERRORS),
-    *((status, ERRORS[0]) for status in (429, 503)),
     *((200, one) for one in (*ERRORS, {"error": None, "choices": KEY})),
+    *NO_HTTP,
 )
-SAID: tuple[tuple[int, Any] | str, ...] = (*ANSWERS, *NO_HTTP)
+"""Each kind of engine says a fifth of them, and all kinds together each."""
+BUSY = ((429, ERRORS[0]), (503, ERRORS[0]))
 
 
 class Server:
@@ -89,7 +90,6 @@ class Server:
 
 
 def search(outputs: dict[str, str], folder: Path, logs: LogCapture, *words: str) -> list[str]:
-    """Return where one of these words stands."""
     found = [source for source, text in outputs.items() if any(one in text for one in words)]
     files = [file for file in folder.rglob("*") if file.is_file()]
     found += [str(file) for file in files if any(one in file.read_text() for one in words)]
@@ -130,27 +130,25 @@ def test_f82_the_words_of_an_engine_are_in_no_log_error_metric_or_page(
         tmp_path, workers=(entry,), policy=policy, access_log=str(tmp_path / "log.jsonl")
     )
     outputs: dict[str, str] = {}
-    with (
-        running_server(server, sockets=[scripted.socket]),
-        RunningGateway(settings) as gateway,
-    ):
+    with running_server(server, sockets=[scripted.socket]), RunningGateway(settings) as gateway:
 
         def ready() -> bool:
             return gateway.client.get("/readyz").status_code == 200
 
         wait_until(ready)
         messages = [{"role": "user", "content": PROMPT}]
-        for number, answer in enumerate(SAID):
+        first = [*KINDS].index(kind) % 5
+        for number, answer in enumerate((*SAID[6:9], *SAID[first::5], *BUSY)):
             server.answer = answer
             more: dict[str, Any] = {"stream": bool(number % 2), "seed": number}
             if number % 3 == 0:
                 more["response_format"] = {"type": "json_object"}
             outputs[f"{answer} {more}"] = gateway.chat(messages=messages, **more).text
-            if answer[0] in (429, 503):
+            if answer in BUSY:
                 gateway.clock.advance(1)  # the pause is over
                 wait_until(ready)
         outputs |= pages(gateway)
-        for said in (*SAID[::5], *NO_HTTP):
+        for said in SAID[-first - 1 :: -12]:
             server.probe = said
             asked = len(server.probes)
             gateway.clock.advance(40)

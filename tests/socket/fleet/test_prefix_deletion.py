@@ -27,7 +27,6 @@ async def deleted(engine: ScriptedEngine, scope: str) -> None:
 
 @asynccontextmanager
 async def joined_worker(gateway: RunningGateway, boot_id: str) -> AsyncIterator[ScriptedEngine]:
-    """Serve a worker that has joined a gateway."""
     engine = ScriptedEngine(text_events("Hi"))
     worker = make_worker(engine)
     object.__setattr__(worker, "boot_id", boot_id)

@@ -17,7 +17,6 @@ from tests.support.scripted_worker import ScriptedWorker
 
 @pytest.fixture
 def split_gateway(make_gateway: MakeGateway, worker: ScriptedWorker) -> RunningGateway:
-    """Return a gateway with an admin port and one joined worker."""
     return make_gateway(worker, admin_port=0)
 
 

@@ -30,8 +30,6 @@ GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 class Connection:
-    """A client that sends and reads bytes."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer

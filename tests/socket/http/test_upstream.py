@@ -63,8 +63,6 @@ def serve_pieces(*pieces: bytes) -> Serve:
 
 
 def serve_once(*pieces: bytes) -> Serve:
-    """Answer one request with these pieces, and close the connection."""
-
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(BODY)
         writer.writelines(pieces)
@@ -265,7 +263,6 @@ class ChunkRelay:
         return accepts
 
     async def read_response(self, connection: UpstreamConnection) -> bytes:
-        """Send a request and return the whole body of the response."""
         response = await send_request(connection)
         try:
             last = await response.pour(self.data, self.chunk)

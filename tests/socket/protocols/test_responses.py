@@ -37,7 +37,6 @@ def status_and_param(response: httpx.Response) -> tuple[int, str]:
 
 
 def texts_of(worker: ScriptedWorker) -> list[str]:
-    """Return the texts of the last chat."""
     return [message["content"] for message in worker.requests[-1].body["messages"]]
 
 

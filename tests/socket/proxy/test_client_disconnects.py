@@ -26,7 +26,6 @@ DISCONNECTS = {"close": RawClient.close, "reset": RawClient.reset}
 
 @pytest.fixture(params=DISCONNECTS)
 def disconnect(request: pytest.FixtureRequest) -> Callable[[RawClient], None]:
-    """Return each way to end a connection."""
     return DISCONNECTS[request.param]
 
 

@@ -67,7 +67,6 @@ def is_whole(gateway: RunningGateway, **fields: Any) -> bool:
 
 
 def error_code(gateway: RunningGateway, **fields: Any) -> str:
-    """Return the code of the error event that ends a stream."""
     return stream_error_code(gateway.chat(stream=True, **fields).content)
 
 

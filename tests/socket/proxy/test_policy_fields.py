@@ -45,7 +45,6 @@ def pools(*names: str) -> dict[str, Any]:
 
 
 def routes(pool: str = "special", **when: Any) -> list[Any]:
-    """Return a route to a pool, and the one of all other requests."""
     return [{"name": pool, "when": when, "to": pool}, DEFAULT_ROUTE]
 
 

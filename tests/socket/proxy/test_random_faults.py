@@ -231,8 +231,6 @@ async def _send(gateway: RunningGateway, plan: PlannedRequest) -> str:
 
 
 def _tasks(gateway: RunningGateway) -> int:
-    """Return the number of tasks on the gateway's event loop."""
-
     async def count() -> int:
         return len(asyncio.all_tasks())
 

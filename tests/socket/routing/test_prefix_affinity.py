@@ -63,7 +63,6 @@ def workers(worker: ScriptedWorker, second_worker: ScriptedWorker) -> Pair:
 
 @pytest.fixture
 def two_worker_gateway(gateway: RunningGateway, workers: Pair) -> RunningGateway:
-    """Return a gateway with two workers."""
     for worker in workers:
         gateway.join(worker)
     return gateway
@@ -138,7 +137,6 @@ class Chat:
         self.messages: list[Any] = said(f"{name}: tell me of the harbour. {LONG}")["messages"]
 
     def ask(self, path: str = "/v1/chat/completions") -> Response:
-        """Send the conversation, and append the answer and the next question."""
         body = {"model": "demo", "max_tokens": 20, "messages": self.messages}
         response = self._gateway.client.post(path, json=body).raise_for_status()
         self.messages += [
@@ -148,7 +146,6 @@ class Chat:
         return response
 
     def worker(self, path: str = "/v1/chat/completions") -> str:
-        """Send the next turn, and return the worker that answered."""
         return worker_of(self.ask(path))
 
 

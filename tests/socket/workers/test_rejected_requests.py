@@ -42,7 +42,6 @@ async def error_of(client: httpx.AsyncClient, **fields: Any) -> tuple[int, str]:
 
 
 def with_call(**call: Any) -> dict[str, Any]:
-    """Return messages with an old call."""
     return {"messages": [{"role": "assistant", "tool_calls": [call]}, *CHAT_BODY["messages"]]}
 
 

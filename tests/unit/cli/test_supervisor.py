@@ -8,8 +8,6 @@ from gateway.cli.supervisor import GIVE_UP_AFTER, LONGEST_WAIT_S, Supervision
 
 
 class Exits:
-    """A supervision, and the delay after each exit that the test records."""
-
     def __init__(self) -> None:
         self.supervision = Supervision()
         self.waits_s: list[float] = []

@@ -68,13 +68,24 @@ def active(store: PolicyStore) -> tuple[int, str]:
 def test_a_policy_read_at_the_start_becomes_a_version_only_if_it_is_new(
     before: list[tuple[Reason, str]], reason: Reason, pool: str, expected: bool
 ) -> None:
-    versions = [
+    assert is_new(versions_of(before), proposal(pool), reason) == expected
+
+
+def test_f81_of_a_rolled_out_file_the_first_gateway_alone_applies_the_change() -> None:
+    versions = versions_of([(Reason.FILE, "a"), (Reason.FILE, "b"), (Reason.EDIT, "c")])
+    first_read, second_read, _ = versions
+    assert not is_new(versions, proposal("b"), Reason.FILE, first_read), "rolled out before"
+    assert is_new(versions, proposal("a"), Reason.FILE, second_read), "changed back here"
+    assert not is_new(versions, proposal("a"), Reason.FILE), "a container without a state folder"
+
+
+def versions_of(before: list[tuple[Reason, str]]) -> list[PolicyVersion]:
+    return [
         PolicyVersion.following(
             number, single_pool_policy(earlier), AUTHOR_ANN._replace(reason=why), "then"
         )
         for number, (why, earlier) in enumerate(before)
     ]
-    assert is_new(versions, proposal(pool), reason) == expected
 
 
 async def test_a_stored_version_is_read_back_unchanged_and_survives_the_loss_of_its_records(
@@ -279,7 +290,6 @@ class PolicyStoreMachine(RuleBasedStateMachine):
         return self.records.texts[POLICY_KIND][str(number)]
 
     def edit(self, at: int, document: Any, reason: Reason, onto: PolicyVersion) -> None:
-        """Apply an edit at one gateway and check its result."""
         store, count = self.stores[at], len(self.stored)
         outdated = store.version.number < count or onto.number < count
         try:

@@ -78,7 +78,6 @@ class Answer:
         return self.data.draw(st.sampled_from(going_on)) if going_on else None
 
     def draw_draft(self) -> list[int]:
-        """Return a draft that is right up to some token."""
         draft: list[int] = []
         right = self.data.draw(st.integers(0, DRAFTED))
         while len(draft) < right and (token := self.draw_next(draft)) is not None:

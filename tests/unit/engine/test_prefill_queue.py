@@ -13,8 +13,6 @@ class Prompt:
 
 
 class Queue(PrefillQueue[Prompt]):
-    """A queue with these prompts in one lane."""
-
     def __init__(self, **remaining_tokens: int) -> None:
         super().__init__()
         for name, tokens in remaining_tokens.items():

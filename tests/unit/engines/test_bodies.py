@@ -14,7 +14,6 @@ MLX = ("mlx-lm", "mlx-vlm", "vllm-mlx")
 
 
 def sent(kind: str, **fields: Any) -> dict[str, Any]:
-    """Return the fields that an engine gets."""
     body: dict[str, Any] = json.loads(KINDS[kind]().body(b"", {"model": "demo", **fields}, ""))
     del body["model"]
     return body

@@ -14,7 +14,6 @@ INTERACTIVE, DEFAULT, BULK = Priority
 
 
 def queue_of(*tickets: tuple[str, Priority]) -> FairQueue[str]:
-    """Return a queue of tickets named "client-number"."""
     queue: FairQueue[str] = FairQueue()
     for number, (client, priority) in enumerate(tickets):
         queue.enqueue(f"{client}-{number}", priority, client)

@@ -27,7 +27,6 @@ def report(boot_id: str = "1", url: str = "http://mac:9200", **changes: Any) -> 
 
 
 def busy(**counts: int) -> WorkerReport:
-    """Return a report with these counts of its lane."""
     return report(lanes=[lane_report("vlm", **counts)])
 
 
@@ -40,12 +39,10 @@ class Fleet(WorkerRegistry):
 
     @property
     def ids(self) -> list[str]:
-        """The workers that may get requests."""
         return [worker.worker_id for worker in self.view().workers]
 
     @property
     def lane(self) -> LaneView:
-        """The lane of the first worker."""
         return self.view().workers[0].lane_costs[0].ref.lane
 
     def hear(self, *worker_ids: str) -> None:

@@ -20,7 +20,6 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
 def steps() -> Iterator[dict[str, Any]]:
-    """Yield the steps of all jobs."""
     for file in WORKFLOWS:
         # `on` is a boolean in YAML 1.1, which PyYAML reads.
         workflow = yaml.safe_load(file.read_text())

@@ -34,7 +34,6 @@ def policy_with_conditions(*conditions: dict[str, Any]) -> PolicyDocument:
 
 
 def matches(when: dict[str, Any], given: RequestProfile | CallerAttributes) -> bool:
-    """Return whether a condition matches a request, or a caller."""
     policy = policy_with_conditions(when)
     if isinstance(given, RequestProfile):
         return match_route(policy, given).route.name == "route-0"

@@ -100,7 +100,6 @@ def events(*frames: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def whole(message: dict[str, Any], **fields: Any) -> Any:
-    """Return the message for a whole answer."""
     answer = {"id": "chatcmpl-1", "model": "m", "choices": [{"message": message, **fields}]}
     request: Any = None
     encoded = MESSAGES.encode(request, answer | {"usage": USAGE}, b"")

@@ -30,7 +30,6 @@ def keys(
     in_place: bool = False,
     **fields: Any,
 ) -> PrefixKeys:
-    """Return the keys of a chat."""
     chars = sum(len(repr(one)) for one in (*messages, *fields.get("tools", ())))
     profile = RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=chars)
     body = {"messages": normalise(messages, in_place=in_place), **fields}

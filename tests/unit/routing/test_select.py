@@ -126,7 +126,6 @@ VLM = {"lanes": "vlm"}
 
 
 def policy_of(pool: dict[str, Any]) -> PolicyDocument:
-    """Return a policy with one pool."""
     return make_policy("p", {"p": {**VLM, **pool}})
 
 
