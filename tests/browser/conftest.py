@@ -1,7 +1,5 @@
 """A real browser, and tabs that record every error of a page."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import AsyncIterator

@@ -3,8 +3,6 @@
 `make pictures` checks the pages of a gateway with traffic at each width in each scheme.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The page for admins: sign-in, keys, the policy and workers."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The dashboard: sign-in, screens, connection and its state before the first request."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Pages with the demo model: the dashboard under traffic, and the page on which one tries it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The start page and the API reference, and what scripts of other pages and sites can do."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.async_api import BrowserContext, expect
 

@@ -1,7 +1,5 @@
 """The page on which one tries a model: streams, stop, errors, keys, pictures and hostile text."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.async_api import expect
 

@@ -3,8 +3,6 @@
 Tests only send requests to them; a test that breaks a process starts one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import time

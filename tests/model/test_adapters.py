@@ -1,7 +1,5 @@
 """LoRA adapters: they change the answers of a model as merged weights do, and must fit it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ends an answer and what a prompt keeps, from the field of the body to the engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

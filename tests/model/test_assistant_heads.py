@@ -1,7 +1,5 @@
 """Assistants of Gemma 4: they draft from the keys and values of their model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

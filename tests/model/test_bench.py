@@ -1,7 +1,5 @@
 """`paceline bench` on the demo model; its results equal the counters of the worker."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

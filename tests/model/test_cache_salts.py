@@ -1,7 +1,5 @@
 """Prompts of another `cache_salt` share nothing at the real engine; deletion finds them all."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator

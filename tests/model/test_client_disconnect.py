@@ -1,7 +1,5 @@
 """A disconnected client frees its row at the real worker, in any state of its request."""
 
-from __future__ import annotations
-
 import json
 import socket
 from urllib.parse import urlsplit

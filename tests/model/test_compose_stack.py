@@ -1,7 +1,5 @@
 """The services of docker-compose.yml, run without Docker: the same commands and environment."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 

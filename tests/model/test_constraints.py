@@ -1,7 +1,5 @@
 """Answers of a prescribed form, on the real engine and through the gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

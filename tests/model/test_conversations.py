@@ -1,7 +1,5 @@
 """Conversations: no turn reads again what an earlier one has read, and no answer changes by it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path

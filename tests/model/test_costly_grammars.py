@@ -1,7 +1,5 @@
 """Grammars whose masks cost more than their share: they end their own row, and nobody else's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

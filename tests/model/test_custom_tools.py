@@ -1,7 +1,5 @@
 """Custom tools of `/v1/responses`: the engine holds their text to its grammar, forced or free."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

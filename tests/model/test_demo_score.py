@@ -1,7 +1,5 @@
 """The demo checkpoint reaches the scores of its README, on held-out prompts and a real worker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The functions of the training compute the same values as those of mlx and mlx-vlm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """`paceline doctor` on the demo checkpoint, as a user runs it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

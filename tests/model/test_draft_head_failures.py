@@ -1,7 +1,5 @@
 """An error of the MTP head costs drafts and no answers, in whichever call it occurs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Errors during decoding: the failed row ends, the others continue with the same answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Exact answers: the same in every bit, alone and beside other rows, of a real engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing

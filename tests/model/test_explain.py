@@ -1,7 +1,5 @@
 """Explanations of requests that a worker would refuse, on the real engine behind the gateway."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """A stream outlives its worker: another one with the same model goes on with the next token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Those that take another path through our own code run in every test run, the oth
 `python -m bench.families` checks each of them in every format.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence, Set
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The first requests of a new user: greedy, sampled and with a picture; streamed and not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

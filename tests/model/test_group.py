@@ -1,7 +1,5 @@
 """Two ranks on this machine as one worker of a gateway: answers, clients that leave, a death."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

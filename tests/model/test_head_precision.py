@@ -1,7 +1,5 @@
 """Heads in eight bits, where a device drafts faster so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

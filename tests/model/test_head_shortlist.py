@@ -1,7 +1,5 @@
 """Drafts over the frequent tokens of a vocabulary, where that pays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

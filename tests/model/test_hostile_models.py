@@ -1,7 +1,5 @@
 """Model folders from strangers: no code of theirs runs, and a worker refuses or serves damage."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

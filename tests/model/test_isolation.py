@@ -6,8 +6,6 @@ log-probabilities, and `cached_tokens`. `test_prefix_exchange.py` does so for wh
 workers, `test_conversations.py` for features of pictures, `test_prompt_lookup.py` for drafts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence

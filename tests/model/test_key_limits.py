@@ -1,7 +1,5 @@
 """What a key with limits gets of a real worker, by every way to get more."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

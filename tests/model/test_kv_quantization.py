@@ -1,7 +1,5 @@
 """The prefix cache in 8 bits: smaller nodes, the same starts, and the same answers but for ties."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.core as mx

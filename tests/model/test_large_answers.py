@@ -1,7 +1,5 @@
 """Answers that a legal request makes large: how they come, whom they cost, and what they cost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts far beyond the context: what is tokenized of them, at which routes, and for whom."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

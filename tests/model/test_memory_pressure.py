@@ -1,7 +1,5 @@
 """Failed allocations and memory pressure: rows wait or are read again, and no answer changes."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

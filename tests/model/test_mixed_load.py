@@ -1,7 +1,5 @@
 """Mixed requests, eight at a time: each gets the same answer as without load."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Contract with mlx-vlm: a test fails if a part of it changes on which the engine relies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

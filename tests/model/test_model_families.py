@@ -1,7 +1,5 @@
 """Model families with other caches or other batching."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

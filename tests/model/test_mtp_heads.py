@@ -4,8 +4,6 @@ The passes follow SGLang's `deepseek_nextn.py`, `glm4_moe_nextn.py` and vLLM's `
 from the published tensors alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

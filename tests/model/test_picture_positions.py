@@ -4,8 +4,6 @@ The models are tiny with random weights, so their answers mean nothing; each ans
 one that mlx-vlm computes without a cache, from the whole text for every token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests for vectors share batches of similar length, and take turns."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

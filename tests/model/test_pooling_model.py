@@ -1,7 +1,5 @@
 """Vectors and scores of embedders and rerankers, beside forward passes in NumPy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

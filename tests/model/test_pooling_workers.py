@@ -1,7 +1,5 @@
 """Embeddings and rerank of real workers behind a gateway, asked by the `openai` package."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A conversation goes on at another worker: its nodes travel, checked, or the worker reads them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence

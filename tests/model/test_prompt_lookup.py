@@ -3,8 +3,6 @@
 The clock of these lanes counts its calls, so that every step costs the same and drafts always pay.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

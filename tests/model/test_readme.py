@@ -1,7 +1,5 @@
 """The snippets of the README run unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Reasoning apart from the answer: the demo model with a template that opens it, over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """Self-test of the MTP head, and the lane of an unhealthy head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

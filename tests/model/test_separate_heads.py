@@ -1,7 +1,5 @@
 """MTP heads that are not in the folder of their model, or have other names there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`token_sources`: every token of an answer with its source, as the draft counts sum them up."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

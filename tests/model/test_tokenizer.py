@@ -3,8 +3,6 @@
 The bytes of every token are known, in any kind of vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tool calls of the demo model through a gateway: alone, eight at once, streamed and cut."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Two workers behind one gateway: they share the load, and one may crash."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """`paceline up`, from its first line of output to the end of its last process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Windows of sliding layers in the prefix cache: on disk, at another worker, and in a new row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Chat completions of a real worker, read by the unmodified `openai` package."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

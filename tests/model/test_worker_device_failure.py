@@ -1,7 +1,5 @@
 """A real worker whose device fails during requests, from the first error to its restart."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 `test_client_disconnect.py` does so with a real engine, behind a gateway.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker reports to its gateway regularly, on each change, after outages and at its shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable

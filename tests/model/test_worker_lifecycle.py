@@ -1,7 +1,5 @@
 """Start and shutdown of a worker process, and errors at its start."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

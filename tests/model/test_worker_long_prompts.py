@@ -1,7 +1,5 @@
 """SpecPrefill of long prompts: flags and fields reach the engine, and the response reports it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

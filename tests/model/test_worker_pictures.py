@@ -1,7 +1,5 @@
 """Pictures are validated before they are decoded, and reach the model unchanged."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from dataclasses import replace

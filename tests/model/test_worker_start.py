@@ -1,7 +1,5 @@
 """The start of a worker is told: to its gateways, to its parent process, and in a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools

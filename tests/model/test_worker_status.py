@@ -1,7 +1,5 @@
 """The status of a worker is one snapshot, and its counts are the sums of its responses."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """axe-core on a page in a browser."""
 
-from __future__ import annotations
-
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page
 

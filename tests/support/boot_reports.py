@@ -1,7 +1,5 @@
 """Reports of boots, with counts for a number of requests."""
 
-from __future__ import annotations
-
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
 from workers.protocol import WorkerReport
 

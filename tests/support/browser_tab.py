@@ -1,7 +1,5 @@
 """A browser tab that records errors of a page."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 from playwright.async_api import (

@@ -1,7 +1,5 @@
 """How each family of models writes calls of tools."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A listener that must receive no connection, and the fields of an error."""
 
-from __future__ import annotations
-
 import re
 import socket
 

@@ -1,7 +1,5 @@
 """A certificate authority that lives as long as a test."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Request bodies that differ in chosen fields, and their profiles."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from policies.request.parser import read_profile

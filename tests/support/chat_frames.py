@@ -1,7 +1,5 @@
 """Chunks of a streamed chat, and the named events that a wire format makes of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

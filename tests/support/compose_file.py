@@ -1,7 +1,5 @@
 """docker-compose.yml as Docker reads it, with variables substituted."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The services of docker-compose.yml, run as local processes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

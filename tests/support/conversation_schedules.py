@@ -8,8 +8,6 @@ an answer: one pass of the bare model over the prompt and the answer finds the l
 each place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

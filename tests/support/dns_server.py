@@ -1,12 +1,11 @@
 """A DNS server for tests: one name, whose addresses change at run time."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Self
 
 _HEADER = struct.Struct("!6H")
 _RESPONSE = 0x8180  # no error; recursion was desired and is available
@@ -23,7 +22,7 @@ class DnsServer:
         self._socket = bound
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[DnsServer]:
+    def running(self) -> Iterator[Self]:
         thread = threading.Thread(target=self._serve, daemon=True)
         thread.start()
         try:

@@ -1,7 +1,5 @@
 """Lanes of the engine that a test runs step by step, and the events of their rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from policies.request.profile import Sampling

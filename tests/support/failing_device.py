@@ -5,8 +5,6 @@ reports a device failure by an error from `mx.eval` or `mx.async_eval`, so this 
 everything else is unchanged. A file with a text fails one evaluation with it, and is then removed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

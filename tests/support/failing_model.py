@@ -1,7 +1,5 @@
 """Parts of a checkpoint that raise in chosen calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

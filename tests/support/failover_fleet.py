@@ -1,7 +1,5 @@
 """A gateway and two workers on one engine, behind proxies that cut their streams."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -61,7 +59,7 @@ class Answer:
             "error": self.error,
         }
 
-    def read(self, received: bytes) -> Answer:
+    def read(self, received: bytes) -> "Answer":
         for block in received.split(b"\n\n"):
             lines = [line for line in block.split(b"\n") if line.startswith(b"data: ")]
             for line in lines:

@@ -1,7 +1,5 @@
 """Clocks that a test sets or moves."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

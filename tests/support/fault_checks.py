@@ -1,7 +1,5 @@
 """Invariants under any schedule of faults, and the classification of responses."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A TCP proxy in this process that injects faults between a gateway and a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """A seeded schedule of faults of workers and connections, and of disconnects of clients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto

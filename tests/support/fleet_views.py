@@ -1,7 +1,5 @@
 """Views of a fleet for decisions: its workers, and the number of requests at each."""
 
-from __future__ import annotations
-
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from tests.support.scripted_worker import lane_report
 

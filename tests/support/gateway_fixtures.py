@@ -1,7 +1,5 @@
 """Fixtures of gateways and scripted workers on real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

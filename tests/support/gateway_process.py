@@ -1,7 +1,5 @@
 """A gateway in a process, which a test can signal, kill or stop."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The routes of the gateway, and the public ones among them."""
 
-from __future__ import annotations
-
 from starlette.routing import Route
 
 from gateway.app import PortApp

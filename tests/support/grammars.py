@@ -1,7 +1,5 @@
 """Grammars of JSON Schemas over bytes, without a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer

@@ -1,7 +1,5 @@
 """Heartbeats of scripted workers during a test, which may last longer than the timeout."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Random histories that OpenAI's API allows, in which each text, call and result is known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from random import Random

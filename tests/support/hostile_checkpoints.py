@@ -3,8 +3,6 @@
 Each variant replaces a few values, or damages a few bytes, of the files that a loader reads.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """An HTTP/1.x server that sends given bytes, also those that a framework would not send."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -30,7 +28,7 @@ class Request:
 class ServerConnection(asyncio.StreamReaderProtocol):
     """A connection of a client: its requests one after another, and the bytes of the answers."""
 
-    def __init__(self, answer: Callable[[ServerConnection, Request], Awaitable[None]]) -> None:
+    def __init__(self, answer: Callable[["ServerConnection", Request], Awaitable[None]]) -> None:
         self._answer = answer
         self.request_count = 0
         """Requests of this connection, including the current one."""

@@ -1,7 +1,5 @@
 """Pictures for requests, and headers with any size."""
 
-from __future__ import annotations
-
 import base64
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Values of any shape that a document may contain."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

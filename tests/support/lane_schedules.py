@@ -6,8 +6,6 @@ from a cached prefix or not; sometimes the MTP head raises an error. The answer 
 that of its prompt alone, and its counts must add up after every step.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A quicker inverse of triangles for the models of tests on a CPU."""
 
-from __future__ import annotations
-
 import sys
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The own types of the packages `openai` and `anthropic`, which read our answers strictly."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

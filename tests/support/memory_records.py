@@ -1,7 +1,5 @@
 """Records in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from gateway.storage.records import TextsByKind

@@ -1,7 +1,5 @@
 """Tiny random models of other families, for tests of their shapes and caches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """A server of one model repository that speaks as Hugging Face does."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -5,8 +5,6 @@ standard input. For each it prints the exit code of the child: `SERVED`, `REFUSE
 for a defect, or the negative number of the signal that killed it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

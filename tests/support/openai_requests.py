@@ -1,7 +1,5 @@
 """Questions for the demo model, and answers that the `openai` package returns."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 A new interpreter imports it for a second of CPU time. Tests of what a command imports start one.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """`paceline` processes for tests: started, read and stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The files of the pages in the repository."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PAGES = Path(__file__).parents[2] / "gateway" / "pages"

@@ -1,7 +1,5 @@
 """A Lark grammar of patches, built of what the one of Codex' `apply_patch` is built of."""
 
-from __future__ import annotations
-
 PATCH = """\
 start: first file+ last
 first: "*** Begin Patch" LF

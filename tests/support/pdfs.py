@@ -1,7 +1,5 @@
 """Small PDF files: with texts, and those that a stranger makes to harm who reads them."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from io import BytesIO

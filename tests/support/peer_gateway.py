@@ -1,7 +1,5 @@
 """Another gateway over one Redis, as far as a test needs one."""
 
-from __future__ import annotations
-
 import asyncio
 
 from gateway.cluster.redis import RedisClient

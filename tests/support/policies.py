@@ -1,12 +1,10 @@
 """Small policies, policy stores, gateways with a policy, and an admin client."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import yaml
@@ -92,7 +90,7 @@ class PolicyAdmin:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.client = httpx.Client(base_url=url, headers=headers, timeout=30)
 
-    def __enter__(self) -> PolicyAdmin:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

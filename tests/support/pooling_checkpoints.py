@@ -1,7 +1,5 @@
 """Tiny random embedders and rerankers in folders as their makers publish them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

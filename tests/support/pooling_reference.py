@@ -3,8 +3,6 @@
 Written from the papers and the published weights' names; nothing of MLX is in it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

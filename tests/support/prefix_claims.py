@@ -1,7 +1,5 @@
 """Prefix claims of two workers."""
 
-from __future__ import annotations
-
 from hashlib import blake2b
 
 from gateway.routing.prefix_affinity import PrefixIndex

@@ -3,8 +3,6 @@
 It needs root. The namespace has no name, so it ends with its process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """A rate limiter with all its admitted requests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from gateway.auth.rate_limits import DAY_S, RateLimiter, Reservation

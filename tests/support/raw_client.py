@@ -1,7 +1,5 @@
 """Clients of the gateway on raw sockets, and checks of its state after them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

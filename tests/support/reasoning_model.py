@@ -1,7 +1,5 @@
 """The demo checkpoint with the marks of a family, and a template that opens or closes reasoning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from workers.demo import CHECKPOINT

@@ -1,7 +1,5 @@
 """A server that plays the recorded answers of an engine, or those of its published description."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

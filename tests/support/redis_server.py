@@ -1,7 +1,5 @@
 """A redis-server on a free port, which tests stop, freeze, fill and restart."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import shutil

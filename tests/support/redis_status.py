@@ -1,7 +1,5 @@
 """The state of Redis in `/v1/status`, and what gateways share by it."""
 
-from __future__ import annotations
-
 from tests.support.running_gateway import RunningGateway
 
 

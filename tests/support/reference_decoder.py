@@ -1,7 +1,5 @@
 """Reference answers, decoded with mlx-vlm alone, and comparisons with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 

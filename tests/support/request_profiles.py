@@ -1,7 +1,5 @@
 """A sampled and a greedy request, as policies see them."""
 
-from __future__ import annotations
-
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 
 SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")

@@ -1,7 +1,5 @@
 """Servers for tests of the gateway: a scripted worker in a thread, and a gateway in another."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
@@ -12,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from pydantic import SecretStr
@@ -91,7 +89,7 @@ class RunningGateway:
         self._shutdown: Shutdown
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> RunningGateway:
+    def __enter__(self) -> Self:
         self._thread.start()
         self.url, self.admin_url, _, settings, _ = self._listening.result(timeout=30)
         self.client = httpx.Client(base_url=self.url, timeout=30)

@@ -1,7 +1,5 @@
 """Rows of a random schedule, checked after every step, and statistics of schedules."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tests.support.engine_lane import RowEvents

@@ -1,7 +1,5 @@
 """A scheduler over a fleet in this process, and its waiting requests."""
 
-from __future__ import annotations
-
 import asyncio
 from random import Random
 from typing import Any

@@ -5,8 +5,6 @@ Most strings, numbers, lists and objects are bounded, because the demo model sel
 itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """An engine that follows a script, for faults that a real engine does not produce on demand."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A worker on a real socket that follows a script, down to the bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -79,7 +77,7 @@ class Script:
     """Use HTTP/1.0 as mlx_lm does: any end of the connection ends a stream."""
     raw: bytes | None = None
     """Send exactly these bytes, the head included, and close."""
-    rotation: tuple[Script, ...] = ()
+    rotation: tuple["Script", ...] = ()
     """Answer by these scripts in rotation, as a flaky worker."""
 
 

@@ -1,7 +1,5 @@
 """A scripted worker in a process that a test can kill; its port accepts scripts."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import secrets

@@ -1,7 +1,5 @@
 """The routes that the packages of OpenAI and Anthropic call, read from their sources."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

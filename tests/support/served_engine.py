@@ -1,7 +1,5 @@
 """Engines of the test process, served and joined as `paceline worker` does it after its start."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

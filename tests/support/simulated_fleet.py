@@ -1,7 +1,5 @@
 """A simulated fleet over the real parts of gateways, with the expected counts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

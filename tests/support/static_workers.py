@@ -1,7 +1,5 @@
 """A static worker, as an admin configures it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gateway.config.static_workers import StaticWorker

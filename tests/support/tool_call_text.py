@@ -1,7 +1,5 @@
 """Tool calls from a client to a model's text and back, for any chat template."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

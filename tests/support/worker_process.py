@@ -1,7 +1,5 @@
 """Worker processes for tests: start, wait until ready, stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

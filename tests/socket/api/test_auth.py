@@ -1,7 +1,5 @@
 """Authentication of every route, with every kind of key."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator

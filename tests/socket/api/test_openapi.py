@@ -1,7 +1,5 @@
 """The published OpenAPI documents list all routes, and responses conform to them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

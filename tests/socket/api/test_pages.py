@@ -1,7 +1,5 @@
 """The pages: the printed address, the navigation of each port, security headers and inline code."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`/admin/v1/policy`: reading, editing, validating, diffing, rolling back and authorizing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

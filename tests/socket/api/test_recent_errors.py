@@ -1,7 +1,5 @@
 """The last errors: what an admin and a client see of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gateway.http.downstream import RESEND

@@ -1,7 +1,5 @@
 """API keys: creation, changes, expiry, revocation, and warnings about pools that they name."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """A gateway behind a real nginx or Caddy on its machine, as its operators set one up."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

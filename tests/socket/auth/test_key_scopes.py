@@ -1,7 +1,5 @@
 """Authentication by secret, and the models, pools and priorities that a key may use."""
 
-from __future__ import annotations
-
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime

@@ -5,8 +5,6 @@ browser sends forms, and requests that look like forms, to any address without a
 without keys, only headers that a page cannot set identify such requests.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import socket

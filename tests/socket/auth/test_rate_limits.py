@@ -1,7 +1,5 @@
 """Rate limits: 429 responses, rate-limit headers, reservation and settlement of tokens."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

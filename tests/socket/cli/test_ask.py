@@ -1,7 +1,5 @@
 """`paceline ask`, `explain` and `errors` as a user runs them, against a real gateway."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

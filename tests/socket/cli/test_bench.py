@@ -1,7 +1,5 @@
 """`paceline bench` as a user runs it, against a real gateway and a worker behind sockets."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

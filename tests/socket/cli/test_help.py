@@ -1,7 +1,5 @@
 """Help, version, completion and usage errors of every command."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 from collections.abc import Collection, Iterator

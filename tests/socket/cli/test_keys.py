@@ -1,7 +1,5 @@
 """`paceline keys` as a user runs it, against a real gateway."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`paceline policy` against a running gateway: output, edits and rejections."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`paceline status --watch` in a process of its own, on a terminal and with a pipe."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -11,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 from pydantic import SecretStr
@@ -53,7 +52,7 @@ class Watch:
         self._reader.join(TIMEOUT_S)
         return self.process.returncode, errors
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

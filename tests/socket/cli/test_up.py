@@ -1,7 +1,5 @@
 """`paceline up`: the ready message, to whom it shows the join token, and its supervisor."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Mapping

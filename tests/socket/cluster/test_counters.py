@@ -1,7 +1,5 @@
 """Shared counters and worker reports of several gateways in one Redis are exact."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ The tests simulate a fleet with the real parts of gateways on a real Redis: work
 and crash, reports arrive late, twice and out of order, gateways restart, and clocks jump.
 """
 
-from __future__ import annotations
-
 from contextlib import AsyncExitStack
 
 import pytest

@@ -1,7 +1,5 @@
 """Two gateways and their workers under load, killed with SIGKILL: sums stay exact."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

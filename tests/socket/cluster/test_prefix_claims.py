@@ -1,7 +1,5 @@
 """Prefix claims over Redis: every gateway learns the claims of all gateways."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Rate limits over several gateways, exchange by exchange."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

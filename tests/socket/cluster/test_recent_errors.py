@@ -1,7 +1,5 @@
 """The last errors over Redis: every gateway lists those of all gateways."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

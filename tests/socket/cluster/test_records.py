@@ -1,7 +1,5 @@
 """Records that gateways share over Redis: synchronized, durable, and readable during an outage."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Redis client: deadlines, cancellation and lost connections."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """F29 to F34: a Redis that is down, frozen, slow, cut off, empty, full or read-only."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Real servers of each documented kind: TLS with a user, Valkey, replicas, Sentinel, eviction."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """A shared hash in Redis: folds, step by step."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import NamedTuple
 

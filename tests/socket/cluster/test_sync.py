@@ -1,7 +1,5 @@
 """Several gateways over one Redis: workers, counts, keys, limits, policy and cordons are shared."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Stored reports in Redis: a damaged one counts as none."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

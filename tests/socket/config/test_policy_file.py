@@ -1,8 +1,6 @@
 """The policy file: read at the start and on every change; invalid content is rejected and
 logged."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import socket

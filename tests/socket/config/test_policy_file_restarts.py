@@ -1,7 +1,5 @@
 """No file that nobody changed undoes an edit of an admin, whatever restarts, and in which order."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

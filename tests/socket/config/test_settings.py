@@ -1,7 +1,5 @@
 """Settings: their sources, and what is wrong with them, told in plain words."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Static workers of the settings: any OpenAI-compatible server, without heartbeats."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """PDFs of clients, read in processes with limits: what is read counts, and nothing else happens."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`cache_salt`, by which vLLM isolates requests: part of the isolation scope, on all wires."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What engines answer has one form at each wire, or is a failure of theirs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines that are busy, fail or refuse: what clients see, and what becomes of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """An engine that keeps refusing gets few requests, and clients are told how long it pauses."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines that admins join, list and remove at run time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

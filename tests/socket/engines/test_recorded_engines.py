@@ -1,7 +1,5 @@
 """Engines of other kinds, played from recordings of real ones or from their published API."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

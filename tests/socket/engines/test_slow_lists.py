@@ -1,7 +1,5 @@
 """An engine that lists its models slowly joins, and lives as long as it answers requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

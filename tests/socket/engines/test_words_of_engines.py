@@ -3,8 +3,6 @@
 Engines repeat the prompt, and some the key that the gateway has sent.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

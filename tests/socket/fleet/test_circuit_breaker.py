@@ -1,7 +1,5 @@
 """Workers that fail repeatedly, send Retry-After or deregister: rows of the fault matrix, by id."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

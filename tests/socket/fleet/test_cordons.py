@@ -1,7 +1,5 @@
 """Cordons: a cordoned worker gets no new requests and finishes the running ones."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Heartbeats: authentication, validation, and the requests that workers get because of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

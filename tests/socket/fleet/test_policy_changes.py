@@ -1,7 +1,5 @@
 """Policy changes under load: a request completes under the policy of its arrival."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import Counter

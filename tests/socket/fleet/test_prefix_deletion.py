@@ -1,7 +1,5 @@
 """What workers have cached of an isolation scope is deleted with its last key."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Slots, queues, spilling and retries, observed at the sockets of clients and workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The admin port: it serves the admin routes, and the data port no longer does."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

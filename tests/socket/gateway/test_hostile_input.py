@@ -3,8 +3,6 @@
 Tests of api, auth and the worker, and test_secret_leaks.py, cover further ones.
 """
 
-from __future__ import annotations
-
 import ast
 import gzip
 import importlib

@@ -1,7 +1,5 @@
 """Limits of the gateway's machine: clock jumps and file descriptors."""
 
-from __future__ import annotations
-
 import ast
 import resource
 import socket

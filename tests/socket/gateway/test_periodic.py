@@ -1,7 +1,5 @@
 """Periodic jobs: they run independently, and a repeated error is logged once."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A gateway takes secrets and state from no folder that others may write."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """docker-compose.yml and the images: complete, pinned, isolated, and without default secrets."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

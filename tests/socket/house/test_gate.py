@@ -1,7 +1,5 @@
 """The gate of .ci/run: a test that fails twice is a defect, one that passes alone is named."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The repository: make targets, locks, the package, its imports, the changelog and links."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

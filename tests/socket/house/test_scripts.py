@@ -1,7 +1,5 @@
 """The scripts setup, pin-images and with-blas; a failure is one message and leaves nothing half."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The bounds of a connection, at the port of a gateway and at that of a worker, without any key."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

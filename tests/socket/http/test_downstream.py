@@ -1,7 +1,5 @@
 """HTTP/1.1 to clients, byte by byte: headers, slow senders and stalled readers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

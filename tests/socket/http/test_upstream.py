@@ -1,7 +1,5 @@
 """A connection to a worker over a real socket: parsing, reuse, timeouts and relayed chunks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable

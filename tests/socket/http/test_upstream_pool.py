@@ -1,7 +1,5 @@
 """The pool of connections to workers: closed ports, dead addresses, stale connections, no files."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Send times of requests, to a worker behind a real socket."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from contextlib import AbstractAsyncContextManager

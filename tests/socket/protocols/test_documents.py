@@ -1,7 +1,5 @@
 """PDFs of all wires, through a gateway, to what a worker gets."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Histories that a model cannot read in full, through a gateway, in each wire format."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Anthropic's routes of a gateway: messages, counts of tokens, models and errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

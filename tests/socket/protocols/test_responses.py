@@ -1,7 +1,5 @@
 """OpenAI's Responses of a gateway, read by the `openai` package's own types."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Reasoning that a client keeps for the gateway is of use within its isolation scope alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

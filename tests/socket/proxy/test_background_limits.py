@@ -1,7 +1,5 @@
 """How much a gateway holds of responses in the background, and how a larger one ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Clients that disconnect or half-close at every stage: the gateway frees the worker and ejects
 none."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Streams that go on at another worker after the one that began them has failed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

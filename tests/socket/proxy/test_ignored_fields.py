@@ -1,7 +1,5 @@
 """Fields that change no answer, or that engines lack: the header, and what workers get."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Streams that are silent for long: an early head, comments in place of events, late headers."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

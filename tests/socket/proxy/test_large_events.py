@@ -1,7 +1,5 @@
 """Events that are larger than a gateway keeps: no worker is at fault, and the key pays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Malformed worker responses: unusual but valid ones are relayed, invalid ones become errors."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

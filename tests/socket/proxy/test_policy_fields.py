@@ -1,7 +1,5 @@
 """Fields of the policy, each tested at the socket, and the metrics in responses."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

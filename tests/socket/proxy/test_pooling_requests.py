@@ -1,7 +1,5 @@
 """Embeddings and rerank through a gateway: routes, bodies for workers, answers and errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The schedule follows from a seed. `PACELINE_FAULT_REQUESTS` sets the number of r
 proof, `PACELINE_FAULT_SEED` another schedule.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

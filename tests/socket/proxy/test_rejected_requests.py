@@ -1,7 +1,5 @@
 """Requests that the gateway rejects before it contacts a worker, and their errors."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

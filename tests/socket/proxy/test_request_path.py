@@ -1,7 +1,5 @@
 """The files of the gateway that one request runs, as documented in `docs/architecture.md`."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Successful responses: bodies, streams, headers and lists of models."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where system messages stand in the request that a worker gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

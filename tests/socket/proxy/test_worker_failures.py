@@ -1,7 +1,5 @@
 """Workers that crash, hang or slow down before and during their responses."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 them cached.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

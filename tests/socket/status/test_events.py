@@ -1,7 +1,5 @@
 """Many readers of the status: its event stream, and one look at each worker for all of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

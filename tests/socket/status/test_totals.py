@@ -1,7 +1,5 @@
 """`/v1/status`: its schema, its windows, and totals that agree with those of `/metrics`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Counter stores: the same behavior in memory and in Redis."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple

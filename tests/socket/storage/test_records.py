@@ -1,7 +1,5 @@
 """Records: durable, atomic, and safe with concurrent writers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """`/metrics`: valid for promtool, bounded in its labels, and with all that Grafana shows."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

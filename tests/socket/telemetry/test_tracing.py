@@ -1,7 +1,5 @@
 """Traces: OpenTelemetry names, context propagation to the worker, no cost when disabled."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

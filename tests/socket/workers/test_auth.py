@@ -1,7 +1,5 @@
 """The join token protects every route but /livez."""
 
-from __future__ import annotations
-
 import pytest
 from fastapi.routing import APIRoute
 

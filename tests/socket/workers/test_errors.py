@@ -1,7 +1,5 @@
 """Error responses, before and after the first token."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

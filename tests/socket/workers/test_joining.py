@@ -1,7 +1,5 @@
 """Before it loads anything, a worker asks its gateway whether it may join."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

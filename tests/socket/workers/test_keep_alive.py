@@ -1,7 +1,5 @@
 """Streams of a worker that are silent for long: their head, and comments in place of events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, MutableMapping

@@ -1,7 +1,5 @@
 """Requests that a worker rejects with an error that names the field."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m bench.attack.tool_calls` does the same with 300 calls per template.
 """
 
-from __future__ import annotations
-
 import subprocess
 from itertools import islice
 from pathlib import Path

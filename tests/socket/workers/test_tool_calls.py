@@ -1,7 +1,5 @@
 """Tool calls in generated text become `tool_calls`, independent of chunk boundaries."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A gateway and a worker as two machines: network namespaces of Linux, which need root."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

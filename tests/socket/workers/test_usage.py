@@ -1,7 +1,5 @@
 """The usage that a stream of a worker reports on its way."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rate limits of a key: never exceeded, in any order of events."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
 """Decisions on the restart of a worker, with times that the test sets."""
 
-from __future__ import annotations
-
 import pytest
 
 from gateway.cli.supervisor import GIVE_UP_AFTER, LONGEST_WAIT_S, Supervision

@@ -3,8 +3,6 @@
 Two gateways share one store here, and admins edit the policy at both.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

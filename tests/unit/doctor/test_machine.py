@@ -1,7 +1,5 @@
 """What `paceline doctor` tells of a machine."""
 
-from __future__ import annotations
-
 import errno
 import socket
 

@@ -1,7 +1,5 @@
 """The report of `paceline doctor`: what follows from measurements, and how it reads."""
 
-from __future__ import annotations
-
 from io import StringIO
 from typing import Any
 

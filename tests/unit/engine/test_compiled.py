@@ -1,7 +1,5 @@
 """Functions that MLX compiles for each shape, and drops again."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a step drafts, by the measured costs and the promised tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from workers.engine.draft_length import (

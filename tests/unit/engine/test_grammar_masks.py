@@ -3,8 +3,6 @@
 The grammar reads a draft and goes back, so that it stands where the answer does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

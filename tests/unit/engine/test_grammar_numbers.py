@@ -1,7 +1,5 @@
 """Numbers of a JSON Schema: what a grammar takes is what the schema takes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

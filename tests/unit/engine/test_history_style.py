@@ -1,7 +1,5 @@
 """Histories that the API allows, rendered by templates that each lack something."""
 
-from __future__ import annotations
-
 import logging
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Schemas as programs write them: what a grammar takes is what the schema takes."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import enum

@@ -1,7 +1,5 @@
 """Grammars of a text in JSON and between tags: they take a sentence's spelling, and no other."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from functools import lru_cache

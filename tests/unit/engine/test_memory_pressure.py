@@ -1,7 +1,5 @@
 """Readings of the memory, the rule on them, and the words of failed allocations."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Failures to load a model folder become one sentence, and interruptions stay what they are."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Every array of these caches is a function of the tokens read so far, as in a mod
 cut, joined or named wrongly shows as another number.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Prompt lookup: what it drafts, and how it learns when its drafts are accepted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Random answers to random schemas: whatever the grammar takes is valid, and JSON."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

@@ -1,7 +1,5 @@
 """Reasoning is told from the answer by token ids, in every family's format."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Deltas of an answer: the first and the last are sent at once, and no text is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import given

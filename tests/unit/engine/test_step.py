@@ -1,7 +1,5 @@
 """An open step without the rows that left the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -3,8 +3,6 @@
 A tool whose text has a grammar of its own is strict too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat templates that fail, and tool calls that special tokens mark."""
 
-from __future__ import annotations
-
 import json
 import re
 from ast import literal_eval

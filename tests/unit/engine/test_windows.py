@@ -1,7 +1,5 @@
 """Rings of windowed layers: what a query sees, and what a rollback, a join and a copy leave."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx_vlm.models.cache import ChunkedKVCache, RotatingKVCache

@@ -1,7 +1,5 @@
 """What each kind of engine is sent: no value of a client may end it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

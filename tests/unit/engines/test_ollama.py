@@ -1,7 +1,5 @@
 """What the gateway remembers of a server of Ollama."""
 
-from __future__ import annotations
-
 import json
 
 from gateway.engines.base import HttpAnswer, Question

@@ -1,7 +1,5 @@
 """What the answers of each kind tell: usage, cached tokens, drafts, and reasoning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

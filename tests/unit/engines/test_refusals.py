@@ -1,7 +1,5 @@
 """Which errors of engines are the client's, and what the client is told."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A drain asks the worker which requests it runs, whoever sent them."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from gateway.fleet.circuit_breaker import AttemptResult

@@ -1,7 +1,5 @@
 """The fair queue: equal shares for clients, weights for priorities, no starvation."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The registry of workers under a fake clock: heartbeats, slots, ejection and probation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

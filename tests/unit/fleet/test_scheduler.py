@@ -3,8 +3,6 @@
 A pool may have slots, which bound it in addition to the slots of its workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from random import Random

@@ -1,7 +1,5 @@
 """Pages list exactly the errors, settings, headers, fields, files and tests that exist."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workflows of GitHub: they parse, pin what they use, and run commands that exist."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

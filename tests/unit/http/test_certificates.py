@@ -1,7 +1,5 @@
 """Certificate authorities that gateways and workers trust when they connect to each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Client's text in heads and in comments of streams."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

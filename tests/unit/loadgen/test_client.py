@@ -1,7 +1,5 @@
 """Answers parsed from the bytes of a stream, and the times of their pieces."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Draft statistics from answers and from the counters of a server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

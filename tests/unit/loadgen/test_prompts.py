@@ -1,7 +1,5 @@
 """Prompts of a load test: sampled evenly and reproducibly, and read strictly."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Ratios of two endpoints, and the plot of a sweep."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 from hypothesis import given

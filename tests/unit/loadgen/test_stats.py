@@ -1,7 +1,5 @@
 """Metrics of known answers, to the digit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given

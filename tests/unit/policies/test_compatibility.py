@@ -1,7 +1,5 @@
 """Fields that change no answer are accepted and listed; all others are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 A naive reading of every condition is the model for the compiled one.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

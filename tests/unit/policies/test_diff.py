@@ -1,7 +1,5 @@
 """Differences between two documents, and JSON Merge Patch (RFC 7396) with all its examples."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

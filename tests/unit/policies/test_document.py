@@ -1,7 +1,5 @@
 """The policy document: accepted values, and errors that name the field and the line."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model names, sampling defaults and routes of a policy."""
 
-from __future__ import annotations
-
 import pytest
 
 from policies.document import default_policy

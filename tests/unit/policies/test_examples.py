@@ -1,7 +1,5 @@
 """The shipped examples: each is a valid policy and routes as its first lines describe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

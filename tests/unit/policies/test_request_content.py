@@ -1,7 +1,5 @@
 """The size of a picture, read from its header."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """The fields of a request: accepted values, rejected values and the parameter of an error."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

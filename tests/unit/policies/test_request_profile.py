@@ -1,7 +1,5 @@
 """The profile of a valid request: its features, and those that speculation does not support."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

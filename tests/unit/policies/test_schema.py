@@ -1,7 +1,5 @@
 """The published schema, the page for admins and the examples match the policy document."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

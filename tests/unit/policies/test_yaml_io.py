@@ -1,7 +1,5 @@
 """YAML of a policy: what is accepted, what is rejected before it costs memory, and line numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from importlib import resources

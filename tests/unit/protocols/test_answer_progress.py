@@ -1,7 +1,5 @@
 """Streams whose worker tells the tokens: cut at any byte, and continued by another worker."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 

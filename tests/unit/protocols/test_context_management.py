@@ -1,7 +1,5 @@
 """Anthropic's `context_management`: what an edit clears, and what it keeps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever the engine: calls one after another, with an index, an id, a name and text each."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The stream scanner: bytes that pass, bytes that it hides and its state, for any split."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A history is sent again with each turn, so no part of it may be refused for good."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

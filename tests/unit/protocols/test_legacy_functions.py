@@ -1,7 +1,5 @@
 """Functions of 2023 as tools, and calls of tools as calls of functions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Anthropic's Messages as chats, and the answers of chats as messages."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Bodies of requests: their bounds, and messages, of which equal ones give equal prompts."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

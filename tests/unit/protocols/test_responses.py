@@ -1,7 +1,5 @@
 """OpenAI's Responses as chats, and the answers of chats as responses, by OpenAI's own types."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attributes of the caller that policies and queues may use."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta

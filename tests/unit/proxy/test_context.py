@@ -1,7 +1,5 @@
 """The request context and its record, by how the request ended."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

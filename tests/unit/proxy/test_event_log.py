@@ -1,7 +1,5 @@
 """The log of a response that runs in the background, as those that follow it read it."""
 
-from __future__ import annotations
-
 import pytest
 
 from gateway.proxy.responses import EventLog

@@ -1,7 +1,5 @@
 """The retry budget, and the quarantine of bodies that crash workers."""
 
-from __future__ import annotations
-
 import asyncio
 
 from gateway.proxy.quarantine import KEPT_S, Quarantine

@@ -1,7 +1,5 @@
 """The cost of a request at each worker, in seconds: queue, prefill, decode, memory and batch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from random import Random

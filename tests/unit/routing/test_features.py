@@ -1,7 +1,5 @@
 """Features that not every engine takes, and models that an engine would have to load."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -2,8 +2,6 @@
 routing.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from random import Random

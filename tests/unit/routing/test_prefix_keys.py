@@ -1,7 +1,5 @@
 """Keys of prompts: what changes them, where they end, and what they cost."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recent requests for replay: enough to route them again, bounded, and without text."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from random import Random

@@ -1,7 +1,5 @@
 """Routing decisions over a snapshot of the fleet: lane, worker and reason."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from random import Random

@@ -1,7 +1,5 @@
 """Statistics of windows: what counts in which."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from gateway.status.render import WindowStats

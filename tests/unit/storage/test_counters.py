@@ -1,7 +1,5 @@
 """Which of two reports of one boot is the later one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The list of the last errors: its bound, and which error it drops."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from gateway.storage.recent_errors import MAX_ERRORS, ErrorRecord, RecentErrors

@@ -1,7 +1,5 @@
 """The labels of accounted requests are bounded, whatever names workers report."""
 
-from __future__ import annotations
-
 import pytest
 
 from gateway.auth.usage_store import UsageStore

@@ -1,7 +1,5 @@
 """The counts of engines that send no reports, as reports."""
 
-from __future__ import annotations
-
 from gateway.telemetry import engine_counts
 from gateway.telemetry.engine_counts import engine_reports, untold_by_place
 

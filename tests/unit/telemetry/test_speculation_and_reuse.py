@@ -1,7 +1,5 @@
 """The alarm for workers that draft or reuse earlier tokens, and never both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

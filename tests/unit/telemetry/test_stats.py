@@ -1,7 +1,5 @@
 """Latency histograms, and windows over snapshots of counters."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

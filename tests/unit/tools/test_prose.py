@@ -1,7 +1,5 @@
 """The measure of prose counts exactly the clauses that begin with a free relative."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.prose import rate

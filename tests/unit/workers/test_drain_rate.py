@@ -1,7 +1,5 @@
 """The drain rate of a queue: places, expected waits, and when a rejected request may return."""
 
-from __future__ import annotations
-
 import pytest
 
 from workers.drain_rate import DrainRate, QueuePlace

@@ -1,7 +1,5 @@
 """The host file of a group, and what its machines must have in common."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

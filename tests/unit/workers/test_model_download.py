@@ -1,7 +1,5 @@
 """Downloads: what is checked before the first byte and after the last, and what a failure says."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

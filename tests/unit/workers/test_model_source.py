@@ -1,7 +1,5 @@
 """The model of a worker: a folder, a repository or the demo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import Mock
 

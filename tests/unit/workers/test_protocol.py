@@ -1,7 +1,5 @@
 """Bounds of the report of a worker."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of a worker: precedence, errors that name the setting, default name and address."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

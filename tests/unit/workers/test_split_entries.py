@@ -1,7 +1,5 @@
 """Large entries of chunks, cut into small ones that clients add up to the same."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

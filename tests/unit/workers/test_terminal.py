@@ -1,7 +1,5 @@
 """Text for terminals and logs: no control characters, and sentences for people."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """Calls in the texts of every family, as models write them, whole and letter by letter."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

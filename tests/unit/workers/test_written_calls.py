@@ -1,7 +1,5 @@
 """Random calls in the text of every family, read back: any names, and values that are none."""
 
-from __future__ import annotations
-
 import ast
 import json
 from typing import Any
