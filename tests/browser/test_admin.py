@@ -10,7 +10,7 @@ from tests.support.browser_tab import BrowserTab
 from tests.support.heartbeats import send_heartbeats
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, begun, status_and_code
-from tests.support.scripted_worker import DONE, JOIN_TOKEN, Script, ScriptedWorker
+from tests.support.scripted_worker import DONE, JOIN_TOKEN, Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -127,9 +127,7 @@ async def editor_text(tab: BrowserTab) -> str:
     return await tab.page.get_by_label("Document").input_value()
 
 
-async def test_an_edit_is_compared_activated_and_rolled_back(
-    gateway_with_worker: RunningGateway, tab: BrowserTab
-) -> None:
+async def test_an_edit_is_compared_activated_and_rolled_back(gateway_with_worker, tab) -> None:
     """What an admin writes about it cannot run a script in the browser of another one."""
     page, gateway = tab.page, gateway_with_worker
     script = "<img src=x onerror=document.title='owned'>"
@@ -271,10 +269,7 @@ async def test_the_editor_reports_an_invalid_edit_with_its_line_completes_fields
 
 
 async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answers_alone(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    tab: BrowserTab,
+    gateway_with_worker, worker, second_worker, tab
 ) -> None:
     page, gateway = tab.page, gateway_with_worker
     worker.script = second_worker.script = Script(hang_after=1)

@@ -146,9 +146,7 @@ async def test_the_page_names_one_of_several_gateways_and_reconnects_after_its_s
     tab.errors[:] = [error for error in tab.errors if error != refused]
 
 
-async def test_a_bypass_reason_counts_only_requests_without_drafts(
-    gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
-) -> None:
+async def test_a_bypass_reason_counts_only_requests_without_drafts(gateway, worker, tab) -> None:
     """The other lane may draft for a request that the speculative lane rejects."""
     reasons = tab.page.locator("#reasons")
     worker.lanes = ("vlm",)

@@ -120,9 +120,7 @@ async def test_the_numbers_on_the_page_equal_the_status_and_a_new_viewer_sees_th
     await expect(page.locator("#speeds tbody tr")).to_have_count(5)
 
 
-async def test_a_question_shows_its_drafted_tokens_and_where_it_ran(
-    up: UpProcess, tab: BrowserTab
-) -> None:
+async def test_a_question_shows_its_drafted_tokens_and_where_it_ran(up, tab) -> None:
     page = tab.page
     await tab.open(up.url, "/")
     await page.get_by_role("link", name="Try it").click()

@@ -1,12 +1,11 @@
 """The start page and the API reference, and what scripts of other pages and sites can do."""
 
 import pytest
-from playwright.async_api import BrowserContext, expect
+from playwright.async_api import expect
 
 from tests.support.accessibility import accessibility_problems
 from tests.support.browser_tab import BrowserTab
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import ScriptedWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -95,10 +94,7 @@ async def test_the_api_reference_is_accessible_and_reads_no_key_that_another_pag
 
 
 async def test_s22_a_blind_post_from_a_page_of_another_site_reaches_no_worker(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    browser: BrowserContext,
+    gateway_with_worker, worker, second_worker, browser
 ) -> None:
     page = await browser.new_page()
     # Any page of another origin will do.

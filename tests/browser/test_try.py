@@ -122,9 +122,7 @@ async def test_a_conversation_streams_stops_fails_and_is_asked_again(
     await expect(answers).to_have_count(0)
 
 
-async def test_a_key_is_asked_for_and_pictures_are_bounded(
-    gateway_with_worker: RunningGateway, tab: BrowserTab
-) -> None:
+async def test_a_key_is_asked_for_and_pictures_are_bounded(gateway_with_worker, tab) -> None:
     page = tab.page
     secret = gateway_with_worker.create_key()["secret"]
     await tab.open(gateway_with_worker.url, "/try")
@@ -150,9 +148,7 @@ async def test_a_key_is_asked_for_and_pictures_are_bounded(
     await expect(page.locator(".picture")).to_have_count(7)
 
 
-async def test_markdown_becomes_elements_and_hostile_text_stays_text(
-    shared_gateway: RunningGateway, tab: BrowserTab
-) -> None:
+async def test_markdown_becomes_elements_and_hostile_text_stays_text(shared_gateway, tab) -> None:
     page = tab.page
     await open_try(tab, shared_gateway)
     whole, grown = await page.evaluate(RENDER, HOSTILE)
@@ -168,9 +164,7 @@ async def test_markdown_becomes_elements_and_hostile_text_stays_text(
     assert whole.count("<a ") == 1
 
 
-async def test_l15_no_text_takes_more_than_linear_time(
-    gateway_with_worker: RunningGateway, tab: BrowserTab
-) -> None:
+async def test_l15_no_text_takes_more_than_linear_time(gateway_with_worker, tab) -> None:
     """With a cube, or a square, of its length the browser would not answer within its timeout."""
     render = """async text => {
       const { MarkdownView } = await import("/try/page/markdown.js");

@@ -39,11 +39,7 @@ from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import (
-    Generation,
-    LaneName,
-    Prompt,
-)
+from workers.engine.types import Generation, LaneName, Prompt
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,9 +75,7 @@ def prompt_renderer(checkpoint: Checkpoint) -> PromptRenderer:
 
 
 @pytest.fixture
-def make_lane(
-    checkpoint: Checkpoint, prompt_renderer: PromptRenderer
-) -> Callable[..., LaneScheduler]:
+def make_lane(checkpoint, prompt_renderer) -> Callable[..., LaneScheduler]:
     def make(
         name: LaneName = LaneName.TEXT_MTP,
         *,

@@ -78,9 +78,7 @@ def test_an_answer_names_the_stop_string_that_ended_it(answer_of) -> None:
     assert ended["text"] == answer_of()["text"].partition(" 3")[0]
 
 
-def test_the_tokens_of_a_prompt_are_counted_without_an_answer(
-    answer_of, real_worker: RunningWorker
-) -> None:
+def test_the_tokens_of_a_prompt_are_counted_without_an_answer(answer_of, real_worker) -> None:
     question = "Count from 1 to 5."
     body = {"model": real_worker.model, "messages": [{"role": "user", "content": question}]}
     counted = httpx.post(f"{real_worker.url}/tokenize", json=body, timeout=60).json()

@@ -86,7 +86,7 @@ def drafts_of(
     drafts: mx.array = drafter.draft_block(
         token, hidden, None, DRAFTED + 1, lambda scores: mx.argmax(scores, axis=-1), greedy=True
     )
-    return drafts[0].tolist()  # type: ignore[no-any-return]
+    return drafts[0].tolist()
 
 
 def test_a_pass_of_a_batch_equals_that_of_mlx_vlm() -> None:

@@ -1,23 +1,18 @@
 """`paceline bench` on the demo model; its results equal the counters of the worker."""
 
 import json
-from pathlib import Path
 from random import Random
 
 import httpx
-import pytest
 
 from gateway.cli import main
 from gateway.loadgen.client import open_endpoint, read_answer
 from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.prompts import built_in_prompts, sample_prompts
 from gateway.loadgen.runner import Level, send_all
-from tests.support.served_engine import DemoGateway
 
 
-async def test_the_drafts_of_the_answers_equal_the_counters_of_the_gateway(
-    demo: DemoGateway,
-) -> None:
+async def test_the_drafts_of_the_answers_equal_the_counters_of_the_gateway(demo) -> None:
     prompts = sample_prompts(built_in_prompts(), 6, Random(1))
     async with open_endpoint(demo.url, fields={"temperature": 0, "max_tokens": 48}) as endpoint:
         before = await endpoint.read_counters()
@@ -36,9 +31,7 @@ async def test_the_drafts_of_the_answers_equal_the_counters_of_the_gateway(
     assert all(answer.tokens_reported and answer.output_tokens for answer in answers)
 
 
-def test_the_results_of_a_bench_are_consistent(
-    demo: DemoGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_results_of_a_bench_are_consistent(demo, tmp_path, capsys) -> None:
     status = f"{demo.url}/v1/status"
     routed = httpx.get(status, timeout=60).json()["decisions"]["total"]
     record = tmp_path / "run.json"

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,14 @@ import mlx.core as mx
 import pytest
 
 from policies.request.constraint import Constraint, ConstraintKind
-from tests.support.engine_lane import RowEvents, run_until_idle
+from tests.support.engine_lane import run_until_idle
 from tests.support.openai_requests import picture_body
 from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings, wait_until
-from tests.support.served_engine import DemoGateway, ServedWorker, served
+from tests.support.served_engine import served
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.model import PictureFeatures
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import EngineSettings, Prompt
 
 STORY = "The red fox sees the old tree and the blue boat finds the warm stone. " * 9
@@ -83,16 +81,12 @@ def check_salts(client: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_c8_a_second_salt_finds_no_token_of_a_prompt_and_the_same_finds_them(
-    demo: DemoGateway, path: str
-) -> None:
+def test_c8_a_second_salt_finds_no_token_of_a_prompt_and_the_same_finds_them(demo, path) -> None:
     check_salts(Client(demo.url, demo.model), path)
 
 
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_c8_a_worker_without_a_gateway_isolates_by_the_salt(
-    real_worker: ServedWorker, path: str
-) -> None:
+def test_c8_a_worker_without_a_gateway_isolates_by_the_salt(real_worker, path) -> None:
     check_salts(Client(real_worker.url, real_worker.model, f"No gateway. {STORY}"), path)
     for salt in ("", "x" * 257, 7):
         body: dict[str, Any] = {"model": "demo", "messages": [], "prompt": "x", "cache_salt": salt}
@@ -105,10 +99,7 @@ def test_c8_a_worker_without_a_gateway_isolates_by_the_salt(
 def worker_with_files(folder: Path, gateway: RunningGateway) -> Iterator[Engine]:
     """Run an engine with a folder for its prefix cache, as a worker of a gateway."""
     settings = EngineSettings(
-        model=CHECKPOINT,
-        served_name="demo",
-        prefix_cache_dir=folder,
-        prefix_cache_secret=b"secret",
+        model=CHECKPOINT, served_name="demo", prefix_cache_dir=folder, prefix_cache_secret=b"secret"
     )
     engine = Engine.start(settings)
     try:
@@ -173,9 +164,7 @@ def test_c8_features_of_pictures_are_deleted_with_all_parts_of_their_scope() -> 
 
 
 def test_c8_a_running_row_with_a_salt_stores_nothing_once_its_scope_is_deleted(
-    make_lane: Callable[..., LaneScheduler],
-    submit: Callable[..., RowEvents],
-    prompt_renderer: PromptRenderer,
+    make_lane, submit, prompt_renderer
 ) -> None:
     prompt = prompt_renderer.prepare(Prompt(text=STORY, scope="red.1"))
     for deleted in ("red", "blue"):

@@ -27,9 +27,7 @@ def rows_in_use(demo: DemoGateway) -> int:
     ("stream", "expected_part"),
     [(False, "the whole answer"), (True, "the first event"), (True, "the next event")],
 )
-def test_a_disconnected_client_frees_its_row(
-    demo: DemoGateway, stream: bool, expected_part: str
-) -> None:
+def test_a_disconnected_client_frees_its_row(demo, stream, expected_part) -> None:
     body = json.dumps(text_body(demo.model, "Tell me a story.", stream=stream, **ENDLESS)).encode()
     address = urlsplit(demo.url)
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:

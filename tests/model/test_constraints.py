@@ -148,9 +148,7 @@ def test_a_greedy_constrained_request_speculates(openai_client: OpenAI) -> None:
         ({"structured_outputs": {"choice": ["red"], "regex": None}}, "red"),
     ],
 )
-def test_vllms_fields_prescribe_the_answer(
-    openai_client: OpenAI, fields: dict[str, Any], form: str
-) -> None:
+def test_vllms_fields_prescribe_the_answer(openai_client, fields, form) -> None:
     chat = ask(openai_client, temperature=1, extra_body=fields)
     assert re.fullmatch(form, chat.message.content)
     text = openai_client.completions.create(model="demo", prompt="Say", extra_body=fields)
@@ -177,9 +175,7 @@ async def test_constrained_rows_leave_the_others_alone(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-async def test_drafts_do_not_change_a_constrained_answer(
-    engine: Engine, temperature: float
-) -> None:
+async def test_drafts_do_not_change_a_constrained_answer(engine, temperature) -> None:
     nine = {"type": "array", "items": {"enum": [*range(40)]}, "minItems": 9, "maxItems": 9}
     options: Any = {"constraint": schema(nine), "temperature": temperature}
     answers = [
@@ -262,9 +258,7 @@ async def test_a_limit_of_tokens_ends_an_answer_before_its_form(engine: Engine) 
         ({"not": {"const": 1}, "x-guidance": {"lenient": True}}, "'not'"),
     ],
 )
-def test_a_schema_that_cannot_be_held_is_refused(
-    openai_client: OpenAI, bad: dict[str, Any], named: str
-) -> None:
+def test_a_schema_that_cannot_be_held_is_refused(openai_client, bad, named) -> None:
     """The error names the field and the keyword, whole or streamed, and no answer is generated."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
     for stream in (False, True):
@@ -288,9 +282,7 @@ def test_a_schema_that_cannot_be_held_is_refused(
         ({"$ref": "#/$defs/none"}, "'$ref'"),
     ],
 )
-def test_a_strict_tool_that_cannot_be_held_is_refused(
-    openai_client: OpenAI, bad: dict[str, Any], named: str, choice: Any
-) -> None:
+def test_a_strict_tool_that_cannot_be_held_is_refused(openai_client, bad, named, choice) -> None:
     """A free call of it is refused by the keyword as a forced one is."""
     with pytest.raises(openai.BadRequestError) as refused:
         ask(openai_client, tools=[tool("get_weather", closed(city=bad))], tool_choice=choice)
@@ -331,9 +323,7 @@ async def test_a_hostile_constraint_ends_with_an_error_of_its_own(engine: Engine
     assert engine.alive
 
 
-async def test_a_constraint_that_takes_too_long_is_an_error(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_constraint_that_takes_too_long_is_an_error(engine, monkeypatch) -> None:
     """It holds the thread that compiles, and no request for longer than the limit."""
     monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0)
     with pytest.raises(InvalidGeneration, match="too long to compile"):
@@ -501,9 +491,7 @@ def test_a_free_call_of_a_strict_tool_has_the_form_of_its_arguments(
 @pytest.mark.parametrize(
     "city", [{"minLength": 9, "maxLength": 12}, {"pattern": "^[0-9]{3}$"}, {"format": "date"}]
 )
-def test_a_text_of_a_strict_tool_follows_its_schema(
-    openai_client: OpenAI, city: dict[str, Any], temperature: float
-) -> None:
+def test_a_text_of_a_strict_tool_follows_its_schema(openai_client, city, temperature) -> None:
     """Also where the model would write another text: its own is "Paris"."""
     parameters = closed(city={"type": "string", **city})
     choice = ask(

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tests.support.conversation_schedules import ConversationRunner
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_equal_but_for_ties
 from workers.engine import prefix_exchange
-from workers.engine.model import Checkpoint, PictureFeatures
+from workers.engine.model import PictureFeatures
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles
 from workers.engine.scheduler import LaneScheduler
@@ -70,9 +69,7 @@ def ask(prompt_renderer: PromptRenderer, submit: Callable[..., RowEvents]) -> Ca
 
 
 @pytest.mark.parametrize("kind", LANES)
-def test_each_turn_of_a_chat_reads_its_new_tokens_only(
-    make_lane, ask, checkpoint, kind: str
-) -> None:
+def test_each_turn_of_a_chat_reads_its_new_tokens_only(make_lane, ask, checkpoint, kind) -> None:
     """An answer that ended inside a draft is found too, and so is one of a row without drafts."""
     name, options = LANES[kind]
     lane = make_lane(name)
@@ -147,9 +144,7 @@ def test_an_answer_is_generated_again_from_the_end_of_its_question(make_lane, as
         assert again.answer == first.answer
 
 
-def test_an_edited_message_costs_at_most_one_interval_more(
-    make_lane, ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edited_message_costs_at_most_one_interval_more(make_lane, ask, monkeypatch) -> None:
     """Message 3 of 20 changes, in a chat that was read at once and in one that has grown.
 
     The grown one keeps a snapshot of every turn until memory is short.
@@ -243,11 +238,7 @@ def test_a_picture_goes_through_the_vision_tower_once_in_a_chat(
 
 @pytest.mark.parametrize("tokens", [700, pytest.param(3000, marks=pytest.mark.proof)])
 def test_any_schedule_of_conversations_gets_the_likeliest_tokens(
-    checkpoint: Checkpoint,
-    prompt_renderer: PromptRenderer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tokens: int,
+    checkpoint, prompt_renderer, tmp_path, monkeypatch, tokens
 ) -> None:
     """`bench.engine.schedules` checks 100,000 tokens."""
     # On a busy machine no transfer may take longer than reading.
@@ -265,9 +256,7 @@ def test_any_schedule_of_conversations_gets_the_likeliest_tokens(
     assert stats.ties <= stats.tokens // 500
 
 
-def test_a_chat_goes_on_after_a_restart_and_after_its_eviction(
-    make_lane, ask, tmp_path: Path
-) -> None:
+def test_a_chat_goes_on_after_a_restart_and_after_its_eviction(make_lane, ask, tmp_path) -> None:
     """What memory has evicted comes back from disk, its runs joined again."""
 
     def start() -> tuple[PrefixCache, LaneScheduler]:

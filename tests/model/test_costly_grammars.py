@@ -8,7 +8,6 @@ import pytest
 
 from policies.request.constraint import Constraint, ConstraintKind
 from policies.request.profile import Sampling
-from tests.support.served_engine import DemoGateway
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
 from workers.engine import grammar
 from workers.engine.engine import Engine
@@ -42,9 +41,7 @@ async def answer(engine: Engine, rules: str, tokens: int = 60) -> Finished:
     raise AssertionError("every generation finishes")
 
 
-async def test_c22_a_costly_grammar_ends_its_row_with_an_error_that_names_the_field(
-    engine: Engine,
-) -> None:
+async def test_c22_a_costly_grammar_ends_its_row_with_an_error_that_names_the_field(engine) -> None:
     with pytest.raises(InvalidGeneration, match="too costly") as refused:
         await answer(engine, AMBIGUOUS, 400)
     assert (refused.value.param, refused.value.code) == ("guided_grammar", "constraint_too_costly")
@@ -65,9 +62,7 @@ async def test_c22_a_row_ends_once_its_masks_have_taken_more_than_their_share(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_c22_a_costly_grammar_is_the_fault_of_its_request(
-    demo: DemoGateway, *, stream: bool
-) -> None:
+def test_c22_a_costly_grammar_is_the_fault_of_its_request(demo, *, stream) -> None:
     """Its worker is not ejected, also after an answer that has begun."""
     body = {
         "model": demo.model,

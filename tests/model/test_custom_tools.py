@@ -54,13 +54,7 @@ def whole_inputs(client: OpenAI, **fields: Any) -> list[str]:
 @pytest.mark.parametrize(("syntax", "definition", "pattern"), FORMS)
 @pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "get_weather"}])
 def test_a_forced_custom_tool_gets_a_text_of_its_grammar(
-    openai_client: OpenAI,
-    *,
-    choice: Any,
-    syntax: str,
-    definition: str,
-    pattern: str,
-    temperature: float,
+    openai_client, *, choice, syntax, definition, pattern, temperature
 ) -> None:
     """Whole and streamed, greedy and sampled."""
     fields: Any = {

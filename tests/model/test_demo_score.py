@@ -39,9 +39,7 @@ def long_answers(openai_client: httpx.Client) -> Score:
     return score_answers(openai_client, "demo", held_out.long_prompts()[:4], "long answers")
 
 
-def test_three_quarters_of_drafted_tokens_are_accepted_at_k_2(
-    answers: Score, long_answers: Score
-) -> None:
+def test_three_quarters_of_drafted_tokens_are_accepted_at_k_2(answers, long_answers) -> None:
     drafted = answers.drafts.drafted + long_answers.drafts.drafted
     accepted = answers.drafts.accepted + long_answers.drafts.accepted
 
@@ -54,9 +52,7 @@ def test_most_held_out_questions_get_the_exact_answer(answers: Score) -> None:
 
 
 @pytest.mark.parametrize("step", [9, pytest.param(3, marks=pytest.mark.proof)])
-def test_most_counts_sums_and_differences_are_correct(
-    openai_client: httpx.Client, step: int
-) -> None:
+def test_most_counts_sums_and_differences_are_correct(openai_client, step) -> None:
     prompts = held_out.small_prompts()[::step]
     score = score_answers(openai_client, "demo", prompts, "counts and sums")
 
@@ -71,9 +67,7 @@ def test_long_answers_are_long_and_end_without_a_limit(long_answers: Score) -> N
 @pytest.mark.parametrize(
     ("count", "share"), [(20, 0.9), pytest.param(200, 0.95, marks=pytest.mark.proof)]
 )
-def test_colour_and_shape_of_held_out_pictures_are_correct(
-    openai_client: httpx.Client, count: int, share: float
-) -> None:
+def test_colour_and_shape_of_held_out_pictures_are_correct(openai_client, count, share) -> None:
     pictures = held_out.pictures(count)
     score = score_pictures(openai_client, "demo", pictures)
 
@@ -83,9 +77,7 @@ def test_colour_and_shape_of_held_out_pictures_are_correct(
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.proof)])
-def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(
-    openai_client: httpx.Client, count: int
-) -> None:
+def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(openai_client, count) -> None:
     prompts = held_out.fact_prompts(count, 4096)
     score = score_answers(openai_client, "demo", prompts, "facts in 4k tokens")
 

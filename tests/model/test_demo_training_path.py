@@ -45,9 +45,7 @@ def model() -> Any:
     ],
     ids=["sigmoid", "silu", "gelu", "masked softmax", "cross entropy"],
 )
-def test_a_fast_function_has_the_value_and_gradient_of_its_mlx_equivalent(
-    fast: Function, plain: Function
-) -> None:
+def test_a_fast_function_has_the_value_and_gradient_of_its_mlx_equivalent(fast, plain) -> None:
     x = mx.random.normal((7, 50), key=mx.random.key(1)) * 5
     weights = mx.random.normal((7, 50), key=mx.random.key(2))
 

@@ -18,7 +18,7 @@ SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old t
 
 @pytest.fixture
 def head(checkpoint) -> MtpHead | None:
-    return checkpoint.head  # type: ignore[no-any-return]
+    return checkpoint.head
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,7 @@ async def test_a_long_prompt_reports_its_progress_before_the_first_text(engine: 
     assert read == sorted(set(read))
 
 
-async def test_an_answer_ends_before_a_single_row_exceeds_the_memory(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_ends_before_a_single_row_exceeds_the_memory(engine, monkeypatch) -> None:
     generation = make_generation(engine, max_tokens=None, sampling=ENDLESS)
     prompt_tokens = len(engine.prompts.prepare(generation.prompt).tokens)
     estimate = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=256)
@@ -128,9 +126,7 @@ async def test_a_prompt_larger_than_the_memory_is_rejected_before_prefill(
     assert str(estimate.max_row_tokens()) in raised.value.message
 
 
-async def test_a_full_queue_rejects_at_once_and_a_stop_ends_all_with_the_reason(
-    engine: Engine,
-) -> None:
+async def test_a_full_queue_rejects_at_once_and_a_stop_ends_all_with_the_reason(engine) -> None:
     """Its two lanes share one copy of the weights, and it keeps few freed buffers."""
     before_bytes = engine.memory_bytes()
     small = Engine.start(

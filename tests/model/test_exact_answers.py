@@ -1,18 +1,17 @@
 """Exact answers: the same in every bit, alone and beside other rows, of a real engine."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
 import pytest
 
 from policies.request.profile import Sampling
-from tests.support.engine_lane import RowEvents, run_until_idle
+from tests.support.engine_lane import run_until_idle
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.engine.engine import Engine
 from workers.engine.memory import MemoryEstimate
-from workers.engine.scheduler import EXACT_CHUNK_TOKENS, LaneScheduler
+from workers.engine.scheduler import EXACT_CHUNK_TOKENS
 from workers.engine.types import (
     Delta,
     Event,
@@ -143,9 +142,7 @@ async def test_an_exact_answer_to_a_picture_has_the_same_bits_in_company(engine:
 
 
 def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
-    make_lane: Callable[..., LaneScheduler],
-    ask: Callable[..., RowEvents],
-    monkeypatch: pytest.MonkeyPatch,
+    make_lane, ask, monkeypatch
 ) -> None:
     chunks: list[int] = []
     lane = make_lane(chunk_tokens=2048)
@@ -153,7 +150,7 @@ def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
 
     def record(tokens: int, duration_s: float, **context: object) -> None:
         chunks.append(tokens)
-        observe(tokens, duration_s, **context)  # type: ignore[arg-type]
+        observe(tokens, duration_s, **context)
 
     monkeypatch.setattr(lane._prefill_budget, "observe", record)
     ask(lane, list(range(40, 640)), max_tokens=4, draft_tokens=0, exact=True)
@@ -161,9 +158,7 @@ def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
     assert chunks == [EXACT_CHUNK_TOKENS, EXACT_CHUNK_TOKENS, 88]
 
 
-def test_memory_preempts_exact_answers_last_and_ends_them_with_an_error(
-    make_lane: Callable[..., LaneScheduler], submit: Callable[..., RowEvents]
-) -> None:
+def test_memory_preempts_exact_answers_last_and_ends_them_with_an_error(make_lane, submit) -> None:
     lane = make_lane()
     rows = [
         submit(lane, "Tell me a story.", max_tokens=24, draft_tokens=0, exact=exact)

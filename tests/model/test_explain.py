@@ -34,9 +34,7 @@ def answer(client: OpenAI, body: dict[str, Any]) -> httpx.Response:
         {"prompt": ["One, two,", "Three"]},
     ],
 )
-def test_a_servable_request_has_the_tokens_of_its_prompt(
-    openai_client: OpenAI, body: dict[str, Any]
-) -> None:
+def test_a_servable_request_has_the_tokens_of_its_prompt(openai_client, body) -> None:
     explanation = explain(openai_client, body).json()
     assert (explanation["servable"], explanation["checked"]) == (True, True)
     usage = answer(openai_client, body).json()["usage"]
@@ -64,9 +62,7 @@ SCHEMA = {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}
         ),
     ],
 )
-def test_what_the_worker_would_refuse_is_not_servable(
-    openai_client: OpenAI, body: dict[str, Any], param: str, code: str
-) -> None:
+def test_what_the_worker_would_refuse_is_not_servable(openai_client, body, param, code) -> None:
     """The explanation has the error that the request would get, with the names of its format."""
     explanation = explain(openai_client, body).json()
     assert (explanation["servable"], explanation["checked"]) == (False, True)

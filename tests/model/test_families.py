@@ -39,9 +39,7 @@ def cases(families: Sequence[Family], sample: Set[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("number", "one"), cases(FAMILIES, SAMPLE))
-def test_a_family_with_its_published_configuration(
-    tmp_path: Path, number: int, one: Family
-) -> None:
+def test_a_family_with_its_published_configuration(tmp_path, number, one) -> None:
     """In one format each; as long as the window of most families is beyond any short prompt."""
     write_checkpoint(tmp_path, one, FORMATS[number % len(FORMATS)])
     checks = check_checkpoint(

@@ -26,9 +26,7 @@ def test_greedy_text_runs_in_the_speculative_lane_and_reports_its_acceptance(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
-def test_sampled_text_runs_in_the_vlm_lane(
-    demo: DemoGateway, openai_client: OpenAI, stream: bool
-) -> None:
+def test_sampled_text_runs_in_the_vlm_lane(demo, openai_client, stream) -> None:
     answer = send_chat(openai_client, text_body(demo.model, max_tokens=64), stream=stream)
     assert answer.headers["x-paceline-pool"] == "vlm"
     assert answer.headers["x-paceline-reason"] == "non_greedy_sampling"
@@ -37,9 +35,7 @@ def test_sampled_text_runs_in_the_vlm_lane(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
-def test_the_model_names_the_colour_of_a_picture(
-    demo: DemoGateway, openai_client: OpenAI, stream: bool
-) -> None:
+def test_the_model_names_the_colour_of_a_picture(demo, openai_client, stream) -> None:
     body = picture_body(demo.model, "green", temperature=0)
     answer = send_chat(openai_client, body, stream=stream)
     assert answer.headers["x-paceline-pool"] == "vlm"

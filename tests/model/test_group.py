@@ -49,13 +49,11 @@ class Group:
 
     @property
     def status(self) -> dict[str, Any]:
-        worker: dict[str, Any] = self.client.get("/v1/status").json()["workers"]["group"]
-        return worker
+        return self.client.get("/v1/status").json()["workers"]["group"]
 
     def chat(self, question: str = TEXT, **fields: Any) -> dict[str, Any]:
         body = text_body("demo", question, **{"temperature": 0, **fields})
-        answer: dict[str, Any] = self.client.post(CHAT, json=body).raise_for_status().json()
-        return answer
+        return self.client.post(CHAT, json=body).raise_for_status().json()
 
     @contextlib.contextmanager
     def begun_stream(self, **fields: Any) -> Iterator[Iterator[str]]:
@@ -119,9 +117,7 @@ def test_prompt_that_was_read_before_is_taken_from_the_cache(group: Group) -> No
 
 
 @pytest.mark.parametrize("seed", [None, 5], ids=["batched", "seeded"])
-def test_client_that_leaves_a_stream_leaves_a_group_that_answers(
-    group: Group, seed: int | None
-) -> None:
+def test_client_that_leaves_a_stream_leaves_a_group_that_answers(group, seed) -> None:
     ranks = group.ranks
     with group.begun_stream(
         temperature=1.0, max_tokens=20, **({} if seed is None else {"seed": seed})
@@ -198,8 +194,7 @@ async def test_ranks_with_other_kinds_of_layers_reuse_the_same_beginnings(tmp_pa
             async def ask(question: str, **headers: str) -> dict[str, Any]:
                 body = text_body("demo", question, temperature=0, max_tokens=8)
                 response = await client.post(CHAT, json=body, headers=headers)
-                answer: dict[str, Any] = response.raise_for_status().json()
-                return answer
+                return response.raise_for_status().json()
 
             first = [await ask(one, **{SCOPE_HEADER: NO_PREFIX}) for one in questions]
             again = [await ask(one) for one in questions * 2]

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
@@ -81,9 +80,7 @@ def test_an_assistant_is_quantised_too(tmp_path: Path) -> None:
     assert is_quantised(head)
 
 
-def test_a_head_that_fails_its_test_in_eight_bits_gets_its_own_weights_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_head_that_fails_its_test_in_eight_bits_gets_its_own_weights_back(monkeypatch) -> None:
     def spoil(head: MtpHead, target: Any) -> Any:
         restore = quantise_if_faster(head, target, durations(2.0, 1.0))
         head.drafter.fc.scales = mx.zeros_like(head.drafter.fc.scales)

@@ -45,9 +45,7 @@ def shortened(checkpoint: Checkpoint, *seconds: float) -> DraftShortlist | None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_answers_are_the_same_with_a_shortlist(
-    make_lane: Any, submit: Any, sampling: Sampling
-) -> None:
+def test_answers_are_the_same_with_a_shortlist(make_lane, submit, sampling) -> None:
     """With one it drafts other tokens, so that the target accepts fewer; the answers stay.
 
     In the last case every row has too many rare tokens for it.
@@ -75,9 +73,7 @@ def test_answers_are_the_same_with_a_shortlist(
 
 
 @pytest.mark.parametrize("kind", ["linear", "embedding", "4 bits", "mxfp4"])
-def test_a_draft_is_the_likeliest_token_of_the_shortlist_and_of_the_further_ones(
-    kind: str,
-) -> None:
+def test_a_draft_is_the_likeliest_token_of_the_shortlist_and_of_the_further_ones(kind) -> None:
     mx.random.seed(3)
     layer: Any = nn.Embedding(500, 64) if kind == "embedding" else nn.Linear(64, 500, bias=False)
     if kind == "4 bits":

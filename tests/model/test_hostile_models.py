@@ -68,9 +68,7 @@ def plant(folder: Path, *places: tuple[str, dict[str, Any]]) -> Path:
         *((REFUSED, [place[:2]]) for place in PLACES if place[2] == REFUSED),
     ],
 )
-def test_c4_no_python_file_of_a_model_folder_runs(
-    loader: ModelLoader, tmp_path: Path, expected: int, places: list[tuple[str, dict[str, Any]]]
-) -> None:
+def test_c4_no_python_file_of_a_model_folder_runs(loader, tmp_path, expected, places) -> None:
     """CVE-2026-5843 (GHSA-9m9w-53g9-47c4), CVE-2026-22807 (GHSA-2pc9-4j83-qjmr)."""
     marker = plant(tmp_path / "model", *places)
     code, output = loader.load(tmp_path / "model")
@@ -91,9 +89,7 @@ def test_c4_no_python_file_of_a_draft_model_runs(
 
 
 @pytest.mark.parametrize(("file", "fields", "_"), PLACES)
-def test_c4_no_python_file_of_a_head_runs(
-    tmp_path: Path, file: str, fields: dict[str, Any], _: int
-) -> None:
+def test_c4_no_python_file_of_a_head_runs(tmp_path, file, fields, _) -> None:
     marker = plant(tmp_path / "head", (file, fields))
     with contextlib.suppress(HeadUnusable):
         load_checkpoint(CHECKPOINT, mtp=tmp_path / "head")
@@ -154,18 +150,14 @@ def test_c4_a_model_that_fails_after_its_weights_have_loaded_does_not_abort(tmp_
         ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "cannot be loaded"),
     ],
 )
-def test_c4_a_hostile_value_is_refused(
-    loader: ModelLoader, tmp_path: Path, file: str, fields: dict[str, Any], reason: str
-) -> None:
+def test_c4_a_hostile_value_is_refused(loader, tmp_path, file, fields, reason) -> None:
     plant(tmp_path / "model", (file, fields))
     code, output = loader.load(tmp_path / "model")
     assert (code, reason in output) == (REFUSED, True), output
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.proof)])
-def test_c4_the_worker_refuses_or_serves_any_damaged_checkpoint(
-    loader: ModelLoader, tmp_path: Path, count: int
-) -> None:
+def test_c4_the_worker_refuses_or_serves_any_damaged_checkpoint(loader, tmp_path, count) -> None:
     """No child is killed: not by a signal of its own, and not by the limits of time and memory.
 
     CVE-2026-7482; MLX GHSA-m354-cccg-cx5m, GHSA-gc76-m4ff-mfmx, GHSA-m6v2-px5w-fw97,

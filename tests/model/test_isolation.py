@@ -155,11 +155,7 @@ class Worker:
 
 
 @pytest.fixture
-def new_worker(
-    make_lane: Callable[..., LaneScheduler],
-    submit: Callable[..., RowEvents],
-    prompt_renderer: PromptRenderer,
-) -> Callable[..., Worker]:
+def new_worker(make_lane, submit, prompt_renderer) -> Callable[..., Worker]:
     """Return a function that makes a worker that has read nothing yet."""
     return lambda **parts: Worker(make_lane, submit, prompt_renderer, **parts)
 
@@ -264,9 +260,7 @@ def test_c8_rows_of_one_team_change_no_answer_of_another_in_the_same_batch(
 
 
 @pytest.mark.parametrize("key", [None, "any key"])
-def test_c8_a_picture_in_a_system_message_is_never_cached(
-    new_worker: Callable[..., Worker], prompt_renderer: PromptRenderer, key: str | None
-) -> None:
+def test_c8_a_picture_in_a_system_message_is_never_cached(new_worker, prompt_renderer, key) -> None:
     """All pictures have the same tokens, by which the cache recognizes a prompt."""
     system: Any = [{"type": "text", "text": SYSTEMS["long"]}, {"type": "image"}]
     messages: list[dict[str, Any]] = [

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,9 +27,7 @@ CALL = {
 
 
 @pytest.fixture
-def gateway(
-    tmp_path: Path, real_worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RunningGateway]:
+def gateway(tmp_path, real_worker, monkeypatch) -> Iterator[RunningGateway]:
     """Run a gateway that the worker of the session has joined."""
     monkeypatch.setattr("gateway.proxy.billing.ANSWER_TOKENS", 256)
     headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
@@ -106,9 +103,7 @@ WAYS: dict[str, tuple[Callable[..., int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_c6_a_key_gets_no_more_than_its_budget_by_any_way(
-    gateway: RunningGateway, real_worker: RunningWorker, way: str
-) -> None:
+def test_c6_a_key_gets_no_more_than_its_budget_by_any_way(gateway, real_worker, way) -> None:
     key = gateway.create_key(tokens_a_day=BUDGET)
     before = used_tokens(real_worker)
     send, fields = WAYS[way]

@@ -11,12 +11,7 @@ from openai import OpenAI
 
 from tests.model.test_key_limits import rows, used_tokens
 from tests.support.heartbeats import repeated
-from tests.support.running_gateway import (
-    RunningGateway,
-    bearer_headers,
-    make_settings,
-    wait_until,
-)
+from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.worker_process import RunningWorker
 from workers.server.response import EVENT_LIMIT_BYTES
@@ -27,9 +22,7 @@ SCORED: Any = {"prompt": PROMPT, "echo": True, "logprobs": 20, "max_tokens": 1, 
 
 
 @pytest.fixture(scope="module")
-def gateway(
-    tmp_path_factory: pytest.TempPathFactory, real_worker: RunningWorker
-) -> Iterator[RunningGateway]:
+def gateway(tmp_path_factory, real_worker) -> Iterator[RunningGateway]:
     headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
     report = httpx.get(f"{real_worker.url}/v1/status", timeout=60).json()["report"]
     folder: Path = tmp_path_factory.mktemp("gateway")
@@ -58,10 +51,7 @@ def charged_tokens(gateway: RunningGateway, key: dict[str, Any]) -> int:
 
 
 def test_c23_the_scored_prompt_of_an_echo_comes_in_small_events_and_ejects_nobody(
-    gateway: RunningGateway,
-    real_worker: RunningWorker,
-    client: httpx.Client,
-    key: dict[str, Any],
+    gateway, real_worker, client, key
 ) -> None:
     """What OpenAI's package reads of the stream adds up to the whole answer."""
     body = {"model": real_worker.model, **SCORED}
@@ -92,10 +82,7 @@ def test_c23_the_scored_prompt_of_an_echo_comes_in_small_events_and_ejects_nobod
 
 
 def test_c6_prompts_that_are_read_before_a_stream_is_left_are_charged(
-    gateway: RunningGateway,
-    real_worker: RunningWorker,
-    client: httpx.Client,
-    key: dict[str, Any],
+    gateway, real_worker, client, key
 ) -> None:
     """Of 32 prompts, 29 were answered; the usage of each was told when it was read."""
     before = used_tokens(real_worker)

@@ -79,9 +79,7 @@ def test_c21_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(
     assert tokenizer.chars < len(LONG)
 
 
-def test_the_refusal_tells_about_how_many_tokens_the_text_has(
-    prompt_renderer: PromptRenderer,
-) -> None:
+def test_the_refusal_tells_about_how_many_tokens_the_text_has(prompt_renderer) -> None:
     tokens = len(prompt_renderer._tokenize(LONG))
     with pytest.raises(InvalidGeneration) as refused:
         PromptRenderer(prompt_renderer._processor, 1024).prepare(Prompt(text=LONG))
@@ -181,9 +179,7 @@ def test_what_may_fit_is_never_beyond() -> None:
 
 
 @pytest.mark.parametrize("truncate", [False, True])
-def test_c21_an_embedder_tokenizes_no_more_than_its_context(
-    tmp_path: Path, *, truncate: bool
-) -> None:
+def test_c21_an_embedder_tokenizes_no_more_than_its_context(tmp_path, *, truncate) -> None:
     folder = write_bert_embedder(tmp_path / "bge")
     embedder = load_pooling_model(folder, Endpoint.EMBEDDINGS)
     assert isinstance(embedder, Embedder)

@@ -320,11 +320,7 @@ def test_weights_are_wired_where_there_is_a_working_set_and_freed_buffers_are_li
     ],
 )
 def test_freed_buffers_take_as_much_as_the_weights_at_most(
-    monkeypatch: pytest.MonkeyPatch,
-    loaded_mb: int,
-    largest_mb: int,
-    working_set_mb: int,
-    kept_mb: int,
+    monkeypatch, loaded_mb, largest_mb, working_set_mb, kept_mb
 ) -> None:
     limits: list[int] = []
     monkeypatch.setattr(mx, "set_cache_limit", limits.append)
@@ -340,8 +336,7 @@ def test_freed_buffers_take_as_much_as_the_weights_at_most(
 def test_an_engine_trims_the_heap_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed, times = threading.Event(), itertools.count(0.0, TRIM_INTERVAL_S)
     monkeypatch.setattr(
-        "workers.engine.thread.HeapTrimmer",
-        lambda: HeapTrimmer(trimmed.set, lambda: next(times)),
+        "workers.engine.thread.HeapTrimmer", lambda: HeapTrimmer(trimmed.set, lambda: next(times))
     )
     thread: EngineThread[None] = EngineThread(lambda: (None, ()))
     thread.start()

@@ -26,9 +26,7 @@ def test_the_row_cache_has_no_attribute_at_which_the_model_splits_the_batch() ->
     assert RowCache.left_padding is None
 
 
-def test_a_hybrid_checkpoint_has_one_cache_per_layer_of_two_kinds(
-    checkpoint: Checkpoint,
-) -> None:
+def test_a_hybrid_checkpoint_has_one_cache_per_layer_of_two_kinds(checkpoint) -> None:
     kinds = {type(cache) for cache in checkpoint.target.new_caches()}
 
     assert kinds == {KVCache, ArraysCache}
@@ -40,9 +38,7 @@ def test_recurrent_caches_have_the_methods_for_joins_removals_and_rollbacks() ->
         assert hasattr(ArraysCache, name), name
 
 
-def test_the_language_model_accepts_positions_and_returns_hidden_states(
-    checkpoint: Checkpoint,
-) -> None:
+def test_the_language_model_accepts_positions_and_returns_hidden_states(checkpoint) -> None:
     hidden = checkpoint.target.forward(
         mx.array([TOKENS]), checkpoint.target.new_caches(), positions(0, len(TOKENS))
     )
@@ -122,9 +118,7 @@ def test_this_family_verifies_in_one_pass(checkpoint: Checkpoint) -> None:
     assert probe_native_verify(checkpoint.target)
 
 
-def test_a_family_that_cannot_roll_back_is_detected(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_cannot_roll_back_is_detected(checkpoint, monkeypatch) -> None:
     """Its recurrent states retain the effect of rejected tokens, without an error."""
 
     def update_without_history(
@@ -141,9 +135,7 @@ def test_a_family_that_cannot_roll_back_is_detected(
     assert not probe_native_verify(checkpoint.target)
 
 
-def test_a_family_whose_layers_record_no_history_is_detected(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_whose_layers_record_no_history_is_detected(checkpoint, monkeypatch) -> None:
     def window_without_history(
         steps: RecurrentCache, index: int, source: mx.array, width: int, **_: Any
     ) -> Any:
@@ -168,9 +160,7 @@ def test_the_head_has_the_modules_that_the_lane_calls(checkpoint: Checkpoint) ->
     assert head.draft(state).shape == (1,)
 
 
-def test_no_call_depends_on_the_positions_that_the_model_stores(
-    checkpoint: Checkpoint, make_lane, ask
-) -> None:
+def test_no_call_depends_on_the_positions_that_the_model_stores(checkpoint, make_lane, ask) -> None:
     """A picture sets `language_model._rope_deltas`, which all rows share."""
     lane = make_lane()
     before = ask(lane, TOKENS, max_tokens=12)

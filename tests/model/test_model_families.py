@@ -105,9 +105,7 @@ def test_a_shared_prefix_is_cached_with_its_sliding_windows(
         assert result.end.usage.cached_tokens == (prefix.tokens if known else 0)
 
 
-def test_a_model_that_stores_the_positions_of_one_row_has_one_slot(
-    checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_stores_the_positions_of_one_row_has_one_slot(checkpoint, monkeypatch) -> None:
     target = families.tiny_llama(checkpoint.vocabulary)
     target.stores_positions = True
     other = replace(checkpoint, target=target, head=None, eos=frozenset())

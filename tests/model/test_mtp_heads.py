@@ -195,9 +195,7 @@ def write(tmp_path: Path, name: str, weights: Format = BF16) -> tuple[Path, Path
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_head_of_the_published_layout_drafts_as_the_pass_in_numpy(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_head_of_the_published_layout_drafts_as_the_pass_in_numpy(tmp_path, name) -> None:
     model, folder = write(tmp_path, name)
     checkpoint = load_checkpoint(model, mtp=folder)
     target, head = checkpoint.target, checkpoint.head
@@ -266,9 +264,7 @@ def test_without_a_head_the_names_of_the_missing_tensors_are_told(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["GLM-4.7-Flash", "Qwen3-Next"])
-def test_a_head_that_mlx_vlm_has_split_from_its_model_is_the_same(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_head_that_mlx_vlm_has_split_from_its_model_is_the_same(tmp_path, name) -> None:
     from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter  # noqa: PLC0415
 
     model, folder = write(tmp_path, name)

@@ -134,7 +134,5 @@ def test_pictures_and_texts_are_read_at_their_positions_in_rows_and_batches(
     assert [result.row.answer for result in rows] == expected
 
 
-def test_only_a_family_without_positions_has_a_row_limit_of_one(
-    family: Any, target: Target
-) -> None:
+def test_only_a_family_without_positions_has_a_row_limit_of_one(family, target) -> None:
     assert target.row_limit(8) == (1 if family is ernie4_5_moe_vl else 8)

@@ -83,9 +83,7 @@ class Submitted:
         lane.add(self.job)
 
 
-def test_batches_have_rows_of_similar_length_and_bounded_padding(
-    lane: PoolingLane, model: Recorded, embedder: Embedder
-) -> None:
+def test_batches_have_rows_of_similar_length_and_bounded_padding(lane, model, embedder) -> None:
     submitted = Submitted(lane, 3, 30, 4, 16, 2, 15, 3, 4)
     while lane.busy:
         lane.step()
@@ -95,9 +93,7 @@ def test_batches_have_rows_of_similar_length_and_bounded_padding(
     assert submitted.results == [None]
 
 
-def test_a_small_request_does_not_wait_for_the_end_of_a_large_one(
-    lane: PoolingLane, model: Recorded
-) -> None:
+def test_a_small_request_does_not_wait_for_the_end_of_a_large_one(lane, model) -> None:
     large, small = Submitted(lane, *[30] * 9), Submitted(lane, 3)
     lane.step()
     lane.step()
@@ -121,9 +117,7 @@ def test_a_cancelled_request_takes_no_further_step(lane: PoolingLane, model: Rec
 
 
 @pytest.mark.parametrize("poisoned", [True, False])
-def test_a_failed_batch_ends_its_requests_alone(
-    lane: PoolingLane, model: Recorded, *, poisoned: bool
-) -> None:
+def test_a_failed_batch_ends_its_requests_alone(lane, model, *, poisoned) -> None:
     model.poisoned, model.failures = poisoned, int(not poisoned)
     failed, other = Submitted(lane, 30), Submitted(lane, 30)
     lane.step()
@@ -134,9 +128,7 @@ def test_a_failed_batch_ends_its_requests_alone(
     assert lane.report().pending_prefill_tokens == 0
 
 
-def test_a_model_that_fails_for_one_token_too_ends_the_thread(
-    lane: PoolingLane, model: Recorded
-) -> None:
+def test_a_model_that_fails_for_one_token_too_ends_the_thread(lane, model) -> None:
     model.failures = 2
     submitted, waiting = Submitted(lane, 30), Submitted(lane, 30)
     with pytest.raises(RuntimeError):

@@ -1,7 +1,7 @@
 """Vectors and scores of embedders and rerankers, beside forward passes in NumPy."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,7 @@ from tests.support.pooling_reference import (
 )
 from workers.engine.model_folder import find_task
 from workers.engine.pooling import PoolingEngine, PoolingSettings
-from workers.engine.pooling_model import (
-    Embedder,
-    Reranker,
-    TokenRow,
-    load_pooling_model,
-)
+from workers.engine.pooling_model import Embedder, Reranker, TokenRow, load_pooling_model
 from workers.engine.types import ModelUnusable
 
 TEXTS = ("the cat", "paris is the capital of france and berlin is the city of germany", "a")
@@ -74,9 +69,7 @@ def pair_rows(
     return model.rows(QUERY, documents, **options)
 
 
-def test_vectors_of_qwen3_are_its_last_states_with_length_1(
-    embedder: Embedder, tmp_path: Path
-) -> None:
+def test_vectors_of_qwen3_are_its_last_states_with_length_1(embedder, tmp_path) -> None:
     folder = tmp_path / "Qwen3-Embedding"
     tokens = [read_tokenizer(folder).encode(text).ids for text in TEXTS]
     assert tokens[0][-1] == read_tokenizer(folder).token_to_id("<|endoftext|>")
@@ -157,9 +150,7 @@ def test_text_that_spells_a_control_token_stays_text(tmp_path: Path) -> None:
     assert marked.tokens.tolist().count(2) == 1
 
 
-def test_the_end_of_a_long_text_is_cut_and_its_mark_stays(
-    embedder: Embedder, tmp_path: Path
-) -> None:
+def test_the_end_of_a_long_text_is_cut_and_its_mark_stays(embedder, tmp_path) -> None:
     text = "the cat sat " * 20
     whole, cut = (embedder.rows([text], truncate=truncate)[0] for truncate in (False, True))
     assert len(whole.tokens) > CONTEXT_TOKENS == len(cut.tokens)
@@ -168,9 +159,7 @@ def test_the_end_of_a_long_text_is_cut_and_its_mark_stays(
 
 
 @pytest.mark.parametrize("write", [write_bert_cross_encoder, write_qwen3_reranker])
-def test_the_end_of_a_document_is_cut_and_the_query_stays(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
+def test_the_end_of_a_document_is_cut_and_the_query_stays(tmp_path, write) -> None:
     model = load_reranker(write(tmp_path / "reranker"))
     short, *_ = pair_rows(model, ["the cat"])
     cut, *_ = pair_rows(model, ["the cat " * 9], document_tokens=2)

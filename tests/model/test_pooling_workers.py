@@ -184,9 +184,7 @@ def token() -> dict[str, str]:
     return {"authorization": f"Bearer {JOIN_TOKEN}"}
 
 
-def test_a_worker_checks_its_token_and_tells_its_state(
-    stack: Stack, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_checks_its_token_and_tells_its_state(stack, capsys) -> None:
     url = stack.embedder.url
     assert httpx.post(f"{url}/v1/embeddings", json={}, timeout=60).status_code == 401
     assert httpx.get(f"{url}/readyz", headers=token(), timeout=60).status_code == 200
@@ -235,9 +233,7 @@ def test_a_worker_reads_no_more_than_the_gateway_allows(stack: Stack) -> None:
     assert refused.headers[TOKENS_HEADER] == "11"
 
 
-def test_a_client_that_leaves_ends_its_request(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_ends_its_request(stack, monkeypatch) -> None:
     worker = stack.embedder.worker
     engine: Any = worker.engine
     model, forward = engine._model, engine._model.forward

@@ -347,9 +347,7 @@ def test_a_scope_is_dropped_from_memory_and_disk(make_lane, submit, tmp_path) ->
     prefix_cache.close()
 
 
-def test_what_is_evicted_next_is_on_disk_before(
-    make_lane, ask, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_evicted_next_is_on_disk_before(make_lane, ask, tmp_path, monkeypatch) -> None:
     """Eviction itself writes little: its memory is needed at once."""
     monkeypatch.setattr("workers.engine.prefix_cache._PENDING_BYTES", 1 << 20)
     files = PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)

@@ -80,11 +80,7 @@ async def ask(
     sources: Sequence[tuple[str, int]] = (),
     **fields: Any,
 ) -> Reply:
-    headers = {
-        "authorization": f"Bearer {TOKEN}",
-        "x-paceline-lane": lane,
-        SCOPE_HEADER: scope,
-    }
+    headers = {"authorization": f"Bearer {TOKEN}", "x-paceline-lane": lane, SCOPE_HEADER: scope}
     if sources:
         named = [{"url": source, "tokens": tokens} for source, tokens in sources]
         headers[SOURCES_HEADER] = json.dumps(named)
@@ -168,9 +164,7 @@ async def test_the_next_turn_at_another_worker_reads_its_new_tokens_only(
     assert after.moves["moved"] - before.moves.get("moved", 0) == 1
 
 
-async def test_a_worker_takes_what_its_own_nodes_lack(
-    engine: Engine, source: str, taker: str
-) -> None:
+async def test_a_worker_takes_what_its_own_nodes_lack(engine, source, taker) -> None:
     own = await ask(taker, [user(STORY)], scope="own")
     messages, _ = await begin(source, "own")
     messages[-1] = user(2 * FURTHER)
@@ -246,9 +240,7 @@ async def test_no_node_leaves_its_isolation_scope(engine: Engine, source: str, t
     assert counts(engine).moves["absent"] == before + 1
 
 
-async def test_the_choices_of_a_request_share_one_transfer(
-    engine: Engine, source: str, taker: str
-) -> None:
+async def test_the_choices_of_a_request_share_one_transfer(engine, source, taker) -> None:
     messages, held = await begin(source, "choices")
     before = counts(engine).moves
     reply = await ask(taker, messages, scope="choices", sources=[(source, held)], n=3)
@@ -387,9 +379,7 @@ async def damaging(holder: Engine, damage: str) -> AsyncIterator[tuple[str, Wire
 
 
 @pytest.mark.parametrize("damage", ["one bit", "cut short", "endless line"])
-async def test_a_damaged_answer_is_found_out(
-    engine: Engine, holder: Engine, taker: str, damage: str
-) -> None:
+async def test_a_damaged_answer_is_found_out(engine, holder, taker, damage) -> None:
     async with damaging(holder, damage) as (source, _):
         await _compare(engine, taker, source, damage, "failed")
 
@@ -457,9 +447,7 @@ async def test_an_engine_of_another_model_gives_nothing(engine: Engine) -> None:
             pass
 
 
-async def test_a_worker_gives_to_few_at_a_time(
-    engine: Engine, holder: Engine, source: str, taker: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_gives_to_few_at_a_time(engine, holder, source, taker, monkeypatch) -> None:
     messages, held = await begin(source, "busy")
     monkeypatch.setattr(holder.exchange, "_given", MAX_TRANSFERS)
     reply = await ask(taker, messages, scope="busy", sources=[(source, held)])
@@ -467,9 +455,7 @@ async def test_a_worker_gives_to_few_at_a_time(
     assert counts(engine).moves["busy"] == 1
 
 
-async def test_a_source_that_was_slower_than_reading_is_not_asked(
-    engine: Engine, holder: Engine, taker: str
-) -> None:
+async def test_a_source_that_was_slower_than_reading_is_not_asked(engine, holder, taker) -> None:
     assert engine.exchange is not None
     async with damaging(holder, "") as (source, wire):
         messages, held = await begin(source, "slow")

@@ -200,9 +200,7 @@ def test_a_row_of_a_deleted_scope_looks_up_nothing_more(headless_lane, submit) -
     assert (result.row.lookup, result.end.speculation.steps) == (None, before)
 
 
-def test_a_checkpoint_without_heads_has_both_lanes_and_drafts(
-    checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_heads_has_both_lanes_and_drafts(checkpoint, monkeypatch) -> None:
     target = families.tiny_llama(checkpoint.vocabulary)
     other = replace(checkpoint, target=target, head=None, eos=frozenset())
     monkeypatch.setattr(assembly, "load_checkpoint", lambda *_, **__: other)

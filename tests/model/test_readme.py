@@ -5,16 +5,10 @@ import io
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.support.served_engine import DemoGateway
-
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_snippets_of_the_readme_run_unchanged(
-    demo: DemoGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_snippets_of_the_readme_run_unchanged(demo, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     program = "\n".join(snippets).replace("http://127.0.0.1:8000", demo.url)

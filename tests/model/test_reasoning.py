@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,9 +78,7 @@ async def stream(client: AsyncOpenAI, **fields: Any) -> tuple[str, str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-async def test_a_budget_holds_to_the_token_and_drafts_change_nothing(
-    client: AsyncOpenAI, temperature: float
-) -> None:
+async def test_a_budget_holds_to_the_token_and_drafts_change_nothing(client, temperature) -> None:
     """Whole and streamed, with any drafts, the same reasoning of at most so many tokens."""
     for budget in (0, 1, 4):
         seen = set()
@@ -155,9 +152,7 @@ async def test_a_schema_constrains_the_answer_after_the_reasoning(
 
 
 @pytest.mark.parametrize("family", FAMILIES[1:])
-async def test_every_format_holds_its_budget_and_then_the_schema(
-    family: str, tmp_path: Path
-) -> None:
+async def test_every_format_holds_its_budget_and_then_the_schema(family, tmp_path) -> None:
     """The forced tokens are drafts that the model accepts, and none of them is a text."""
     folder = make_reasoning_model(tmp_path / "model", family)
     with running_engine(folder) as engine:
@@ -233,15 +228,10 @@ async def test_a_template_that_closes_the_reasoning_leaves_none(client: AsyncOpe
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "xhigh"}, True),
         ({"chat_template_kwargs": {"unknown": {"x": 1}, "enable_thinking": True}}, True),
-        (
-            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
-            False,
-        ),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
     ],
 )
-async def test_an_effort_switches_the_reasoning(
-    client: AsyncOpenAI, fields: dict[str, Any], reasons: bool
-) -> None:
+async def test_an_effort_switches_the_reasoning(client, fields, reasons) -> None:
     """Where the template can; the template's own variable wins, and unknown ones are accepted."""
     fields = {"chat_template_kwargs": {}, **fields}
     answer = await ask(client, max_tokens=4, extra=fields)

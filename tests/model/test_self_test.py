@@ -21,8 +21,7 @@ class FaultyHead:
     def draft(self, hidden: mx.array) -> mx.array:
         if self._fault is None:
             raise ValueError("[matmul] shapes (1,64) and (96,64) do not fit")
-        faulty: mx.array = self._fault(self._head.draft(hidden))
-        return faulty
+        return self._fault(self._head.draft(hidden))
 
 
 def test_the_head_of_the_demo_is_healthy_and_reports_its_acceptance(

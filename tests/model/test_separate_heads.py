@@ -56,9 +56,7 @@ def _changed(folder: Path, target: Path, **text: Any) -> Path:
     return target
 
 
-def test_a_model_without_its_head_drafts_with_one_from_another_folder(
-    headless: Path, head: Path
-) -> None:
+def test_a_model_without_its_head_drafts_with_one_from_another_folder(headless, head) -> None:
     settings = EngineSettings(
         model=headless, served_name="demo", lanes=(LaneName.TEXT_MTP,), mtp=head
     )
@@ -95,8 +93,7 @@ def test_a_head_below_language_model_is_found_and_is_the_same(tmp_path: Path) ->
 
 
 def _head_arrays() -> dict[str, mx.array]:
-    arrays: dict[str, mx.array] = mx.load(str(CHECKPOINT / HEAD_FILE))
-    return arrays
+    return mx.load(str(CHECKPOINT / HEAD_FILE))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +146,5 @@ def test_a_folder_without_a_head_is_refused_by_the_engine(headless: Path) -> Non
         ("mlx-community/gemma-3-4b-it-4bit", None),
     ],
 )
-def test_the_head_of_a_conversion_is_known_by_the_name_of_its_model(
-    name: str, model: str | None
-) -> None:
+def test_the_head_of_a_conversion_is_known_by_the_name_of_its_model(name, model) -> None:
     assert known_head(name) == (KNOWN_HEADS[model] if model else None)

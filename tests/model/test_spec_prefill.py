@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.support.engine_lane import RowEvents, run_until_idle
+from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
 from workers.engine.model import Checkpoint, Target
 from workers.engine.prefix_cache import PrefixCache
@@ -14,7 +14,6 @@ from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import SparsePrefill, load_sparse_prefill
 from workers.engine.spec_prefill import FullPrefillReason, ScoringRange
-from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import (
     Finished,
     LaneName,
@@ -37,9 +36,7 @@ def settings(tmp_path) -> SpecPrefillSettings:
 
 
 @pytest.fixture
-def sparse_lane(
-    make_lane: Callable[..., LaneScheduler], settings: SpecPrefillSettings, checkpoint: Checkpoint
-) -> Callable[..., LaneScheduler]:
+def sparse_lane(make_lane, settings, checkpoint) -> Callable[..., LaneScheduler]:
     """Return a function that makes a lane with sparse prefill from 300 tokens on."""
 
     def make(
@@ -239,11 +236,7 @@ def test_a_prompt_is_read_sparsely_from_the_threshold_or_on_request(
     )
 
 
-def test_a_prompt_with_pictures_is_read_in_full(
-    sparse_lane: Callable[..., LaneScheduler],
-    submit: Callable[..., RowEvents],
-    prompt_renderer: PromptRenderer,
-) -> None:
+def test_a_prompt_with_pictures_is_read_in_full(sparse_lane, submit, prompt_renderer) -> None:
     red = Picture(width_px=64, height_px=64, rgb=bytes([255, 0, 0]) * 64 * 64)
     content = [{"type": "image_url"}, {"type": "text", "text": LONG}]
     text = prompt_renderer.chat([{"role": "user", "content": content}])

@@ -10,7 +10,6 @@ import pytest
 from pydantic_core import from_json
 
 from tests.support.openai_requests import TEXT, picture_body, text_body
-from tests.support.served_engine import DemoGateway
 from tests.support.worker_process import SUPPRESS_END_TOKENS, byte_token
 from workers.server.request import LANE_HEADER
 
@@ -96,9 +95,7 @@ async def test_the_drafted_tokens_of_a_chat_are_the_accepted_ones(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_sampled_answer_about_a_picture_lists_its_tokens(
-    worker_url: str, *, stream: bool
-) -> None:
+async def test_a_sampled_answer_about_a_picture_lists_its_tokens(worker_url, *, stream) -> None:
     body = picture_body("demo", "red", temperature=0.5, seed=3, max_tokens=12)
     answers = await ask(worker_url, "/v1/chat/completions", body, stream=stream)
     (answer,) = answers.choices
@@ -131,9 +128,7 @@ async def test_tokens_of_half_a_character_are_listed_once(worker_url: str, *, st
     assert (len(answer.tokens), answer.drafted) == (answers.completion_tokens, answers.accepted)
 
 
-async def test_a_gateway_passes_the_sources_on_and_counts_as_without_them(
-    demo: DemoGateway,
-) -> None:
+async def test_a_gateway_passes_the_sources_on_and_counts_as_without_them(demo) -> None:
     path, body = "/v1/chat/completions", text_body("demo", **GREEDY)
     for stream in (False, True):
         answers = await ask(demo.url, path, body, stream=stream)

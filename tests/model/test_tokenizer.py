@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from workers.engine.chat_template import ControlTokenEscaper, split_pieces
-from workers.engine.model import Checkpoint
 from workers.engine.tokenizer import PromptRenderer, token_bytes
 from workers.engine.types import InvalidGeneration, Picture, Prompt, ScoredToken
 
@@ -58,9 +57,7 @@ def test_no_tool_and_no_tool_call_inserts_a_control_token(prompt_renderer: Promp
 
 
 @pytest.mark.parametrize("text", [ESCAPE, PLACEHOLDERS])
-def test_no_text_next_to_a_picture_inserts_a_control_token(
-    prompt_renderer: PromptRenderer, text: str
-) -> None:
+def test_no_text_next_to_a_picture_inserts_a_control_token(prompt_renderer, text) -> None:
     def render(text: str) -> str:
         parts = [{"type": "image"}, {"type": "text", "text": text}]
         return prompt_renderer.chat([{"role": "user", "content": parts}])
@@ -69,9 +66,7 @@ def test_no_text_next_to_a_picture_inserts_a_control_token(
     assert control_tokens(prompt_renderer, render(text), PICTURE) == plain
 
 
-def test_a_prompt_without_placeholders_for_its_pictures_is_rejected(
-    prompt_renderer: PromptRenderer,
-) -> None:
+def test_a_prompt_without_placeholders_for_its_pictures_is_rejected(prompt_renderer) -> None:
     with pytest.raises(InvalidGeneration) as rejected:
         prompt_renderer.prepare(Prompt(text="A prompt without a mark.", pictures=(PICTURE,)))
     assert rejected.value.param == "messages"
@@ -103,9 +98,7 @@ def test_a_text_cannot_contain_the_mark_of_a_split() -> None:
         assert "".join(split_pieces(control.split(text))) == text.replace("\ufdd0", "")
 
 
-def test_the_shared_prefix_of_an_escaped_system_message_is_found(
-    prompt_renderer: PromptRenderer,
-) -> None:
+def test_the_shared_prefix_of_an_escaped_system_message_is_found(prompt_renderer) -> None:
     system = {"role": "system", "content": ESCAPE + " And be kind." * 20}
     messages = [system, {"role": "user", "content": "Hello"}]
     prompt = Prompt(
@@ -126,9 +119,7 @@ def test_bytes_of_a_byte_level_vocabulary_join_to_the_text(prompt_renderer: Prom
     assert bytes([0xF0]) in {piece[:1] for piece in pieces}
 
 
-def test_bytes_and_spelling_of_every_token_agree(
-    prompt_renderer: PromptRenderer, checkpoint: Checkpoint
-) -> None:
+def test_bytes_and_spelling_of_every_token_agree(prompt_renderer, checkpoint) -> None:
     for token in range(checkpoint.vocabulary):
         assert prompt_renderer.raw(token).decode(
             errors="replace"

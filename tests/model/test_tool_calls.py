@@ -60,9 +60,7 @@ async def streamed(client: AsyncOpenAI, index: int) -> Any:
     return finish, content, calls
 
 
-async def test_eight_calls_at_once_are_the_same_whole_and_streamed(
-    async_openai_client: AsyncOpenAI,
-) -> None:
+async def test_eight_calls_at_once_are_the_same_whole_and_streamed(async_openai_client) -> None:
     """Half of them greedy and half sampled; each is the call that the request gets alone."""
     client, rows = async_openai_client, range(8)
     together = await asyncio.gather(*(streamed(client, index) for index in rows))

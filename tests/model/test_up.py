@@ -35,9 +35,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
 
 
 @pytest.fixture
-def paceline(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Paceline:
+def paceline(monkeypatch, capsys, tmp_path) -> Paceline:
     """Return a function that runs a command in this process, and returns what it prints."""
     remove_settings(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -100,9 +98,7 @@ def test_up_on_a_used_port_exits_with_one_line(up: UpProcess, tmp_path: Path) ->
     assert f"a gateway already runs at {up.url}" in result.stderr
 
 
-def test_up_beyond_this_machine_requires_a_key(
-    paceline: Paceline, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_up_beyond_this_machine_requires_a_key(paceline, capsys) -> None:
     assert main(["up", "--host", "0.0.0.0", "--port", "0"]) == 2
     assert "PACELINE_API_KEY" in capsys.readouterr().err
 
@@ -114,9 +110,7 @@ def test_status_shows_lanes_workers_and_acceptance(up: UpProcess, paceline: Pace
     assert json.loads(paceline("status", "--json", beside=up))["gateway"]["ready"] is True
 
 
-def test_explain_prints_the_pool_of_a_request(
-    up: UpProcess, paceline: Paceline, tmp_path: Path
-) -> None:
+def test_explain_prints_the_pool_of_a_request(up, paceline, tmp_path) -> None:
     for temperature, pool in ((0, "text-mtp"), (1, "vlm")):
         request = tmp_path / "request.json"
         request.write_text(json.dumps(text_body(up.model, temperature=temperature)))
@@ -154,9 +148,7 @@ def test_c3_a_newcomer_gets_a_link_creates_a_key_and_ends_all_with_ctrl_c(
             assert (notice in up.lines, up.lines[-1]) == (True, "Ended.")
 
 
-def test_a_killed_worker_is_restarted_with_its_counts_and_ends_with_its_gateway(
-    up: UpProcess,
-) -> None:
+def test_a_killed_worker_is_restarted_with_its_counts_and_ends_with_its_gateway(up) -> None:
     """The last test of this file, because it kills the gateway."""
     body = text_body(up.model, "Hello!", temperature=0, draft_tokens=2)
     before = httpx.get(f"{up.url}/v1/status").json()

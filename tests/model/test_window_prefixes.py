@@ -67,9 +67,7 @@ def vars_of(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("tokens", [33, 40, 41, 120])
-def test_a_node_of_another_worker_must_have_the_window_of_its_end(
-    windowed: Checkpoint, tokens: int
-) -> None:
+def test_a_node_of_another_worker_must_have_the_window_of_its_end(windowed, tokens) -> None:
     target = windowed.target
     layout = probe_cache_layout(target, None)
     ids = np.arange(100, 100 + tokens)
@@ -85,10 +83,7 @@ def test_a_node_of_another_worker_must_have_the_window_of_its_end(
     windows = [key for key in node.arrays if key.startswith("window.")]
     assert len(windows) == 4, "keys and values of two layers"
     assert {node.arrays[key].shape[2] for key in windows} == {min(tokens, WINDOW)}
-    for change in (
-        {windows[0]: node.arrays[windows[0]][:, :, 1:]},
-        {windows[0]: None},
-    ):
+    for change in ({windows[0]: node.arrays[windows[0]][:, :, 1:]}, {windows[0]: None}):
         arrays = {
             key: array for key, array in {**node.arrays, **change}.items() if array is not None
         }

@@ -49,8 +49,7 @@ def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
 
 
 def speculation_of(answer: Any) -> dict[str, Any]:
-    speculation: dict[str, Any] = answer.model_extra["metrics"]["speculative_decoding"]
-    return speculation
+    return answer.model_extra["metrics"]["speculative_decoding"]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +61,7 @@ def speculation_of(answer: Any) -> dict[str, Any]:
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
     ],
 )
-async def test_answers_and_chunks_are_of_openais_own_types(
-    worker_url: str, fields: dict[str, Any]
-) -> None:
+async def test_answers_and_chunks_are_of_openais_own_types(worker_url, fields) -> None:
     body = {"model": "demo", "messages": QUESTION, "max_tokens": 40, **fields}
     completion, chunks = await read_whole_and_streamed(
         f"{worker_url}/v1/chat/completions", body, ChatCompletion, ChatCompletionChunk
@@ -99,9 +96,7 @@ async def test_a_greedy_answer_contains_usage_and_metrics_of_its_speculation(cha
 
 
 @pytest.mark.parametrize("end", [{"max_tokens": 24}, {"max_tokens": 23, "stop": ["three"]}])
-async def test_detailed_metrics_list_every_step_in_order(
-    chat: Chat, stream: Chat, end: dict[str, Any]
-) -> None:
+async def test_detailed_metrics_list_every_step_in_order(chat, stream, end) -> None:
     fields = {"temperature": 0, "extra_body": {"metrics": "detailed", "draft_tokens": 2}, **end}
     complete, chunks = await chat(**fields), await stream(**fields)
     metrics = speculation_of(complete)
@@ -121,9 +116,7 @@ async def test_steps_are_included_only_on_request(chat: Chat, metrics: str | Non
     assert not any(name.startswith("per_step") for name in speculation_of(answer))
 
 
-async def test_a_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
-    stream: Chat,
-) -> None:
+async def test_a_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(stream) -> None:
     chunks = await stream(max_tokens=12, **DRAFTED)
     first, last, before_last = chunks[0], chunks[-1], chunks[-2]
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
@@ -135,9 +128,7 @@ async def test_a_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 7}])
-async def test_a_stream_has_the_text_and_usage_of_a_complete_answer(
-    chat: Chat, stream: Chat, sampling: dict[str, Any]
-) -> None:
+async def test_a_stream_has_the_text_and_usage_of_a_complete_answer(chat, stream, sampling) -> None:
     complete = await chat(max_tokens=20, **sampling)
     chunks = await stream(max_tokens=20, **sampling)
     assert [text_of(chunks)] == texts_of(complete)
@@ -153,9 +144,7 @@ async def test_an_answer_without_speculation_has_no_metrics(chat: Chat) -> None:
     assert (await chat(max_tokens=4, extra_body={"draft_tokens": 0})).model_extra == {}
 
 
-async def test_each_of_several_choices_equals_a_single_choice_with_its_seed(
-    chat: Chat, stream: Chat
-) -> None:
+async def test_each_of_several_choices_equals_a_single_choice_with_its_seed(chat, stream) -> None:
     combined = await chat(max_tokens=12, n=3, seed=40)
     single = [await chat(max_tokens=12, seed=40 + index) for index in range(3)]
     texts = [text for one in single for text in texts_of(one)]
@@ -182,9 +171,7 @@ async def test_logprobs_cover_every_token_streamed_or_not(chat: Chat, stream: Ch
     assert all(token.logprob <= 0 for token in tokens)
 
 
-async def test_logprobs_of_an_incomplete_character_contain_the_bytes_of_the_token(
-    chat: Chat,
-) -> None:
+async def test_logprobs_of_an_incomplete_character_contain_the_bytes_of_the_token(chat) -> None:
     """OpenAI returns bytes so that a client can join those of several tokens to a character."""
     bias = {str(byte_token(0xF0)): 100}
     answer = await chat(max_tokens=3, temperature=0, logprobs=True, logit_bias=bias)
@@ -224,8 +211,7 @@ async def test_c8_a_system_prompt_is_cached_within_its_isolation_scope_alone(cha
 async def test_a_refusal_in_the_history_reads_as_text(chat: Chat) -> None:
     async def prompt_tokens(**message: Any) -> int:
         messages = [*QUESTION, {"role": "assistant", **message}, *QUESTION]
-        tokens: int = (await chat(messages=messages, max_tokens=1)).usage.prompt_tokens
-        return tokens
+        return (await chat(messages=messages, max_tokens=1)).usage.prompt_tokens
 
     text = "I cannot say that, because the sum is unknown to me."
     expected = await prompt_tokens(content=text)

@@ -46,9 +46,7 @@ def text_of(chunks: list[Completion], index: int = 0) -> str:
     return "".join(choice.text for choice in choices)
 
 
-async def test_a_completion_defaults_to_sixteen_tokens_and_speculates_if_greedy(
-    complete: Complete,
-) -> None:
+async def test_a_completion_defaults_to_sixteen_tokens_and_speculates_if_greedy(complete) -> None:
     answer = await complete(temperature=0, extra_body={"draft_tokens": 2})
     assert answer.object == "text_completion"
     assert answer.id.startswith("cmpl-")
@@ -57,9 +55,7 @@ async def test_a_completion_defaults_to_sixteen_tokens_and_speculates_if_greedy(
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 2}, {"n": 2}, {"stop": ["e"], "echo": True}])
-async def test_completions_and_chunks_are_of_openais_own_type(
-    worker_url: str, fields: dict[str, Any]
-) -> None:
+async def test_completions_and_chunks_are_of_openais_own_type(worker_url, fields) -> None:
     body = {"model": "demo", "prompt": "Once upon a time", **fields}
     completion, chunks = await read_whole_and_streamed(
         f"{worker_url}/v1/completions", body, Completion, Completion
@@ -87,9 +83,7 @@ async def test_echo_prepends_the_prompt(complete: Complete, stream: Complete) ->
     assert text_of(await stream(echo=True, **fields)) == "Once" + plain
 
 
-async def test_many_prompts_get_the_answers_that_each_gets_alone(
-    complete: Complete, stream: Complete
-) -> None:
+async def test_many_prompts_get_the_answers_that_each_gets_alone(complete, stream) -> None:
     """Choices come prompt by prompt, and a prompt counts once however many answers it has."""
     fields: Any = {"seed": 3, "max_tokens": 5, "n": 2}
     prompts = ["Once upon", "Two and two"]
@@ -138,9 +132,7 @@ async def test_a_completion_of_no_tokens_has_no_text(complete: Complete) -> None
     assert (choice.text, choice.finish_reason) == ("", "length")
 
 
-async def test_a_token_outside_the_vocabulary_is_a_400_that_names_the_prompt(
-    complete: Complete,
-) -> None:
+async def test_a_token_outside_the_vocabulary_is_a_400_that_names_the_prompt(complete) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await complete(prompt=[1, 10_000_000])
     assert refused.value.param == "prompt"
@@ -159,9 +151,7 @@ async def test_logprobs_have_the_completions_shape_and_equal_offsets_in_a_stream
     assert [at for piece in pieces for at in piece.text_offset] == whole.text_offset
 
 
-async def test_the_offset_does_not_advance_within_an_incomplete_character(
-    complete: Complete,
-) -> None:
+async def test_the_offset_does_not_advance_within_an_incomplete_character(complete) -> None:
     bias = {str(byte_token(0xF0)): 100}
     answer = await complete(max_tokens=3, temperature=0, logprobs=1, logit_bias=bias)
     (choice,) = answer.choices

@@ -29,9 +29,7 @@ async def test_a_disconnect_cancels_an_unstreamed_generation(choices: int) -> No
 
 @pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize("started", [False, True])
-async def test_a_disconnect_cancels_a_streamed_generation(
-    started: bool, choices: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_disconnect_cancels_a_streamed_generation(started, choices, caplog) -> None:
     engine = ScriptedEngine([*[Delta(text="A")] * started, asyncio.Event()])
     body = {"model": "scripted", "prompt": "x", "stream": True, "n": choices}
     worker = make_worker(engine)

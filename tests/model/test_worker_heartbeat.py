@@ -109,9 +109,7 @@ async def test_a_drain_is_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 409, 500])
-async def test_a_rejected_heartbeat_is_sent_again(
-    status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_rejected_heartbeat_is_sent_again(status, monkeypatch, caplog) -> None:
     monkeypatch.setattr(heartbeat, "FIRST_RETRY_S", 0.001)
     gateway = Gateway(status_of_heartbeat=lambda count: status if count < 3 else 200)
     async with (
@@ -124,9 +122,7 @@ async def test_a_rejected_heartbeat_is_sent_again(
     assert "secret" not in caplog.text
 
 
-async def test_heartbeats_continue_after_an_error_in_the_worker(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_heartbeats_continue_after_an_error_in_the_worker(caplog) -> None:
     gateway, worker = Gateway(), make_worker(ScriptedEngine())
     errors = [ZeroDivisionError("odd")]
 
@@ -245,9 +241,7 @@ async def wait_for_end(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     writer.close()
 
 
-async def test_heartbeats_follow_the_addresses_of_the_name(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_heartbeats_follow_the_addresses_of_the_name(monkeypatch, caplog) -> None:
     monkeypatch.setattr(heartbeat, "RESOLVE_INTERVAL_S", 0.01)
     hosts = gateway_addresses(2)
     found: list[set[str] | Exception] = [

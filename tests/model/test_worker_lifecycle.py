@@ -5,8 +5,7 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -118,9 +117,7 @@ def test_a_port_that_is_opened_while_the_weights_load_ends_the_worker_with_one_l
 
 
 @pytest.mark.parametrize("files", [(), ("config.json",)], ids=["an empty folder", "no weights"])
-def test_a_folder_without_a_model_is_reported_in_one_line(
-    start_in_vain: Start, tmp_path: Path, files: Sequence[str]
-) -> None:
+def test_a_folder_without_a_model_is_reported_in_one_line(start_in_vain, tmp_path, files) -> None:
     for file in files:
         (tmp_path / file).write_text("{}")
     code, errors = start_in_vain("--model", str(tmp_path), "--port", "0")
@@ -160,9 +157,7 @@ def test_a_worker_applies_its_flags(worker: WorkerProcess) -> None:
     assert "From 300 tokens on, 30% of a prompt are read" in worker.start_lines[-1]
 
 
-def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it(
-    worker: WorkerProcess,
-) -> None:
+def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it(worker) -> None:
     with httpx.Client(base_url=worker.url, timeout=60) as client:
         body = {
             "model": worker.model,
@@ -193,9 +188,7 @@ def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it(
     assert values["paceline_worker_spec_prefill_full_prefills_total"] == 1
 
 
-def test_after_sigterm_streams_finish_until_a_second_signal_ends_them(
-    worker: WorkerProcess,
-) -> None:
+def test_after_sigterm_streams_finish_until_a_second_signal_ends_them(worker) -> None:
     """The last test of this file, because it ends the worker."""
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=worker.url, timeout=60))

@@ -135,9 +135,7 @@ async def test_a_model_without_vision_rejects_a_picture_with_its_field() -> None
     assert (response.status_code, response.json()["error"]["param"]) == (400, FIELD)
 
 
-async def test_the_demo_model_answers_about_a_picture_in_the_vlm_lane(
-    real_worker: RunningWorker,
-) -> None:
+async def test_the_demo_model_answers_about_a_picture_in_the_vlm_lane(real_worker) -> None:
     body = {
         "model": real_worker.model,
         "messages": question(encode_image(Image.new("RGB", (128, 128), (200, 30, 30)))),
@@ -154,9 +152,7 @@ async def test_the_demo_model_answers_about_a_picture_in_the_vlm_lane(
     assert after["requests"] == before["requests"] + 1
 
 
-async def test_text_that_spells_a_placeholder_next_to_a_picture_stays_text(
-    real_worker: RunningWorker,
-) -> None:
+async def test_text_that_spells_a_placeholder_next_to_a_picture_stays_text(real_worker) -> None:
     """Such a text once failed its request on every worker, and the gateway ejected them all."""
     (message,) = question(encode_image(Image.new("RGB", (128, 128), (200, 30, 30))))
     message["content"][0]["text"] = "What is <|placeholder|>?"

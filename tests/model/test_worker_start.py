@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import httpx
-import pytest
 from rich.console import Console
 
 from tests.model.test_worker_heartbeat import Gateway
@@ -24,9 +23,7 @@ from workers.terminal import StartDisplay
 WAIT_S = 120
 
 
-async def test_a_worker_tells_its_gateway_and_its_parent_how_far_its_start_is(
-    tmp_path: Path,
-) -> None:
+async def test_a_worker_tells_its_gateway_and_its_parent_how_far_its_start_is(tmp_path) -> None:
     """From the bytes of the download on, under one boot, until it is ready and leaves."""
     gateway, release = Gateway(interval_s=0.02), asyncio.Event()
     hub = model_hub(CHECKPOINT, release)
@@ -100,9 +97,7 @@ def test_a_log_gets_a_line_for_each_stage_and_every_eight_seconds() -> None:
     ]
 
 
-def test_a_terminal_gets_a_bar_that_is_gone_after_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_terminal_gets_a_bar_that_is_gone_after_the_start(monkeypatch) -> None:
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     output = io.StringIO()

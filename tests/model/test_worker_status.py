@@ -16,9 +16,7 @@ from workers.server.start import announce
 QUESTION = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 12}
 
 
-async def test_status_increases_by_exactly_the_counts_of_the_responses(
-    real_worker: RunningWorker,
-) -> None:
+async def test_status_increases_by_exactly_the_counts_of_the_responses(real_worker) -> None:
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         before = (await client.get("/v1/status")).json()
         responses = await asyncio.gather(
@@ -50,9 +48,7 @@ async def test_status_increases_by_exactly_the_counts_of_the_responses(
     assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]
 
 
-async def test_status_contains_lanes_memory_and_a_valid_report(
-    real_worker: RunningWorker,
-) -> None:
+async def test_status_contains_lanes_memory_and_a_valid_report(real_worker) -> None:
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         status = (await client.get("/v1/status")).json()
     report = WorkerReport.model_validate(status["report"])
@@ -71,9 +67,7 @@ async def test_status_contains_lanes_memory_and_a_valid_report(
     assert report.prefix_count >= len(report.prefixes)
 
 
-async def test_metrics_contain_the_vllm_counters_once_and_match_the_status(
-    real_worker: RunningWorker,
-) -> None:
+async def test_metrics_contain_the_vllm_counters_once_and_match_the_status(real_worker) -> None:
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         await client.post(
             "/v1/chat/completions", json={"model": real_worker.model, "temperature": 0, **QUESTION}
@@ -101,9 +95,7 @@ async def test_metrics_contain_the_vllm_counters_once_and_match_the_status(
     assert requests == {lane.name: lane.requests for lane in report.lanes}
 
 
-async def test_prefix_cache_hits_are_counted_and_reported_in_the_response(
-    real_worker: RunningWorker,
-) -> None:
+async def test_prefix_cache_hits_are_counted_and_reported_in_the_response(real_worker) -> None:
     system = {"role": "system", "content": "You sell boats. " + "The blue boat is warm. " * 20}
     body = {"model": real_worker.model, "temperature": 0, "max_tokens": 8, "draft_tokens": 2}
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:

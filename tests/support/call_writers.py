@@ -85,8 +85,7 @@ def _invokes(calls: str, prefix: str = "", more: str = "") -> Writer:
 
 WRITERS = {
     "json_tools": Writer(
-        *("<tool_call>\n", _RECORD, "\n</tool_call>"),
-        separator="\n</tool_call>\n<tool_call>\n",
+        *("<tool_call>\n", _RECORD, "\n</tool_call>"), separator="\n</tool_call>\n<tool_call>\n"
     ),
     "qwen3_coder": _functions("tool_call", "\n"),
     "naive": _functions("tool_call", "\n", newline=""),

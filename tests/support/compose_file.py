@@ -27,8 +27,7 @@ def read_compose(variables: Mapping[str, str]) -> dict[str, Any]:
             assert value, match["rest"]
         return value or match["rest"]
 
-    document: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(substitute, FILE.read_text()))
-    return document
+    return yaml.safe_load(_VARIABLE.sub(substitute, FILE.read_text()))
 
 
 def required_variables() -> set[str]:

@@ -167,9 +167,7 @@ def gateway_of_module(
 
 
 @pytest.fixture(scope="module")
-def module_gateway(
-    tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
-) -> Iterator[RunningGateway]:
+def module_gateway(tmp_path_factory, module_worker) -> Iterator[RunningGateway]:
     """Run a gateway with `module_worker` for all tests of a file that change nothing at it."""
     folder = tmp_path_factory.mktemp("module-gateway")
     with gateway_of_module(folder, module_worker) as running:
@@ -177,9 +175,7 @@ def module_gateway(
 
 
 @pytest.fixture
-def shared_gateway(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> Iterator[RunningGateway]:
+def shared_gateway(module_gateway, module_worker) -> Iterator[RunningGateway]:
     """Return `module_gateway` with its worker as it was, for a test that has a key of its own.
 
     A worker that fails would be ejected, for all later tests of the file.
@@ -259,9 +255,7 @@ def proxy(worker: ScriptedWorker) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def gateway_behind_proxy(
-    gateway: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
-) -> RunningGateway:
+def gateway_behind_proxy(gateway, worker, proxy) -> RunningGateway:
     """Return a gateway that reaches its only worker through the proxy."""
     gateway.join(worker)
     return gateway
@@ -310,9 +304,7 @@ def start_gateway(private_redis: RedisServer, tmp_path: Path) -> Iterator[StartG
 
 
 @pytest.fixture
-def start_joined(
-    start_gateway: StartGateway, join_with_heartbeats: JoinWithHeartbeats
-) -> StartGateway:
+def start_joined(start_gateway, join_with_heartbeats) -> StartGateway:
     """Return a function that starts a gateway as `start_gateway`, and lets the worker join."""
 
     def start(*arguments: Any, **fields: Any) -> RunningGateway:

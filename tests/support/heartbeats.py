@@ -41,9 +41,7 @@ def repeated(send_heartbeat: Callable[[], httpx.Response]) -> Iterator[None]:
 
 
 @pytest.fixture
-def gateway_with_worker(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> Iterator[RunningGateway]:
+def gateway_with_worker(gateway, worker) -> Iterator[RunningGateway]:
     """Yield a gateway with a worker that sends heartbeats, for folders whose tests take longer."""
     with send_heartbeats(gateway, worker):
         yield gateway

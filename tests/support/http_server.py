@@ -21,8 +21,7 @@ class Request:
     body: bytes
 
     def json(self) -> dict[str, Any]:
-        parsed: dict[str, Any] = json.loads(self.body or b"{}")
-        return parsed
+        return json.loads(self.body or b"{}")
 
 
 class ServerConnection(asyncio.StreamReaderProtocol):

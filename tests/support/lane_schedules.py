@@ -167,10 +167,7 @@ class ScheduleRunner:
 
             def pick(scores: mx.array, answer: Sequence[int]) -> int:
                 rules = SamplingContext(
-                    sampling=sampling,
-                    seed=row.seed,
-                    prompt=prompt,
-                    answer=answer,
+                    sampling=sampling, seed=row.seed, prompt=prompt, answer=answer
                 )
                 return int(choose(scores, [rules]).item())
 
@@ -225,18 +222,12 @@ class ScheduleRunner:
         messages.append({"role": "user", "content": question})
         return self._prompts.prepare(
             Prompt(
-                text=self._prompts.chat(messages),
-                prefix_text=self._prompts.shared_prefix(messages),
+                text=self._prompts.chat(messages), prefix_text=self._prompts.shared_prefix(messages)
             )
         )
 
     def _make_lane(
-        self,
-        *,
-        draft_tokens: int,
-        max_rows: int,
-        chunk_tokens: int,
-        prefix_cache_bytes: int,
+        self, *, draft_tokens: int, max_rows: int, chunk_tokens: int, prefix_cache_bytes: int
     ) -> LaneScheduler:
         head = FailingPart(self._checkpoint.head, self._head_fails)
         return LaneScheduler(

@@ -56,8 +56,7 @@ async def read_whole_and_streamed(
 
 
 def read_response(data: Any) -> Response:
-    response: Response = read_strictly(Response, data)
-    return response
+    return read_strictly(Response, data)
 
 
 def read_event(data: Any) -> Any:

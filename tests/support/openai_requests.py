@@ -29,8 +29,7 @@ class ChatResult:
     @property
     def speculation(self) -> Mapping[str, Any]:
         assert self.metrics is not None
-        speculation: Mapping[str, Any] = self.metrics["speculative_decoding"]
-        return speculation
+        return self.metrics["speculative_decoding"]
 
 
 def text_body(model: str, question: str = TEXT, **fields: Any) -> dict[str, Any]:
@@ -46,10 +45,7 @@ def picture_body(
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    content = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": question},
-    ]
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
     return {"model": model, "messages": [{"role": "user", "content": content}], **fields}
 
 

@@ -84,8 +84,7 @@ class UpProcess(PacelineProcess):
         response = httpx.get(
             f"{self.url}/admin/v1/workers", headers=headers, timeout=60
         ).raise_for_status()
-        workers: list[dict[str, str]] = response.json()["workers"]
-        return workers
+        return response.json()["workers"]
 
 
 @contextlib.contextmanager

@@ -36,12 +36,7 @@ def single_pool_policy(
 
 def vlm_policy(**changes: Any) -> dict[str, Any]:
     """Return a policy of a pool of all `vlm` lanes, with these sections."""
-    return {
-        "version": 1,
-        "routes": [DEFAULT_ROUTE],
-        "pools": {"vlm": {"lanes": "vlm"}},
-        **changes,
-    }
+    return {"version": 1, "routes": [DEFAULT_ROUTE], "pools": {"vlm": {"lanes": "vlm"}}, **changes}
 
 
 def make_policy(routes: Any, pools: Any, **fields: Any) -> PolicyDocument:

@@ -53,10 +53,7 @@ def write_bert_cross_encoder(folder: Path) -> Path:
         folder,
         {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}},
         prefix="bert.",
-        head={
-            "bert.pooler.dense": (DIMENSIONS, DIMENSIONS),
-            "classifier": (1, DIMENSIONS),
-        },
+        head={"bert.pooler.dense": (DIMENSIONS, DIMENSIONS), "classifier": (1, DIMENSIONS)},
     )
 
 

@@ -40,8 +40,7 @@ class _Checkpoint:
 
     def rms_norm(self, name: str, values: Array) -> Array:
         scale = np.sqrt((values**2).mean(-1, keepdims=True) + self.config["rms_norm_eps"])
-        scaled: Array = values / scale * self.weight(f"{name}.weight")
-        return scaled
+        return values / scale * self.weight(f"{name}.weight")
 
 
 def qwen3_states(folder: Path, tokens: Sequence[int], prefix: str = "") -> Array:
@@ -138,8 +137,7 @@ def _attend(queries: Array, keys: Array, values: Array, mask: Array | float) -> 
     scores = queries @ keys.transpose(0, 2, 1) / math.sqrt(queries.shape[-1]) + mask
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     mixed = weights / weights.sum(-1, keepdims=True) @ values
-    joined: Array = mixed.transpose(1, 0, 2).reshape(queries.shape[1], -1)
-    return joined
+    return mixed.transpose(1, 0, 2).reshape(queries.shape[1], -1)
 
 
 def _rotate(values: Array, config: dict[str, Any]) -> Array:

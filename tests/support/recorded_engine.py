@@ -17,8 +17,7 @@ _EVENT_END = re.compile(r"(?<=\n\n)")
 
 def recording(name: str) -> dict[str, Any]:
     """Return a recording: its engine, the version or the source, and the exchanges."""
-    loaded: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
-    return loaded
+    return json.loads((FOLDER / f"{name}.json").read_text())
 
 
 class RecordedEngine:
@@ -60,8 +59,7 @@ class RecordedEngine:
         asked = _key(request.method, request.path, request.json() if request.body else None)
         for exchange in self.recording["exchanges"]:
             if _key(exchange["method"], exchange["path"], exchange.get("request")) == asked:
-                found: dict[str, Any] = exchange
-                return found
+                return exchange
         return None
 
 

@@ -8,8 +8,7 @@ def redis_status(gateway: RunningGateway) -> dict[str, object]:
 
     Without it, as while a gateway that has not read its keys refuses all clients, return nothing.
     """
-    status: dict[str, object] = gateway.status().get("store", {})
-    return status
+    return gateway.status().get("store", {})
 
 
 def remaining(gateway: RunningGateway, what: str = "tokens") -> int:

@@ -168,12 +168,10 @@ class RunningGateway:
             time.sleep(float(response.headers["retry-after"]))
             response = self.admin.post("/admin/v1/keys", json={"name": "tests", **terms})
         assert response.status_code == 201, response.text
-        created: dict[str, Any] = response.json()
-        return created
+        return response.json()
 
     def revoke_key(self, key: Mapping[str, Any]) -> dict[str, Any]:
-        revoked: dict[str, Any] = self.admin.delete(f"/admin/v1/keys/{key['id']}").json()
-        return revoked
+        return self.admin.delete(f"/admin/v1/keys/{key['id']}").json()
 
     def use_key(self, secret: str) -> None:
         self.client.headers["authorization"] = f"Bearer {secret}"
@@ -185,12 +183,10 @@ class RunningGateway:
         return created
 
     def requests_in_flight(self) -> int:
-        count: int = self.status()["gateway"]["requests_in_flight"]
-        return count
+        return self.status()["gateway"]["requests_in_flight"]
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = self.client.get("/v1/status").json()
-        return status
+        return self.client.get("/v1/status").json()
 
     def _run(self) -> None:
         async def main() -> None:

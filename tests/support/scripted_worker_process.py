@@ -42,8 +42,7 @@ class ScriptedWorkerProcess:
 
     def answering(self) -> int:
         """Return the number of used rows, as reported by the worker."""
-        count: int = httpx.get(f"{self.url}/v1/status", timeout=60).json()["answering"]
-        return count
+        return httpx.get(f"{self.url}/v1/status", timeout=60).json()["answering"]
 
     def kill(self) -> None:
         """Kill the process, as a failed Metal allocation does, with all its answers."""

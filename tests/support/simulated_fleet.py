@@ -213,10 +213,7 @@ class Simulation:
     async def check(self) -> None:
         """Compare the expected counts with those of every gateway."""
         for gateway in self.gateways:
-            reports, counts = (
-                await gateway.store.reports(),
-                await gateway.store.counts(),
-            )
+            reports, counts = (await gateway.store.reports(), await gateway.store.counts())
             text = exposition(WorkerMetrics(reports)).decode()
             assert self._status_counts(reports) == self._expected(), "status"
             assert self._prometheus_counts(text) == self._expected(prometheus=True)

@@ -16,7 +16,7 @@ from tests.support.gateway_fixtures import gateway_of_module
 from tests.support.gateway_routes import ADMIN_PAGE, BOTH_PORTS, PUBLIC, route_paths
 from tests.support.heartbeats import send_heartbeats
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
-from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
+from tests.support.scripted_worker import JOIN_TOKEN
 
 ROOT = Path(__file__).parents[3]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -98,9 +98,7 @@ def all_routes(state_dir: Path) -> set[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def gateway_with_keys(
-    tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
-) -> Iterator[RunningGateway]:
+def gateway_with_keys(tmp_path_factory, module_worker) -> Iterator[RunningGateway]:
     """Run a gateway with every kind of key, which the tests only add to."""
     folder = tmp_path_factory.mktemp("keys")
     with gateway_of_module(folder, module_worker, **KEYS) as gateway:
@@ -133,9 +131,7 @@ def request_with_key(
 
 
 @pytest.mark.parametrize("admin_port", [None, 0], ids=["one port", "a port for admins"])
-def test_every_route_is_in_the_public_list_or_requires_a_key(
-    tmp_path: Path, worker: ScriptedWorker, admin_port: int | None
-) -> None:
+def test_every_route_is_in_the_public_list_or_requires_a_key(tmp_path, worker, admin_port) -> None:
     """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): every route, method and port
     returns 401 without a key unless the route is public, and no route serves files."""
     settings = make_settings(tmp_path, admin_port=admin_port, **KEYS)
@@ -221,10 +217,7 @@ def test_the_route_lists_of_this_file_are_complete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("route", "expected"), AUTHORIZED)
 def test_each_kind_of_key_authorizes_only_its_own_routes(
-    gateway_with_keys: RunningGateway,
-    secrets: dict[str, str],
-    route: tuple[str, str, int],
-    expected: set[str],
+    gateway_with_keys, secrets, route, expected
 ) -> None:
     """S08, S10 (CVE-2026-42271, CVE-2026-47101): a route authorizes one role and denies all
     other keys."""
@@ -237,9 +230,7 @@ def test_each_kind_of_key_authorizes_only_its_own_routes(
     assert statuses[next(iter(expected))] == status
 
 
-def test_c3_without_a_given_admin_key_only_the_stored_one_is_accepted(
-    module_gateway: RunningGateway,
-) -> None:
+def test_c3_without_a_given_admin_key_only_the_stored_one_is_accepted(module_gateway) -> None:
     stored = (module_gateway.state_dir / "admin-key").read_text()
     key = module_gateway.create_key()
     for method, path, status in ADMIN_PLANE:

@@ -119,9 +119,7 @@ def test_the_schema_accepts_every_body_that_the_parser_accepts(fields: dict[str,
         (Endpoint.RERANK, "top_n", 2**31 - 1),
     ],
 )
-def test_the_schema_of_a_body_lists_every_field_and_its_bounds(
-    endpoint: Endpoint, name: str, high: int
-) -> None:
+def test_the_schema_of_a_body_lists_every_field_and_its_bounds(endpoint, name, high) -> None:
     schema = request_schema(endpoint)
     assert set(schema["properties"]) == HONOURED_FIELDS[endpoint] | IGNORED | NEUTRAL.keys()
     bounds = {"minimum": 1, "maximum": high}

@@ -22,9 +22,7 @@ def links_of(page: httpx.Response) -> list[str]:
     return re.findall(r'<a [^>]*?href="([^"]+)"', head)
 
 
-def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_others(
-    gateway: RunningGateway,
-) -> None:
+def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_others(gateway) -> None:
     page = gateway.client.get("/", headers=BROWSER)
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     told = gateway.client.get("/")
@@ -59,9 +57,7 @@ def test_the_pages_of_an_admin_port_and_those_of_clients_do_not_link_to_each_oth
 
 
 @pytest.mark.parametrize("page", FOLDERS)
-def test_every_file_of_a_page_has_security_headers_and_an_etag(
-    module_gateway: RunningGateway, page: str
-) -> None:
+def test_every_file_of_a_page_has_security_headers_and_an_etag(module_gateway, page) -> None:
     # The script of the API reference is another party's: a sandbox keeps it from keys and network.
     own = "sandbox allow-scripts" if page == "docs" else "connect-src 'self'"
     paths = [page_path(page), *(f"/{page}/page/{file.name}" for file in page_files(page))]

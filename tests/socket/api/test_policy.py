@@ -14,7 +14,6 @@ from policies.schema import schema
 from policies.yaml_io import read_yaml
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, chat_body, status_and_code
-from tests.support.scripted_worker import ScriptedWorker
 
 UNKNOWN_POOL = {**single_pool_policy("vlm"), "routes": [{"name": "all", "to": ["fast"]}]}
 
@@ -143,9 +142,7 @@ def test_diff_lists_changed_fields_and_requests_that_would_change_pools(
     assert status_and_code(invalid) == (400, "invalid_policy")
 
 
-def test_an_edit_applies_to_the_next_request(
-    gateway_with_worker: RunningGateway, admin: PolicyAdmin
-) -> None:
+def test_an_edit_applies_to_the_next_request(gateway_with_worker, admin) -> None:
     gateway = gateway_with_worker
     assert gateway.chat(temperature=0).headers["x-paceline-pool"] == "text-mtp"
     before = admin.get()
@@ -205,9 +202,7 @@ def test_the_shipped_policy_is_version_one_and_the_page_can_load_schema_and_vali
 
 
 @pytest.mark.parametrize("content_type", ["application/merge-patch+json", "application/json"])
-def test_a_patch_changes_only_the_fields_that_it_contains(
-    admin: PolicyAdmin, content_type: str
-) -> None:
+def test_a_patch_changes_only_the_fields_that_it_contains(admin, content_type) -> None:
     admin.put(single_pool_policy("vlm", limit=5, timeout_s=9.0))
     patch = {"pools": {"vlm": {"queue": {"limit": 7, "timeout_s": None}}}}
     assert admin.patch(patch, content_type=content_type).status_code == 200
@@ -230,9 +225,7 @@ def test_f47_one_of_many_concurrent_edits_of_a_version_succeeds(admin: PolicyAdm
 
 
 @pytest.mark.parametrize(("method", "path"), [("PUT", ""), ("PATCH", ""), ("POST", "/rollback")])
-def test_f47_an_edit_requires_the_etag_of_the_current_version(
-    admin: PolicyAdmin, method: str, path: str
-) -> None:
+def test_f47_an_edit_requires_the_etag_of_the_current_version(admin, method, path) -> None:
     first = admin.etag()
     admin.put(single_pool_policy("b"))
     body = {"version": 1} if path else single_pool_policy("c")
@@ -280,9 +273,7 @@ def test_notes_may_be_in_any_language(admin: PolicyAdmin) -> None:
         assert response.json()["note"] == note
 
 
-def test_a_rollback_creates_a_new_version(
-    gateway_with_worker: RunningGateway, admin: PolicyAdmin
-) -> None:
+def test_a_rollback_creates_a_new_version(gateway_with_worker, admin) -> None:
     first = admin.document()
     admin.put(single_pool_policy("a"))
     admin.put(single_pool_policy("b"))
@@ -303,9 +294,7 @@ def test_a_rollback_creates_a_new_version(
     assert repeated.json()["note"] == "back to version 4"
 
 
-def test_an_unknown_version_is_not_found_and_no_route_changes_one(
-    module_admin: PolicyAdmin,
-) -> None:
+def test_an_unknown_version_is_not_found_and_no_route_changes_one(module_admin) -> None:
     for number in (0, 2, 99, -1):
         response = module_admin.edit("POST", {"version": number}, "/rollback")
         assert status_and_code(response) == (404, "version_not_found")
@@ -324,9 +313,7 @@ def test_an_unknown_version_is_not_found_and_no_route_changes_one(
     assert status_and_code(module_admin.edit("DELETE", {})) == (405, "method_not_allowed")
 
 
-def test_a_new_alias_of_the_policy_routes_to_its_model(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
-) -> None:
+def test_a_new_alias_of_the_policy_routes_to_its_model(gateway_with_worker, worker, admin) -> None:
     gateway = gateway_with_worker
     admin.patch({"models": {"demo": {"aliases": ["tiny"]}}})
     listed = {entry["id"] for entry in gateway.client.get("/v1/models").json()["data"]}

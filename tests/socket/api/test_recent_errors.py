@@ -3,7 +3,6 @@
 from typing import Any
 
 from gateway.http.downstream import RESEND
-from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.running_gateway import RunningGateway, bearer_headers, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 
@@ -11,8 +10,7 @@ SENTENCE = "words of a person"
 
 
 def last_errors(gateway: RunningGateway) -> list[dict[str, Any]]:
-    errors: list[dict[str, Any]] = gateway.admin.get("/admin/v1/errors").json()["errors"]
-    return errors
+    return gateway.admin.get("/admin/v1/errors").json()["errors"]
 
 
 def test_each_error_names_time_key_model_worker_code_reason_and_request(
@@ -84,9 +82,7 @@ def test_an_error_within_a_stream_has_its_worker_and_a_rejection_by_it_no_messag
     assert reason == "The worker rejects the request (context_length_exceeded)."
 
 
-def test_names_that_may_be_text_of_a_prompt_are_left_out(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_names_that_may_be_text_of_a_prompt_are_left_out(gateway, worker) -> None:
     """Before any worker has joined, the model of a request may be any text."""
     assert gateway.chat(model=SENTENCE).status_code == 503
     assert gateway.chat(model="demo-7b").status_code == 503
@@ -101,9 +97,7 @@ def test_names_that_may_be_text_of_a_prompt_are_left_out(
     assert SENTENCE not in str(rows)
 
 
-def test_gateways_of_one_redis_list_the_errors_of_all(
-    make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
-) -> None:
+def test_gateways_of_one_redis_list_the_errors_of_all(make_cluster_gateway, worker) -> None:
     first, second = make_cluster_gateway(), make_cluster_gateway()
     assert first.chat(temperature=9).status_code == 400
     wait_until(lambda: bool(last_errors(second)), within_s=60)

@@ -40,9 +40,7 @@ def edit_keys(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     file.write_text(json.dumps(state))
 
 
-def test_a_secret_is_returned_once_to_no_cache_and_stored_nowhere(
-    gateway: RunningGateway, tmp_path: Path
-) -> None:
+def test_a_secret_is_returned_once_to_no_cache_and_stored_nowhere(gateway, tmp_path) -> None:
     response = gateway.admin.post("/admin/v1/keys", json={"name": "Ann", "team": "lab"})
     assert response.headers["cache-control"] == "no-store"
     created = response.json()
@@ -101,9 +99,7 @@ def test_after_the_first_key_every_request_requires_one_whatever_becomes_of_it(
         ({"name": "a", "revoked_at": None, "digest": "0" * 64}, "revoked_at", "unknown field"),
     ],
 )
-def test_invalid_terms_are_named_and_create_no_key(
-    module_gateway: RunningGateway, terms: dict[str, Any], param: str, expected: str
-) -> None:
+def test_invalid_terms_are_named_and_create_no_key(module_gateway, terms, param, expected) -> None:
     """CVE-2026-47102: an admin sets listed fields only; the gateway rejects all other fields."""
     before = module_gateway.admin.get("/admin/v1/keys").json()
     response = module_gateway.admin.post("/admin/v1/keys", json=terms)
@@ -113,9 +109,7 @@ def test_invalid_terms_are_named_and_create_no_key(
     assert module_gateway.admin.get("/admin/v1/keys").json() == before
 
 
-def test_a_patch_changes_terms_at_run_time_and_null_removes_a_limit(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_a_patch_changes_terms_at_run_time_and_null_removes_a_limit(shared_gateway) -> None:
     path = f"/admin/v1/keys/{shared_gateway.use_new_key(requests_a_minute=5)['id']}"
     assert [shared_gateway.chat().status_code for _ in range(3)] == [200] * 3
     shared_gateway.admin.patch(path, json={"requests_a_minute": 2})
@@ -195,9 +189,7 @@ def test_f51_a_revoked_key_is_rejected_immediately_and_its_running_streams_end(
     assert shared_gateway.revoke_key(created) == revoked, "a second one changes no timestamp"
 
 
-def test_revoking_a_key_ends_a_response_that_has_not_begun(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
+def test_revoking_a_key_ends_a_response_that_has_not_begun(shared_gateway, module_worker) -> None:
     created = shared_gateway.use_new_key()
     module_worker.script = Script(hang=True)
     with ThreadPoolExecutor(1) as pool:
@@ -208,9 +200,7 @@ def test_revoking_a_key_ends_a_response_that_has_not_begun(
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_an_expired_key_is_rejected_and_its_stream_ends(
-    tmp_path: Path, worker: ScriptedWorker, readable: bool
-) -> None:
+def test_an_expired_key_is_rejected_and_its_stream_ends(tmp_path, worker, readable) -> None:
     """It expires also while the state file cannot be read."""
     wall = MovedClock(time.time)
     timing = replace(TIMING, wall=wall, refresh_s=0.05)
@@ -231,9 +221,7 @@ def test_an_expired_key_is_rejected_and_its_stream_ends(
             assert shown["state"] == "expired"
 
 
-def test_f50_a_key_revoked_at_one_gateway_is_rejected_by_another(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
+def test_f50_a_key_revoked_at_one_gateway_is_rejected_by_another(tmp_path, worker) -> None:
     """S12 (LiteLLM #35535, #9820): no gateway trusts a cached key after its revocation."""
     settings = make_settings(tmp_path)
     with RunningGateway(settings) as first, RunningGateway(settings) as second:
@@ -248,9 +236,7 @@ def test_f50_a_key_revoked_at_one_gateway_is_rejected_by_another(
         assert status_and_code(first.chat()) == (401, "invalid_api_key")
 
 
-def test_changing_a_revoked_key_does_not_reactivate_it(
-    gateway: RunningGateway, tmp_path: Path
-) -> None:
+def test_changing_a_revoked_key_does_not_reactivate_it(gateway, tmp_path) -> None:
     """CVE-2026-12795 and LiteLLM #9820: a concurrent update does not undo a revocation."""
     created = gateway.use_new_key()
     path = f"/admin/v1/keys/{created['id']}"
@@ -271,10 +257,7 @@ def warning_messages(body: dict[str, list[dict[str, str]]]) -> list[str]:
 
 
 def test_a_policy_without_the_pools_of_a_key_is_applied_with_a_warning(
-    gateway_with_worker: RunningGateway,
-    admin: PolicyAdmin,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    gateway_with_worker, admin, tmp_path, capsys
 ) -> None:
     """An admin sees it in each answer and each command, and patches the key."""
     gateway = gateway_with_worker

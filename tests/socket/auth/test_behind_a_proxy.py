@@ -21,7 +21,7 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
-from tests.support.scripted_worker import DONE, ScriptedWorker
+from tests.support.scripted_worker import DONE
 
 PATH = "/v1/chat/completions"
 PLAIN = "location / { proxy_pass http://127.0.0.1:8000; }"
@@ -35,9 +35,7 @@ def documented_location() -> str:
 
 
 @pytest.fixture(params=[PLAIN, documented_location()], ids=["plain", "documented"])
-def proxied(
-    request: pytest.FixtureRequest, gateway_with_worker: RunningGateway, tmp_path: Path
-) -> Iterator[httpx.Client]:
+def proxied(request, gateway_with_worker, tmp_path) -> Iterator[httpx.Client]:
     """Yield a client of nginx in front of a gateway to which no key was given."""
     require_nginx()
     port = free_port()
@@ -82,9 +80,7 @@ def test_c3_behind_a_proxy_admin_routes_need_their_key_and_chats_once_there_is_o
     check_keys(proxied, gateway_with_worker)
 
 
-def test_c3_caddy_passes_the_name_on_which_the_gateway_must_know(
-    worker: ScriptedWorker, tmp_path: Path
-) -> None:
+def test_c3_caddy_passes_the_name_on_which_the_gateway_must_know(worker, tmp_path) -> None:
     """The documented block of a real Caddy, without its TLS, since no authority knows the name."""
     if not shutil.which("caddy"):
         pytest.skip("caddy is not installed")

@@ -15,7 +15,6 @@ from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyTerms, new_key
 from gateway.errors import KeyRefused
 from policies.request.profile import Priority
-from tests.support.gateway_fixtures import MakeGateway
 from tests.support.rate_limit_model import ALL_LIMITS
 from tests.support.running_gateway import (
     RunningGateway,
@@ -69,9 +68,7 @@ def test_a_key_is_unlimited_without_any_limit_and_its_repr_contains_no_digest() 
     assert record.digest not in repr(record)
 
 
-def test_unknown_malformed_and_revoked_keys_get_identical_responses(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_unknown_malformed_and_revoked_keys_get_identical_responses(shared_gateway) -> None:
     """S13 (CVE-2025-59425, CVE-2026-23996): the gateway returns the same body and headers for
     every invalid key, along the same code path."""
     revoked = shared_gateway.create_key()
@@ -89,9 +86,7 @@ def test_unknown_malformed_and_revoked_keys_get_identical_responses(
     assert status == 401
 
 
-def test_the_static_key_has_no_limits_beside_limited_keys(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_the_static_key_has_no_limits_beside_limited_keys(make_gateway, worker) -> None:
     gateway = make_gateway(worker, api_key=SecretStr("static-secret"))
     gateway.use_key("static-secret")
     assert [gateway.chat().status_code for _ in range(3)] == [200] * 3

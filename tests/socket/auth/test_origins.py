@@ -50,9 +50,7 @@ def test_other_missing_and_duplicate_hosts_are_rejected(hosts: tuple[str, ...]) 
         Hosts(Settings()).check([(b"host", host.encode("latin-1")) for host in hosts])
 
 
-def test_an_unknown_host_returns_421_on_every_route(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
+def test_an_unknown_host_returns_421_on_every_route(shared_gateway, module_worker) -> None:
     headers = {"host": "evil.example"}
     responses = [shared_gateway.client.get(route, headers=headers) for route in ROUTES]
     responses.append(shared_gateway.chat(headers=headers))
@@ -68,9 +66,7 @@ def test_allowed_hosts_and_origins_are_separated_by_commas(monkeypatch: pytest.M
     assert Settings().allowed_origins == ALLOWED_ORIGINS
 
 
-def test_no_client_header_reaches_a_worker(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
+def test_no_client_header_reaches_a_worker(shared_gateway, module_worker) -> None:
     names = ("lane", "prefix-keys", "prefix-scope")
     sent = {f"x-paceline-{name}": "canary" for name in names} | {
         "authorization": "Bearer canary-key",
@@ -100,9 +96,7 @@ def test_no_client_header_reaches_a_worker(
     }
 
 
-def test_no_worker_header_reaches_the_client(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_no_worker_header_reaches_the_client(gateway_with_worker, worker) -> None:
     names = (b"set-cookie", b"server", b"x-secret", b"www-authenticate", b"location", b"keep-alive")
     headers = tuple((name, b"canary") for name in names)
     body = b'{"choices": [], "error": {"message": "no"}}'
@@ -173,9 +167,7 @@ def test_only_programs_and_pages_of_the_gateway_are_served_without_an_origin(
         assert post_simple(shared_gateway, path, **headers).status_code == 200
 
 
-def test_a_page_of_another_site_may_open_the_status_and_cannot_read_it(
-    module_gateway: RunningGateway,
-) -> None:
+def test_a_page_of_another_site_may_open_the_status_and_cannot_read_it(module_gateway) -> None:
     """An EventSource sends its origin; an image or a frame sends only `Sec-Fetch-Site`."""
     for path in ("/v1/models", "/v1/status"):
         assert module_gateway.client.get(path, headers=NAVIGATION).status_code == 200
@@ -202,11 +194,7 @@ def test_a_request_with_a_key_may_have_any_origin(gateway_with_worker: RunningGa
 
 
 @pytest.fixture(scope="module", params=[None, 0], ids=["one port", "a port for admins"])
-def unkeyed_gateway(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    module_worker: ScriptedWorker,
-) -> Iterator[RunningGateway]:
+def unkeyed_gateway(request, tmp_path_factory, module_worker) -> Iterator[RunningGateway]:
     folder = tmp_path_factory.mktemp("unkeyed")
     with gateway_of_module(folder, module_worker, admin_port=request.param) as gateway:
         yield gateway
@@ -221,9 +209,7 @@ EDITS = (
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_a_cross_site_page_cannot_read_or_edit_the_admin_plane(
-    unkeyed_gateway: RunningGateway, origin: str
-) -> None:
+def test_a_cross_site_page_cannot_read_or_edit_the_admin_plane(unkeyed_gateway, origin) -> None:
     header_sets = (
         {"origin": origin},
         {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
@@ -242,9 +228,7 @@ def test_a_cross_site_page_cannot_read_or_edit_the_admin_plane(
     assert entry["state"] == "ready"
 
 
-def test_the_admin_page_opens_from_a_link_and_may_call_its_own_gateway(
-    unkeyed_gateway: RunningGateway,
-) -> None:
+def test_the_admin_page_opens_from_a_link_and_may_call_its_own_gateway(unkeyed_gateway) -> None:
     assert unkeyed_gateway.admin.get("/admin", headers=NAVIGATION).status_code == 200
     origin = str(unkeyed_gateway.admin.base_url).rstrip("/")
     same_origin = {"origin": origin, "sec-fetch-site": "same-origin"}
@@ -260,9 +244,7 @@ ALLOWED_ORIGINS = (APP, "http://localhost:3000", DESKTOP_APP)
 
 
 @pytest.fixture(scope="module")
-def gateway_with_origin(
-    tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
-) -> Iterator[RunningGateway]:
+def gateway_with_origin(tmp_path_factory, module_worker) -> Iterator[RunningGateway]:
     folder = tmp_path_factory.mktemp("with-origin")
     with gateway_of_module(folder, module_worker, allowed_origins=ALLOWED_ORIGINS) as gateway:
         yield gateway
@@ -276,9 +258,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_a_page_of_an_allowed_origin_may_use_the_data_plane(
-    gateway_with_origin: RunningGateway, path: str
-) -> None:
+def test_a_page_of_an_allowed_origin_may_use_the_data_plane(gateway_with_origin, path) -> None:
     """Its preflight needs no key, a stream and an error can be read, and the header names it."""
     client, body = gateway_with_origin.client, ASKED[path]
     wanted = "authorization,x-api-key,anthropic-version,x-stainless-os"

@@ -69,9 +69,7 @@ def remaining_tokens(response: httpx.Response) -> int:
     return int(response.headers["x-ratelimit-remaining-tokens"])
 
 
-def test_f52_tokens_are_reserved_before_and_settled_with_the_workers_usage(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_f52_tokens_are_reserved_before_and_settled_with_the_workers_usage(shared_gateway) -> None:
     # A day, because a minute refills while the test runs.
     shared_gateway.use_new_key(tokens_a_day=2000)
     first, second = (shared_gateway.chat(max_tokens=500) for _ in range(2))
@@ -79,9 +77,7 @@ def test_f52_tokens_are_reserved_before_and_settled_with_the_workers_usage(
     assert remaining_tokens(second) == 2000 - USED_TOKENS - PROMPT_TOKENS - 500
 
 
-def test_a_rejected_request_consumes_no_limit_and_an_explanation_no_tokens(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_a_rejected_request_consumes_no_limit_and_an_explanation_no_tokens(shared_gateway) -> None:
     shared_gateway.use_new_key(tokens_a_day=2000, requests_a_minute=50)
     for fields in (
         {"temperature": 9},
@@ -101,9 +97,7 @@ def test_a_rejected_request_consumes_no_limit_and_an_explanation_no_tokens(
     assert remaining_tokens(shared_gateway.chat()) == 2000, "C16"
 
 
-def test_a_request_that_no_worker_serves_consumes_no_tokens(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_a_request_that_no_worker_serves_consumes_no_tokens(gateway, worker) -> None:
     gateway.use_new_key(tokens_a_day=2000, requests_a_minute=50)
     for _ in range(2):
         response = gateway.chat(max_tokens=10)
@@ -198,9 +192,7 @@ def test_a_client_that_leaves_after_a_worker_has_begun_is_charged_whatever_the_n
         assert (len(worker.requests), len(second_worker.requests)) == (1, 1)
 
 
-def test_a_request_counts_as_concurrent_until_its_last_byte(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
+def test_a_request_counts_as_concurrent_until_its_last_byte(shared_gateway, module_worker) -> None:
     shared_gateway.use_new_key(concurrent_requests=2)
     module_worker.script = Script(hang_after=2)
     with shared_gateway.stream() as first, shared_gateway.stream() as second:
@@ -215,9 +207,7 @@ def test_a_request_counts_as_concurrent_until_its_last_byte(
     wait_until(lambda: shared_gateway.chat().status_code == 200)
 
 
-def test_concurrent_requests_do_not_exceed_the_limit(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker
-) -> None:
+def test_concurrent_requests_do_not_exceed_the_limit(shared_gateway, module_worker) -> None:
     key = bearer_headers(shared_gateway.create_key(requests_a_minute=7))
     url = f"{shared_gateway.url}/v1/chat/completions"
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,10 +41,7 @@ def lines_on_a_terminal(url: str, folder: Path) -> list[str]:
 
 
 def test_a_terminal_alone_shows_reasoning_where_an_answer_ran_how_fast_and_its_drafts(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    gateway_with_worker, worker, tmp_path, capsys
 ) -> None:
     url = gateway_with_worker.url
     answer, facts = lines_on_a_terminal(url, tmp_path)[:2]
@@ -60,9 +56,7 @@ def test_a_terminal_alone_shows_reasoning_where_an_answer_ran_how_fast_and_its_d
     assert lines_on_a_terminal(url, tmp_path)[:3] == ["Hmm.\ufffd[2J", "", "Yes"]
 
 
-def test_a_pipe_asks_and_gets_the_answer_alone(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
-) -> None:
+def test_a_pipe_asks_and_gets_the_answer_alone(gateway_with_worker, worker, tmp_path) -> None:
     with PacelineFork(
         ["ask", "--url", gateway_with_worker.url], **PIPES, env=process_environment(tmp_path)
     ) as process:
@@ -89,9 +83,7 @@ def test_options_and_pictures_are_sent_and_the_content_of_a_file_is_its_type(
 
 
 def test_control_characters_of_an_answer_never_reach_a_terminal(
-    shared_gateway: RunningGateway,
-    module_worker: ScriptedWorker,
-    capsys: pytest.CaptureFixture[str],
+    shared_gateway, module_worker, capsys
 ) -> None:
     module_worker.script = Script(tokens=("\x1b[2J", "a\tb\r\nc", "\x9b\u202e"))
     assert main(["ask", "Hi", "--url", shared_gateway.url]) == 0
@@ -109,11 +101,7 @@ def test_control_characters_of_an_answer_never_reach_a_terminal(
     ids=["error", "no end", "cut", "refused"],
 )
 def test_an_answer_that_fails_ends_with_a_sentence(
-    shared_gateway: RunningGateway,
-    module_worker: ScriptedWorker,
-    capsys: pytest.CaptureFixture[str],
-    script: Script,
-    message: str,
+    shared_gateway, module_worker, capsys, script, message
 ) -> None:
     module_worker.script = script
     failure = "broke off: " if message else "the gateway refused: "
@@ -122,9 +110,7 @@ def test_an_answer_that_fails_ends_with_a_sentence(
     assert capsys.readouterr().out == message
 
 
-def test_what_cannot_be_sent_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_sent_is_one_sentence(tmp_path, monkeypatch) -> None:
     (tmp_path / "text.png").write_text("no picture")
     with (tmp_path / "large.png").open("wb") as large:
         large.truncate(32 * 1024**2 + 1)
@@ -154,11 +140,7 @@ def test_what_cannot_be_sent_is_one_sentence(
     ],
 )
 def test_the_first_line_is_a_sentence_with_the_reason(
-    module_gateway: RunningGateway,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    fields: dict[str, Any],
-    sentence: str,
+    module_gateway, tmp_path, capsys, fields, sentence
 ) -> None:
     file = tmp_path / "request.json"
     file.write_text(json.dumps(chat_body(**fields)))
@@ -169,9 +151,7 @@ def test_the_first_line_is_a_sentence_with_the_reason(
     assert json.loads(capsys.readouterr().out)["worker"] == "fake-a"
 
 
-def test_a_file_may_hold_the_request_of_any_wire(
-    module_gateway: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_may_hold_the_request_of_any_wire(module_gateway, tmp_path, capsys) -> None:
     plain = {"model": "demo", "temperature": 0}
     said = [{"role": "user", "content": "Hi"}]
     file = tmp_path / "request.json"
@@ -195,11 +175,7 @@ def test_without_a_worker_or_a_body_in_json_a_sentence_says_so(
 
 
 def test_an_admin_sees_all_errors_and_a_client_those_of_its_key(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    gateway_with_worker, worker, tmp_path, capsys, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     gateway = gateway_with_worker

@@ -52,10 +52,7 @@ def bench(gateway: RunningGateway, *arguments: str) -> int:
 
 
 def test_results_are_printed_written_and_plotted(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    gateway_with_worker, worker, tmp_path, capsys
 ) -> None:
     worker.script = DRAFTED
     record, plot = tmp_path / "run.json", tmp_path / "run.svg"
@@ -91,10 +88,7 @@ def test_results_are_printed_written_and_plotted(
 
 
 def test_two_endpoints_are_measured_alternately_with_the_same_prompts(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    gateway_with_worker, worker, tmp_path, capsys
 ) -> None:
     worker.script = DRAFTED
     record = tmp_path / "run.json"
@@ -160,9 +154,7 @@ def test_without_drafts_no_speculative_block_is_printed(
     assert "Speculative Decoding" not in printed
 
 
-def test_prompts_of_a_file_are_sent(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
-) -> None:
+def test_prompts_of_a_file_are_sent(gateway_with_worker, worker, tmp_path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     system = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Two?"}]
     lines = ({"prompt": "One?", "max_tokens": 9}, {"messages": system})
@@ -202,9 +194,7 @@ def test_an_unusable_endpoint_or_file_is_reported_in_one_message(
         (("--body", "[]"), "must be a JSON object"),
     ],
 )
-def test_an_invalid_option_is_rejected(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_option_is_rejected(arguments, message, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["bench", *arguments])
     assert message in capsys.readouterr().err

@@ -58,9 +58,7 @@ def test_the_main_help_lists_every_command_and_imports_none(arguments: Path_) ->
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_each_command_prints_its_usage_and_explains_every_argument(
-    path: Path_, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_command_prints_its_usage_and_explains_every_argument(path, capsys) -> None:
     assert main([*path, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"Usage: paceline {' '.join(path)}")
     assert COMMANDS[path].help
@@ -121,9 +119,7 @@ def test_an_invalid_setting_is_reported_before_the_server_is_imported(command: s
         ("worker --prot 1", "There is no option '--prot'; did you mean '--port'?"),
     ],
 )
-def test_wrong_usage_is_one_line_that_names_the_help(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_one_line_that_names_the_help(arguments, message, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     error = capsys.readouterr().err

@@ -12,9 +12,7 @@ from tests.support.running_gateway import RunningGateway, make_settings
 
 
 def test_keys_are_created_listed_used_reported_and_revoked(
-    gateway_with_worker: RunningGateway,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    gateway_with_worker, capsys, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     url = ("--url", gateway_with_worker.url)
@@ -80,9 +78,7 @@ def test_without_a_terminal_or_with_yes_the_first_key_is_created_at_once(
     assert capsys.readouterr().err == ("" if options else warning)
 
 
-def test_the_admin_key_comes_from_the_environment(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_admin_key_comes_from_the_environment(tmp_path, capsys, monkeypatch) -> None:
     keys = {"admin_key": SecretStr("admin-key"), "api_key": SecretStr("static-key")}
     with RunningGateway(make_settings(tmp_path, **keys)) as gateway:
         monkeypatch.setenv("PACELINE_API_KEY", "static-key")
@@ -94,9 +90,7 @@ def test_the_admin_key_comes_from_the_environment(
         assert main(["status", "--json", "--url", gateway.url]) == 1, "no worker"
 
 
-def test_a_command_without_a_key_says_where_to_put_one(
-    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_without_a_key_says_where_to_put_one(gateway_with_worker, monkeypatch) -> None:
     gateway_with_worker.create_key()
     command = ["status", "--url", gateway_with_worker.url]
     missing = r"needs a key: PACELINE_API_KEY=pk-\.\.\. paceline status$"
@@ -133,9 +127,7 @@ def test_c3_commands_send_the_stored_admin_key_to_this_machine_only(
         main(command)
 
 
-def test_c3_commands_send_the_stored_admin_key_to_no_other_machine(
-    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c3_commands_send_the_stored_admin_key_to_no_other_machine(gateway, monkeypatch) -> None:
     monkeypatch.setattr(client, "_is_own", lambda _host: False)
     with pytest.raises(SystemExit, match=r"reads it from PACELINE_ADMIN_KEY\.$"):
         main(["keys", "list", "--url", gateway.url])
@@ -153,11 +145,7 @@ def test_l13_settings_of_the_working_folder_send_no_key_to_another_machine(
             main(command)
 
 
-def test_a_rejection_is_one_message_with_the_field(
-    module_gateway: RunningGateway,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_rejection_is_one_message_with_the_field(module_gateway, monkeypatch, capsys) -> None:
     monkeypatch.setenv("PACELINE_ADMIN_KEY", module_gateway.admin_key)
     url = ("--url", module_gateway.url)
     with pytest.raises(SystemExit, match=r"refused: pools\.0: the policy has no pool 'vml'"):

@@ -36,9 +36,7 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_show_prints_the_active_policy_with_its_version(
-    run_policy_command: Command, admin: PolicyAdmin
-) -> None:
+def test_show_prints_the_active_policy_with_its_version(run_policy_command, admin) -> None:
     admin.put(single_pool_policy("b"))
     printed = run_policy_command("show")
     assert printed.splitlines()[0] == f"# policy version 2, etag {admin.etag()[1:-1]}"
@@ -123,9 +121,7 @@ def test_an_unwritable_file_is_reported_and_its_policy_is_applied(
     assert admin.document()["pools"]["text-mtp"]["queue"]["limit"] == 64
 
 
-def test_a_wrong_key_is_reported_and_never_printed(
-    run_policy_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_key_is_reported_and_never_printed(run_policy_command, monkeypatch) -> None:
     for key, problem in (
         ("canary\nkey", "contains characters that an HTTP header cannot carry."),
         ("wrong-canary", "reads it from PACELINE_ADMIN_KEY"),
@@ -165,9 +161,7 @@ def test_an_invalid_policy_is_reported_by_file_line_and_field_and_not_applied(
     assert len(admin.get("/history").json()["versions"]) == 1
 
 
-def test_diff_prints_only_changed_fields(
-    run_policy_command: Command, admin: PolicyAdmin, file: Path
-) -> None:
+def test_diff_prints_only_changed_fields(run_policy_command, admin, file) -> None:
     admin.put(single_pool_policy("a"), x_paceline_author="ann")
     assert run_policy_command("diff", str(file)).splitlines() == [
         "Against version 2, by ann: a test",

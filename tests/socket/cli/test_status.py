@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Self
 
 import pytest
@@ -18,7 +17,6 @@ from gateway.cli import main
 from tests.support.fault_proxy import running_proxy
 from tests.support.http_server import Request, ServerConnection
 from tests.support.paceline_forks import PIPES, PacelineFork
-from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 
 ENTER_SCREEN, LEAVE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
@@ -95,9 +93,7 @@ def test_a_json_watch_prints_one_line_per_refresh(gateway_with_worker: RunningGa
     assert all(state["gateway"]["ready"] for state in states)
 
 
-def test_the_table_reports_a_degraded_store(
-    private_redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_reports_a_degraded_store(private_redis, tmp_path, capsys) -> None:
     settings = make_settings(tmp_path, redis_url=SecretStr(private_redis.url))
     with RunningGateway(settings) as gateway:
         assert main(["status", "--url", gateway.url]) == 1, "no worker"

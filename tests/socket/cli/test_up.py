@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 from pydantic import SecretStr
 
 from gateway.cli.supervisor import Supervisor
@@ -47,9 +46,7 @@ def test_its_commands_ask_a_question_find_this_gateway_and_open_it_for_another_m
     assert "keys create" not in text, "it needs no first one"
 
 
-def test_l9_an_open_gateway_prints_the_token_on_a_terminal_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_l9_an_open_gateway_prints_the_token_on_a_terminal_alone(tmp_path, monkeypatch) -> None:
     text = message(tmp_path, host="0.0.0.0", keyed=True)
     assert " worker --join http://" in text
     assert "--join http://0.0.0.0" not in text

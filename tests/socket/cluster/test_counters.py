@@ -65,9 +65,7 @@ async def sync(*gateways: GatewayCounters, times: int = 1) -> None:
         await gateway.sync()
 
 
-async def test_counts_of_all_gateways_add_up_after_any_number_of_syncs(
-    open_counters: OpenCounters,
-) -> None:
+async def test_counts_of_all_gateways_add_up_after_any_number_of_syncs(open_counters) -> None:
     first, second = open_counters(), open_counters()
     first.count({DONE: 2, ("retries",): 1})
     second.count({DONE: 3})
@@ -95,9 +93,7 @@ async def test_counts_during_an_outage_are_written_later_and_once(
     assert await second.counts() == await first.counts() == {DONE: 3}
 
 
-async def test_an_old_process_is_folded_and_counts_once(
-    redis: RedisServer, open_counters: OpenCounters
-) -> None:
+async def test_an_old_process_is_folded_and_counts_once(redis, open_counters) -> None:
     for count in (2, 3):
         ended = open_counters()
         ended.count({DONE: count})
@@ -155,9 +151,7 @@ async def test_an_outdated_report_does_not_decrease_counts(open_counters: OpenCo
         assert [report.lanes[0].requests for report in await gateway.store.reports()] == [5]
 
 
-async def test_sums_over_many_boots_are_exact_and_stored_reports_are_bounded(
-    open_counters: OpenCounters,
-) -> None:
+async def test_sums_over_many_boots_are_exact_and_stored_reports_are_bounded(open_counters) -> None:
     first, second = open_counters(), open_counters()
     for boot in range(40):
         await (first, second)[boot % 2].store.store_report(boot_report(f"boot-{boot}", boot))

@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.storage.counters import MAX_BOOTS
 from gateway.telemetry.prometheus import GatewayMetrics, exposition
-from tests.support.redis_server import RedisServer
 from tests.support.simulated_fleet import SimulatedGateway, SimulatedRedisGateway, Simulation
 
 OFTEN = ["answer"] * 6 + ["beat"] * 3 + ["deliver"] * 3
@@ -29,9 +28,7 @@ QUICK = settings(
 
 @QUICK
 @given(EVENTS, st.integers(0, 2**32))
-async def test_sums_are_exact_over_restarts_of_workers_and_gateways(
-    redis: RedisServer, events: list[str], seed: int
-) -> None:
+async def test_sums_are_exact_over_restarts_of_workers_and_gateways(redis, events, seed) -> None:
     redis.client.flushall()
     async with AsyncExitStack() as stack:
 
@@ -84,9 +81,7 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_a_report_after_its_boot_was_folded_is_not_counted_again(
-    redis: RedisServer, shared: bool
-) -> None:
+async def test_a_report_after_its_boot_was_folded_is_not_counted_again(redis, shared) -> None:
     simulation = Simulation([], 7)
     wall = lambda: simulation.unix_s  # noqa: E731
     start_gateway = (

@@ -97,8 +97,7 @@ class Cluster:
             gateway.wait_for_end()
 
     def status(self, name: str) -> dict[str, Any]:
-        status: dict[str, Any] = httpx.get(f"{self.urls[name]}/v1/status", timeout=TIMEOUT_S).json()
-        return status
+        return httpx.get(f"{self.urls[name]}/v1/status", timeout=TIMEOUT_S).json()
 
     def wait_for_both(self, condition: Callable[[dict[str, Any]], bool]) -> None:
         """Wait until the status of each gateway is as it should be."""
@@ -164,8 +163,7 @@ def cluster(redis: RedisServer, tmp_path: Path) -> Iterator[Cluster]:
 
 
 def completed(status: dict[str, Any]) -> int:
-    count: int = status["outcomes"].get("completed", 0)
-    return count
+    return status["outcomes"].get("completed", 0)
 
 
 def served_by_workers(status: dict[str, Any]) -> int:
@@ -179,9 +177,7 @@ def boots(status: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("workers", "gateways"), [("x", "a"), pytest.param("xyz", "ab", marks=pytest.mark.proof)]
 )
-def test_sums_are_exact_after_gateways_and_workers_were_killed(
-    cluster: Cluster, workers: str, gateways: str
-) -> None:
+def test_sums_are_exact_after_gateways_and_workers_were_killed(cluster, workers, gateways) -> None:
     """Each of these workers and gateways is killed once, and started again."""
     for name in "ab":
         cluster.start_gateway(name, killable=name in gateways)

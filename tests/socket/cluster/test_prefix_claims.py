@@ -106,9 +106,7 @@ async def test_a_gateway_ignores_its_own_claims_from_redis(two_indexes: Pair) ->
     assert first.workers() == {STUDIO}, "a returning claim is older than the gateway's own"
 
 
-async def test_a_gateway_reads_all_claims_after_a_reconnect(
-    two_indexes: Pair, redis: RedisServer
-) -> None:
+async def test_a_gateway_reads_all_claims_after_a_reconnect(two_indexes, redis) -> None:
     first, second = two_indexes
     first.claim("p")
     await sync(first, second, second)
@@ -136,9 +134,7 @@ async def test_a_claim_ages_while_it_is_stored_in_redis(two_indexes: Pair) -> No
     assert (late.workers("p"), late.workers("q")) == (set(), {STUDIO})
 
 
-async def test_claims_of_an_outage_are_written_after_it(
-    private_redis: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_claims_of_an_outage_are_written_after_it(private_redis, open_redis) -> None:
     first, second = (PeerGateway(open_redis(private_redis)) for _ in range(2))
     await first.sync()
     private_redis.kill()

@@ -58,9 +58,7 @@ async def test_each_gateway_charges_requests_of_the_other_once(open_gateway: Ope
     assert first.shared.gateways == second.shared.gateways == 2
 
 
-async def test_running_requests_count_at_both_gateways_and_are_refunded(
-    open_gateway: OpenGateway,
-) -> None:
+async def test_running_requests_count_at_both_gateways_and_are_refunded(open_gateway) -> None:
     first, second = open_gateway(), open_gateway()
     await second.shared.exchange()
     running = first.limiter.reserve(300, START_S, NOON)
@@ -73,9 +71,7 @@ async def test_running_requests_count_at_both_gateways_and_are_refunded(
     assert second.limiter._remote_running == 0
 
 
-async def test_tokens_reserved_at_a_gateway_after_midnight_count_not_today(
-    open_gateway: OpenGateway,
-) -> None:
+async def test_tokens_reserved_at_a_gateway_after_midnight_count_not_today(open_gateway) -> None:
     first, second = open_gateway(), open_gateway()
     await second.shared.exchange()
     first.limiter.reserve(300, START_S, NOON + DAY_S)
@@ -83,9 +79,7 @@ async def test_tokens_reserved_at_a_gateway_after_midnight_count_not_today(
     assert second.remaining()[2] == 2000
 
 
-async def test_running_requests_of_a_gateway_that_leaves_are_refunded(
-    open_gateway: OpenGateway,
-) -> None:
+async def test_running_requests_of_a_gateway_that_leaves_are_refunded(open_gateway) -> None:
     first, second = open_gateway(), open_gateway()
     first.limiter.reserve(300, START_S, NOON)
     await exchange(first, second)
@@ -138,9 +132,7 @@ async def test_without_any_exchange_a_gateway_assumes_another_one(
 
 
 @pytest.mark.parametrize("gateways", [65, 200])
-async def test_c14_any_number_of_gateways_is_charged_once(
-    redis: RedisServer, open_gateway: OpenGateway, gateways: int
-) -> None:
+async def test_c14_any_number_of_gateways_is_charged_once(redis, open_gateway, gateways) -> None:
     gateway = open_gateway()
     await gateway.shared.exchange()
     totals = json.dumps({"key-a": [1, 2, day_of(NOON), 2, 0, 0]})

@@ -72,9 +72,7 @@ async def test_the_time_of_an_error_follows_the_clock_of_the_gateway_that_lists_
     assert merged.unix_s <= second.now_s - 30
 
 
-async def test_after_a_reconnect_no_error_is_listed_twice(
-    two_gateways: Pair, redis: RedisServer
-) -> None:
+async def test_after_a_reconnect_no_error_is_listed_twice(two_gateways, redis) -> None:
     first, second = two_gateways
     first.fail("req-1")
     await sync(first, second)
@@ -86,9 +84,7 @@ async def test_after_a_reconnect_no_error_is_listed_twice(
     assert second.request_ids() == first.request_ids() == ["req-1", "req-2"]
 
 
-async def test_errors_of_an_outage_reach_the_others_after_it(
-    private_redis: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_errors_of_an_outage_reach_the_others_after_it(private_redis, open_redis) -> None:
     first, second = (PeerGateway(open_redis(private_redis)) for _ in range(2))
     await first.sync()
     private_redis.kill()

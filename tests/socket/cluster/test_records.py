@@ -176,9 +176,7 @@ async def test_a_key_of_another_type_is_a_failure_and_not_an_empty_table(
     assert redis.client.hexists(KEYS, "a")
 
 
-async def test_a_full_redis_takes_edits_and_what_it_has_lost(
-    private_redis: RedisServer, open_records: OpenRecords
-) -> None:
+async def test_a_full_redis_takes_edits_and_what_it_has_lost(private_redis, open_records) -> None:
     records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
     private_redis.configure("maxmemory", "1")
@@ -214,9 +212,7 @@ async def test_an_edit_of_a_frozen_redis_is_unconfirmed_and_may_be_stored(
             await asyncio.sleep(0.05)
 
 
-async def test_an_edit_waits_for_a_slow_redis(
-    private_redis: RedisServer, open_records: OpenRecords
-) -> None:
+async def test_an_edit_waits_for_a_slow_redis(private_redis, open_records) -> None:
     records, client = open_records(private_redis, deadline_s=0.3)
     await records.add("keys", "a", "1")
     assert await records.all("keys") == {"a": "1"}

@@ -24,9 +24,7 @@ SHORT_S = 0.05
 """A deadline."""
 
 
-async def test_calls_do_not_use_asyncio_wait_for(
-    redis: RedisServer, open_redis: OpenRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_calls_do_not_use_asyncio_wait_for(redis, open_redis, monkeypatch) -> None:
     """Before Python 3.12, `asyncio.wait_for` may swallow a cancellation."""
 
     def fail(*_: object, **__: object) -> NoReturn:
@@ -57,9 +55,7 @@ def test_a_reply_received_while_the_process_was_suspended_is_in_time(redis: Redi
     run(main())
 
 
-async def test_an_unconfirmed_edit_is_cancelled_later(
-    redis: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_an_unconfirmed_edit_is_cancelled_later(redis, open_redis) -> None:
     ended = asyncio.Event()
 
     async def hang() -> None:
@@ -75,9 +71,7 @@ async def test_an_unconfirmed_edit_is_cancelled_later(
 
 
 @pytest.mark.parametrize("error", [None, ResponseError("full")])
-async def test_only_a_late_write_that_fails_is_logged(
-    redis: RedisServer, caplog: pytest.LogCaptureFixture, error: Exception | None
-) -> None:
+async def test_only_a_late_write_that_fails_is_logged(redis, caplog, error) -> None:
     written, ended = asyncio.Event(), asyncio.Event()
 
     async def write_late() -> None:
@@ -159,9 +153,7 @@ async def test_l3_a_gateway_with_another_join_token_does_not_start(
     make_cluster_gateway()
 
 
-async def test_l3_another_join_token_is_reported_once_redis_is_back(
-    redis: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_l3_another_join_token_is_reported_once_redis_is_back(redis, open_redis) -> None:
     client = open_redis(redis)
     token, other = SharedJoinToken(open_redis(redis), "one"), SharedJoinToken(client, "two")
     await token.exchange()

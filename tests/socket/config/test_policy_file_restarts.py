@@ -183,9 +183,7 @@ class Fleet(RuleBasedStateMachine):
         self.runner.run(gateway.store.apply(proposal(content), AUTHOR_ANN, onto=onto))
 
 
-def test_f81_no_edit_is_undone_by_a_file_that_nobody_changed(
-    redis: RedisServer, tmp_path: Path
-) -> None:
+def test_f81_no_edit_is_undone_by_a_file_that_nobody_changed(redis, tmp_path) -> None:
     numbers = itertools.count()
     run_state_machine_as_test(
         cast("Any", lambda: Fleet(redis, tmp_path / str(next(numbers)))),

@@ -29,9 +29,7 @@ def test_flags_override_environment_which_overrides_file_which_overrides_default
         ("PACELINE_TRACES", "on", "it must be 'off' or 'otlp'"),
     ],
 )
-def test_a_wrong_value_is_told_in_plain_words(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
-) -> None:
+def test_a_wrong_value_is_told_in_plain_words(monkeypatch, name, value, problem) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(StartupError) as wrong:
         load_settings()
@@ -49,9 +47,7 @@ def test_a_wrong_value_is_told_in_plain_words(
         (None, "does not exist"),
     ],
 )
-def test_an_invalid_settings_file_is_named_with_its_field(
-    tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_an_invalid_settings_file_is_named_with_its_field(tmp_path, text, message) -> None:
     file = tmp_path / "other.yaml"
     if text is not None:
         file.write_text(text)

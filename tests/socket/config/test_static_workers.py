@@ -97,9 +97,7 @@ def test_c8_a_static_worker_gets_the_isolation_scope_as_its_cache_salt(
     assert all("cache_salt" not in received.body for received in second_worker.requests)
 
 
-def test_models_of_a_static_worker_share_its_slots(
-    tmp_path: Path, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_of_a_static_worker_share_its_slots(tmp_path, worker, capsys) -> None:
     worker.script.hang = True
     static = static_worker(url=worker.url, models=["demo", "other"], slots=2)
     with gateway_with(tmp_path, static) as gateway, ThreadPoolExecutor(3) as executor:
@@ -129,9 +127,7 @@ def test_a_static_worker_is_ready_after_its_first_successful_probe(tmp_path: Pat
             assert gateway.chat().status_code == 200
 
 
-def test_a_failing_static_worker_is_ejected(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_a_failing_static_worker_is_ejected(tmp_path, worker, second_worker) -> None:
     worker.script = Script(status=404, body=b'{"error": "no such model: /Users/me/x"}')
     workers = (static_worker(id="a", url=worker.url), static_worker(id="b", url=second_worker.url))
     with gateway_with(tmp_path, *workers) as gateway:
@@ -170,9 +166,7 @@ def test_the_settings_file_may_contain_workers_and_settings_of_a_worker(tmp_path
         ({"api_key_env": "sk-secret"}, "api_key_env"),
     ],
 )
-def test_an_invalid_entry_is_named_by_field_without_its_value(
-    tmp_path: Path, changes: dict[str, Any], field: str
-) -> None:
+def test_an_invalid_entry_is_named_by_field_without_its_value(tmp_path, changes, field) -> None:
     with pytest.raises(StartupError) as error:
         load_settings(write(tmp_path, workers=[{**ENTRY, **changes}]))
     assert f"'workers.0.{field}' in the configuration file" in str(error.value)
@@ -226,9 +220,7 @@ def test_an_engine_gets_no_fields_without_effect() -> None:
     assert sent(stream_options=options) == {"stream_options": {"include_usage": True}}
 
 
-async def test_a_worker_that_cannot_be_reached_is_logged_once_as_unhealthy(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_worker_that_cannot_be_reached_is_logged_once_as_unhealthy(caplog) -> None:
     fleet = WorkerRegistry(lambda: 1_000_000.0, jitter=lambda: 0.0)
     watched = WatchedEngine(entry=static_worker(url="http://127.0.0.1:1"))
     async with EngineWatch(fleet, MemoryCounters(), lambda: 1_000_000.0) as watch:

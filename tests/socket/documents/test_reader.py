@@ -97,9 +97,7 @@ async def test_f65_a_document_that_cannot_be_read_has_a_problem_and_never_fails(
     assert len(processes) == bool(content)
 
 
-async def test_f65_what_was_read_before_a_limit_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_f65_what_was_read_before_a_limit_counts(monkeypatch, tmp_path) -> None:
     """One page of this document draws a trillion forms."""
     assert pdf_process._CPU_S == 15
     (tmp_path / "hurried.py").write_text(HURRIED)
@@ -111,9 +109,7 @@ async def test_f65_what_was_read_before_a_limit_counts(
     assert opened.text == "[Page 1]\nOpen", "a document without a password is no secret"
 
 
-async def test_the_memory_of_documents_is_bounded_and_so_is_their_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_memory_of_documents_is_bounded_and_so_is_their_number(monkeypatch) -> None:
     reader = DocumentReader(ReaderLimits(cache_bytes=2500))
     first, second = pdf("first"), pdf("second")
     for content, started in ((first, 1), (second, 2), (first, 2), (pdf("third"), 3), (second, 4)):
@@ -125,9 +121,7 @@ async def test_the_memory_of_documents_is_bounded_and_so_is_their_number(
     assert [one.problem for one in many[1:]] == ["it is damaged", "it was not read"]
 
 
-async def test_a_client_that_leaves_ends_the_process_that_reads_for_it(
-    processes: list[asyncio.subprocess.Process],
-) -> None:
+async def test_a_client_that_leaves_ends_the_process_that_reads_for_it(processes) -> None:
     reader = DocumentReader()
     reading = asyncio.create_task(read(reader, endless_pdf(), pictures=True))
     while not reader.started:

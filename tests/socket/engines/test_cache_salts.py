@@ -94,9 +94,7 @@ def test_c8_other_engines_get_the_name_of_the_scope_or_the_client_learns_that_th
     assert len({SALT, "tenant 2", *sent}) == 5
 
 
-def test_c8_a_stream_that_goes_on_elsewhere_keeps_its_scope(
-    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_c8_a_stream_that_goes_on_elsewhere_keeps_its_scope(gateway, worker, second_worker) -> None:
     for one in (worker, second_worker):
         gateway.join(one, fingerprint="f")
         one.script.tells_tokens = True

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from httpx import Response
 from openai import OpenAI
 
 from gateway.config.static_workers import StaticWorker
-from tests.support.gateway_fixtures import MakeGateway
 from tests.support.running_gateway import RunningGateway, said
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, event
 
@@ -23,9 +21,7 @@ TEMPLATE_ERROR = b'{"error": "Error rendering prompt with jinja template: /Users
 
 
 @pytest.fixture
-def gateway(
-    tmp_path: Path, make_gateway: MakeGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> RunningGateway:
+def gateway(tmp_path, make_gateway, worker, second_worker) -> RunningGateway:
     """Run a gateway of two engines, the first of which is preferred."""
     policy = tmp_path / "policy.yaml"
     queue = "queue: {timeout_s: 0.5}"
@@ -141,9 +137,7 @@ def test_f69_an_answer_without_a_known_end_is_a_failure_of_the_engine(
         assert answer.headers["x-paceline-worker"] == "mac-second"
 
 
-def test_an_end_by_an_error_after_text_ends_the_stream_with_one(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_an_end_by_an_error_after_text_ends_the_stream_with_one(gateway, worker) -> None:
     last = {"index": 0, "delta": {"content": "Traceback"}, "finish_reason": "error"}
     begun = {"index": 0, "delta": {"content": "one"}, "finish_reason": None}
     worker.script = Script(events=(*(event({"choices": [one]}) for one in (begun, last)), DONE))
@@ -155,11 +149,7 @@ def test_an_end_by_an_error_after_text_ends_the_stream_with_one(
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_f70_a_prescribed_call_comes_from_an_engine_that_holds_to_it_or_is_an_error_with_its_field(
-    gateway: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    *,
-    streamed: bool,
+    gateway, worker, second_worker, *, streamed
 ) -> None:
     body = {"stream": streamed, "tools": TOOLS, "tool_choice": "required"}
     text = stream() if streamed else whole(content="I will not.")
@@ -181,9 +171,7 @@ def test_f70_a_prescribed_call_comes_from_an_engine_that_holds_to_it_or_is_an_er
     assert gateway.status()["workers"]["mac-first"]["state"] == "ready", "it answered"
 
 
-def test_f71_what_a_template_refuses_is_the_clients_and_ejects_no_engine(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f71_what_a_template_refuses_is_the_clients_and_ejects_no_engine(gateway, worker) -> None:
     worker.script = Script(status=500, body=TEMPLATE_ERROR)
     for _ in range(6):
         refused = gateway.chat()
@@ -192,9 +180,7 @@ def test_f71_what_a_template_refuses_is_the_clients_and_ejects_no_engine(
     assert gateway.status()["workers"]["mac-first"]["state"] == "ready"
 
 
-def test_an_engine_without_memory_is_busy(
-    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_an_engine_without_memory_is_busy(gateway, worker, second_worker) -> None:
     worker.script = second_worker.script = Script(status=507, body=b'{"error": "no memory"}')
     busy = gateway.chat()
     assert busy.status_code == 503
@@ -215,9 +201,7 @@ def test_a_client_sees_the_name_that_it_asked_for_and_never_a_path(
         assert worker.requests[-1].body["model"] == "demo"
 
 
-def test_reasoning_of_any_engine_reaches_each_wire(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_reasoning_of_any_engine_reaches_each_wire(gateway, worker) -> None:
     worker.script = whole(content="x", reasoning="Hm")
     with OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client:
         response = client.responses.create(model="demo", input="Hi", reasoning={"effort": "high"})

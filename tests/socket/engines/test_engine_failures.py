@@ -40,9 +40,7 @@ def test_a_busy_engine_is_waited_for(gateway_of: GatewayOf, worker: ScriptedWork
     assert len(worker.requests) >= 4, "one of them was told to come again"
 
 
-def test_an_engine_that_stays_busy_is_said_to_be(
-    gateway_of: GatewayOf, worker: ScriptedWorker
-) -> None:
+def test_an_engine_that_stays_busy_is_said_to_be(gateway_of, worker) -> None:
     worker.script = BUSY
     gateway = gateway_of(worker)
     with PolicyAdmin(gateway.url, gateway.admin_key) as admin:
@@ -52,9 +50,7 @@ def test_an_engine_that_stays_busy_is_said_to_be(
     assert "retry-after" in busy.headers
 
 
-def test_a_refusal_in_the_first_event_of_a_stream_is_the_clients(
-    gateway_of: GatewayOf, worker: ScriptedWorker
-) -> None:
+def test_a_refusal_in_the_first_event_of_a_stream_is_the_clients(gateway_of, worker) -> None:
     message = "prompt is too long for /Users/ann/demo"
     worker.script = Script(events=(event({"error": {"message": message}}),))
     gateway = gateway_of(worker)
@@ -65,9 +61,7 @@ def test_a_refusal_in_the_first_event_of_a_stream_is_the_clients(
     assert gateway.status()["workers"]["fake-a"]["state"] == "ready"
 
 
-def test_an_error_after_the_first_event_ends_the_stream(
-    gateway_of: GatewayOf, worker: ScriptedWorker
-) -> None:
+def test_an_error_after_the_first_event_ends_the_stream(gateway_of, worker) -> None:
     begun = event({"choices": [{"index": 0, "delta": {"content": "one"}, "finish_reason": None}]})
     worker.script = Script(events=(begun, event({"error": "out of memory at 0x7"}), DONE))
     text = gateway_of(worker).chat(stream=True).text
@@ -76,9 +70,7 @@ def test_an_error_after_the_first_event_ends_the_stream(
     assert "0x7" not in text
 
 
-def test_what_an_engine_does_not_tell_is_unknown_in_the_usage_of_a_key(
-    gateway_of: GatewayOf, worker: ScriptedWorker
-) -> None:
+def test_what_an_engine_does_not_tell_is_unknown_in_the_usage_of_a_key(gateway_of, worker) -> None:
     silent = b'{"choices": [{"index": 0, "message": {"content": "x"}, "finish_reason": "stop"}]}'
     worker.script = Script(body=silent)
     gateway = gateway_of(worker)

@@ -47,9 +47,7 @@ def test_f83_an_engine_that_keeps_refusing_is_asked_ever_more_rarely(
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_f83_one_request_probes_for_all_who_wait(
-    tmp_path: Path, worker: ScriptedWorker, leaves: bool
-) -> None:
+def test_f83_one_request_probes_for_all_who_wait(tmp_path, worker, leaves) -> None:
     """Until it has an answer, no other body is sent; if its client leaves, another one probes."""
     clients = 8
     worker.script = refusing(429)
@@ -83,9 +81,7 @@ LEAVING = (
 
 
 @given(refusals=st.lists(st.tuples(st.floats(1, 60), st.floats(0, 0.999)), min_size=1, max_size=12))
-def test_f83_pauses_double_up_to_a_bound_and_begin_anew_once_a_request_is_taken(
-    refusals: list[tuple[float, float]],
-) -> None:
+def test_f83_pauses_double_up_to_a_bound_and_begin_anew_once_a_request_is_taken(refusals) -> None:
     breaker, now_s = HEALTHY, 1_000_000.0
     for number, (retry_after_s, jitter) in enumerate(refusals):
         breaker = breaker.record_busy(now_s, retry_after_s, jitter=jitter)

@@ -13,7 +13,7 @@ import pytest
 from gateway.cli import main
 from gateway.config.static_workers import StaticWorker
 from tests.support.chat_bodies import PICTURE
-from tests.support.gateway_fixtures import MakeClusterGateway, MakeGateway
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.http_server import Request, ServerConnection
 from tests.support.recorded_engine import recorded_engine
 from tests.support.running_gateway import (
@@ -31,9 +31,7 @@ WORD = said("What is 3 plus 4?")
 
 
 @pytest.fixture
-def paceline(
-    gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., str]:
+def paceline(gateway, capsys, monkeypatch) -> Callable[..., str]:
     """Return a function that returns the output of a command of an admin of the gateway."""
     monkeypatch.setenv("PACELINE_ADMIN_KEY", gateway.admin_key)
 
@@ -49,9 +47,7 @@ def engines(gateway: RunningGateway) -> dict[str, Any]:
     return {one["id"]: one for one in listed}
 
 
-def test_the_command_joins_lists_and_removes_an_engine(
-    gateway: RunningGateway, paceline: Callable[..., str]
-) -> None:
+def test_the_command_joins_lists_and_removes_an_engine(gateway, paceline) -> None:
     with recorded_engine("ollama") as engine:
         assert "Joined mac (ollama), 4 requests" in paceline(
             "join-engine", engine.url, "--id", "mac"
@@ -85,9 +81,7 @@ def test_a_joined_engine_outlives_the_gateway(tmp_path: Path) -> None:
             assert engine.generated()[-1]["model"] == "tiny"
 
 
-def test_gateways_that_share_redis_share_joined_engines(
-    make_cluster_gateway: MakeClusterGateway,
-) -> None:
+def test_gateways_that_share_redis_share_joined_engines(make_cluster_gateway) -> None:
     one, other = make_cluster_gateway(), make_cluster_gateway()
     with recorded_engine("omlx") as engine:
         terms = {"url": engine.url, "id": "mac"}
@@ -118,9 +112,7 @@ def test_gateways_that_share_redis_share_joined_engines(
         ({"kind": "magic"}, "kind"),
     ],
 )
-def test_an_engine_that_cannot_be_used_is_refused_with_a_sentence(
-    gateway: RunningGateway, terms: dict[str, Any], param: str
-) -> None:
+def test_an_engine_that_cannot_be_used_is_refused_with_a_sentence(gateway, terms, param) -> None:
     with recorded_engine("omlx") as engine:
         refused = gateway.admin.post(PATH, json={"url": engine.url, **terms})
     error = refused.json()["error"]
@@ -129,9 +121,7 @@ def test_an_engine_that_cannot_be_used_is_refused_with_a_sentence(
     assert engines(gateway) == {}
 
 
-def test_an_engine_gets_its_own_key_alone(
-    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_gets_its_own_key_alone(gateway, monkeypatch) -> None:
     monkeypatch.setenv("MAC_API_KEY", "sk-of-the-mac")
     with recorded_engine("lmstudio") as engine:
         gateway.use_key(gateway.create_key()["secret"])
@@ -198,9 +188,7 @@ def fleet_of(make_gateway: MakeGateway) -> Iterator[Callable[..., RunningGateway
         yield start
 
 
-def test_a_fleet_of_four_kinds_under_one_name_serves_mixed_requests_at_once(
-    fleet_of: Callable[..., RunningGateway],
-) -> None:
+def test_a_fleet_of_four_kinds_under_one_name_serves_mixed_requests_at_once(fleet_of) -> None:
     models = {"lmstudio": "qwen/qwen3-8b", "omlx": "Qwen3.5-9B-4bit", "llama_cpp": "tiny"}
     gateway = fleet_of(2, ollama="qwen3:8b", **models)
 
@@ -225,9 +213,7 @@ def test_a_fleet_of_four_kinds_under_one_name_serves_mixed_requests_at_once(
     assert status["models"]["team"]["tokens"]["completion"] == written
 
 
-def test_a_picture_goes_to_the_engine_that_takes_pictures(
-    fleet_of: Callable[..., RunningGateway],
-) -> None:
+def test_a_picture_goes_to_the_engine_that_takes_pictures(fleet_of) -> None:
     gateway = fleet_of(llama_cpp="tiny", lmstudio="qwen2-vl-7b-instruct")
 
     def explain(**asked: Any) -> Any:
@@ -242,9 +228,7 @@ def test_a_picture_goes_to_the_engine_that_takes_pictures(
     assert scores["lmstudio"] - scores["llama_cpp"] > 2, "it would have to load the model"
 
 
-def test_a_second_isolation_scope_ends_the_reuse_of_prompts_at_llama_cpp(
-    make_gateway: MakeGateway,
-) -> None:
+def test_a_second_isolation_scope_ends_the_reuse_of_prompts_at_llama_cpp(make_gateway) -> None:
     with recorded_engine("llama_cpp") as engine:
         gateway = make_gateway(workers=(StaticWorker(id="mac", url=engine.url),))
         for team in ("red", "red", "blue", "red"):

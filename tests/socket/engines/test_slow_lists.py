@@ -4,10 +4,7 @@ import asyncio
 import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from gateway.config.static_workers import StaticWorker
 from gateway.fleet import engine_watch
@@ -67,9 +64,7 @@ def test_f84_engines_that_list_their_models_in_two_seconds_join(gateway: Running
         wait_until(lambda: len(ready_workers(gateway)) == 3)
 
 
-def test_f84_answered_requests_prove_that_an_engine_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f84_answered_requests_prove_that_an_engine_lives(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(engine_watch, "HEARTBEAT_INTERVAL_S", 0.02)
     monkeypatch.setattr(engine_watch, "READ_TIMEOUT_S", 0.2)
     server = SilentLists()

@@ -187,9 +187,7 @@ def test_f82_the_words_of_a_worker_are_in_no_log_metric_or_page(
     assert search(outputs, tmp_path, of_the_gateway, PROMPT, KEY) == []
 
 
-def test_f82_the_log_has_status_phrase_and_length_of_a_refusal(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_f82_the_log_has_status_phrase_and_length_of_a_refusal(caplog) -> None:
     caplog.set_level(logging.INFO)
     engine = KINDS["openai"](SecretStr(KEY).get_secret_value())
     fields = {"messages": [{"role": "user", "content": PROMPT}]}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.fault_proxy import FaultProxy
-from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import (
     RunningGateway,
@@ -24,8 +23,7 @@ BROKEN = Script(status=500, body=b'{"error": {"message": "Traceback", "type": "x
 
 
 def worker_status(gateway: RunningGateway, worker_id: str) -> dict[str, Any]:
-    status: dict[str, Any] = gateway.status()["workers"][worker_id]
-    return status
+    return gateway.status()["workers"][worker_id]
 
 
 def ejected(gateway: RunningGateway, worker_id: str = "fake-a") -> bool:
@@ -67,10 +65,7 @@ def test_f19_f62_requests_go_to_the_second_worker_while_the_first_is_busy_or_wit
 
 
 def test_f20_f24_an_ejected_worker_recovers_by_responses_and_not_by_heartbeats(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    admin: PolicyAdmin,
+    gateway_with_worker, worker, second_worker, admin
 ) -> None:
     failing = ScriptedWorker(worker_id="fake-c", script=BROKEN)
     worker.script = BROKEN
@@ -224,9 +219,7 @@ def test_f20_a_worker_with_five_consecutive_failures_gets_no_requests_and_is_sho
     wait_for_outcomes(gateway_with_worker, completed=40)
 
 
-def test_f25_a_restarted_worker_has_no_ejection(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_f25_a_restarted_worker_has_no_ejection(gateway_with_worker, worker, second_worker) -> None:
     gateway_with_worker.join(second_worker)
     worker.script = BROKEN
     chat_until_ejected(gateway_with_worker)
@@ -238,10 +231,7 @@ def test_f25_a_restarted_worker_has_no_ejection(
 
 @pytest.mark.parametrize("deregisters", [True, False])
 def test_f49_a_removed_worker_finishes_its_stream_and_gets_no_requests(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    deregisters: bool,
+    gateway_with_worker, worker, second_worker, deregisters
 ) -> None:
     worker.script.hang_after = 2
     with begun(gateway_with_worker.stream()) as read:

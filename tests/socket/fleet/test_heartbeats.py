@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import pytest
 
 from gateway.engines import PacelineWorker
 from gateway.fleet import health
@@ -19,7 +18,6 @@ from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.storage.counters import MemoryCounters
 from tests.support.fault_proxy import Fault, FaultProxy, running_proxy
-from tests.support.gateway_fixtures import MakeGateway
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from tests.support.static_workers import static_worker
@@ -33,9 +31,7 @@ def lane_with(**counts: Any) -> dict[str, Any]:
     return {"lanes": [{"name": "vlm", "speculation": counts}]}
 
 
-def test_a_heartbeat_requires_the_join_token(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_a_heartbeat_requires_the_join_token(gateway, worker) -> None:
     """S08 (CVE-2026-42271, CVE-2026-30623)."""
     path, report = "/admin/v1/workers/fake-a", worker.report().model_dump(mode="json")
     for headers in ({}, {"authorization": "Bearer wrong"}):
@@ -50,9 +46,7 @@ def test_a_heartbeat_requires_the_join_token(
     assert response.json() == {"interval_s": 2.0}
 
 
-def test_an_invalid_field_of_a_heartbeat_is_named_and_breaks_no_page(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_an_invalid_field_of_a_heartbeat_is_named_and_breaks_no_page(gateway, worker) -> None:
     """C5: its counts may be beyond all bounds."""
     report = worker.report().model_dump(mode="json")
     huge = "lanes.0.time_saved.decode_ms"
@@ -83,9 +77,7 @@ def test_an_invalid_field_of_a_heartbeat_is_named_and_breaks_no_page(
         assert gateway.client.get(path).status_code == 200
 
 
-def test_a_second_live_worker_with_the_same_id_gets_409(
-    gateway_with_worker: RunningGateway,
-) -> None:
+def test_a_second_live_worker_with_the_same_id_gets_409(gateway_with_worker) -> None:
     other = ScriptedWorker(worker_id="fake-a", boot_id="boot-2")
     other.socket.close()
     response = gateway_with_worker.send_heartbeat(other)
@@ -117,9 +109,7 @@ def test_the_gateway_is_ready_and_serves_requests_while_a_worker_neither_starts_
     assert answers() == [200, 503, 503, 503]
 
 
-def test_two_workers_share_the_load(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_two_workers_share_the_load(gateway_with_worker, worker, second_worker) -> None:
     gateway_with_worker.join(second_worker)
     worker.script.hang = second_worker.script.hang = True
     with ThreadPoolExecutor(8) as pool:
@@ -135,9 +125,7 @@ def test_two_workers_share_the_load(
     assert gateway_with_worker.status()["pools"]["vlm"]["in_flight"] == 0
 
 
-def test_without_an_mtp_worker_greedy_text_runs_on_vlm_with_its_reason(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_without_an_mtp_worker_greedy_text_runs_on_vlm_with_its_reason(gateway, worker) -> None:
     worker.lanes = ("vlm",)
     gateway.join(worker)
     headers = gateway.chat(temperature=0).headers
@@ -182,9 +170,7 @@ def test_c5_a_url_counts_only_if_the_worker_answers_there_and_its_owner_learns_w
     assert (len(worker.requests), second_worker.requests) == (1, [])
 
 
-def test_c5_the_call_back_names_the_join_token_once_a_boot(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_c5_the_call_back_names_the_join_token_once_a_boot(gateway, worker) -> None:
     for _ in range(3):
         assert put(gateway, worker.report())[0] == 200
     assert worker.authorizations == [BEARER["authorization"]]
@@ -194,10 +180,7 @@ def test_c5_the_call_back_names_the_join_token_once_a_boot(
 
 
 def test_c5_a_slow_call_back_delays_no_other_request(
-    make_gateway: MakeGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    monkeypatch: pytest.MonkeyPatch,
+    make_gateway, worker, second_worker, monkeypatch
 ) -> None:
     monkeypatch.setattr(health, "CALL_BACK_TIMEOUT_S", 60.0)
     gateway = make_gateway(worker)
@@ -219,8 +202,7 @@ def test_c5_a_fetched_report_is_checked_as_a_heartbeat_and_changes_no_url(
     def context_tokens(body: bytes) -> int:
         """Return the tokens in the status when the worker answers for its report with a body."""
         worker.status_body = body
-        shown: int = gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"]
-        return shown
+        return gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"]
 
     report = worker.report(context_tokens=5, url="http://127.0.0.1:1").model_dump(mode="json")
     body = json.dumps({"report": report}).encode()
@@ -291,10 +273,7 @@ async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: Script
 
 
 def test_c5_a_heartbeat_under_the_id_of_a_static_worker_gets_neither_its_place_nor_its_key(
-    make_gateway: MakeGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    monkeypatch: pytest.MonkeyPatch,
+    make_gateway, worker, second_worker, monkeypatch
 ) -> None:
     monkeypatch.setenv("STUDIO_KEY", "key-of-the-studio")
     static = static_worker(id="fake-b", url=worker.url, api_key_env="STUDIO_KEY")
@@ -306,9 +285,7 @@ def test_c5_a_heartbeat_under_the_id_of_a_static_worker_gets_neither_its_place_n
     assert (len(worker.requests), second_worker.requests) == (1, [])
 
 
-async def test_c5_call_backs_are_bounded_in_time_and_number(
-    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_c5_call_backs_are_bounded_in_time_and_number(worker, monkeypatch) -> None:
     assert health.CALL_BACK_TIMEOUT_S == 3
     monkeypatch.setattr(health, "CALL_BACK_TIMEOUT_S", 0.5)
     fleet = WorkerRegistry(time.monotonic, lambda: 0.0)

@@ -29,8 +29,7 @@ def queued(gateway: RunningGateway) -> int:
     """Return the number of queued requests, over all pools, removed ones included."""
     status = gateway.status()
     running = sum(lane["in_flight"] for lane in status["workers"]["fake-a"]["lanes"].values())
-    waiting: int = status["gateway"]["requests_in_flight"] - running
-    return waiting
+    return status["gateway"]["requests_in_flight"] - running
 
 
 def user(text: str) -> dict[str, Any]:
@@ -60,10 +59,7 @@ def test_f48_a_queued_request_keeps_its_pool_and_later_requests_get_the_new_one(
 
 
 def test_f48_a_retry_uses_the_policy_of_the_first_attempt(
-    gateway: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    admin: PolicyAdmin,
+    gateway, worker, second_worker, admin
 ) -> None:
     admin.put(single_pool_policy("before"))
     gateway.join_with(worker, *both_lanes(slots=1))
@@ -82,10 +78,7 @@ def test_f48_a_retry_uses_the_policy_of_the_first_attempt(
 
 
 def test_f48_every_request_succeeds_while_pools_change_under_load(
-    gateway: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    admin: PolicyAdmin,
+    gateway, worker, second_worker, admin
 ) -> None:
     workers = (worker, second_worker)
     documents = [single_pool_policy(name, limit=1000) for name in ("a", "b", "c")]

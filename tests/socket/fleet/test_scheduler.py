@@ -20,8 +20,7 @@ from tests.support.scripted_worker import Script, ScriptedWorker, both_lanes
 
 
 def waiting(gateway: RunningGateway, pool: str) -> int:
-    count: int = gateway.status()["pools"][pool]["waiting"]
-    return count
+    return gateway.status()["pools"][pool]["waiting"]
 
 
 def user(text: str) -> dict[str, str]:
@@ -38,9 +37,7 @@ def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> Runni
     return RunningGateway(make_settings(folder, policy=file))
 
 
-def test_f27_a_full_speculative_lane_spills_to_vlm_with_its_reason(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f27_a_full_speculative_lane_spills_to_vlm_with_its_reason(gateway, worker) -> None:
     gateway.join_with(worker, *both_lanes(slots=1))
     worker.scripts_by_message["hold"] = Script(hang=True)
     with ThreadPoolExecutor(1) as executor:
@@ -54,9 +51,7 @@ def test_f27_a_full_speculative_lane_spills_to_vlm_with_its_reason(
     assert gateway.status()["decisions"]["reasons"] == {"eligible": 1, "spilled": 1}
 
 
-def test_f27_a_full_queue_and_a_queue_timeout_return_retry_after(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
+def test_f27_a_full_queue_and_a_queue_timeout_return_retry_after(tmp_path, worker) -> None:
     queue = {"limit": 1, "timeout_s": 600.0}
 
     def shorten_queue(document: dict[str, Any]) -> None:
@@ -90,9 +85,7 @@ def test_f27_a_full_queue_and_a_queue_timeout_return_retry_after(
         assert gateway.status()["outcomes"] == {"completed": 1, "unserved": 1}
 
 
-def test_an_interactive_request_is_served_before_an_earlier_bulk_request(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_an_interactive_request_is_served_before_an_earlier_bulk_request(gateway, worker) -> None:
     gateway.join_with(worker, *both_lanes(slots=1))
     worker.scripts_by_message["hold"] = Script(hang=True)
 
@@ -128,9 +121,7 @@ def test_a_priority_outside_the_policy_returns_400_with_the_permitted_ones(
                 assert "default, bulk" in error["message"]
 
 
-def test_f14_a_stale_connection_is_retried_once_on_a_new_one(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f14_a_stale_connection_is_retried_once_on_a_new_one(gateway_with_worker, worker) -> None:
     worker.script.drop_reused = True
     responses = [gateway_with_worker.chat() for _ in range(4)]
     assert {response.status_code for response in responses} == {200}

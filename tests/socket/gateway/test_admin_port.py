@@ -18,9 +18,7 @@ def split_gateway(make_gateway: MakeGateway, worker: ScriptedWorker) -> RunningG
     return make_gateway(worker, admin_port=0)
 
 
-def test_keys_and_policies_of_the_admin_port_apply_to_the_data_port(
-    split_gateway: RunningGateway,
-) -> None:
+def test_keys_and_policies_of_the_admin_port_apply_to_the_data_port(split_gateway) -> None:
     rejected = split_gateway.client.post("/admin/v1/keys", json={"name": "ann"})
     assert status_and_code(rejected) == (404, "path_not_found")
     split_gateway.use_new_key()
@@ -31,9 +29,7 @@ def test_keys_and_policies_of_the_admin_port_apply_to_the_data_port(
     assert status_and_code(split_gateway.chat(headers=no_key)) == (401, "invalid_api_key")
 
 
-def test_the_admin_port_rejects_unknown_hosts_and_oversized_headers(
-    split_gateway: RunningGateway,
-) -> None:
+def test_the_admin_port_rejects_unknown_hosts_and_oversized_headers(split_gateway) -> None:
     response = split_gateway.admin.get("/admin/v1/policy", headers={"host": "evil.example"})
     assert status_and_code(response) == (421, "host_not_allowed")
     url = httpx.URL(split_gateway.admin_url)
@@ -44,9 +40,7 @@ def test_the_admin_port_rejects_unknown_hosts_and_oversized_headers(
 
 
 def test_commands_use_the_gateways_settings_to_find_its_ports(
-    split_gateway: RunningGateway,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    split_gateway, monkeypatch, capsys
 ) -> None:
     monkeypatch.setenv("PACELINE_PORT", str(httpx.URL(split_gateway.url).port))
     monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")

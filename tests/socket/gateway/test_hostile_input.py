@@ -24,7 +24,6 @@ import pytest
 import gateway
 import policies
 from tests.support.canary_listener import CanaryListener, error_fields
-from tests.support.gateway_fixtures import MakeGateway
 from tests.support.http_server import Request, ServerConnection
 from tests.support.images import data_url, png_header
 from tests.support.paceline_forks import PIPES, PacelineFork
@@ -57,9 +56,7 @@ def test_s32_the_gateway_follows_no_redirect_of_a_worker(
     assert canary_listener.has_no_connections()
 
 
-def test_s32_health_checks_follow_no_redirect(
-    gateway: RunningGateway, canary_listener: CanaryListener
-) -> None:
+def test_s32_health_checks_follow_no_redirect(gateway, canary_listener) -> None:
     worker, joined = ScriptedWorker(), threading.Event()
 
     async def redirect(link: ServerConnection, request: Request) -> None:
@@ -76,9 +73,7 @@ def test_s32_health_checks_follow_no_redirect(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/route/explain", "/admin/v1/keys"])
-def test_s35_compressed_bodies_are_not_decompressed(
-    module_gateway: RunningGateway, module_worker: ScriptedWorker, path: str
-) -> None:
+def test_s35_compressed_bodies_are_not_decompressed(module_gateway, module_worker, path) -> None:
     """Twenty kilobytes of gzip would decompress to twenty megabytes."""
     compressed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
@@ -87,9 +82,7 @@ def test_s35_compressed_bodies_are_not_decompressed(
     assert not module_worker.requests
 
 
-def test_s35_an_endless_chunked_body_is_cut_at_the_body_limit(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_s35_an_endless_chunked_body_is_cut_at_the_body_limit(make_gateway, worker) -> None:
     """The gateway counts received bytes and does not rely on a declared length."""
     limit_bytes = 100_000
     start = b'{"messages": [{"content": [{"image_url": "data:image/png;base64,'
@@ -184,9 +177,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
-def test_s45_long_texts_of_near_matches_are_relayed(
-    shared_gateway: RunningGateway, module_worker: ScriptedWorker, text: str
-) -> None:
+def test_s45_long_texts_of_near_matches_are_relayed(shared_gateway, module_worker, text) -> None:
     module_worker.script = Script(tokens=(text, " end"))
     messages = [{"role": "user", "content": text}]
     for stream in (False, True):
@@ -200,9 +191,7 @@ def test_s45_long_texts_of_near_matches_are_relayed(
     module_worker.reset()
 
 
-def test_s46_schemas_of_requests_are_not_stored(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
-) -> None:
+def test_s46_schemas_of_requests_are_not_stored(gateway_with_worker, worker, tmp_path) -> None:
     """GHSA-mgrm-fgjv-mhv8: requests with ever new schemas do not fill the disk."""
 
     def file_sizes() -> dict[str, int]:
@@ -234,11 +223,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
     ],
 )
 def test_s07_s43_s48_fields_that_select_servers_or_model_files_are_rejected(
-    module_gateway: RunningGateway,
-    module_worker: ScriptedWorker,
-    canary_listener: CanaryListener,
-    path: str,
-    field: str,
+    module_gateway, module_worker, canary_listener, path, field
 ) -> None:
     """CVE-2024-6587, GHSA-h7x2-h6g9-p789, CVE-2025-62426, CVE-2025-61620."""
     body = {"model": "demo", "prompt": "x"} if path == "/v1/completions" else chat_body()
@@ -372,11 +357,7 @@ IMAGE_KINDS = ("image_url", "input_image", "image")
     ],
 )
 def test_s30_to_s34_the_gateway_fetches_no_url_of_a_request(
-    module_gateway: RunningGateway,
-    module_worker: ScriptedWorker,
-    canary_listener: CanaryListener,
-    kind: str,
-    source: str,
+    module_gateway, module_worker, canary_listener, kind, source
 ) -> None:
     """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779 (GHSA-qh4c-xf7m-gxfc) and its bypass CVE-2026-25960
     (GHSA-v359-jj2v-j536), vllm-mlx #320, CVE-2025-3777, vllm-mlx PR 490.
@@ -402,10 +383,7 @@ def test_s30_to_s34_the_gateway_fetches_no_url_of_a_request(
     ],
 )
 def test_s37_s38_s39_image_counts_sizes_and_ratios_are_checked_before_decoding(
-    module_gateway: RunningGateway,
-    module_worker: ScriptedWorker,
-    size_px: tuple[int, int],
-    count: int,
+    module_gateway, module_worker, size_px, count
 ) -> None:
     """CVE-2026-22773, CVE-2026-34755 (GHSA-pq5c-rjhq-qp7p), CVE-2026-5497.
 
@@ -444,10 +422,7 @@ def test_s37_s38_s39_image_counts_sizes_and_ratios_are_checked_before_decoding(
     ids=lambda value: str(value)[:40],
 )
 def test_s41_s42_s43_s44_s49_values_that_would_crash_an_engine_are_rejected(
-    module_gateway: RunningGateway,
-    module_worker: ScriptedWorker,
-    fields: dict[str, Any],
-    param: str | None,
+    module_gateway, module_worker, fields, param
 ) -> None:
     """CVE-2026-34756 (GHSA-3mwp-wvh9-7528), CVE-2024-8768, CVE-2025-62426, CVE-2025-48944,
     CVE-2025-62164."""

@@ -1,14 +1,12 @@
 """Periodic jobs: they run independently, and a repeated error is logged once."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
 from gateway.errors import RecordsUnwritable
 from gateway.periodic import Job, periodic_tasks
-from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings
 
 
@@ -36,18 +34,14 @@ class PlannedWork:
         (RecordsUnwritable(), "records.unwritable job=PlannedWork.run"),
     ],
 )
-async def test_a_repeated_error_is_logged_once_until_a_run_succeeds(
-    caplog: pytest.LogCaptureFixture, fault: Exception, message: str
-) -> None:
+async def test_a_repeated_error_is_logged_once_until_a_run_succeeds(caplog, fault, message) -> None:
     work = PlannedWork(*[fault] * 3, None, *[fault] * 3)
     async with periodic_tasks([Job(work=work.run, period_s=0.001)]):
         await asyncio.wait_for(work.done.wait(), 10)
     assert [record.getMessage() for record in caplog.records] == [message] * 2
 
 
-async def test_silent_errors_are_not_logged_and_a_job_that_hangs_delays_no_other(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_silent_errors_are_not_logged_and_a_job_that_hangs_delays_no_other(caplog) -> None:
     work = PlannedWork(RecordsUnwritable())
     silent = Job(work=work.run, period_s=0.001, silent_errors=(RecordsUnwritable,))
     async with periodic_tasks([Job(work=work.hang, period_s=0.001), silent]):
@@ -56,9 +50,7 @@ async def test_silent_errors_are_not_logged_and_a_job_that_hangs_delays_no_other
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["in a file", "over Redis"])
-def test_a_gateway_has_one_job_for_each_shared_record(
-    tmp_path: Path, redis: RedisServer, shared: bool
-) -> None:
+def test_a_gateway_has_one_job_for_each_shared_record(tmp_path, redis, shared) -> None:
     url = SecretStr(redis.url) if shared else None
     with RunningGateway(make_settings(tmp_path, redis_url=url)) as gateway:
         names = [

@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -30,9 +29,7 @@ DEFECT = "def test_defect():\n    assert False\n"
 
 
 @pytest.fixture
-def run_gate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def run_gate(tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str]]:
     """Return a function that runs the gate over a project: its exit code and its output."""
     makefile = f"test:\n\t@{sys.executable} -m pytest -p no:cacheprovider $(ARGS)\n"
     (tmp_path / "Makefile").write_text(makefile)
@@ -51,9 +48,7 @@ def run_gate(
     return run
 
 
-def test_tests_that_pass_alone_are_named_and_the_gate_is_green(
-    run_gate: Callable[..., tuple[int, str]],
-) -> None:
+def test_tests_that_pass_alone_are_named_and_the_gate_is_green(run_gate) -> None:
     """One is a flake, the other a defect of order."""
     code, output = run_gate(flake=FLAKE, order=ORDER)
     assert code == 0, output
@@ -76,9 +71,7 @@ def test_tests_that_pass_alone_are_named_and_the_gate_is_green(
     ],
     ids=["a test that fails twice", "a file that cannot be collected"],
 )
-def test_a_defect_makes_the_gate_red(
-    run_gate: Callable[..., tuple[int, str]], files: dict[str, str], last_line: str
-) -> None:
+def test_a_defect_makes_the_gate_red(run_gate, files, last_line) -> None:
     code, output = run_gate(**files)
     assert code == 1
     assert re.fullmatch(last_line, output.splitlines()[-1])
@@ -97,7 +90,5 @@ def failure(file: str) -> Outcome:
         ([""], "a file could not be read, or a process ended"),
     ],
 )
-def test_more_than_three_failures_or_one_of_a_unit_test_are_no_flakes(
-    files: list[str], reason: str
-) -> None:
+def test_more_than_three_failures_or_one_of_a_unit_test_are_no_flakes(files, reason) -> None:
     assert needs_a_mend([failure(file) for file in files]) == reason

@@ -106,9 +106,7 @@ def test_a_missing_python_or_compiler_is_reported_in_one_message(clone: Path) ->
     ],
     ids=["uv is there", "uv is fetched", "no uv", "uv fails"],
 )
-def test_uv_installs_a_lock_once_and_pip_does_where_uv_cannot(
-    clone: Path, case: str, calls: list[str]
-) -> None:
+def test_uv_installs_a_lock_once_and_pip_does_where_uv_cannot(clone, case, calls) -> None:
     add_program(clone / "bin/python3", PYTHON % {"installed": INSTALLED})
     add_program(clone / "uv", UV)
     if case == "uv-is-there":
@@ -223,9 +221,7 @@ def read(project: Path) -> list[str]:
     return [line for name in FILES for line in (project / name).read_text().splitlines()]
 
 
-def test_each_public_image_gets_the_digest_of_its_tag_and_a_second_call_a_new_one(
-    project: Path,
-) -> None:
+def test_each_public_image_gets_the_digest_of_its_tag_and_a_second_call_a_new_one(project) -> None:
     before, previous = read(project), {""}
     for _ in range(2):
         assert pin(project)[0] == 0

@@ -84,9 +84,7 @@ async def connection(port: int) -> AsyncIterator[Connection]:
     ],
     ids=["many", "long", "endless", "extension of a chunk"],
 )
-async def test_c1_a_connection_with_too_many_trailers_is_closed(
-    connection: Connection, trailers: bytes
-) -> None:
+async def test_c1_a_connection_with_too_many_trailers_is_closed(connection, trailers) -> None:
     await connection.send(CHUNKED)
     status, _ = await connection.read_response()
     assert 400 <= status < 500
@@ -105,9 +103,7 @@ async def test_c1_c13_a_few_trailers_are_served_and_are_no_headers(connection: C
     assert status == 200
 
 
-async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(
-    connection: Connection,
-) -> None:
+async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(connection) -> None:
     get = GET.replace(b"host:", b"x: " + b"y" * 2000 + b"\r\nhost:")
     chat = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}"
     requests = [get, chat] * 300  # more bytes than one read of the server

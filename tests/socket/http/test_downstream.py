@@ -51,9 +51,7 @@ def test_f43_headers_without_end_return_431_and_malformed_http_400(shared: Serve
     assert not shared.worker.requests
 
 
-def test_f10_slow_headers_return_408_while_other_clients_are_served(
-    make_gateway: MakeGateway,
-) -> None:
+def test_f10_slow_headers_return_408_while_other_clients_are_served(make_gateway) -> None:
     gateway = make_gateway(**OFTEN, head_timeout_s=0.5)
     with contextlib.ExitStack() as stack:
         slow = []
@@ -92,9 +90,7 @@ def test_pipelined_requests_get_responses_in_order(shared_gateway: RunningGatewa
     assert received.index(b"one two three") < received.index(DONE) < received.index(b"alive")
 
 
-def test_an_http_1_0_client_gets_an_unchunked_body_until_the_connection_closes(
-    shared: Served,
-) -> None:
+def test_an_http_1_0_client_gets_an_unchunked_body_until_the_connection_closes(shared) -> None:
     shared.worker.script.pause_s = 0.01  # each word is one chunk
     for stream in (False, True):
         with raw_client(shared.gateway) as client:
@@ -179,9 +175,7 @@ def test_invalid_bytes_after_a_request_do_not_enter_its_stream(shared: Served) -
     assert shared.worker.client_disconnected.wait(60)
 
 
-def test_f09_a_slow_reader_is_not_disconnected(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_f09_a_slow_reader_is_not_disconnected(make_gateway, worker) -> None:
     words = ("x" * 60_000,) * 100
     worker.script.tokens = words
     with make_gateway(worker, write_timeout_s=3).stream() as response:

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import uvloop
@@ -13,10 +12,8 @@ import uvloop
 from gateway.errors import Overloaded, WorkerSilent
 from gateway.http.upstream import ConnectionPool, retry_after_s
 from tests.support.fault_proxy import Fault, FaultProxy, unresponsive_port
-from tests.support.gateway_fixtures import MakeClusterGateway, MakeGateway, Served
 from tests.support.peer_gateway import share_heartbeat
 from tests.support.raw_client import wait_for_outcomes
-from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 
@@ -55,10 +52,7 @@ def test_f01_an_immediate_connection_reset_is_reported_as_a_worker_error(
 
 
 def test_f13_after_a_connect_timeout_the_request_goes_to_another_worker(
-    make_cluster_gateway: MakeClusterGateway,
-    redis: RedisServer,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
+    make_cluster_gateway, redis, worker, second_worker
 ) -> None:
     with unresponsive_port() as dead_url:
         gateway = make_cluster_gateway(connect_timeout_s=0.2)
@@ -71,9 +65,7 @@ def test_f13_after_a_connect_timeout_the_request_goes_to_another_worker(
     assert {response.status_code for response in responses} == {200}
 
 
-def test_f13_a_silent_connection_ends_at_the_answer_timeout(
-    make_gateway: MakeGateway, worker: ScriptedWorker, proxy: FaultProxy
-) -> None:
+def test_f13_a_silent_connection_ends_at_the_answer_timeout(make_gateway, worker, proxy) -> None:
     gateway = make_gateway(worker, answer_timeout_s=0.3)
     proxy.fault = Fault(blackhole=True)
     for stream in (False, True):
@@ -115,9 +107,7 @@ async def test_f05_a_response_that_is_silent_ends_if_its_worker_is(worker: Scrip
 
 
 @pytest.mark.parametrize("invalid", [b"nothing like HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
-def test_f14_an_invalid_response_on_a_reused_connection_is_not_retried(
-    served: Served, invalid: bytes
-) -> None:
+def test_f14_an_invalid_response_on_a_reused_connection_is_not_retried(served, invalid) -> None:
     assert served.gateway.chat().status_code == 200
     served.worker.script.raw = invalid
     assert served.gateway.chat().status_code == 502
@@ -125,10 +115,7 @@ def test_f14_an_invalid_response_on_a_reused_connection_is_not_retried(
 
 
 def test_f56_a_host_name_that_does_not_resolve_is_a_refused_connection(
-    make_cluster_gateway: MakeClusterGateway,
-    redis: RedisServer,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
+    make_cluster_gateway, redis, worker, second_worker
 ) -> None:
     gateway = make_cluster_gateway()
     share_heartbeat(redis, worker.report(url="http://worker.invalid:9200"))
@@ -172,9 +159,7 @@ def no_free_file() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_f55_a_gateway_without_a_free_file_raises_overloaded(
-    tmp_path: Path, worker: ScriptedWorker, new_loop: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
+def test_f55_a_gateway_without_a_free_file_raises_overloaded(tmp_path, worker, new_loop) -> None:
     async def send_request() -> None:
         async with ConnectionPool(connect_timeout_s=10.0, answer_timeout_s=10.0) as connections:
             with no_free_file(), pytest.raises(Overloaded):

@@ -31,9 +31,7 @@ async def test_the_concurrency_level_is_reached_and_never_exceeded(worker: Scrip
     assert sorted(prompts) == sorted(str(number) for number in range(12))
 
 
-async def test_requests_at_a_rate_are_sent_when_due_without_waiting_for_responses(
-    worker: ScriptedWorker,
-) -> None:
+async def test_requests_at_a_rate_are_sent_when_due_without_waiting_for_responses(worker) -> None:
     worker.script = Script(hang=True)  # no response completes, so no request waits for one
     async with open_worker(worker) as endpoint:
         level = Level(rate=200)

@@ -36,9 +36,7 @@ def test_a_picture_of_a_history_stays_if_one_worker_of_the_model_sees_it(
 
 
 @pytest.mark.parametrize("wire", PARTS)
-def test_f64_a_conversation_goes_on_at_a_model_that_sees_no_pictures(
-    gateway: RunningGateway, worker: ScriptedWorker, wire: str
-) -> None:
+def test_f64_a_conversation_goes_on_at_a_model_that_sees_no_pictures(gateway, worker, wire) -> None:
     """Its user has changed the model; a new picture is an error, and no worker gets one."""
     part = PARTS[wire]
     said = {"role": "user", "content": [part]}

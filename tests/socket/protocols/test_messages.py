@@ -85,9 +85,7 @@ def test_errors_have_anthropics_shape_and_name_its_fields(shared_gateway: Runnin
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
 
 
-def test_tokens_are_counted_as_an_estimate_that_is_called_one(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_tokens_are_counted_as_an_estimate_that_is_called_one(shared_gateway) -> None:
     client = shared_gateway.client
     short, long = (
         client.post(COUNT, json={"model": "demo", **said(text)}) for text in ("Hi", "Hi " * 1000)
@@ -143,9 +141,7 @@ def test_what_no_message_may_have_is_no_explanation_either(shared_gateway: Runni
 
 
 @pytest.mark.parametrize("places", [3, pytest.param(99, marks=pytest.mark.proof)])
-def test_a_route_of_the_makers_that_is_not_served_is_no_404(
-    shared_gateway: RunningGateway, places: int
-) -> None:
+def test_a_route_of_the_makers_that_is_not_served_is_no_404(shared_gateway, places) -> None:
     """A LiteLLM proxy in front takes 404 for a model that is gone, and lets it rest.
 
     Of the routes that begin alike, one is asked; the proof asks all.
@@ -191,9 +187,7 @@ PICTURES = [*HI, {"role": "user", "content": [RESULT_WITH_PICTURE, PICTURE, BROK
 NO_SCHEMA = {"format": {"type": "json_schema", "schema": 7}}
 
 
-def test_the_words_of_an_error_name_the_field_that_the_client_sent(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_the_words_of_an_error_name_the_field_that_the_client_sent(shared_gateway) -> None:
     invalid: dict[str, dict[str, Any]] = {
         "thinking.budget_tokens": {"thinking": {"type": "enabled", "budget_tokens": -5}},
         "stop_sequences": {"stop_sequences": ["x"] * 40},
@@ -248,9 +242,7 @@ def test_a_count_of_tokens_tells_what_remains_of_the_limit_that_it_spends(
     assert (counted.status_code, counted.headers["x-ratelimit-limit-requests"]) == (429, "2")
 
 
-def test_a_worker_counts_the_tokens_of_a_prompt_or_the_gateway_estimates_them(
-    served: Served,
-) -> None:
+def test_a_worker_counts_the_tokens_of_a_prompt_or_the_gateway_estimates_them(served) -> None:
     served.worker.script.body = b'{"count": 1234, "max_model_len": 4096}'
     counted = count_tokens(served.gateway)
     assert (counted.status_code, counted.json()) == (200, {"input_tokens": 1234})
@@ -315,9 +307,7 @@ ASKED: Any = BODY
 
 
 def test_a_message_and_its_events_are_of_anthropics_own_types(
-    shared_gateway: RunningGateway,
-    anthropic_client: anthropic.Anthropic,
-    module_worker: ScriptedWorker,
+    shared_gateway, anthropic_client, module_worker
 ) -> None:
     kinds = ["thinking", "text", "tool_use"]
     call = {"id": "call00001", "type": "function", "function": FUNCTION}
@@ -339,9 +329,7 @@ def test_a_message_and_its_events_are_of_anthropics_own_types(
     assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (6, 4)
 
 
-def test_reasoning_that_nobody_asked_for_is_left_out(
-    anthropic_client: anthropic.Anthropic, module_worker: ScriptedWorker
-) -> None:
+def test_reasoning_that_nobody_asked_for_is_left_out(anthropic_client, module_worker) -> None:
     """Engines of other kinds reason whatever a request says."""
     module_worker.script.events = CHAT_EVENTS
     for thinking in ({"type": "disabled"}, {"type": "adaptive", "display": "omitted"}):
@@ -355,9 +343,7 @@ def test_reasoning_that_nobody_asked_for_is_left_out(
         assert [block.type for block in final.content] == ["text", "tool_use"]
 
 
-def test_what_was_cleared_is_listed_in_the_answer(
-    shared_gateway: RunningGateway, anthropic_client: anthropic.Anthropic
-) -> None:
+def test_what_was_cleared_is_listed_in_the_answer(shared_gateway, anthropic_client) -> None:
     edit = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}
     thought = {"type": "thinking", "thinking": "Hm. " * 20, "signature": "s"}
     turn = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
@@ -377,9 +363,7 @@ def test_what_was_cleared_is_listed_in_the_answer(
     assert final.context_management == response.context_management
 
 
-def test_models_are_of_the_own_types_of_the_makers(
-    shared_gateway: RunningGateway, anthropic_client: anthropic.Anthropic
-) -> None:
+def test_models_are_of_the_own_types_of_the_makers(shared_gateway, anthropic_client) -> None:
     """For OpenAI, they have no fields that its package does not know but those listed."""
     client = shared_gateway.client
     page = client.get("/v1/models").content
@@ -443,9 +427,7 @@ def test_a_tool_of_the_makers_servers_is_ignored_or_refused_by_the_policy(
     assert refused.json()["error"]["param"] == "tools[0].type"
 
 
-def test_anthropics_package_raises_its_own_errors(
-    anthropic_client: anthropic.Anthropic, module_worker: ScriptedWorker
-) -> None:
+def test_anthropics_package_raises_its_own_errors(anthropic_client, module_worker) -> None:
     with pytest.raises(anthropic.NotFoundError) as unknown:
         anthropic_client.messages.create(**{**ASKED, "model": "claude"})
     assert unknown.value.request_id

@@ -83,9 +83,7 @@ def test_errors_have_openais_shape_and_name_the_field(shared_gateway: RunningGat
     assert hosted.headers["x-paceline-ignored"] == "tools[0]:web_search"
 
 
-def test_the_words_of_an_error_name_the_tool_that_the_client_sent(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_the_words_of_an_error_name_the_tool_that_the_client_sent(shared_gateway) -> None:
     """A tool that is left out, and a namespace, change the places of the others."""
     namespace = {"type": "namespace", "name": "mail", "tools": [{**LOOK, "strict": "yes"}]}
     tools = [{"type": "web_search"}, namespace, LOOK]
@@ -175,9 +173,7 @@ def test_a_conversation_keeps_its_items_in_their_order(shared: Served) -> None:
     assert status_and_param(gone) == (400, "conversation")
 
 
-def test_a_conversation_has_at_most_10000_items(
-    shared_gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_has_at_most_10000_items(shared_gateway, monkeypatch) -> None:
     monkeypatch.setattr("gateway.proxy.kept_items.ITEMS_LIMIT", 2)
     client, item = shared_gateway.client, {"items": said("Hi")["messages"]}
     made = client.post("/v1/conversations", json=item).json()
@@ -248,9 +244,7 @@ def test_input_tokens_and_routes_that_are_refused_by_name(shared_gateway: Runnin
     assert status_and_code(compact) == (400, "endpoint_not_served")
 
 
-def test_a_key_sees_and_continues_only_its_own_responses(
-    gateway_with_worker: RunningGateway,
-) -> None:
+def test_a_key_sees_and_continues_only_its_own_responses(gateway_with_worker) -> None:
     ann, bob = (bearer_headers(gateway_with_worker.create_key(name=one)) for one in ("ann", "bob"))
     client = gateway_with_worker.client
     name = client.post(PATH, json={**BODY, "background": True}, headers=ann).json()["id"]

@@ -95,9 +95,7 @@ def test_c8_sealed_reasoning_is_of_use_with_the_same_cache_salt_alone(
         assert not wire.unseals(key, wire.ask(key, []), cache_salt="tenant 1")
 
 
-def test_c8_a_kept_response_goes_on_with_its_reasoning(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
+def test_c8_a_kept_response_goes_on_with_its_reasoning(tmp_path, worker) -> None:
     with gateway_with_policy(tmp_path, worker) as gateway:
         worker.script.body = reasoned()
         headers = bearer_headers(gateway.create_key(team="red"))

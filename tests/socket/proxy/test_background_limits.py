@@ -108,9 +108,7 @@ async def test_the_largest_running_response_fails_beyond_the_limit_of_all(tmp_pa
 
 
 @pytest.mark.parametrize(("chars", "held"), [(10, LIMITS.ended), (2500, 2)])
-async def test_the_oldest_responses_are_forgotten_beyond_the_limits(
-    tmp_path: Path, chars: int, held: int
-) -> None:
+async def test_the_oldest_responses_are_forgotten_beyond_the_limits(tmp_path, chars, held) -> None:
     service = await service_of(tmp_path)
     ended = [await respond(service, "x" * chars) for _ in range(5)]
     logs = [one.log for one in ended if one.log is not None]

@@ -44,9 +44,7 @@ def test_f07_a_disconnect_during_a_stream_frees_the_worker_and_ejects_none(
     assert served.gateway.chat().status_code == 200
 
 
-def test_f08_a_disconnect_before_the_first_event_frees_the_worker(
-    served: Served, disconnect: Callable[[RawClient], None]
-) -> None:
+def test_f08_a_disconnect_before_the_first_event_frees_the_worker(served, disconnect) -> None:
     head_alone = Script(events=(b'{"choices": [',), hang_after=1)
     asked = ((False, Script(hang=True)), (True, Script(hang=True)), (True, head_alone))
     for stream, script in asked:
@@ -61,9 +59,7 @@ def test_f08_a_disconnect_before_the_first_event_frees_the_worker(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_f08_a_disconnect_is_seen_behind_a_body_of_any_size(
-    served: Served, disconnect: Callable[[RawClient], None], path: str
-) -> None:
+def test_f08_a_disconnect_is_seen_behind_a_body_of_any_size(served, disconnect, path) -> None:
     """Behind a large one the gateway has paused while it read."""
     sizes = (1, 70_000, 3_000_000)
     for chars in sizes:
@@ -81,9 +77,7 @@ def test_f08_a_disconnect_is_seen_behind_a_body_of_any_size(
     wait_for_outcomes(served.gateway, client_left=len(sizes))
 
 
-def test_f08_a_disconnect_within_the_request_reaches_no_worker(
-    served: Served, disconnect: Callable[[RawClient], None]
-) -> None:
+def test_f08_a_disconnect_within_the_request_reaches_no_worker(served, disconnect) -> None:
     request = request_bytes(b'{"model":"demo","messages":[{"role":"user","content":"x"}]}')
     for fraction in (0.0, 0.3, 0.99):
         with raw_client(served.gateway) as client:

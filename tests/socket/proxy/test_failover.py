@@ -13,7 +13,6 @@ from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.proxy import forward
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
 from tests.support.gateway_fixtures import MakeGateway
-from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, running_worker, wait_until
 from tests.support.scripted_worker import (
@@ -106,9 +105,7 @@ def test_f03_a_stream_cut_at_any_event_goes_on(gateway: RunningGateway, workers:
     assert gateway.status()["failovers"] == EVENTS - 1
 
 
-def test_f03_a_stream_cut_at_any_byte_goes_on(
-    gateway: RunningGateway, workers: Workers, proxy: FaultProxy
-) -> None:
+def test_f03_a_stream_cut_at_any_byte_goes_on(gateway, workers, proxy) -> None:
     first, second = workers
     first.script = telling()
     sizes = [len(event) for event in told_events(TOKENS, "")]
@@ -122,9 +119,7 @@ def test_f03_a_stream_cut_at_any_byte_goes_on(
         assert is_whole(gateway), at
 
 
-def test_f03_a_stream_outlives_two_workers_and_no_third_one(
-    gateway: RunningGateway, workers: Workers, third_worker: ScriptedWorker
-) -> None:
+def test_f03_a_stream_outlives_two_workers_and_no_third_one(gateway, workers, third_worker) -> None:
     first, second = workers
     second.script = first.script
     with running_worker("fake-d", script=telling()) as fourth:
@@ -140,9 +135,7 @@ def test_f03_a_stream_outlives_two_workers_and_no_third_one(
         assert fourth.requests == []
 
 
-def test_f03_only_a_worker_with_the_same_model_goes_on(
-    gateway: RunningGateway, workers: Workers, third_worker: ScriptedWorker
-) -> None:
+def test_f03_only_a_worker_with_the_same_model_goes_on(gateway, workers, third_worker) -> None:
     join(gateway, *workers, models="ab")
     assert error_code(gateway) == "worker_lost"
     join(gateway, *workers, third_worker, models="aba")
@@ -151,9 +144,7 @@ def test_f03_only_a_worker_with_the_same_model_goes_on(
     assert len(third_worker.requests) == 1
 
 
-def test_f05_three_missed_comments_of_a_worker_are_a_stall(
-    gateway: RunningGateway, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f05_three_missed_comments_of_a_worker_are_a_stall(gateway, workers, monkeypatch) -> None:
     """Whatever longer pauses the settings allow other engines, also before the first event."""
     assert forward._STALLED_S == 31
     monkeypatch.setattr(forward, "_STALLED_S", 0.5)
@@ -212,9 +203,7 @@ def test_a_stream_whose_lines_are_too_long_to_keep_ends_in_an_error(
     assert second.requests == []
 
 
-def test_f18_a_stream_whose_worker_reports_an_error_goes_on(
-    gateway: RunningGateway, workers: Workers
-) -> None:
+def test_f18_a_stream_whose_worker_reports_an_error_goes_on(gateway, workers) -> None:
     begin = told_events(TOKENS, "")[:2]
     workers[0].script = Script(events=(*begin, b'data: {"error": {"message": "boom"}}\n\n'))
     join(gateway, *workers)
@@ -245,9 +234,7 @@ def test_f03_a_stream_that_nobody_can_go_on_with_ends_in_an_error(
     assert second.requests == []
 
 
-def test_f03_a_policy_may_let_no_stream_go_on(
-    gateway: RunningGateway, workers: Workers, admin: PolicyAdmin
-) -> None:
+def test_f03_a_policy_may_let_no_stream_go_on(gateway, workers, admin) -> None:
     join(gateway, *workers)
     assert admin.patch({"retries": {"per_request": 0}}).is_success
     assert error_code(gateway) == "worker_lost"
@@ -275,9 +262,7 @@ def test_f49_a_drain_moves_streams_if_asked(gateway: RunningGateway, workers: Wo
     wait_for_outcomes(gateway, completed=3)
 
 
-def test_f49_a_drain_moves_no_stream_that_no_other_worker_takes(
-    gateway: RunningGateway, workers: Workers
-) -> None:
+def test_f49_a_drain_moves_no_stream_that_no_other_worker_takes(gateway, workers) -> None:
     first, _ = workers
     first.script = telling(hang_after=3)
     join(gateway, first)
@@ -328,9 +313,7 @@ def test_f49_deaths_of_workers_that_somebody_stops_do_not_count(
     assert b'"failovers":3' in received
 
 
-def test_another_worker_gets_the_seed_of_the_first_one(
-    gateway: RunningGateway, workers: Workers
-) -> None:
+def test_another_worker_gets_the_seed_of_the_first_one(gateway, workers) -> None:
     join(gateway, *workers)
     assert is_whole(gateway, temperature=1.0)
     seeds = [worker.requests[0].body["seed"] for worker in workers]
@@ -345,18 +328,14 @@ def test_another_worker_gets_the_seed_of_the_first_one(
     assert {5, None} < set(sent)
 
 
-def test_a_client_cannot_begin_an_answer_for_a_worker(
-    gateway: RunningGateway, workers: Workers
-) -> None:
+def test_a_client_cannot_begin_an_answer_for_a_worker(gateway, workers) -> None:
     join(gateway, *workers)
     response = gateway.chat(**{ANSWER_FIELD: "0 @1"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == ANSWER_FIELD
 
 
-def test_the_death_of_a_stream_counts_for_the_quarantine(
-    gateway: RunningGateway, workers: Workers
-) -> None:
+def test_the_death_of_a_stream_counts_for_the_quarantine(gateway, workers) -> None:
     first, second = workers
     second.script = first.script
     join(gateway, *workers)

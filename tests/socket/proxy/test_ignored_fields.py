@@ -21,9 +21,7 @@ def test_the_header_lists_ignored_fields_and_a_worker_gets_no_neutral_one(served
     assert "x-paceline-ignored" not in served.gateway.chat().headers
 
 
-def test_the_header_lists_what_a_worker_cannot_hold_calls_to(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_the_header_lists_what_a_worker_cannot_hold_calls_to(gateway, worker) -> None:
     """It holds forced calls with every model, and none beside a schema."""
     properties = {"patch": {"type": "string"}}
     parameters = {"type": "object", "properties": properties, "required": ["patch"]}
@@ -35,8 +33,7 @@ def test_the_header_lists_what_a_worker_cannot_hold_calls_to(
         gateway.join(worker, constrains_calls=constrains_calls)
         answer = gateway.chat(**{"tools": tools, "tool_grammars": grammars, **fields})
         assert answer.status_code == 200, answer.text
-        value: str | None = answer.headers.get("x-paceline-ignored")
-        return value
+        return answer.headers.get("x-paceline-ignored")
 
     for stream in (False, True):
         told = ignored(constrains_calls=False, stream=stream, best_of=1)

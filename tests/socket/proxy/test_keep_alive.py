@@ -12,7 +12,6 @@ import openai
 import pytest
 
 from tests.support.gateway_fixtures import MakeGateway
-from tests.support.policies import PolicyAdmin
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report, stream_events
@@ -75,9 +74,7 @@ def chunks(received: bytes) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
-def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(gateway, worker) -> None:
     gateway.send_heartbeat(worker)
     worker.script.hang_after = 0
     with opened(gateway) as (response, read_until):
@@ -128,9 +125,7 @@ def test_a_queued_stream_gets_an_early_head_and_later_the_headers_that_it_lacks(
     assert not any("headers" in chunk for chunk in others)
 
 
-def test_an_error_after_an_early_head_is_the_last_event(
-    gateway: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
-) -> None:
+def test_an_error_after_an_early_head_is_the_last_event(gateway, worker, admin) -> None:
     admin.use(pools={"vlm": {"lanes": "vlm", "queue": {"timeout_s": 0.6}}})
     with queued(gateway, worker) as (response, read_until):
         assert response.status_code == 200
@@ -141,9 +136,7 @@ def test_an_error_after_an_early_head_is_the_last_event(
     assert b"[DONE]" not in received
 
 
-def test_what_a_worker_would_refuse_is_refused_before_an_early_head(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_what_a_worker_would_refuse_is_refused_before_an_early_head(make_gateway, worker) -> None:
     """A worker checks what waits for long; the refusal has its own status, and no slot is used."""
     gateway = make_gateway(check_s=CHECK_S, keepalive_s=4.0)  # the check comes two seconds before
     error = {"message": "Too long.", "param": "messages", "code": "context_length_exceeded"}
@@ -155,9 +148,7 @@ def test_what_a_worker_would_refuse_is_refused_before_an_early_head(
         worker.resume.set()
 
 
-def test_a_check_that_refuses_nothing_leaves_a_stream_in_its_queue(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_a_check_that_refuses_nothing_leaves_a_stream_in_its_queue(gateway, worker) -> None:
     not_found = (404, b'{"error": {"message": ""}}')
     answers = ((200, b'{"prompt_tokens": 7}'), (500, b"{}"), not_found, (503, b"{}"))
     for count, answer in enumerate(answers, 1):
@@ -171,9 +162,7 @@ def test_a_check_that_refuses_nothing_leaves_a_stream_in_its_queue(
         assert len(worker.checks) == count
 
 
-def test_after_an_early_head_another_worker_is_asked(
-    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_after_an_early_head_another_worker_is_asked(gateway, worker, second_worker) -> None:
     with queued(gateway, worker, second_worker) as (_, read_until):
         worker.script = Script(status=503, headers=((b"retry-after", b"60"),))
         worker.resume.set()
@@ -200,17 +189,13 @@ def test_a_crash_after_comments_alone_counts_for_the_quarantine(
         assert len(worker.requests) + len(second_worker.requests) < 30
 
 
-def test_a_whole_answer_is_not_begun_early(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_a_whole_answer_is_not_begun_early(make_gateway, worker) -> None:
     worker.script.hang = True
     gateway = make_gateway(worker, check_s=CHECK_S, keepalive_s=0.1, answer_timeout_s=0.6)
     assert status_and_code(gateway.chat()) == (504, "worker_timeout")
 
 
-def test_the_openai_client_reads_comments_late_headers_and_late_errors(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_the_openai_client_reads_comments_late_headers_and_late_errors(gateway, worker) -> None:
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
     asked: Any = {**chat_body(), "stream": True}
     with occupied(gateway, worker):

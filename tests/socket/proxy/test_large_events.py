@@ -40,11 +40,7 @@ def charged(gateway: RunningGateway, key: dict[str, Any]) -> int:
     ids=["an event that is too large", "a refusal in the answer"],
 )
 def test_c23_an_end_that_the_request_has_caused_ejects_nobody_and_costs_the_reservation(
-    gateway_with_worker: RunningGateway,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    events: tuple[bytes, ...],
-    code: str,
+    gateway_with_worker, worker, second_worker, events, code
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = second_worker.script = Script(events=events)
@@ -53,8 +49,7 @@ def test_c23_an_end_that_the_request_has_caused_ejects_nobody_and_costs_the_rese
     for number in range(12):
         body = {"model": "demo", "messages": [{"role": "user", "content": f"{number}"}]}
         response = gateway_with_worker.client.post(
-            "/v1/chat/completions",
-            json={**body, "stream": True, "max_tokens": 100},
+            "/v1/chat/completions", json={**body, "stream": True, "max_tokens": 100}
         )
         assert stream_error_code(response.content) == code
     assert state(gateway_with_worker) == "ready"

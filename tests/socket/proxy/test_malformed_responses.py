@@ -94,9 +94,7 @@ CODES = {
 }
 
 
-def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f15_a_broken_event_ends_the_stream_in_an_error_event(gateway, worker) -> None:
     for name, events in BROKEN.items():
         worker.script.events = events
         gateway.rejoin(worker)
@@ -109,9 +107,7 @@ def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_f16_f18_a_200_without_a_valid_body_becomes_a_502(
-    gateway: RunningGateway, worker: ScriptedWorker, stream: bool
-) -> None:
+def test_f16_f18_a_200_without_a_valid_body_becomes_a_502(gateway, worker, stream) -> None:
     bodies = [HTML, b"", b"{}", b"[]", b"null", b'{"choices":[]}', b"{"]
     bodies += [b'{"error": {"message": "/Users/me/nginx exploded"}}']
     bodies += [json.dumps(chat_completion("all at once")).encode()] * stream
@@ -164,9 +160,7 @@ def test_f21_a_400_in_openais_error_format_is_relayed(served: Served) -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
-def test_l11_text_that_is_no_utf_8_ends_the_stream_in_an_error_event(
-    served: Served, pause_s: float
-) -> None:
+def test_l11_text_that_is_no_utf_8_ends_the_stream_in_an_error_event(served, pause_s) -> None:
     broken = chunk({"content": "a-b"}).replace(b"a-b", b"a\xffb")
     served.worker.script.pause_s = pause_s
     served.worker.script.events = (FIRST, TEXT, TEXT, broken, TEXT, STOP, DONE)
@@ -208,9 +202,7 @@ INVALID_HTTP = (
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_f57_invalid_http_becomes_a_502(
-    gateway: RunningGateway, worker: ScriptedWorker, stream: bool
-) -> None:
+def test_f57_invalid_http_becomes_a_502(gateway, worker, stream) -> None:
     for number, raw in enumerate(INVALID_HTTP):
         worker.script.raw = raw
         gateway.rejoin(worker)

@@ -3,7 +3,6 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -103,9 +102,7 @@ def test_the_policy_makes_the_answers_of_a_model_exact_unless_a_request_says_oth
     assert "exact" in message
 
 
-def test_an_exact_answer_is_asked_of_no_engine_of_another_kind(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
+def test_an_exact_answer_is_asked_of_no_engine_of_another_kind(tmp_path, worker) -> None:
     static_workers = (static_worker(url=worker.url, models=["demo"], pools=["vlm"]),)
     with gateway_with_policy(tmp_path, static_workers=static_workers) as gateway:
         status, param, message = error_of(gateway.chat(exact=True))
@@ -134,9 +131,7 @@ def test_l4_a_route_matches_requests_with_its_header_in_utf_8_as_the_policy_is_w
         assert pool_of(gateway_with_worker.chat()) == pool, (name, value)
 
 
-def test_a_route_matches_requests_in_its_hours_and_days(
-    gateway_with_worker: RunningGateway, admin: PolicyAdmin
-) -> None:
+def test_a_route_matches_requests_in_its_hours_and_days(gateway_with_worker, admin) -> None:
     now = time.localtime()
     around = f"{(now.tm_hour - 2) % 24:02}:00-{(now.tm_hour + 2) % 24:02}:59"
     before = f"{(now.tm_hour - 4) % 24:02}:00-{(now.tm_hour - 3) % 24:02}:59"
@@ -151,9 +146,7 @@ def test_a_route_matches_requests_in_its_hours_and_days(
     assert pool_of(gateway_with_worker.chat()) == "today"
 
 
-def test_a_pool_contains_only_workers_with_its_labels(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_a_pool_contains_only_workers_with_its_labels(tmp_path, worker, second_worker) -> None:
     labelled = {"vlm": {"lanes": "vlm", "workers": {"labels": ["fake-b"]}}}
     with gateway_with_policy(tmp_path, worker, second_worker, pools=labelled) as gateway:
         responses = [gateway.chat() for _ in range(5)]
@@ -217,9 +210,7 @@ def test_media_outside_the_policys_limits_are_rejected(served: Served, admin: Po
         assert len(served.worker.requests) == number + 1
 
 
-def test_a_policy_without_retries_denies_them(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_a_policy_without_retries_denies_them(tmp_path, worker, second_worker) -> None:
     policy: dict[str, Any] = {"pools": PREFERRED, "retries": {"share": 0, "at_least": 0}}
     busy = Script(status=503, headers=((b"retry-after", b"1"),))
     with gateway_with_policy(tmp_path, worker, second_worker, **policy) as gateway:
@@ -238,13 +229,7 @@ def test_a_policy_without_retries_denies_them(
     ],
 )
 def test_a_retry_at_a_worker_lets_the_next_one_begin(
-    tmp_path: Path,
-    worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    script: Script,
-    margin_s: float,
+    tmp_path, worker, second_worker, monkeypatch, *, script, margin_s
 ) -> None:
     assert forward._READ_MARGIN_S == 1
     monkeypatch.setattr(forward, "_READ_MARGIN_S", margin_s)
@@ -260,9 +245,7 @@ def test_a_retry_at_a_worker_lets_the_next_one_begin(
         assert {response.result().status_code for response in responses} == {200}
 
 
-def test_a_static_worker_has_the_labels_of_its_entry(
-    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_a_static_worker_has_the_labels_of_its_entry(tmp_path, worker, second_worker) -> None:
     big = {"vlm": {"lanes": "vlm", "workers": {"labels": "big"}}, "rest": {"lanes": "vlm"}}
     static_workers = (
         static_worker(id="small", url=worker.url, pools=["vlm"]),
@@ -312,9 +295,7 @@ def last_chunk(gateway: RunningGateway, **fields: Any) -> dict[str, Any]:
     return {} if chunk["choices"] else chunk
 
 
-def test_a_response_has_metrics_on_request_or_by_policy(
-    gateway_with_worker: RunningGateway, admin: PolicyAdmin
-) -> None:
+def test_a_response_has_metrics_on_request_or_by_policy(gateway_with_worker, admin) -> None:
     gateway = gateway_with_worker
     for include, asked, expected in (
         ("on_request", {}, False),
@@ -351,9 +332,7 @@ def test_the_last_chunk_has_usage_and_metrics_on_request_or_by_policy(
     assert gateway.status()["recent"]["mtp"]["accepted"] == 8, "the gateway always counts drafts"
 
 
-def test_the_shipped_policy_includes_metrics_with_usage(
-    gateway_with_worker: RunningGateway,
-) -> None:
+def test_the_shipped_policy_includes_metrics_with_usage(gateway_with_worker) -> None:
     assert MetricsRules().include == "with_usage"
     assert gateway_with_worker.chat().json()["metrics"] == METRICS
     assert last_chunk(gateway_with_worker) == {}

@@ -150,9 +150,7 @@ def test_an_answer_without_vectors_or_ranking_is_an_error_of_the_worker(fleet: F
     assert status_and_code(fleet.post("/v2/rerank", **RANK)) == (502, "worker_failed")
 
 
-def test_default_is_the_one_model_that_serves_the_endpoint(
-    fleet: Fleet, worker: ScriptedWorker
-) -> None:
+def test_default_is_the_one_model_that_serves_the_endpoint(fleet, worker) -> None:
     assert fleet.post("/v1/embeddings", model="default", input="x").status_code == 200
     assert fleet.embedder.requests[-1].body["model"] == "bge"
     assert fleet.gateway.chat(model="default").status_code == 200
@@ -182,9 +180,7 @@ def test_a_key_pays_the_tokens_that_the_worker_reports(fleet: Fleet) -> None:
     assert status_and_code(large) == (400, "tokens_over_limit")
 
 
-def test_a_policy_routes_by_the_endpoint(
-    embedder: ScriptedWorker, worker: ScriptedWorker, tmp_path: Any
-) -> None:
+def test_a_policy_routes_by_the_endpoint(embedder, worker, tmp_path) -> None:
     routes = [
         {"name": "vectors", "when": {"endpoint": "embeddings"}, "to": ["small"]},
         {"name": "texts", "when": {"endpoint": ["completions", "rerank"]}, "to": ["vlm"]},
@@ -205,9 +201,7 @@ def test_a_policy_routes_by_the_endpoint(
             assert found == (route, pool, endpoint)
 
 
-def test_a_server_of_another_kind_gets_what_it_knows(
-    tmp_path: Any, embedder: ScriptedWorker
-) -> None:
+def test_a_server_of_another_kind_gets_what_it_knows(tmp_path, embedder) -> None:
     static = StaticWorker(
         id="vllm", kind="openai", url=embedder.url, models=("bge",), pools=("embeddings",), slots=2
     )

@@ -5,12 +5,11 @@ import json
 import weakref
 from typing import Any
 
-import pytest
 from pydantic import SecretStr
 
 from gateway.proxy import handler
 from gateway.proxy.context import RequestContext
-from tests.support.gateway_fixtures import MakeGateway, Served
+from tests.support.gateway_fixtures import Served
 from tests.support.raw_client import open_socket, raw_client, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, bearer_headers, chat_body, wait_until
 from tests.support.scripted_worker import ScriptedWorker
@@ -84,18 +83,14 @@ def test_a_wrong_method_returns_405_with_the_allowed_one(module_gateway: Running
         assert response.headers["allow"] == allowed
 
 
-def test_an_unknown_path_returns_404_in_openais_error_format(
-    module_gateway: RunningGateway,
-) -> None:
+def test_an_unknown_path_returns_404_in_openais_error_format(module_gateway) -> None:
     for path in ("//v1/chat/completions", "/nothing", "/docs/no"):
         assert error_of(module_gateway.client.post(path, json=chat_body()))[0] == 404
     slashed = module_gateway.client.post("/v1/chat/completions/", json=chat_body())
     assert error_of(slashed) == (400, "endpoint_not_served", None)
 
 
-def test_f39_f11_a_body_that_is_too_large_or_never_ends_is_rejected(
-    make_gateway: MakeGateway,
-) -> None:
+def test_f39_f11_a_body_that_is_too_large_or_never_ends_is_rejected(make_gateway) -> None:
     gateway = make_gateway(check_s=0.05, body_limit_bytes=1000, body_timeout_s=0.05)
     chunked = (b"x" * 100 for _ in range(20))
     response = gateway.client.post("/v1/chat/completions", content=chunked)
@@ -112,9 +107,7 @@ def test_f41_gateway_and_worker_use_the_same_value_of_a_duplicate_key(served: Se
     assert served.worker.requests[0].body["temperature"] == 0
 
 
-def test_each_key_authorizes_its_own_plane_and_nothing_else_any(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_each_key_authorizes_its_own_plane_and_nothing_else_any(make_gateway, worker) -> None:
     keys = {"api_key": SecretStr("data-key"), "admin_key": SecretStr("admin-key")}
     client = make_gateway(worker, **keys).client
     chat = "/v1/chat/completions"
@@ -143,9 +136,7 @@ def test_each_key_authorizes_its_own_plane_and_nothing_else_any(
     assert client.put("/admin/v1/workers/x", headers=admin, json={}).status_code == 401
 
 
-def test_c16_a_rejected_body_is_freed_without_the_garbage_collector(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c16_a_rejected_body_is_freed_without_the_garbage_collector(served, monkeypatch) -> None:
     """A gateway collects garbage so seldom that a few hundred such bodies fill its memory."""
     begun: list[weakref.ref[RequestContext]] = []
 

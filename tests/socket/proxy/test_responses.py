@@ -32,9 +32,7 @@ def test_a_sampled_request_runs_on_vlm_with_its_reason(shared_gateway: RunningGa
     assert response.headers["x-request-id"].startswith("req-")
 
 
-def test_a_greedy_text_request_runs_on_the_mtp_lane_and_one_with_an_image_on_vlm(
-    shared: Served,
-) -> None:
+def test_a_greedy_text_request_runs_on_the_mtp_lane_and_one_with_an_image_on_vlm(shared) -> None:
     response = shared.gateway.chat(temperature=0)
     assert response.headers["x-paceline-pool"] == "text-mtp"
     assert response.headers["x-paceline-reason"] == "eligible"
@@ -73,9 +71,7 @@ def test_the_worker_gets_effective_values_and_no_client_headers(shared: Served) 
     assert "cookie" not in received.headers
 
 
-def test_a_stream_is_relayed_byte_for_byte_without_unrequested_usage(
-    shared_gateway: RunningGateway,
-) -> None:
+def test_a_stream_is_relayed_byte_for_byte_without_unrequested_usage(shared_gateway) -> None:
     events = stream_events(("one", " two", " three"))
     response = shared_gateway.chat(stream=True)
     assert response.content == b"".join(event for event in events if event != usage_chunk())
@@ -128,9 +124,7 @@ def test_a_models_own_sampling_values_apply_where_neither_policy_nor_request_has
     assert shown["max_model_len"] == 4096
 
 
-def test_default_is_an_alias_of_the_only_model(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_default_is_an_alias_of_the_only_model(gateway, worker) -> None:
     worker.model = "Qwen/Qwen3.5-4B"
     gateway.send_heartbeat(worker)
     assert gateway.chat(model="default").status_code == 200
@@ -152,9 +146,7 @@ def test_explain_returns_the_decision_without_running_the_request(shared: Served
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_openai_client_reads_responses_and_streams(
-    shared_gateway: RunningGateway, temperature: float
-) -> None:
+def test_the_openai_client_reads_responses_and_streams(shared_gateway, temperature) -> None:
     asked: Any = {"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
     asked["temperature"] = temperature
     with openai.OpenAI(
@@ -178,9 +170,7 @@ def test_a_preflight_request_gets_no_cors_headers(shared_gateway: RunningGateway
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-def test_an_oversized_response_becomes_a_502(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_oversized_response_becomes_a_502(served, monkeypatch) -> None:
     assert forward._WHOLE_LIMIT_BYTES == 64 * 1024 * 1024
     monkeypatch.setattr(forward, "_WHOLE_LIMIT_BYTES", 64 * 1024)
     body = b'{"choices": [{"message": {"content": "one"}}]}'

@@ -4,9 +4,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import ScriptedWorker
-
 NOTE = {"role": "system", "content": "It is late."}
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -18,9 +15,7 @@ CHAT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_a_worker_that_tells_gets_a_system_message_in_its_place(
-    gateway: RunningGateway, worker: ScriptedWorker, *, takes: bool
-) -> None:
+def test_a_worker_that_tells_gets_a_system_message_in_its_place(gateway, worker, *, takes) -> None:
     """It knows what its template takes there; the beginning of the prompt stays the same."""
     gateway.join(worker, system_inside=takes)
     for path, body in bodies():
@@ -40,9 +35,7 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def test_an_engine_that_does_not_tell_gets_system_messages_at_the_front(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_an_engine_that_does_not_tell_gets_system_messages_at_the_front(gateway, worker) -> None:
     gateway.join(worker)
     assert gateway.chat(messages=CHAT).status_code == 200
     first = {"role": "system", "content": "Be brief.\n\nIt is late."}

@@ -57,9 +57,7 @@ def asked(
         yield process, client
 
 
-def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(gateway, worker) -> None:
     with asked(gateway, hang=True) as (process, client):
         gateway.send_heartbeat(worker)
         process.kill()
@@ -122,9 +120,7 @@ def test_f02_a_request_goes_on_at_most_as_often_as_the_policy_says(
     assert sum(len(member.requests) for member in members) == 3
 
 
-def test_f02_a_body_above_8_mb_goes_to_one_worker_only(
-    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
+def test_f02_a_body_above_8_mb_goes_to_one_worker_only(gateway, worker, second_worker) -> None:
     for member in (worker, second_worker):
         member.script = Script(status=500)
         gateway.send_heartbeat(member)
@@ -226,9 +222,7 @@ def test_f05_a_stalled_stream_ends_in_an_error_event_and_frees_the_worker(
     wait_for_outcomes(gateway, failed=1)
 
 
-def test_f05_comments_reset_the_idle_timeout_of_a_stream(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_f05_comments_reset_the_idle_timeout_of_a_stream(make_gateway, worker) -> None:
     comments = (b": keepalive\n\n",) * 20
     worker.script = Script(events=(*comments, *stream_events(("late",))), pause_s=0.1)
     gateway = make_gateway(worker, idle_timeout_s=1.5)
@@ -236,9 +230,7 @@ def test_f05_comments_reset_the_idle_timeout_of_a_stream(
     wait_for_outcomes(gateway, completed=1)
 
 
-def test_f06_a_slow_stream_is_relayed_unchanged(
-    gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
-) -> None:
+def test_f06_a_slow_stream_is_relayed_unchanged(gateway_behind_proxy, worker, proxy) -> None:
     worker.script = Script(tokens=("größer", " 🐎", " fin"))
     for size in (1, 2, 3, 7):
         proxy.fault = Fault(drip_bytes=size, drip_pause_s=0.0)
@@ -247,9 +239,7 @@ def test_f06_a_slow_stream_is_relayed_unchanged(
         assert response.content == b"".join(stream_events(worker.script.tokens))
 
 
-def test_f17_done_completes_a_stream_whether_worker_or_client_stay_or_leave_then(
-    served: Served,
-) -> None:
+def test_f17_done_completes_a_stream_whether_worker_or_client_stay_or_leave_then(served) -> None:
     """The gateway does not wait for a served.worker that has said it."""
     for script in (Script(cut_after=len(WHOLE)), Script(hang_after=len(WHOLE))):
         served.worker.script = script
@@ -264,9 +254,7 @@ def test_f17_done_completes_a_stream_whether_worker_or_client_stay_or_leave_then
     wait_for_outcomes(served.gateway, completed=3)
 
 
-def test_f17_a_response_cut_in_its_body_returns_502(
-    gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
-) -> None:
+def test_f17_a_response_cut_in_its_body_returns_502(gateway_behind_proxy, worker, proxy) -> None:
     worker.script = Script(tokens=("word ",) * 1000)
     for fault in (Fault(end_after_bytes=1000), Fault(reset_after_bytes=1000)):
         proxy.fault = fault
@@ -298,9 +286,7 @@ def test_f17_f18_a_worker_that_fails_before_its_first_event_returns_502(served: 
     assert status_and_code(served.gateway.chat(stream=True)) == (502, "worker_failed")
 
 
-def test_f25_a_replacement_worker_gets_409_until_the_old_boot_expires(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f25_a_replacement_worker_gets_409_until_the_old_boot_expires(gateway, worker) -> None:
     with running_worker(boot_id="boot-0") as first:
         gateway.send_heartbeat(first)
         assert gateway.chat().status_code == 200

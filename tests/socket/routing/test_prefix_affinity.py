@@ -66,9 +66,7 @@ def two_worker_gateway(gateway: RunningGateway, workers: Pair) -> RunningGateway
     return gateway
 
 
-def test_requests_follow_their_system_prompt_to_its_worker(
-    two_worker_gateway: RunningGateway, workers: Pair
-) -> None:
+def test_requests_follow_their_system_prompt_to_its_worker(two_worker_gateway, workers) -> None:
     prompts = [fields_of(f"{number}. {LONG}") for number in range(20)]
     first = [worker_of(two_worker_gateway.chat(**one)) for one in prompts]
     assert {*first} == {"fake-a", "fake-b"}, "new system prompts are distributed"
@@ -193,9 +191,7 @@ def test_a_conversation_moves_when_its_worker_leaves_and_stays_there(
     assert [chat.worker() for _ in range(2)] == [before] * 2
 
 
-def test_a_worker_that_keeps_no_conversation_loses_its_claims(
-    two_worker_gateway: RunningGateway, workers: Pair
-) -> None:
+def test_a_worker_that_keeps_no_conversation_loses_its_claims(two_worker_gateway, workers) -> None:
     chat = Chat(two_worker_gateway, "c")
     holder, _ = holder_and_other(workers, chat.worker())
     holder.script = script_with_cached(0)
@@ -208,9 +204,7 @@ def test_a_worker_that_keeps_no_conversation_loses_its_claims(
     assert not candidates[0]["prefix_cached"]
 
 
-def test_a_worker_that_reports_an_eviction_is_not_preferred(
-    two_worker_gateway: RunningGateway, workers: Pair
-) -> None:
+def test_a_worker_that_reports_an_eviction_is_not_preferred(two_worker_gateway, workers) -> None:
     chat = Chat(two_worker_gateway, "c")
     holder, _ = holder_and_other(workers, chat.worker())
     key = keys_of(holder.requests[0])[0]
@@ -253,9 +247,7 @@ def test_prefix_keys_are_shared_only_within_the_policys_isolation(
         assert (ann[end] == bob[end], ann[end] == eve[end]) == (same_team, other_team)
 
 
-def test_c8_a_worker_must_not_cache_a_system_prompt_that_is_too_short_for_a_key(
-    served: Served,
-) -> None:
+def test_c8_a_worker_must_not_cache_a_system_prompt_that_is_too_short_for_a_key(served) -> None:
     served.gateway.chat(**fields_of("Be brief."))
     assert keys_of(served.worker.requests[0]) == ["-"]
     assert served.gateway.status()["prefix"]["none"] == 1

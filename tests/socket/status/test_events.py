@@ -52,8 +52,7 @@ def open_events(gateway: RunningGateway, **headers: str) -> Iterator[Iterator[st
 
 def event_data(line: str) -> dict[str, Any]:
     assert line.startswith("data: ")
-    data: dict[str, Any] = json.loads(line.removeprefix("data: "))
-    return data
+    return json.loads(line.removeprefix("data: "))
 
 
 def test_each_event_has_the_content_of_the_status_and_all_viewers_get_the_same(
@@ -72,9 +71,7 @@ def test_each_event_has_the_content_of_the_status_and_all_viewers_get_the_same(
     assert second["gateway"]["uptime_s"] > first["gateway"]["uptime_s"]
 
 
-def test_a_viewer_over_the_limit_gets_503_until_another_disconnects(
-    gateway_with_worker: RunningGateway,
-) -> None:
+def test_a_viewer_over_the_limit_gets_503_until_another_disconnects(gateway_with_worker) -> None:
     with contextlib.ExitStack() as stack:
         streams = [
             stack.enter_context(open_events(gateway_with_worker)) for _ in range(VIEWERS_LIMIT)
@@ -114,9 +111,7 @@ def test_the_event_stream_requires_the_permission_of_the_status_until_its_end(
 
 
 def test_an_exception_while_rendering_becomes_an_error_event_and_is_logged(
-    gateway_with_worker: RunningGateway,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    gateway_with_worker, monkeypatch, caplog
 ) -> None:
     with open_events(gateway_with_worker) as events:
         assert "workers" in event_data(next(events))
@@ -183,14 +178,11 @@ def gated_worker() -> Iterator[GatedWorker]:
 
 
 @pytest.fixture
-def patient_gateway(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> RunningGateway:
+def patient_gateway(monkeypatch, request) -> RunningGateway:
     """Return a gateway that asks a worker once, however long the gate of its report is closed."""
     monkeypatch.setattr(health, "REPORT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(health, "CALL_BACK_TIMEOUT_S", 60.0)
-    gateway: RunningGateway = request.getfixturevalue("gateway")
-    return gateway
+    return request.getfixturevalue("gateway")
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/status"])

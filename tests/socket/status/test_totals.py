@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.fleet import health as control
 from gateway.status.model import schema
 from gateway.telemetry.stats import MAX_WINDOW_S
-from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.fault_proxy import Fault
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
 from workers.protocol import Speculation, WorkerReport
@@ -24,9 +24,7 @@ MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
 MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}
 
 
-def test_inconsistent_counts_of_a_worker_are_not_added(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_inconsistent_counts_of_a_worker_are_not_added(gateway_with_worker, worker) -> None:
     for counts in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
         lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**counts)})
         worker.status_report = worker.report().model_copy(update={"lanes": (lane,)})
@@ -34,9 +32,7 @@ def test_inconsistent_counts_of_a_worker_are_not_added(
         assert attempted == 0, "the gateway rejects the report"
 
 
-def test_requests_without_drafting_because_it_does_not_pay_have_a_reason(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_requests_without_drafting_because_it_does_not_pay_have_a_reason(gateway, worker) -> None:
     not_paying = {"draft_tokens_by_rows": (0, 0, 0, 0), "bypass_counts": {"mtp_not_paying": 3}}
     gateway.join_with(worker, lane_report("text-mtp", **not_paying))
     headers = gateway.chat(temperature=0).headers
@@ -48,9 +44,7 @@ def test_requests_without_drafting_because_it_does_not_pay_have_a_reason(
     assert status["mtp"]["bypass_counts"] == {"mtp_not_paying": 3}, "the worker's own count"
 
 
-def test_prefix_counts_of_a_lane_are_summed_over_boots(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_prefix_counts_of_a_lane_are_summed_over_boots(gateway, worker) -> None:
     kinds = {"system": 200, "disk": 400}
     prefix = {"hits": 3, "misses": 1, "cached_tokens": 600, "tokens_by_kind": kinds, "too_large": 1}
     lane = lane_report("text-mtp", prefix={**prefix, "moves": {"moved": 1, "slower": 2}})
@@ -69,9 +63,7 @@ def test_prefix_counts_of_a_lane_are_summed_over_boots(
     }
 
 
-def test_decisions_are_counted_by_pool_route_and_reason(
-    gateway_with_worker: RunningGateway,
-) -> None:
+def test_decisions_are_counted_by_pool_route_and_reason(gateway_with_worker) -> None:
     gateway_with_worker.chat(temperature=0)
     gateway_with_worker.chat(temperature=0)
     gateway_with_worker.chat(n=2)
@@ -90,9 +82,7 @@ def test_decisions_are_counted_by_pool_route_and_reason(
     assert status["pools"]["text-mtp"]["recent"]["duration_s"]["count"] == 2
 
 
-def test_status_fetches_reports_from_workers_before_it_sums(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_status_fetches_reports_from_workers_before_it_sums(gateway_with_worker, worker) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6), requests=1)
     worker.status_report = worker.report(lanes=[lane.model_dump()])
     status = gateway_with_worker.status()
@@ -122,10 +112,7 @@ def test_status_fetches_reports_from_workers_before_it_sums(
 
 
 def test_status_uses_the_last_report_of_an_unresponsive_worker(
-    gateway: RunningGateway,
-    worker: ScriptedWorker,
-    proxy: FaultProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    gateway, worker, proxy, monkeypatch
 ) -> None:
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.2)
     gateway.join_with(
@@ -174,9 +161,7 @@ def test_every_snapshot_is_consistent_while_workers_count(gateway: RunningGatewa
     assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
 
 
-def test_counts_survive_the_restart_of_a_worker(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_counts_survive_the_restart_of_a_worker(gateway_with_worker, worker) -> None:
     counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
     for boot in range(40):
         worker.boot_id = f"life-{boot}"
@@ -189,9 +174,7 @@ def test_counts_survive_the_restart_of_a_worker(
     assert 'num_drafts_total{model_name="demo",worker="fake-a"} 120.0' in metrics
 
 
-def test_an_ended_boot_contributes_only_its_counts(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_an_ended_boot_contributes_only_its_counts(gateway, worker) -> None:
     counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
     busy = lane_report("text-mtp", running=3, waiting=2, **counts)
     idle = lane_report("text-mtp", requested_draft_tokens=1, effective_draft_tokens=0, **counts)
@@ -265,9 +248,7 @@ def test_the_published_schema_is_that_of_the_model_without_null_and_requires_eve
     "window",
     ["", "5", "5x", "0s", "9s", "16m", "901s", "-5m", "5m ", "1e2s", "5m5s", "\u0665m", "9" * 40],
 )
-def test_an_invalid_window_or_parameter_returns_400(
-    module_gateway: RunningGateway, window: str
-) -> None:
+def test_an_invalid_window_or_parameter_returns_400(module_gateway, window) -> None:
     response = module_gateway.client.get("/v1/status", params={"window": window})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "window")
     for query in ("windw=5m", "window=5m&window=5m"):
@@ -275,18 +256,14 @@ def test_an_invalid_window_or_parameter_returns_400(
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("10s", 10), ("90s", 90), ("15m", 900)])
-def test_a_window_has_its_length_and_its_coverage(
-    module_gateway: RunningGateway, window: str, seconds: float
-) -> None:
+def test_a_window_has_its_length_and_its_coverage(module_gateway, window, seconds) -> None:
     status = module_gateway.client.get("/v1/status", params={"window": window}).json()
     covered = status["window"]
     assert (covered["length_s"], covered["max_length_s"]) == (seconds, MAX_WINDOW_S)
     assert covered["coverage_s"] <= max(10, status["gateway"]["uptime_s"] + 1)
 
 
-def test_every_level_has_the_figures_of_its_requests(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_every_level_has_the_figures_of_its_requests(gateway_with_worker, worker) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1), requests=1)
     worker.status_report = worker.report(lanes=[lane.model_dump()])
     with gateway_with_worker.stream(temperature=0) as response:
@@ -327,9 +304,7 @@ def test_every_level_has_the_figures_of_its_requests(
     assert (point["requests"], point["attempted"], point["acceptance_rate"]) == (3, 6, 0.5)
 
 
-def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(gateway, worker) -> None:
     status = gateway.status()
     PUBLISHED.validate(status)
     alone = {"kind": "memory", "state": "ok", "problem": "", "gateways": 1}
@@ -344,12 +319,9 @@ def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(
     assert status["workers"]["fake-a"]["heartbeat_age_s"] == 0
 
 
-def test_a_worker_that_is_gone_tells_why_and_since_when(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_a_worker_that_is_gone_tells_why_and_since_when(gateway_with_worker, worker) -> None:
     def absence() -> dict[str, Any]:
-        found: dict[str, Any] = gateway_with_worker.status()["workers"]["fake-a"]["absence"]
-        return found
+        return gateway_with_worker.status()["workers"]["fake-a"]["absence"]
 
     assert absence() == {"kind": "", "unix_s": 0}
     began_s = time.time()

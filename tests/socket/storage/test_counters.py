@@ -69,9 +69,7 @@ async def test_an_outdated_report_does_not_decrease_counts(store: StoreUnderTest
     assert [report.lanes[0].requests for report in await store.store.reports()] == [5]
 
 
-async def test_counts_over_a_crash_loop_are_exact_and_reports_are_bounded(
-    store: StoreUnderTest,
-) -> None:
+async def test_counts_over_a_crash_loop_are_exact_and_reports_are_bounded(store) -> None:
     for boot in range(40):
         await store.store.store_report(boot_report(f"boot-{boot}", boot))
         await store.sync()
@@ -92,9 +90,7 @@ async def test_pending_counts_are_added_once(store: StoreUnderTest) -> None:
     assert await store.store.counts() == expected
 
 
-async def test_c5_counts_of_endless_workers_and_models_are_exact_and_bounded(
-    store: StoreUnderTest,
-) -> None:
+async def test_c5_counts_of_endless_workers_and_models_are_exact_and_bounded(store) -> None:
     workers = MAX_WORKERS + MAX_MODELS + 5
     for number in range(workers):
         report = boot_report("boot", 2, f"model-{number}")
@@ -122,9 +118,7 @@ async def test_c5_a_worker_that_invents_models_has_a_bounded_number_of_sums() ->
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["demo", "other"])), max_size=60))
-async def test_sums_over_many_boots_are_exact_and_memory_is_bounded(
-    boots: list[tuple[int, str]],
-) -> None:
+async def test_sums_over_many_boots_are_exact_and_memory_is_bounded(boots) -> None:
     store = MemoryCounters()
     for boot, (requests, model) in enumerate(boots):
         await store.store_report(boot_report(f"boot-{boot}", requests, model))

@@ -32,9 +32,7 @@ async def records(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         await client.close()
 
 
-async def test_records_keep_the_order_of_their_addition_and_the_first_of_two_names(
-    records: Records,
-) -> None:
+async def test_records_keep_the_order_of_their_addition_and_the_first_of_two_names(records) -> None:
     for name in ("b", "a", "c"):
         assert await records.add("keys", name, json.dumps({"name": name}))
     assert await records.add("versions", "7", '{"by": "ann"}')
@@ -110,9 +108,7 @@ async def test_a_write_of_another_process_is_in_the_next_read_and_its_file_is_pr
     assert await first.all("keys") == {}
 
 
-def test_l7_a_write_is_durable_before_it_is_confirmed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_l7_a_write_is_durable_before_it_is_confirmed(tmp_path, monkeypatch) -> None:
     path = tmp_path / "state.json"
     synced: list[tuple[str, bool]] = []
 
@@ -152,9 +148,7 @@ def test_l7_a_disk_that_hangs_stops_neither_other_threads_nor_the_end_of_the_pro
     assert ended.stdout.split() == ["100", "RecordsUnwritable", "WriteUnconfirmed", "others"]
 
 
-async def test_l7_records_are_read_again_once_the_disk_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_l7_records_are_read_again_once_the_disk_answers(tmp_path, monkeypatch) -> None:
     path, hanging = tmp_path / "state.json", tmp_path / "hanging"
     os.mkfifo(path)
     records = FileRecords(path)

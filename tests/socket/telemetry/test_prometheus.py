@@ -115,9 +115,7 @@ def test_buckets_cover_the_expected_range_and_are_cumulative(
     assert sum_s > 0
 
 
-def test_neither_clients_nor_workers_can_create_label_values(
-    gateway: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_neither_clients_nor_workers_can_create_label_values(gateway, worker) -> None:
     assert gateway.chat(model="one").status_code == 503
     assert gateway.status()["models"] == {}
     gateway.join(worker)
@@ -174,8 +172,7 @@ class Query(NamedTuple):
 
 def alerts() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
-    rules: list[dict[str, Any]] = group["rules"]
-    return rules
+    return group["rules"]
 
 
 def queries() -> list[Query]:

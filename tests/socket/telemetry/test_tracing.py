@@ -70,11 +70,7 @@ def module_collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def traced_gateway(
-    tmp_path_factory: pytest.TempPathFactory,
-    module_collector: Collector,
-    module_worker: ScriptedWorker,
-) -> Iterator[RunningGateway]:
+def traced_gateway(tmp_path_factory, module_collector, module_worker) -> Iterator[RunningGateway]:
     """Run a gateway that exports to `module_collector`, with `module_worker`."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", module_collector.url)
@@ -139,13 +135,7 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
     ],
 )
 def test_a_clients_trace_continues_over_every_wire_in_gateway_and_worker(
-    traced_gateway: RunningGateway,
-    collector: Collector,
-    module_worker: ScriptedWorker,
-    path: str,
-    fields: dict[str, Any],
-    *,
-    stream: bool,
+    traced_gateway, collector, module_worker, path, fields, *, stream
 ) -> None:
     body = {"model": "demo", "temperature": 0, "stream": stream, **fields}
     sent = {"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_TEXT}
@@ -172,10 +162,7 @@ def test_a_clients_trace_continues_over_every_wire_in_gateway_and_worker(
 
 
 def test_each_attempt_has_a_span_and_errors_have_a_type(
-    traced_gateway: RunningGateway,
-    collector: Collector,
-    module_worker: ScriptedWorker,
-    second_worker: ScriptedWorker,
+    traced_gateway, collector, module_worker, second_worker
 ) -> None:
     module_worker.script = second_worker.script = Script(status=503)
     traced_gateway.send_heartbeat(second_worker)
@@ -190,9 +177,7 @@ def test_each_attempt_has_a_span_and_errors_have_a_type(
     assert {span.status.code for span in (server, *attempts)} == {2}
 
 
-def test_no_span_contains_text_of_a_request(
-    traced_gateway: RunningGateway, collector: Collector, module_worker: ScriptedWorker
-) -> None:
+def test_no_span_contains_text_of_a_request(traced_gateway, collector, module_worker) -> None:
     messages = [{"role": "user", "content": SECRET_TEXT}]
     traced_gateway.chat(messages=messages, user=SECRET_TEXT, stop=[SECRET_TEXT])
     traced_gateway.chat(messages=messages, model=SECRET_TEXT)

@@ -52,9 +52,7 @@ def test_a_worker_with_the_join_token_is_admitted(gateway: RunningGateway) -> No
     ("token", "problem"),
     [(SecretStr("wrong"), "has another join token"), (None, "needs its join token")],
 )
-def test_a_wrong_or_missing_token_is_told_apart(
-    gateway: RunningGateway, token: SecretStr | None, problem: str
-) -> None:
+def test_a_wrong_or_missing_token_is_told_apart(gateway, token, problem) -> None:
     with pytest.raises(NotAdmitted, match=problem) as refused:
         wait_for_gateway(gateway.url, token, "studio", never)
     assert "wrong" not in str(refused.value)
@@ -76,16 +74,12 @@ def test_a_gateway_one_step_older_or_newer_admits_the_worker(step: int) -> None:
         ((421, b'{"error": {"message": "No name of this gateway."}}'), "No name of this gateway."),
     ],
 )
-def test_what_no_wait_would_change_ends_in_one_sentence(
-    response: tuple[int, bytes], problem: str
-) -> None:
+def test_what_no_wait_would_change_ends_in_one_sentence(response, problem) -> None:
     with server_that_returns(response) as url, pytest.raises(NotAdmitted, match=problem):
         wait_for_gateway(url, TOKEN, "studio", never)
 
 
-def test_a_gateway_that_cannot_be_reached_is_waited_for_and_named_once(
-    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gateway_that_cannot_be_reached_is_waited_for_and_named_once(gateway, caplog) -> None:
     with running_proxy(gateway.url) as proxy:
         proxy.refuse()
         pauses: list[float] = []
@@ -109,9 +103,7 @@ def test_a_gateway_that_shuts_down_or_is_full_is_waited_for() -> None:
     assert len(pauses) == 3
 
 
-def test_a_worker_process_that_is_not_admitted_ends_before_it_loads_its_model(
-    gateway: RunningGateway,
-) -> None:
+def test_a_worker_process_that_is_not_admitted_ends_before_it_loads_its_model(gateway) -> None:
     ended = run_worker("--model", "/nowhere", "--port", "0", "--join", gateway.url)
     assert ended.returncode == ExitCode.NOT_ADMITTED
     assert ended.stderr.startswith(f"paceline worker: The gateway at {gateway.url} ")

@@ -34,9 +34,7 @@ async def open_stream(
         yield response, response.aiter_lines()
 
 
-async def test_the_head_goes_out_when_the_engine_has_begun_to_read_the_prompt(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_the_head_goes_out_when_the_engine_has_begun_to_read_the_prompt(caplog) -> None:
     caplog.set_level("INFO")
     gate = asyncio.Event()
     script = [PrefillProgress(read_tokens=1, prompt_tokens=2), gate, *text_events("A")]
@@ -60,9 +58,7 @@ async def test_the_head_goes_out_when_the_engine_has_begun_to_read_the_prompt(
         ([Delta(text="A")], ": keepalive"),
     ],
 )
-async def test_a_silent_stream_gets_a_comment_in_each_interval(
-    before: list[Any], comment: str
-) -> None:
+async def test_a_silent_stream_gets_a_comment_in_each_interval(before, comment) -> None:
     gate = asyncio.Event()
     script = [*before, gate, *text_events("B")]
     async with open_stream(script, keepalive_s=0.02) as (response, lines):

@@ -43,9 +43,7 @@ def with_call(**call: Any) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "tool_calls": [call]}, *CHAT_BODY["messages"]]}
 
 
-async def test_c11_an_unsupported_field_returns_400_and_is_named(
-    client: httpx.AsyncClient, engine: ScriptedEngine
-) -> None:
+async def test_c11_an_unsupported_field_returns_400_and_is_named(client, engine) -> None:
     """No template can render the last three."""
     arguments = "messages[0].tool_calls[0].function.arguments"
     cases: tuple[tuple[dict[str, Any], str], ...] = (
@@ -86,9 +84,7 @@ async def test_a_prefix_key_that_fits_no_report_returns_400_and_names_its_header
         assert (await client.post(CHAT, json=CHAT_BODY, headers=headers)).is_success, keys
 
 
-async def test_every_prompt_of_a_completion_counts_for_the_limit_of_tokens(
-    engine: ScriptedEngine, client: httpx.AsyncClient
-) -> None:
+async def test_every_prompt_of_a_completion_counts_for_the_limit_of_tokens(engine, client) -> None:
     body = {"model": "scripted", "prompt": ["ab", [1, 2, 3]], "n": 2, "max_tokens": 5}
     response = await client.post("/v1/completions", json=body)
     assert response.status_code == 200
@@ -105,9 +101,7 @@ async def test_another_model_returns_404(client: httpx.AsyncClient) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_c11_a_worker_reads_json_as_strictly_as_a_gateway(
-    client: httpx.AsyncClient, engine: ScriptedEngine
-) -> None:
+async def test_c11_a_worker_reads_json_as_strictly_as_a_gateway(client, engine) -> None:
     """No tokenizer accepts half of a surrogate pair: it would be a failure of the worker."""
     body = '{"model":"scripted","messages":[{"role":"user","content":"x"}],"user":%s}'
     values = ('"\\ud800"', "NaN", "[" * 500 + "]" * 500)
@@ -118,9 +112,7 @@ async def test_c11_a_worker_reads_json_as_strictly_as_a_gateway(
     assert engine.generations == []
 
 
-async def test_a_body_over_the_limit_returns_413(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_over_the_limit_returns_413(client, monkeypatch) -> None:
     monkeypatch.setattr(request, "MAX_BODY_BYTES", 1000)
     response = await client.post(CHAT, content=b" " * 1001)
     assert response.status_code == 413
@@ -157,18 +149,14 @@ async def test_a_worker_without_mtp_records_it_as_a_reason_and_rejects_lanes_tha
         assert refused.status_code == 400
 
 
-async def test_a_model_without_a_format_of_calls_answers_tools_in_text(
-    client: httpx.AsyncClient, engine: ScriptedEngine
-) -> None:
+async def test_a_model_without_a_format_of_calls_answers_tools_in_text(client, engine) -> None:
     engine.prompts = StubPrompts(tool_format=None)
     response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS})
     assert response.json()["choices"][0]["message"]["content"] == "ok"
     assert "'name': 'add'" in engine.generations[0].prompt.text
 
 
-async def test_broken_arguments_of_an_old_call_are_passed_on_as_text(
-    client: httpx.AsyncClient, engine: ScriptedEngine
-) -> None:
+async def test_broken_arguments_of_an_old_call_are_passed_on_as_text(client, engine) -> None:
     for broken in ('{"a": 1', '{"a": "\\ud800"}', "[1]", "3"):
         messages = with_call(function={"name": "add", "arguments": broken})
         assert (await client.post(CHAT, json={**CHAT_BODY, **messages})).status_code == 200

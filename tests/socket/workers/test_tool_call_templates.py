@@ -88,9 +88,7 @@ def test_families_call_tools_and_reason_by_their_own_templates(templates: dict[s
 @pytest.mark.parametrize("count", [12, pytest.param(5000, marks=pytest.mark.proof)])
 @pytest.mark.timeout(7200)
 @pytest.mark.xdist_group("chat_templates")
-def test_f67_every_template_renders_any_history_with_all_its_words(
-    templates: dict[str, str], count: int
-) -> None:
+def test_f67_every_template_renders_any_history_with_all_its_words(templates, count) -> None:
     """None is refused, and each text, call and result stands in the prompt, in order.
 
     A third of the templates has a few histories; the proof is about all of them.

@@ -125,9 +125,7 @@ def test_the_number_of_calls_is_limited() -> None:
         (True, "Paris", "Paris"),
     ],
 )
-def test_arguments_are_parsed_by_every_notation_of_their_type(
-    schema: object, value: str, expected: object
-) -> None:
+def test_arguments_are_parsed_by_every_notation_of_their_type(schema, value, expected) -> None:
     """OpenAI's strict tools declare optional arguments by a list of types."""
     assert split([call_text(value)], tools=tools_of(schema)) == [("add", {"a": expected})]
 

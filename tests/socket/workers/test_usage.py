@@ -33,9 +33,7 @@ async def read_chunks(script: list[Event] | None = None, **fields: Any) -> list[
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-async def test_c6_a_stream_reports_its_usage_so_far_if_the_request_asks_for_it(
-    choices: int,
-) -> None:
+async def test_c6_a_stream_reports_its_usage_so_far_if_the_request_asks_for_it(choices) -> None:
     chunks = await read_chunks(n=choices, stream_options={"continuous_usage_stats": True})
     seen, unreported, most_unreported, prompts = 0, 0, 0, set()
     for chunk in chunks:
@@ -56,9 +54,7 @@ async def test_c6_a_stream_reports_its_usage_while_it_holds_back_text() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"include_usage": True}])
-async def test_without_the_option_only_the_trailing_chunk_may_have_usage(
-    options: dict[str, bool],
-) -> None:
+async def test_without_the_option_only_the_trailing_chunk_may_have_usage(options) -> None:
     *chunks, last = await read_chunks(stream_options=options)
     assert not any(chunk.get("usage") for chunk in chunks)
     assert bool(last.get("usage")) == bool(options)

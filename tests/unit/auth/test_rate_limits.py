@@ -65,9 +65,7 @@ def take(model: RateLimitModel, step: str, *values: Any) -> None:
 
 
 @given(STEPS, st.sampled_from((3, None)))
-def test_no_window_admits_more_than_the_limit_and_one_burst(
-    steps: list[tuple[Any, ...]], concurrent: int | None
-) -> None:
+def test_no_window_admits_more_than_the_limit_and_one_burst(steps, concurrent) -> None:
     limits = ALL_LIMITS.model_copy(update={"concurrent_requests": concurrent})
     model = RateLimitModel(RateLimiter(limits, START_S, NOON))
     for step in steps:

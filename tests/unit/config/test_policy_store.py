@@ -202,9 +202,7 @@ INVALID_VERSION = PolicyVersion.following(1, {"version": 2}, AUTHOR_BOB, "then")
         *(("soon", "{}"), ("2", ""), ("2", INVALID_VERSION)),
     ],
 )
-async def test_c15_an_unreadable_version_is_skipped_and_logged_once(
-    name: str, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_c15_an_unreadable_version_is_skipped_and_logged_once(name, text, caplog) -> None:
     records = MemoryRecords()
     store = await make_policy_store(records)
     await records.add(POLICY_KIND, name, text)

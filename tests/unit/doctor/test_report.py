@@ -126,9 +126,7 @@ def test_without_measured_acceptance_nothing_is_said_of_drafts() -> None:
         ({}, {"verifies": VERIFIES}, "costs 1.60 plain steps for one request: it pays where more"),
     ],
 )
-def test_the_advice_names_what_stands_out(
-    machine: dict[str, Any], changes: dict[str, Any], sentence: str
-) -> None:
+def test_the_advice_names_what_stands_out(machine, changes, sentence) -> None:
     assert sentence in advice_on(machine, **changes)
     assert sentence not in advice_on()
 

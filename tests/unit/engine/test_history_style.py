@@ -112,9 +112,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("lacks", TEMPLATES)
-def test_f67_a_history_is_changed_no_further_than_the_template_needs(
-    lacks: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_f67_a_history_is_changed_no_further_than_the_template_needs(lacks, caplog) -> None:
     """No word is lost, and the log tells the changes once."""
     template, changes = TEMPLATES[lacks]
     renderer = renderer_of(template)

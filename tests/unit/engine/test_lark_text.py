@@ -133,9 +133,7 @@ NESTED = ['["a", [x,{"é"}]]\n ;\n', 'ab;\n[ "\\"\n,\t"b" ];\n', "[];\n", "x"]
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_json_takes_no_other_text_than_a_grammar_that_contains_itself(
-    tokenizer: LLTokenizer, data: st.DataObject
-) -> None:
+def test_json_takes_no_other_text_than_a_grammar_that_contains_itself(tokenizer, data) -> None:
     text = changed(data, NESTED)
     if accepts(tokenizer, in_json(RECURSIVE), spelled(text)):
         assert accepts(tokenizer, RECURSIVE, text)
@@ -213,9 +211,7 @@ def test_an_expression_in_json_takes_exactly_the_texts_of_the_plain_one(
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_the_tag_ends_the_text_whatever_the_grammar_could_add(
-    tokenizer: LLTokenizer, name: str
-) -> None:
+def test_the_tag_ends_the_text_whatever_the_grammar_could_add(tokenizer, name) -> None:
     grammar, *sentences = GRAMMARS[name]
     tagged, tail = before_tag(grammar, TAG, TAIL), f"\n{TAG}\n"
     for text in sentences:

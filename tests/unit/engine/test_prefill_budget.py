@@ -29,9 +29,7 @@ def test_without_other_rows_a_chunk_takes_more_budgets_and_not_more() -> None:
         ([(640, 0.064), (12, 0.02)] * 3, 704),
     ],
 )
-def test_with_other_rows_a_chunk_costs_less_than_the_budget(
-    read: list[tuple[int, float]], chunk_tokens: int
-) -> None:
+def test_with_other_rows_a_chunk_costs_less_than_the_budget(read, chunk_tokens) -> None:
     budget = PrefillBudget(4096, budget_s=0.1)
     for tokens, cost_s in read:
         budget.observe(tokens, cost_s, whole=tokens >= BLOCK_TOKENS)
@@ -84,9 +82,7 @@ def run_policy(
         ({0: 1.0, 1: 1.8, 2: 2.6}, 0.7, 0),
     ],
 )
-def test_drafting_uses_its_best_length_and_stops_where_it_does_not_pay(
-    cost_s: dict[int, float], share: float, best: int
-) -> None:
+def test_drafting_uses_its_best_length_and_stops_where_it_does_not_pay(cost_s, share, best) -> None:
     policy = DraftLength(len(cost_s) - 1)
     chosen = run_policy(policy, 600, cost_s, share)
     assert sum(k == best for k in chosen[100:]) > 0.9 * 500

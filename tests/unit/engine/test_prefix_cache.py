@@ -117,9 +117,7 @@ def common(first: TokenArray, second: TokenArray) -> int:
 
 @given(stored=st.lists(prompts, min_size=1, max_size=8), asked=prompts)
 @settings(max_examples=60)
-def test_a_plain_row_starts_after_the_longest_common_beginning(
-    stored: list[TokenArray], asked: TokenArray
-) -> None:
+def test_a_plain_row_starts_after_the_longest_common_beginning(stored, asked) -> None:
     cache = Cache()
     for tokens in stored:
         assert cache.keep(tokens, min(cache.known_tokens(SCOPE, tokens), len(tokens) - 1))
@@ -136,9 +134,7 @@ def test_a_plain_row_starts_after_the_longest_common_beginning(
 @example(stored=[(A, False), (AB, True)], asked=AB)
 @example(stored=[(A, False), (AB, False), (AB, True)], asked=AB)
 @settings(max_examples=60)
-def test_a_drafting_row_starts_after_the_longest_prompt_that_a_head_has_read(
-    stored: list[tuple[TokenArray, bool]], asked: TokenArray
-) -> None:
+def test_a_drafting_row_starts_after_the_longest_prompt_that_a_head_has_read(stored, asked) -> None:
     cache = Cache()
     for tokens, drafts in stored:
         assert cache.keep(tokens, drafts=drafts, plain=False)

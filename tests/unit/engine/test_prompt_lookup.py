@@ -47,9 +47,7 @@ def lookup(*texts: Sequence[int], answer: Sequence[int] = ()) -> PromptLookup:
         ([[1, 2, 3, 1, 2, 3]], [], 0, None),
     ],
 )
-def test_what_followed_the_longest_match_is_drafted(
-    texts: list[list[int]], answer: list[int], tokens: int, found: Found | None
-) -> None:
+def test_what_followed_the_longest_match_is_drafted(texts, answer, tokens, found) -> None:
     assert lookup(*texts, answer=answer).find(tokens) == found
 
 

@@ -107,9 +107,7 @@ def split(family: str, state: ReasoningState, tokens: Sequence[int]) -> tuple[st
         ("gpt-oss", ASSISTANT, f"{HM}<|end|>{ASSISTANT}{HM}{YES}", ("Hm.Hm.", "Yes")),
     ],
 )
-def test_each_format_is_split_by_its_marks(
-    family: str, prompt: str, answer: str, expected: tuple[str, str]
-) -> None:
+def test_each_format_is_split_by_its_marks(family, prompt, answer, expected) -> None:
     """A prompt may open or close the reasoning; a mark that is a text counts at the start alone."""
     assert split(family, begin(family, prompt), encode(family, answer)) == expected
 
@@ -134,9 +132,7 @@ def test_the_characters_of_a_mark_are_no_mark(family: str) -> None:
     ],
 )
 @pytest.mark.parametrize("budget", [0, 1, 3])
-def test_a_budget_forces_the_closing_tokens(
-    family: str, prompt: str, opening: str, closing: str, budget: int
-) -> None:
+def test_a_budget_forces_the_closing_tokens(family, prompt, opening, closing, budget) -> None:
     """After exactly so many tokens only the closing mark may come, then the answer is free."""
     state = begin(family, prompt, budget)
     for token in encode(family, opening):
@@ -246,9 +242,7 @@ DEEPSEEK = "{% if not thinking %}</think>{% elif reasoning_effort == 'max' %}Har
         ("{{ messages }}", "high", {}),
     ],
 )
-def test_an_effort_is_what_the_template_knows_of_it(
-    template: str, effort: str, variables: dict[str, Any]
-) -> None:
+def test_an_effort_is_what_the_template_knows_of_it(template, effort, variables) -> None:
     """Above a template's highest level is its highest; none switches off where it can."""
     assert effort_variables(template, effort) == variables
 

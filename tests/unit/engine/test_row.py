@@ -127,9 +127,7 @@ def test_a_logprob_has_the_offset_of_its_character() -> None:
     drafts=st.lists(st.integers(0, 3), min_size=100, max_size=100),
     ended=st.booleans(),
 )
-def test_the_texts_of_all_tokens_joined_are_the_answer(
-    text: str, stop: list[str], drafts: list[int], *, ended: bool
-) -> None:
+def test_the_texts_of_all_tokens_joined_are_the_answer(text, stop, drafts, *, ended) -> None:
     """For tokens of one byte, steps of any length, stop strings, and with an end token or without.
 
     Each token comes once, with its source, and no later than the delta after its text.

@@ -89,9 +89,7 @@ def filter_by_sorting(logits: mx.array, sampling: Sampling) -> mx.array:
 )
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 @pytest.mark.parametrize("ties", [False, True])
-def test_rows_filtered_together_keep_what_the_definitions_keep(
-    samplings: Sequence[Sampling], spread: float, ties: bool
-) -> None:
+def test_rows_filtered_together_keep_what_the_definitions_keep(samplings, spread, ties) -> None:
     for seed in range(4):
         assert_filtered(logits_of((len(samplings), 3, 2000), seed, spread, ties=ties), samplings)
 

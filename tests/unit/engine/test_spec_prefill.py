@@ -33,9 +33,7 @@ def test_a_token_with_a_high_score_is_selected_with_adjacent_tokens(at: int, see
 
 
 @given(st.integers(64, 3000), st.integers(0, 99), SHARES, SHARES)
-def test_a_larger_share_contains_the_smaller_selection(
-    count: int, seed: int, first: float, second: float
-) -> None:
+def test_a_larger_share_contains_the_smaller_selection(count, seed, first, second) -> None:
     scores = random_scores(count, seed)
     assert set(select(scores, min(first, second))) <= set(select(scores, max(first, second)))
     assert select(scores, 1.0) == tuple(range(count))

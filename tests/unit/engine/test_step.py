@@ -43,9 +43,7 @@ def rows_of(value: Any, rows: list[int], levels: int = 0) -> Any:
 
 @pytest.mark.parametrize("rows", [[1], [0, 2], [2, 1], [0, 1, 2]])
 @pytest.mark.parametrize("hidden", [numbered(3, 2), None])
-def test_a_step_has_the_parts_of_the_rows_that_stay(
-    rows: list[int], hidden: mx.array | None
-) -> None:
+def test_a_step_has_the_parts_of_the_rows_that_stay(rows, hidden) -> None:
     step = OpenStep(
         k=2,
         representative=True,

@@ -123,9 +123,7 @@ WEATHER_CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3
         (RECORDS, '({"name": "other", "arguments": {}})', False),
     ],
 )
-def test_calls_fit_their_schema(
-    tokenizer: LLTokenizer, *, marks: tuple[str, str], style: str, answer: str, good: bool
-) -> None:
+def test_calls_fit_their_schema(tokenizer, *, marks, style, answer, good) -> None:
     assert accepts(tokenizer, style, marks, answer) is good
 
 
@@ -148,13 +146,7 @@ def test_calls_fit_their_schema(
     ],
 )
 def test_a_text_follows_the_grammar_of_its_tool(
-    tokenizer: LLTokenizer,
-    *,
-    marks: tuple[str, str],
-    style: str,
-    function: str,
-    text: str,
-    good: bool,
+    tokenizer, *, marks, style, function, text, good
 ) -> None:
     if style == FUNCTION_TAGS:
         written, free = tags(function, text=text), tags("free", x=1)
@@ -205,9 +197,7 @@ def strict_tool_of(value: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("value", "good", "bad"), TEXT_VALUES)
-def test_a_text_between_tags_has_what_its_schema_says(
-    tokenizer: LLTokenizer, value: dict[str, Any], good: list[str], bad: list[str]
-) -> None:
+def test_a_text_between_tags_has_what_its_schema_says(tokenizer, value, good, bad) -> None:
     """It has no quotes there, and a client's text is what stands between the tags."""
     body = strict_tool_of(value)
     for text in (*good, *bad):
@@ -239,9 +229,7 @@ def test_a_text_between_tags_has_what_its_schema_says(
         (strict_tool_of({}, properties={}, required=[], additionalProperties={}), "additionalPr"),
     ],
 )
-def test_a_keyword_that_cannot_be_held_between_tags_is_named(
-    tokenizer: LLTokenizer, body: Any, keyword: str
-) -> None:
+def test_a_keyword_that_cannot_be_held_between_tags_is_named(tokenizer, body, keyword) -> None:
     with pytest.raises(UnsupportedGrammar, match=re.escape(f"'{keyword}")):
         source_of(tokenizer, FUNCTION_TAGS, body=body)
 

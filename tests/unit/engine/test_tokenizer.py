@@ -56,9 +56,7 @@ def stream_answer(renderer: PromptRenderer, written: str, *, keep_call_tokens: b
         (NEW_FORMAT * 2, "", [("add", '{"a": 3}')] * 2),  # the second ends the first
     ],
 )
-def test_a_tool_call_marked_by_special_tokens_is_parsed(
-    renderer: PromptRenderer, written: str, content: str, calls: list[tuple[str, str]]
-) -> None:
+def test_a_tool_call_marked_by_special_tokens_is_parsed(renderer, written, content, calls) -> None:
     assert renderer.tool_format is FORMATS["mistral"]
     pieces = stream_answer(renderer, f"{written}</s>", keep_call_tokens=True)
     assert read_calls(FORMATS["mistral"], pieces)[:2] == (content, calls)
@@ -169,9 +167,7 @@ def test_a_model_learns_its_format_of_calls_from_the_rendering_of_one() -> None:
 @pytest.mark.parametrize(
     ("with_tools", "text"), [(True, f"One{NEW_FORMAT}"), (False, 'Oneadd{"a": 3}')]
 )
-def test_special_tokens_outside_tool_calls_are_no_text(
-    renderer: PromptRenderer, with_tools: bool, text: str
-) -> None:
+def test_special_tokens_outside_tool_calls_are_no_text(renderer, with_tools, text) -> None:
     written = f"[IMG]One{NEW_FORMAT}</s>"
     assert "".join(stream_answer(renderer, written, keep_call_tokens=with_tools)) == text
 
@@ -278,9 +274,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
         (HISTORY, 'user: Add.;assistant: Well.add{"a": 3};tool: 5;tool: 6\n\nAnd?;'),
     ],
 )
-def test_messages_come_as_the_template_takes_them(
-    messages: list[dict[str, Any]], expected: str
-) -> None:
+def test_messages_come_as_the_template_takes_them(messages, expected) -> None:
     """As Gemma 2's template takes no system message, and Mistral's demand that roles alternate."""
     alternating = renderer_of(TAKES_NO_SYSTEM + ALTERNATES)
     text = alternating.chat(messages)

@@ -25,9 +25,7 @@ DRAFTED = {"draft_n": 6, "draft_n_accepted": 4, "predicted_n": 9}
         ("mlx-lm", {"usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 0}}}, 0),
     ],
 )
-def test_cached_tokens_are_read_where_a_kind_tells_them(
-    kind: str, answer: dict[str, Any], cached: int | None
-) -> None:
+def test_cached_tokens_are_read_where_a_kind_tells_them(kind, answer, cached) -> None:
     usage = KINDS[kind]().usage(answer)
     assert usage is not None
     assert (usage.cached_tokens if usage.cached_known else None) == cached

@@ -166,9 +166,7 @@ def test_each_kind_survives_any_answer(kind: str) -> None:
         ("mlx-lm", 404, '{"error": "list index out of range"}', None),
     ],
 )
-def test_a_kind_has_answers_of_its_own_to_mistakes_of_clients(
-    kind: str, status: int, body: str, param: str | None
-) -> None:
+def test_a_kind_has_answers_of_its_own_to_mistakes_of_clients(kind, status, body, param) -> None:
     engine, asked = KINDS[kind](), {**CHAT, **SCHEMA, "top_k": 9999}
     if kind == "mlx-vlm":
         body = json.dumps({"detail": f"Generation failed: {body}"})

@@ -93,9 +93,7 @@ MOVES = st.lists(
 
 
 @given(MOVES, st.randoms())
-def test_no_ticket_is_lost_duplicated_or_reordered_within_its_flow(
-    moves: list[tuple[str, str, Priority]], rng
-) -> None:
+def test_no_ticket_is_lost_duplicated_or_reordered_within_its_flow(moves, rng) -> None:
     queue: FairQueue[tuple[int, str, Priority]] = FairQueue()
     queued: list[tuple[int, str, Priority]] = []
     for number, (move, client, priority) in enumerate(moves):

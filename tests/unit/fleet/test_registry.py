@@ -84,9 +84,7 @@ def test_a_worker_is_removed_within_ten_seconds_of_its_last_heartbeat(fleet: Fle
     assert fleet.view().known_models == {"demo"}, "its model has no worker, but is known"
 
 
-def test_f38_a_stall_of_the_gateway_is_neither_silence_nor_failure_of_a_worker(
-    fleet: Fleet,
-) -> None:
+def test_f38_a_stall_of_the_gateway_is_neither_silence_nor_failure_of_a_worker(fleet) -> None:
     fleet.hear("a", "b")
     fleet.clock.now_s = START_S + 8.0
     fleet.compensate_stall(8.0)
@@ -320,9 +318,7 @@ def test_a_view_is_taken_anew_after_a_change_and_else_stays_as_it_was(fleet: Fle
     assert first.workers[0].lane_costs[0].ref.lane.in_flight == 0
 
 
-def test_a_change_that_may_add_capacity_calls_back_and_a_stale_report_does_not(
-    fleet: Fleet,
-) -> None:
+def test_a_change_that_may_add_capacity_calls_back_and_a_stale_report_does_not(fleet) -> None:
     calls: list[None] = []
     fleet.on_capacity = lambda: calls.append(None)
     changes = [
@@ -415,9 +411,7 @@ def test_a_static_worker_ignores_reports_under_its_id(fleet: Fleet) -> None:
     assert fleet.workers()[0].report == watched.report
 
 
-def test_c5_further_workers_are_rejected_until_one_is_gone(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_c5_further_workers_are_rejected_until_one_is_gone(fleet, caplog) -> None:
     fleet.heartbeat(report(worker_id="first"))
     fleet.clock.now_s += 1
     for number in range(1, MAX_WORKERS):

@@ -134,9 +134,7 @@ async def test_a_request_that_waits_too_long_times_out_and_holds_no_slot() -> No
     assert scheduler.slots_in_use() == 0
 
 
-async def test_a_cancelled_request_leaves_at_once_and_passes_on_its_slot(
-    scheduler: Harness,
-) -> None:
+async def test_a_cancelled_request_leaves_at_once_and_passes_on_its_slot(scheduler) -> None:
     first = await scheduler.acquire()
     waiting = [scheduler.acquire() for _ in range(3)]
     await run_ready_tasks()

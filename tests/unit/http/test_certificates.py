@@ -1,9 +1,5 @@
 """Certificate authorities that gateways and workers trust when they connect to each other."""
 
-from pathlib import Path
-
-import pytest
-
 from workers.http import certificate_authorities
 
 COMPANY_CA = """\
@@ -21,9 +17,7 @@ CCqGSM49BAMCA0gAMEUCIQDDDHRacRcUomX2DvFMdnp7iYnEQXTeS3Z4+SoJz8oc
 """
 
 
-def test_clients_trust_the_systems_authorities(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_trust_the_systems_authorities(tmp_path, monkeypatch) -> None:
     (tmp_path / "ca.pem").write_text(COMPANY_CA)
     monkeypatch.delenv("SSL_CERT_DIR")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))

@@ -105,9 +105,7 @@ def test_all_fields_of_vllms_structured_outputs_may_have_their_defaults() -> Non
         ({"thinking_token_budget": None, "thinking_budget": 4}, 4),
     ],
 )
-def test_vllms_name_of_the_budget_of_reasoning_is_the_same_field(
-    fields: dict[str, Any], budget: int | None
-) -> None:
+def test_vllms_name_of_the_budget_of_reasoning_is_the_same_field(fields, budget) -> None:
     assert read_chat(**fields).thinking_budget == budget
     with pytest.raises(FieldError, match="contradict"):
         read_chat(thinking_token_budget=5, thinking_budget=6)

@@ -61,11 +61,7 @@ def fleet(*labels: str) -> FleetView:
     ],
 )
 def test_an_example_routes_as_its_comments_describe(
-    example: str,
-    profile: RequestProfile,
-    attributes: CallerAttributes,
-    labels: list[str],
-    expected: str,
+    example, profile, attributes, labels, expected
 ) -> None:
     request = RoutingRequest(policy_of(example), profile, attributes)
     decision = decide(request, fleet(*labels), Random(0))

@@ -81,9 +81,7 @@ def test_c6_all_text_of_a_request_is_counted(message: dict[str, Any]) -> None:
         ({"temperature": 0, "n": 1, "presence_penalty": 0, "logit_bias": {}}, []),
     ],
 )
-def test_each_feature_that_greedy_text_does_not_have_is_a_bypass_reason(
-    fields: dict[str, Any], reasons: list[Bypass]
-) -> None:
+def test_each_feature_that_greedy_text_does_not_have_is_a_bypass_reason(fields, reasons) -> None:
     assert [*bypass_reasons(read_chat(**fields))] == reasons
 
 

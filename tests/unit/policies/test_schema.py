@@ -75,9 +75,7 @@ ANY_VALUES = st.recursive(
 
 
 @given(st.sampled_from(PATHS), ANY_VALUES)
-def test_any_value_of_a_field_is_accepted_or_rejected_with_its_line(
-    position: tuple[int, tuple[Any, ...]], value: Any
-) -> None:
+def test_any_value_of_a_field_is_accepted_or_rejected_with_its_line(position, value) -> None:
     example, (*outer, last) = position
     document = copy.deepcopy(EXAMPLES[example])
     parent: Any = document

@@ -66,9 +66,7 @@ def end() -> Json:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("together", [False, True])
-def test_two_calls_stay_two_however_they_are_numbered(
-    pieces: list[Json], *, together: bool
-) -> None:
+def test_two_calls_stay_two_however_they_are_numbered(pieces, *, together) -> None:
     copies = json.loads(json.dumps(pieces))
     chunks = [chunk(*copies)] if together else [chunk(one) for one in copies]
     calls, reasons = read(*chunks, end())
@@ -82,9 +80,7 @@ ARGUMENTS = st.dictionaries(st.text(max_size=3), st.text('a}{",', max_size=6), m
 
 
 @given(data=st.data(), calls=st.lists(st.tuples(st.sampled_from("fgh"), ARGUMENTS), max_size=4))
-def test_any_cutting_and_interleaving_gives_the_same_calls(
-    data: st.DataObject, calls: list[tuple[str, Json]]
-) -> None:
+def test_any_cutting_and_interleaving_gives_the_same_calls(data, calls) -> None:
     queues = []
     for index, (name, arguments) in enumerate(calls):
         text = json.dumps(arguments)

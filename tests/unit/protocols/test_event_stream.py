@@ -137,9 +137,7 @@ def test_the_trailing_chunk_is_sent_with_its_metrics_or_without_them() -> None:
         ({"hide_usage": False, "running_usage": True}, {"usage": {"prompt_tokens": 4}}),
     ],
 )
-def test_a_client_gets_the_usage_that_it_asks_for(
-    shown: dict[str, bool], usage: dict[str, Any]
-) -> None:
+def test_a_client_gets_the_usage_that_it_asks_for(shown, usage) -> None:
     frame = {"choices": [{"index": 0, "delta": {"content": "x"}}]}
     stream = [event(frame | {"usage": {"prompt_tokens": 4}}), chunk({}, "stop"), DONE]
     output, state = scan(*stream, **shown)

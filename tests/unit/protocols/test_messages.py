@@ -432,9 +432,7 @@ def content_of(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @settings(deadline=None)
 @given(reasoning=TEXTS, text=TEXTS, calls=CALLS, cuts=CUTS)
-def test_an_answer_that_comes_back_is_the_message_that_it_was(
-    reasoning: str, text: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
-) -> None:
+def test_an_answer_that_comes_back_is_the_message_that_it_was(reasoning, text, calls, cuts) -> None:
     """Nothing is lost on the way, whole or streamed in any pieces."""
     functions = [{"name": name, "arguments": encode_json(given).decode()} for name, given in calls]
     message: dict[str, Any] = {"role": "assistant", "content": text or None}
@@ -459,9 +457,7 @@ def test_an_answer_that_comes_back_is_the_message_that_it_was(
 
 
 @given(system=TEXTS, asked=TEXTS, results=st.lists(TEXTS, min_size=1, max_size=3), then=TEXTS)
-def test_what_a_user_and_the_tools_say_is_in_the_chat(
-    system: str, asked: str, results: list[str], then: str
-) -> None:
+def test_what_a_user_and_the_tools_say_is_in_the_chat(system, asked, results, then) -> None:
     blocks = [result(content, index) for index, content in enumerate(results)]
     sent = chat(user(asked), user([*blocks, text(then)]), system=system)
     tools = [

@@ -124,9 +124,7 @@ def test_a_disconnected_client_is_logged_as_nginx_does() -> None:
         ({"candidate": CACHED, "usage": Usage(5, 2, cached_known=False)}, "unknown"),
     ],
 )
-def test_the_cache_result_is_the_expected_one_until_the_worker_reports_it(
-    fields: dict[str, Any], expected: str
-) -> None:
+def test_the_cache_result_is_the_expected_one_until_the_worker_reports_it(fields, expected) -> None:
     context = routed_context(**{"prefix": PROMPT, **fields})
     assert finished(context).prefix == expected
     assert (b"x-paceline-prefix", expected.encode()) in context.route_headers()

@@ -136,9 +136,7 @@ def writes(tokens_per_s: float, name: str, busy: int = 0, **measured: Any) -> Wo
         (SHORT, [worker("a", prefill_left_s=0.2), worker("b", 3)], "ab"),
     ],
 )
-def test_the_worker_that_costs_fewer_seconds_is_first(
-    profile: RequestProfile, workers: list[WorkerView], order: str
-) -> None:
+def test_the_worker_that_costs_fewer_seconds_is_first(profile, workers, order) -> None:
     assert worker_order(profile, fleet_of(*workers)) == order
 
 
@@ -277,9 +275,7 @@ WORKERS = st.tuples(
     st.integers(0, 100_000),
     st.integers(),
 )
-def test_candidates_are_sorted_by_their_score_in_seconds(
-    workers: list[tuple[int, float, float, float, float]], holders: set[int], chars: int, seed: int
-) -> None:
+def test_candidates_are_sorted_by_their_score_in_seconds(workers, holders, chars, seed) -> None:
     views = [
         reads(read, str(n), busy, prefill_left_s=left_s, memory=memory, decode_tokens_per_s=write)
         for n, (busy, left_s, memory, read, write) in enumerate(workers)
@@ -315,9 +311,7 @@ def lease_of(fleet: WorkerRegistry, prefill_s: float = 0.0) -> Lease:
     return lease
 
 
-def test_rows_of_other_gateways_count_and_rows_of_this_one_count_once(
-    fleet: WorkerRegistry,
-) -> None:
+def test_rows_of_other_gateways_count_and_rows_of_this_one_count_once(fleet) -> None:
     def rows_after(**counts: Any) -> int:
         if counts:
             fleet.heartbeat(report("a", **counts))

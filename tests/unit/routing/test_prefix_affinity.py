@@ -91,9 +91,7 @@ def test_only_the_most_recent_holders_are_remembered(index: Index) -> None:
     assert index.holders() == set()
 
 
-def test_the_least_recently_used_ends_are_evicted_beyond_the_limit(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_least_recently_used_ends_are_evicted_beyond_the_limit(index, monkeypatch) -> None:
     monkeypatch.setattr(prefix_affinity, "MAX_ENDS", 256 * 64)
     for number in range(256 * 200):
         index.record_dispatch(system_prompt(str(number)), STUDIO, RULES)
@@ -298,9 +296,7 @@ def test_a_merged_claim_is_not_published_again(index: Index) -> None:
     assert index.take_pending() == ()
 
 
-def test_after_thousands_of_boots_the_claims_are_forgotten_once(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_thousands_of_boots_the_claims_are_forgotten_once(index, monkeypatch) -> None:
     monkeypatch.setattr(prefix_affinity, "_MAX_BOOTS", 3)
     for boot in ("1", "2", "3"):
         index.record_dispatch(system_prompt(boot), ("studio", boot), RULES)
@@ -330,9 +326,7 @@ REQUEST = RoutingRequest(default_policy(), SAMPLED)
     holders=st.sets(st.integers(0, 5)),
     seed=st.integers(0, 99),
 )
-def test_holders_change_the_order_of_candidates_and_never_the_set(
-    busy: list[int], holders: set[int], seed: int
-) -> None:
+def test_holders_change_the_order_of_candidates_and_never_the_set(busy, holders, seed) -> None:
     plain = fleet_view(*(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy)))
     marked = replace(plain, cached=cached_at(*((f"mac-{n}", "1") for n in holders)))
     without, found = (decide(REQUEST, fleet, Random(seed)).candidates for fleet in (plain, marked))

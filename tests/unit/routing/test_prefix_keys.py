@@ -193,9 +193,7 @@ TURNS = st.lists(
 
 
 @given(TURNS, TURNS)
-def test_two_chats_have_the_same_key_only_where_they_are_the_same(
-    one: list[dict[str, Any]], other: list[dict[str, Any]]
-) -> None:
+def test_two_chats_have_the_same_key_only_where_they_are_the_same(one, other) -> None:
     first, second = (normalise([system(), *chat]) for chat in (one, other))
     first_ends, second_ends = (
         {end.messages: end.key for end in keys(*chat).ends} for chat in (first, second)

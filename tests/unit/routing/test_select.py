@@ -215,9 +215,7 @@ WORKERS = st.lists(
 
 
 @given(PROFILES, WORKERS, st.integers())
-def test_every_decision_is_possible_ranked_and_reasoned(
-    profile: RequestProfile, workers: list[WorkerView], seed: int
-) -> None:
+def test_every_decision_is_possible_ranked_and_reasoned(profile, workers, seed) -> None:
     decision = decided(profile, *workers, rng=Random(seed))
     assert decision == decided(profile, *workers, rng=Random(seed))
     models = {worker.worker_id: worker.models for worker in workers}

@@ -62,9 +62,7 @@ def test_jaccl_gets_the_devices_and_a_coordinator(tmp_path: Path) -> None:
         (LOCAL, "needs an RDMA device", Backend.JACCL),
     ],
 )
-def test_file_that_cannot_work_is_refused(
-    tmp_path: Path, document: object, reason: str, backend: Backend
-) -> None:
+def test_file_that_cannot_work_is_refused(tmp_path, document, reason, backend) -> None:
     with pytest.raises(InvalidSettings, match=reason):
         read(tmp_path, document, backend)
 
@@ -77,9 +75,7 @@ def test_file_that_cannot_work_is_refused(
         ({"free_bytes": 10}, "needs"),
     ],
 )
-def test_machine_that_differs_or_is_too_small_is_refused(
-    tmp_path: Path, other: dict[str, Any], reason: str
-) -> None:
+def test_machine_that_differs_or_is_too_small_is_refused(tmp_path, other, reason) -> None:
     hosts = read(tmp_path, LOCAL)
     check_facts(hosts, [facts(), facts()], 80)
     with pytest.raises(RankRefused, match=reason):

@@ -139,9 +139,7 @@ def test_of_a_head_the_files_with_its_tensors_are_fetched_alone(
     ],
 )
 @pytest.mark.parametrize("asked_first", [False, True])
-def test_a_failed_download_says_why(
-    hub: Mock, raised: type[Exception], hint: str, asked_first: bool
-) -> None:
+def test_a_failed_download_says_why(hub, raised, hint, asked_first) -> None:
     """Also if the hub refuses already the question for the files."""
     response = httpx.Response(404, request=httpx.Request("GET", "http://x"))
     keywords = {"response": response} if issubclass(raised, HfHubHTTPError) else {}

@@ -46,9 +46,7 @@ def test_a_model_with_an_adapter_is_served_under_both_names(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("named", ["/nowhere", "a/b/c", "http://host/model", "one word"])
-def test_other_names_are_rejected_without_a_download(
-    monkeypatch: pytest.MonkeyPatch, named: str
-) -> None:
+def test_other_names_are_rejected_without_a_download(monkeypatch, named) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError))
     with pytest.raises(ModelUnusable, match="neither a folder"):
         resolve_model(named)

@@ -51,9 +51,7 @@ def test_the_bits_of_kept_keys_are_8_or_16_from_a_flag_or_the_file(tmp_path: Pat
         read_settings(["--kv-bits", "4"])
 
 
-def test_flags_override_the_environment_and_that_overrides_the_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_flags_override_the_environment_and_that_overrides_the_file(monkeypatch, tmp_path) -> None:
     file = tmp_path / "other.yaml"
     file.write_text("worker: {port: 1, draft_tokens: 1, id: filed}\nworkers: []\n")
     monkeypatch.setenv("PACELINE_CONFIG", str(file))
@@ -106,9 +104,7 @@ def test_invalid_settings_are_named_as_in_the_environment_or_the_file(
     assert "'prot'" in str(invalid.value)
 
 
-def test_the_token_comes_from_a_flag_or_the_environment_and_is_never_printed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_token_comes_from_a_flag_or_the_environment_and_is_never_printed(monkeypatch) -> None:
     monkeypatch.setenv("PACELINE_JOIN_TOKEN", "canary-1")
     for flags, token in (
         (["--host", "0.0.0.0"], "canary-1"),
@@ -188,9 +184,7 @@ def test_conversations_are_stored_in_the_state_folder_by_default(state_dir: Path
     assert prefix_cache_on_disk(read_settings(["--prefix-cache-gb", "0"])) == (None, b"")
 
 
-def test_a_default_folder_that_cannot_be_used_leaves_memory_alone(
-    state_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_default_folder_that_cannot_be_used_leaves_memory_alone(state_dir, caplog) -> None:
     state_dir.touch()
     assert prefix_cache_on_disk(read_settings([])) == (None, b"")
     assert [message.split()[0] for message in caplog.messages] == ["prefix_cache.memory_only"]

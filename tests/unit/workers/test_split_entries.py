@@ -40,8 +40,7 @@ def summed(entries: list[dict[str, Any]]) -> dict[str, Any]:
     state: Any = ChatCompletionStreamState()
     for entry in entries:
         state.handle_chunk(chunk_of(entry))
-    summary: dict[str, Any] = state.current_completion_snapshot.choices[0].model_dump()
-    return summary
+    return state.current_completion_snapshot.choices[0].model_dump()
 
 
 @given(
@@ -49,9 +48,7 @@ def summed(entries: list[dict[str, Any]]) -> dict[str, Any]:
     count=st.integers(1, 9),
     kind=st.sampled_from(["content", "reasoning_content", "call", "arguments"]),
 )
-def test_the_parts_of_a_chunk_of_a_chat_add_up_to_it(
-    texts: list[str], count: int, kind: str
-) -> None:
+def test_the_parts_of_a_chunk_of_a_chat_add_up_to_it(texts, count, kind) -> None:
     text = "".join(texts)
     delta: dict[str, Any] = {kind: text}
     if kind == "reasoning_content":

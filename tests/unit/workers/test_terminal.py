@@ -55,9 +55,7 @@ def test_c18_no_log_line_has_a_control_character(capsys: pytest.CaptureFixture[s
         (logging.INFO, ("odd.event_here n=%d", 3), None),
     ],
 )
-def test_a_terminal_shows_sentences_and_no_notes_for_machines(
-    capsys: pytest.CaptureFixture[str], level: int, logged: tuple[str, object], shown: str | None
-) -> None:
+def test_a_terminal_shows_sentences_and_no_notes_for_machines(capsys, level, logged, shown) -> None:
     message, *values = logged
     with logging_configured(logging.INFO, **{TERMINAL_VARIABLE: "yes"}):
         logging.getLogger("test").log(level, message, *values, exc_info=ValueError("detail"))

@@ -169,9 +169,7 @@ def test_arguments_that_the_model_ends_early_are_complete(family: str) -> None:
         ("harmony", "<|channel|>analysis to=functions.f<|message|>{}", "", [("f", {})]),
     ],
 )
-def test_variants_that_models_write(
-    family: str, text: str, content: str | None, calls: list[tuple[str, Any]]
-) -> None:
+def test_variants_that_models_write(family, text, content, calls) -> None:
     """Without a content of its own all the text is content."""
     for pieces in ([text], text):
         read = read_calls(FORMATS[family], pieces, TOOLS)
@@ -187,10 +185,7 @@ def test_variants_that_models_write(
         ("<tool_call>\n<function={{ name }}>", "qwen3_coder"),
         ("{%- if message.tools %}<|tool|>{{ message.tools }}<|/tool|>", "phi4"),
         ("{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v3"),
-        (
-            "<tool_call>\n<function=f>\n<parameter=example_parameter_1>value_1</parameter>",
-            "naive",
-        ),
+        ("<tool_call>\n<function=f>\n<parameter=example_parameter_1>value_1</parameter>", "naive"),
         ("{{ '<｜GCML｜tool_calls>' }} or <|function_call|>", "gigachat3.5"),
         ("<tool_calls> <tool_call>{name}<tool_sep> <arg_key> </arg_value>", "hunyuan3_preview"),
         ("<tool_call>{name} <arg_key> </arg_value>", "glm47"),

@@ -111,9 +111,7 @@ FENCES = ("```", "~~~", "````xml", "  ```")
 
 @pytest.mark.parametrize("before", ["", "Let me see.\n\n", "Hm:\n  "])
 @pytest.mark.parametrize("family", STRAY_FAMILIES)
-def test_f66_a_call_without_its_wrapper_counts_where_a_line_begins(
-    family: str, before: str
-) -> None:
+def test_f66_a_call_without_its_wrapper_counts_where_a_line_begins(family, before) -> None:
     """Outside of code fences, and if it names a tool of the request; else it is content."""
     call, end = STRAY_FAMILIES[family], FORMATS[family].end
     unknown = before + call.replace("get weather", "get whether")
