@@ -168,12 +168,15 @@ class RunningGateway:
 
     def create_key(self, **terms: Any) -> dict[str, Any]:
         """Create a key as an admin; the result contains `secret`."""
-        response = self.admin.post("/admin/v1/keys", json={"name": "tests", **terms})
-        if response.status_code == 503:  # Redis took longer than the gateway waits
-            time.sleep(float(response.headers["retry-after"]))
-            response = self.admin.post("/admin/v1/keys", json={"name": "tests", **terms})
-        assert response.status_code == 201, response.text
-        created: dict[str, Any] = response.json()
+        answers: list[httpx.Response] = []
+
+        def answered() -> bool:  # Redis may take longer than the gateway waits
+            answers.append(self.admin.post("/admin/v1/keys", json={"name": "tests", **terms}))
+            return answers[-1].status_code != 503
+
+        wait_until(answered)
+        assert answers[-1].status_code == 201, answers[-1].text
+        created: dict[str, Any] = answers[-1].json()
         return created
 
     def revoke_key(self, key: Mapping[str, Any]) -> dict[str, Any]:
