@@ -202,6 +202,11 @@ class RunningGateway:
         status: dict[str, Any] = self.client.get("/v1/status").json()
         return status
 
+    def outcomes(self) -> dict[str, int]:
+        """Return the counted outcomes; none while the gateway has not read the client's key."""
+        outcomes: dict[str, int] = self.status().get("outcomes", {})
+        return outcomes
+
     def _run(self) -> None:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()

@@ -66,7 +66,7 @@ def may_use(gateway: RunningGateway, key: Mapping[str, str]) -> bool:
 
 
 def completed(gateway: RunningGateway) -> int:
-    return int(gateway.status()["outcomes"].get("completed", 0))
+    return gateway.outcomes().get("completed", 0)
 
 
 def wait_for_exchange(*gateways: RunningGateway) -> None:
