@@ -42,7 +42,7 @@ class RedisServer:
         self._environment = environment
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = Redis(port=self.port, decode_responses=True, socket_timeout=10)
+        self.client = Redis(port=self.port, decode_responses=True, socket_timeout=60)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -29,7 +29,8 @@ from workers.protocol import LaneReport
 
 ADMIN_KEY = "the-admin-key-of-all-gateways"
 """The key of gateways that share a Redis; others store one in their state folder."""
-_HEARTBEATS = 5
+HEARTBEATS = 5
+"""That a worker sends until one is taken: the call back to it may come too late."""
 
 
 @contextlib.contextmanager
@@ -51,7 +52,7 @@ def running_server(
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
-    loop, end_requested = started.result(timeout=30)
+    loop, end_requested = started.result(timeout=60)
     try:
         yield
     finally:
@@ -69,7 +70,7 @@ def running_worker(worker_id: str = "fake-a", **fields: Any) -> Iterator[Scripte
 
 def _await_end(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:
     """Wait until a thread has ended; fail with its running tasks if it does not."""
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     if thread.is_alive():
         stacks = io.StringIO()
         for task in asyncio.all_tasks(loop):
@@ -93,13 +94,13 @@ class RunningGateway:
 
     def __enter__(self) -> RunningGateway:
         self._thread.start()
-        self.url, self.admin_url, _, settings, _ = self._listening.result(timeout=30)
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.url, self.admin_url, _, settings, _ = self._listening.result(timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
         key = settings.admin_key
         assert key is not None
         self.admin_key = key.get_secret_value()
         headers = {"authorization": f"Bearer {self.admin_key}"}
-        self.admin = httpx.Client(base_url=self.admin_url or self.url, timeout=30, headers=headers)
+        self.admin = httpx.Client(base_url=self.admin_url or self.url, timeout=60, headers=headers)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +135,7 @@ class RunningGateway:
 
     def join(self, worker: ScriptedWorker, **changes: Any) -> None:
         """Send heartbeats until one is taken, as a worker does: a call back may come too late."""
-        answers = (self.send_heartbeat(worker, **changes) for _ in range(_HEARTBEATS))
+        answers = (self.send_heartbeat(worker, **changes) for _ in range(HEARTBEATS))
         assert any(answer.status_code == 200 for answer in answers), worker.worker_id
 
     def rejoin(self, worker: ScriptedWorker, **changes: Any) -> None:

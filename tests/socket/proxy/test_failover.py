@@ -318,7 +318,7 @@ def test_f49_deaths_of_workers_that_somebody_stops_do_not_count(
             if order == "leave":
                 gateway.remove_worker(leaving[at])
             elif order == "drain":
-                gateway.send_heartbeat(leaving[at], draining=True)
+                gateway.join(leaving[at], draining=True)
             else:
                 path = f"/admin/v1/workers/leaving-{at}/drain?timeout_s=0&move=true"
                 gateway.admin.post(path).raise_for_status()
