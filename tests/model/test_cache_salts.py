@@ -91,7 +91,7 @@ def test_c8_a_worker_without_a_gateway_isolates_by_the_salt(real_worker, path) -
     for salt in ("", "x" * 257, 7):
         body: dict[str, Any] = {"model": "demo", "messages": [], "prompt": "x", "cache_salt": salt}
         del body["messages" if path == "/v1/completions" else "prompt"]
-        refused = httpx.post(f"{real_worker.url}{path}", json=body)
+        refused = httpx.post(f"{real_worker.url}{path}", json=body, timeout=60)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
 
 

@@ -6,6 +6,7 @@ Those that take another path through our own code run in every test run, the oth
 
 import itertools
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,9 @@ def test_a_family_that_reads_a_cursor_on_the_host_is_not_compiled(tmp_path: Path
 
 def test_a_sparse_configuration_means_the_defaults_of_transformers(tmp_path: Path) -> None:
     """Google publishes Gemma 3 without the vocabulary and the context of its text model."""
-    write_checkpoint(tmp_path, family("Gemma 3"), vocabulary=None)
+    gemma = family("Gemma 3")
+    narrow = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 6}
+    small = replace(gemma, tiny={**gemma.tiny, "text_config": narrow})
+    write_checkpoint(tmp_path, small, vocabulary=None)
     checkpoint = load_checkpoint(tmp_path)
     assert (checkpoint.vocabulary, checkpoint.context_tokens) == (262_208, 131_072)

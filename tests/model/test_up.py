@@ -151,14 +151,14 @@ def test_c3_a_newcomer_gets_a_link_creates_a_key_and_ends_all_with_ctrl_c(
 def test_a_killed_worker_is_restarted_with_its_counts_and_ends_with_its_gateway(up) -> None:
     """The last test of this file, because it kills the gateway."""
     body = text_body(up.model, "Hello!", temperature=0, draft_tokens=2)
-    before = httpx.get(f"{up.url}/v1/status").json()
+    before = httpx.get(f"{up.url}/v1/status", timeout=60).json()
     assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
-    first = httpx.get(f"{up.url}/v1/status").json()
+    first = httpx.get(f"{up.url}/v1/status", timeout=60).json()
     os.kill(up.worker_pid(), signal.SIGKILL)
     up.wait_for(READY_AGAIN)
     assert up.worker_pid(boot=2) != up.worker_pid(boot=1)
     assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
-    second = httpx.get(f"{up.url}/v1/status").json()
+    second = httpx.get(f"{up.url}/v1/status", timeout=60).json()
     (worker,) = up.workers()
     with connection_to(worker["url"]) as connection:
         up.process.kill()

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from policies.request.content import PICTURE_LIMIT_BYTES, PIXELS_LIMIT
+from policies.request import content
+from policies.request.content import PIXELS_LIMIT
 from tests.support.images import data_url, encode_image, png_header
 from tests.support.scripted_engine import (
     CARD,
@@ -62,10 +63,13 @@ async def test_a_picture_is_rotated_by_its_exif_orientation() -> None:
         data_url(b"no picture at all"),
         data_url(png_header(3, 3)),
         data_url(b"II*\x00" + bytes(40)),
-        "data:image/png;base64," + "A" * (PICTURE_LIMIT_BYTES * 4 // 3),
+        data_url(bytes(600)),
     ],
 )
-async def test_an_invalid_picture_is_rejected_with_its_field(url: str) -> None:
+async def test_an_invalid_picture_is_rejected_with_its_field(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setattr(content, "PICTURE_LIMIT_BYTES", 599)
     with pytest.raises(BadRequest) as rejected:
         await PictureMemory().decode([(FIELD, url)])
     assert rejected.value.param == FIELD

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.compose_file import SECRETS, SERVICES
 from tests.support.paceline_process import LISTENS, PacelineProcess, start_paceline
+from tests.support.redis_server import free_port
 from tests.support.running_gateway import wait_until
 
 AS_CLIENT = {"authorization": f"Bearer {SECRETS['PACELINE_API_KEY']}"}
@@ -91,12 +92,6 @@ class Stack:
             return f"//127.0.0.1:{self.ports[match[1]]}"
 
         return re.sub(r"//([\w-]+):\d+", local_address, value)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def answers(port: int) -> bool:

@@ -164,7 +164,7 @@ class FaultProxy:
         self._bound.close()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=60)
 
 
 @contextlib.contextmanager
@@ -175,13 +175,13 @@ def running_proxy(target_url: str) -> Iterator[FaultProxy]:
     loop.call_soon(started.set_result, None)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    started.result(timeout=10)
+    started.result(timeout=60)
     proxy = FaultProxy(loop, int(target_url.rpartition(":")[2]))
     try:
         yield proxy
     finally:
         proxy.close()
-        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result(timeout=60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

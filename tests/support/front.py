@@ -21,10 +21,11 @@ from pydantic import SecretStr
 
 from policies.document import DEFAULT_FILE
 from tests.support.compose_file import ROOT, SECRETS
-from tests.support.compose_stack import AS_CLIENT, Stack, free_port
+from tests.support.compose_stack import AS_CLIENT, Stack
 from tests.support.dns_server import DnsServer
 from tests.support.paceline_process import PacelineProcess
 from tests.support.private_network import SecondMachine, second_machine
+from tests.support.redis_server import free_port
 from tests.support.running_gateway import chat_body, running_server, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 from workers.heartbeat import Membership, joined

@@ -21,7 +21,8 @@ LISTENS = r"listens on (http://\S+?)\.?$"
 STARTED = r"^Worker started \(process (\d+)\)"
 READY = r"^Paceline is ready on (\S+) \(model (\S+)\)"
 READY_AGAIN = r"^The worker is ready again"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
+"""Of a process on a busy machine, where a worker may take minutes to start."""
 
 
 class PacelineProcess:

@@ -1,6 +1,8 @@
 """A second machine for tests: a network namespace of Linux in which one process runs.
 
-It needs root. The namespace has no name, so it ends with its process.
+It needs root. This machine's end of the cable is in a namespace too, which only the thread of the
+test and what it starts see: Chromium, in the test beside it, ends all its requests when an
+interface comes or goes. The namespaces have no name, so each ends with its last process.
 """
 
 import contextlib
@@ -19,7 +21,10 @@ import pytest
 
 from tests.support.running_gateway import wait_until
 
-_MACHINES: set[int] = set()
+_NEW_NETWORK = 0x4000_0000
+"""`CLONE_NEWNET` of Linux."""
+_NETWORK = Path("/proc/thread-self/ns/net")
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
 _ISOLATED = ("unshare", "--net", "--mount")
 # The process has its program, an empty /tmp, and starts when the cable is plugged in.
 _START = """
@@ -44,39 +49,26 @@ def require_namespaces() -> None:
 
 
 class SecondMachine:
-    """A machine with one process, and a cable to it.
+    """A machine with one process, and a cable to it."""
 
-    The addresses are those of this process only, so that tests run side by side; it may have two.
-    """
+    address = "10.9.0.100"
 
     def __init__(self, pid: int) -> None:
-        own = os.getpid()
         self._pid = pid
-        self._number = next(number for number in range(2) if number not in _MACHINES)
-        _MACHINES.add(self._number)
-        self._cable = f"machine{self._number}{own}"
-        self._network = f"10.{64 + 64 * self._number + own % 64}.{own // 64 % 256}"
-        self.address = f"{self._network}.100"
-        """That of the second machine."""
 
     def addresses_here(self, count: int) -> list[str]:
         """Return addresses of this machine that the other one reaches, nine at most."""
-        return [f"{self._network}.{number}" for number in range(1, count + 1)]
+        return [f"10.9.0.{number}" for number in range(1, count + 1)]
 
     def plug_in(self) -> None:
         """Connect both machines, on which the process begins."""
         peer = ("peer", "name", "eth0", "netns", str(self._pid))
-        _run("ip", "link", "add", self._cable, "type", "veth", *peer)
+        _run("ip", "link", "add", "cable", "type", "veth", *peer)
         for address in self.addresses_here(9):
-            _run("ip", "addr", "add", f"{address}/24", "dev", self._cable)
-        _run("ip", "link", "set", self._cable, "up")
+            _run("ip", "addr", "add", f"{address}/24", "dev", "cable")
+        _run("ip", "link", "set", "cable", "up")
         self._run_there("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
         self._run_there("ip", "link", "set", "eth0", "up")
-
-    def unplug(self) -> None:
-        """Remove the cable now: the system takes its time to do so after the process has ended."""
-        subprocess.run(["ip", "link", "del", self._cable], capture_output=True, check=False)
-        _MACHINES.discard(self._number)
 
     def datagram_socket(self, address: tuple[str, int]) -> socket.socket:
         """Return a socket that is bound on the second machine and used by this process."""
@@ -84,10 +76,8 @@ class SecondMachine:
         created: list[socket.socket] = []
 
         def bind() -> None:
-            library = ctypes.CDLL(None, use_errno=True)
             with Path(f"/proc/{self._pid}/ns/net").open() as namespace:
-                if library.setns(namespace.fileno(), 0):
-                    raise OSError(ctypes.get_errno(), "no access to the namespace")
+                _enter(namespace)
             created.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             created[0].bind(address)
 
@@ -104,19 +94,36 @@ class SecondMachine:
 def second_machine(
     program: Path, arguments: Sequence[str], stdin: IO[str]
 ) -> Iterator[SecondMachine]:
-    """Yield a machine on which a program begins when the cable is plugged in."""
+    """Yield a machine on which a program begins when the cable is plugged in.
+
+    Meanwhile the network of this thread, and of what it starts, is one of its own.
+    """
     command = [*_ISOLATED, "sh", "-c", _START, "sh", str(program), *arguments]
-    with subprocess.Popen(command, stdin=stdin) as process:
+    with _private_network(), subprocess.Popen(command, stdin=stdin) as process:
         try:
-            own = Path("/proc/self/ns/net").readlink()
+            own = _NETWORK.readlink()
             wait_until(lambda: Path(f"/proc/{process.pid}/ns/net").readlink() != own)
-            machine = SecondMachine(process.pid)
-            try:
-                yield machine
-            finally:
-                machine.unplug()
+            yield SecondMachine(process.pid)
         finally:
             process.terminate()
+
+
+@contextlib.contextmanager
+def _private_network() -> Iterator[None]:
+    with _NETWORK.open() as before:
+        if _LIBRARY.unshare(_NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), "no namespace")
+        try:
+            _run("ip", "link", "set", "lo", "up")
+            yield
+        finally:
+            _enter(before)
+
+
+def _enter(namespace: IO[str]) -> None:
+    """Give this thread another network."""
+    if _LIBRARY.setns(namespace.fileno(), 0):
+        raise OSError(ctypes.get_errno(), "no access to the namespace")
 
 
 def _run(*command: str) -> None:

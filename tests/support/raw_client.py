@@ -17,7 +17,7 @@ class RawClient:
 
     def __init__(self, gateway: RunningGateway) -> None:
         port = int(gateway.url.rpartition(":")[2])
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
 
     def send(self, raw: bytes) -> None:
         self._socket.sendall(raw)

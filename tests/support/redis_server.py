@@ -1,13 +1,14 @@
 """A redis-server on a free port, which tests stop, freeze, fill and restart."""
 
 import contextlib
-import random
+import functools
+import itertools
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from redis import Redis
@@ -15,6 +16,7 @@ from redis.exceptions import RedisError
 
 TEST_DEADLINE_S = 30.0
 """Of a call to Redis in a test that is not about deadlines: a busy machine keeps it."""
+_PORTS = 200
 
 
 class RedisServer:
@@ -38,7 +40,7 @@ class RedisServer:
         self._environment = environment
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = Redis(port=self.port, decode_responses=True, socket_timeout=10)
+        self.client = Redis(port=self.port, decode_responses=True, socket_timeout=60)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -93,8 +95,22 @@ class RedisServer:
 
 
 def free_port() -> int:
-    """Return a port below the ephemeral range, which stays free while the server is down."""
+    """Return a port that no other test gets, also while the server is down.
+
+    It is below the ephemeral range, from which connections take theirs.
+    """
+    _, ports = _own_ports()
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = next(ports)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+
+
+@functools.cache
+def _own_ports() -> tuple[socket.socket, Iterator[int]]:
+    """Return ports of this process alone, which holds the first of them."""
+    for first in range(20_000, 32_000, _PORTS):
+        with contextlib.suppress(OSError):
+            held = socket.create_server(("127.0.0.1", first))
+            return held, itertools.cycle(range(first + 1, first + _PORTS))
+    raise AssertionError("other tests hold all ports")

@@ -27,7 +27,8 @@ from workers.protocol import LaneReport
 
 ADMIN_KEY = "the-admin-key-of-all-gateways"
 """The key of gateways that share a Redis; others store one in their state folder."""
-_HEARTBEATS = 5
+HEARTBEATS = 5
+"""That a worker sends until one is taken: the call back to it may come too late."""
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def running_server(
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
-    loop, end_requested = started.result(timeout=30)
+    loop, end_requested = started.result(timeout=60)
     try:
         yield
     finally:
@@ -67,7 +68,7 @@ def running_worker(worker_id: str = "fake-a", **fields: Any) -> Iterator[Scripte
 
 def _await_end(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:
     """Wait until a thread has ended; fail with its running tasks if it does not."""
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     if thread.is_alive():
         stacks = io.StringIO()
         for task in asyncio.all_tasks(loop):
@@ -91,13 +92,13 @@ class RunningGateway:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.url, self.admin_url, _, settings, _ = self._listening.result(timeout=30)
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.url, self.admin_url, _, settings, _ = self._listening.result(timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
         key = settings.admin_key
         assert key is not None
         self.admin_key = key.get_secret_value()
         headers = {"authorization": f"Bearer {self.admin_key}"}
-        self.admin = httpx.Client(base_url=self.admin_url or self.url, timeout=30, headers=headers)
+        self.admin = httpx.Client(base_url=self.admin_url or self.url, timeout=60, headers=headers)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,7 +132,7 @@ class RunningGateway:
 
     def join(self, worker: ScriptedWorker, **changes: Any) -> None:
         """Send heartbeats until one is taken, as a worker does: a call back may come too late."""
-        answers = (self.send_heartbeat(worker, **changes) for _ in range(_HEARTBEATS))
+        answers = (self.send_heartbeat(worker, **changes) for _ in range(HEARTBEATS))
         assert any(answer.status_code == 200 for answer in answers), worker.worker_id
 
     def rejoin(self, worker: ScriptedWorker, **changes: Any) -> None:
@@ -163,12 +164,15 @@ class RunningGateway:
 
     def create_key(self, **terms: Any) -> dict[str, Any]:
         """Create a key as an admin; the result contains `secret`."""
-        response = self.admin.post("/admin/v1/keys", json={"name": "tests", **terms})
-        if response.status_code == 503:  # Redis took longer than the gateway waits
-            time.sleep(float(response.headers["retry-after"]))
-            response = self.admin.post("/admin/v1/keys", json={"name": "tests", **terms})
-        assert response.status_code == 201, response.text
-        return response.json()
+        answers: list[httpx.Response] = []
+
+        def answered() -> bool:  # Redis may take longer than the gateway waits
+            answers.append(self.admin.post("/admin/v1/keys", json={"name": "tests", **terms}))
+            return answers[-1].status_code != 503
+
+        wait_until(answered)
+        assert answers[-1].status_code == 201, answers[-1].text
+        return answers[-1].json()
 
     def revoke_key(self, key: Mapping[str, Any]) -> dict[str, Any]:
         return self.admin.delete(f"/admin/v1/keys/{key['id']}").json()
@@ -187,6 +191,11 @@ class RunningGateway:
 
     def status(self) -> dict[str, Any]:
         return self.client.get("/v1/status").json()
+
+    def outcomes(self) -> dict[str, int]:
+        """Return the counted outcomes; none while the gateway has not read the client's key."""
+        outcomes: dict[str, int] = self.status().get("outcomes", {})
+        return outcomes
 
     def _run(self) -> None:
         async def main() -> None:

@@ -57,7 +57,8 @@ def test_each_port_documents_the_routes_that_it_serves_and_every_schema_that_the
     assert app.admin_app is not None
     with RunningGateway(make_settings(tmp_path, admin_port=0)) as gateway:
         data, admin = (
-            httpx.get(f"{url}/openapi.json").json() for url in (gateway.url, gateway.admin_url)
+            httpx.get(f"{url}/openapi.json", timeout=60).json()
+            for url in (gateway.url, gateway.admin_url)
         )
     relayed = {("POST", path) for path in PROXY_PATHS}
     served = {(method, path.replace(":path", "")) for method, path in route_paths(app)} | relayed
@@ -147,7 +148,7 @@ def test_valid_and_invalid_requests_get_documented_responses(
         if answer.keys() == {"text/event-stream"}:
             continue  # the stream never ends
         # A worker without heartbeats leaves the pool within seconds.
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         check_operation(operation, GenerationMode.POSITIVE, examples)
         if definition.keys() & INVALIDATABLE:
             check_operation(operation, GenerationMode.NEGATIVE, examples)

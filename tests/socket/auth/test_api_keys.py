@@ -194,7 +194,7 @@ def test_revoking_a_key_ends_a_response_that_has_not_begun(shared_gateway, modul
     module_worker.script = Script(hang=True)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(shared_gateway.chat)
-        assert module_worker.request_received.wait(10)
+        assert module_worker.request_received.wait(60)
         shared_gateway.revoke_key(created)
         assert status_and_code(waiting.result(30)) == (401, "key_revoked")
 

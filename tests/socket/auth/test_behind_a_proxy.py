@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from tests.socket.api.test_auth import ADMIN_PLANE
-from tests.support.compose_stack import answers, free_port
+from tests.support.compose_stack import answers
 from tests.support.nginx import nginx_process, require_nginx
+from tests.support.redis_server import free_port
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,

@@ -124,12 +124,18 @@ async def test_a_gateway_reads_all_claims_after_a_reconnect(two_indexes, redis) 
     assert second.workers("q") == {LAPTOP}
 
 
-async def test_a_claim_ages_while_it_is_stored_in_redis(two_indexes: Pair) -> None:
+async def test_a_claim_ages_while_it_is_stored_in_redis(
+    two_indexes: Pair, redis: RedisServer
+) -> None:
     first, late = two_indexes
-    first.claim("p", rules=PrefixPolicy(ttl_s=0.1))
+    first.claim("p", rules=PrefixPolicy(ttl_s=4))
     first.claim("q")
     await first.sync()
-    await asyncio.sleep(0.2)
+    entries = redis.client.xrange(STREAM)
+    redis.client.delete(STREAM)
+    stored_ms = int(time.time() * 1000) - 5000
+    for number, (_, fields) in enumerate(entries):
+        redis.client.xadd(STREAM, fields, id=f"{stored_ms}-{number}")
     await late.sync()
     assert (late.workers("p"), late.workers("q")) == (set(), {STUDIO})
 

@@ -218,7 +218,10 @@ async def test_an_edit_waits_for_a_slow_redis(private_redis, open_records) -> No
     assert await records.all("keys") == {"a": "1"}
     private_redis.freeze()
     edit = asyncio.create_task(records.add("keys", "b", "2"))
-    await asyncio.sleep(0.4)
+    _, other = open_records(private_redis, deadline_s=0.3)
+    for _ in range(2):
+        with pytest.raises(RecordsUnwritable):
+            await check_redis(other)
     assert not edit.done()
     private_redis.resume()
     assert await edit

@@ -126,7 +126,7 @@ def test_f30_f31_requests_do_not_wait_for_redis_and_counts_are_written_later(
     mend_redis(private_redis)
     wait_until(lambda: is_connected(gateway))
     other = start_joined("b")
-    wait_until(lambda: other.status()["outcomes"] == {"completed": 6})
+    wait_until(lambda: other.outcomes() == {"completed": 6})
 
 
 def test_f30_without_redis_a_gateway_admits_its_share_of_a_limit(
@@ -208,7 +208,7 @@ def test_f32_a_disconnected_gateway_admits_its_share_and_sums_converge_later(
         proxy.listen()
         wait_until(lambda: is_connected(second))
         total = disconnected + connected
-        wait_until_all((first, second), lambda one: one.status()["outcomes"]["completed"] == total)
+        wait_until_all((first, second), lambda one: one.outcomes().get("completed") == total)
         wait_until(lambda: remaining(first) == remaining(second) == 200 - 10 * total)
 
 
@@ -270,4 +270,4 @@ def test_f34_a_redis_that_rejects_commands_degrades_the_gateway_and_loses_no_rec
     assert gateway.chat().status_code == 200
     other = start_joined("b")
     other.use_key(key["secret"])
-    wait_until(lambda: other.status()["outcomes"] == gateway.status()["outcomes"])
+    wait_until(lambda: other.outcomes() == gateway.outcomes())

@@ -64,7 +64,7 @@ def may_use(gateway: RunningGateway, key: Mapping[str, str]) -> bool:
 
 
 def completed(gateway: RunningGateway) -> int:
-    return int(gateway.status()["outcomes"].get("completed", 0))
+    return gateway.outcomes().get("completed", 0)
 
 
 def wait_for_exchange(*gateways: RunningGateway) -> None:
@@ -121,7 +121,7 @@ def use_every_part(server: RedisServer, url: str, folder: Path, worker: Scripted
         wait_until(cordon, within_s=30)
         wait_until(lambda: "cordoned_by" in first.admin.get("/admin/v1/workers").text)
         assert first.admin.delete(CORDON).is_success
-        first.send_heartbeat(worker, boot_id="boot-17")
+        first.join(worker, boot_id="boot-17")
         wait_until(lambda: second.chat(messages=messages, max_tokens=5).status_code == 200)
         folded = f"fake-a/{EARLIER_BOOTS}demo"
         wait_until(lambda: bool(server.client.hexists("paceline:{workers}:boots", folded)))

@@ -65,7 +65,7 @@ def moved_pair(make_cluster_gateway, monkeypatch) -> tuple[Pair, MovedClock]:
 def test_a_crashed_worker_is_unavailable_at_all_gateways(moved_pair) -> None:
     (first, second), clock = moved_pair
     with running_worker() as crashing:
-        first.send_heartbeat(crashing)
+        first.join(crashing)
         wait_until(lambda: is_ready(second))
     clock.advance(HEARTBEAT_TIMEOUT_S)
     wait_until_all((first, second), lambda one: not one.status()["pools"]["vlm"]["slots"])
@@ -73,7 +73,7 @@ def test_a_crashed_worker_is_unavailable_at_all_gateways(moved_pair) -> None:
 
 def test_a_worker_stays_available_after_its_gateway_shut_down(moved_pair, worker) -> None:
     (first, second), clock = moved_pair
-    first.send_heartbeat(worker)
+    first.join(worker)
     wait_until(lambda: is_ready(second))
     first.shut_down()
     for _ in range(2):  # each shorter than the heartbeat timeout, and longer together
@@ -91,7 +91,7 @@ def test_redis_contains_only_documented_keys_and_transient_ones_expire(
     make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker, redis: RedisServer
 ) -> None:
     first, second = make_cluster_gateway(), make_cluster_gateway()
-    first.send_heartbeat(worker)
+    first.join(worker)
     key = first.create_key(requests_a_minute=100)
     wait_until(lambda: second.chat().status_code == 401)
     first.use_key(key["secret"])
@@ -100,7 +100,7 @@ def test_redis_contains_only_documented_keys_and_transient_ones_expire(
     assert first.chat(messages=messages).status_code == 200
     kept = first.client.post("/v1/responses", json={"model": "demo", "input": "Hi"}).json()
     then = {"model": "demo", "input": "And?", "previous_response_id": kept["id"]}
-    second.send_heartbeat(worker)
+    second.join(worker)
     assert second.client.post(
         "/v1/responses", json=then, headers=first.client.headers
     ).is_success, "a response goes on at any gateway"
@@ -220,7 +220,7 @@ def test_a_drain_waits_until_other_gateways_have_read_the_cordon(
     make_cluster_gateway: MakeClusterGateway, worker: ScriptedWorker
 ) -> None:
     gateway = make_cluster_gateway(replace(QUICK, refresh_s=0.45))  # 1.1 s for two, and a margin
-    gateway.send_heartbeat(worker)
+    gateway.join(worker)
     assert not gateway.admin.post(DRAIN, params={"timeout_s": "1"}).json()["drained"]
 
 

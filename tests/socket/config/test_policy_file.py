@@ -148,7 +148,7 @@ def test_unreadable_state_fails_the_start(file: Path, tmp_path: Path) -> None:
 
 def test_a_changed_file_is_loaded_at_run_time(file, tmp_path, worker) -> None:
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url, gateway.admin_key) as admin:
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         assert gateway.chat().headers["x-paceline-pool"] == "a"
         file.write_text(to_yaml(single_pool_policy("b")))
         wait_until(is_active(gateway, 2, ["b"], "file"))
@@ -186,7 +186,7 @@ def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_act
             assert (rejection.levelno, str(file) in rejection.message) == (logging.ERROR, True)
             assert message in rejection.message
             assert active_policy(gateway) == (1, ["a"], "file")
-            gateway.send_heartbeat(worker)
+            gateway.join(worker)
             assert gateway.chat().headers["x-paceline-pool"] == "a"
         assert "paceline_policy_file_refused 1.0" in gateway.client.get("/metrics").text
         file.unlink()

@@ -38,7 +38,7 @@ def test_f83_an_engine_that_keeps_refusing_is_asked_ever_more_rarely(
     workers = (worker, second_worker)
     for one in workers:
         one.script = refusing(status)
-    with gateway_of(tmp_path, *workers, queue_s=6.0) as gateway:
+    with gateway_of(tmp_path, *workers, queue_s=4.5) as gateway:
         wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 2)
         busy = gateway.chat()
     assert (busy.status_code, busy.json()["error"]["code"]) == (503, "workers_busy")
@@ -50,7 +50,7 @@ def test_f83_an_engine_that_keeps_refusing_is_asked_ever_more_rarely(
 def test_f83_one_request_probes_for_all_who_wait(tmp_path, worker, leaves) -> None:
     """Until it has an answer, no other body is sent; if its client leaves, another one probes."""
     clients = 8
-    worker.script = refusing(429)
+    worker.script = Script(rotation=(refusing(429), Script(hang=True), *[Script()] * clients))
     with gateway_of(tmp_path, worker, queue_s=60.0) as gateway:
         wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 1)
         with (
@@ -58,13 +58,10 @@ def test_f83_one_request_probes_for_all_who_wait(tmp_path, worker, leaves) -> No
             socket.create_connection(("127.0.0.1", int(gateway.url.rpartition(":")[2]))) as leaving,
         ):
             leaving.sendall(LEAVING)
-            wait_until(lambda: len(worker.requests) == 1 and worker.in_flight == 0)
-            worker.script = Script(hang=True)
-            wait_until(lambda: worker.in_flight == 1)
+            wait_until(lambda: len(worker.requests) == 2)
             answers = [executor.submit(gateway.chat) for _ in range(clients)]
             wait_until(lambda: gateway.status()["pools"]["vlm"]["waiting"] == clients)
             assert worker.in_flight == 1, "the engine has four slots"
-            worker.script = Script()
             if leaves:
                 leaving.close()
             else:

@@ -46,7 +46,7 @@ def test_f19_f62_requests_go_to_the_second_worker_while_the_first_is_busy_or_wit
 ) -> None:
     worker.script = busy("30")
     full = {"footprint_bytes": 47_500_000_000, "footprint_limit_bytes": 48_000_000_000}
-    gateway_with_worker.send_heartbeat(worker, memory_pressure="critical", **full)
+    gateway_with_worker.join(worker, memory_pressure="critical", **full)
     response = gateway_with_worker.chat()
     assert status_and_code(response) == (503, "workers_busy")
     assert "47.5 GB, of 48.0 GB" in response.json()["error"]["message"]
@@ -72,17 +72,17 @@ def test_f20_f24_an_ejected_worker_recovers_by_responses_and_not_by_heartbeats(
     with running_server(failing, sockets=[failing.socket]):
         workers = (worker, second_worker, failing)
         for member in workers:
-            gateway_with_worker.send_heartbeat(member)
+            gateway_with_worker.join(member)
         chat_until_ejected(gateway_with_worker)
         chat_until_ejected(gateway_with_worker, "fake-c")
         assert (len(worker.requests), len(failing.requests)) == (5, 5)
         worker.script = Script()
-        gateway_with_worker.send_heartbeat(worker)
+        gateway_with_worker.join(worker)
         assert ejected(gateway_with_worker), "a heartbeat does not end an ejection"
 
         def both_on_probation() -> bool:
             for member in workers:
-                gateway_with_worker.send_heartbeat(member)
+                gateway_with_worker.join(member)
             names = ("fake-a", "fake-c")
             states = {worker_status(gateway_with_worker, name)["state"] for name in names}
             return states == {"probation"}
@@ -238,7 +238,7 @@ def test_f49_a_removed_worker_finishes_its_stream_and_gets_no_requests(
         if deregisters:
             assert gateway_with_worker.remove_worker(worker).status_code == 204
         else:
-            gateway_with_worker.send_heartbeat(worker, draining=True)
+            gateway_with_worker.join(worker, draining=True)
         assert gateway_with_worker.chat().status_code == 503
         assert gateway_with_worker.client.get("/readyz").status_code == 503
         gateway_with_worker.join(second_worker)

@@ -105,7 +105,7 @@ def test_the_gateway_is_ready_and_serves_requests_while_a_worker_neither_starts_
     gateway.join(worker)
     assert answers() == [200] * 4
     assert gateway.client.get(joined, headers=BEARER).status_code == 200
-    gateway.send_heartbeat(worker, draining=True)
+    gateway.join(worker, draining=True)
     assert answers() == [200, 503, 503, 503]
 
 

@@ -67,7 +67,7 @@ def test_f48_a_retry_uses_the_policy_of_the_first_attempt(
     with ThreadPoolExecutor(1) as executor:
         request = executor.submit(gateway.chat)
         assert worker.request_received.wait(60)
-        gateway.send_heartbeat(second_worker)
+        gateway.join(second_worker)
         admin.put(single_pool_policy("after"))
         worker.resume.set()  # the worker returns 503
         response = request.result()

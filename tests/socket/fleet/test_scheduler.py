@@ -139,7 +139,7 @@ def test_f02_a_body_that_crashed_two_workers_is_not_sent_to_a_third(
     with running_server(third, sockets=[third.socket]):
         for member in (worker, second_worker, third):
             member.scripts_by_message["poison"] = Script(drop=True)
-            gateway.send_heartbeat(member, boot_id=member.worker_id)
+            gateway.join(member, boot_id=member.worker_id)
         codes: list[tuple[int, str]] = []
         while not codes or codes[-1] != (422, "request_quarantined"):
             response = gateway.chat(messages=[user("poison")])

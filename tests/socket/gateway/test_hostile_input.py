@@ -65,7 +65,7 @@ def test_s32_health_checks_follow_no_redirect(gateway, canary_listener) -> None:
         return await link.send_head(307, ((b"location", canary_listener.url.encode()),), length=0)
 
     with running_server(redirect, sockets=[worker.socket]):
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         joined.set()
         assert gateway.client.get("/metrics").status_code == 200
         assert gateway.status()["workers"]["fake-a"]["state"] == "ready"

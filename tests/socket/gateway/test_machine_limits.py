@@ -76,7 +76,7 @@ def test_f55_a_gateway_without_file_descriptors_recovers_once_some_are_closed(
 
 def _serves_chat(url: str) -> bool:
     try:
-        response = httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=2)
+        response = httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=10)
     except httpx.HTTPError:
         return False
     return response.status_code == 200

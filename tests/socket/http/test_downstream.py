@@ -142,12 +142,14 @@ def test_a_reader_that_pauses_longer_than_the_idle_timeout_gets_every_word(
     with open_socket(gateway) as raw:
         raw.sendall(chat_request(stream=True))
         assert worker.request_received.wait(60)
-        time.sleep(0.8)
+        worker.scripts_by_message["stall"] = Script(hang_after=1)
+        with gateway.stream(**said("stall")) as stalled:
+            assert stream_error_code(stalled.read()) == "worker_stalled"  # by the same timeout
         received = read_stream(raw)
     assert received.count(word.encode()) == words
     assert DONE in received
     assert gateway.chat().status_code == 200
-    assert gateway.status()["outcomes"] == {"completed": 2}
+    assert gateway.status()["outcomes"] == {"completed": 2, "failed": 1}
 
 
 @pytest.mark.parametrize("following", [b"\r\n", b"GET /livez HTTP/1.1\r\nhost: local"])

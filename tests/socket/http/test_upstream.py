@@ -47,6 +47,13 @@ async def connected(
             await asyncio.wait_for(served.wait(), TIMEOUT_S)
 
 
+async def until_paused(connection: UpstreamConnection) -> None:
+    """Wait until backpressure stops the worker."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not connection._paused:
+            await asyncio.sleep(0.001)
+
+
 def serve_pieces(*pieces: bytes) -> Serve:
     """Answer each request with these pieces, one packet each, on the same connection."""
 
@@ -197,10 +204,7 @@ async def test_backpressure_pauses_a_worker_that_is_faster_than_its_reader() -> 
 
     async with connected(serve) as (connection, _):
         response = await send_request(connection)
-        before = -1
-        while sent_bytes != before:  # until backpressure stops the worker
-            before = sent_bytes
-            await asyncio.sleep(0.2)
+        await until_paused(connection)
         assert sent_bytes < 50_000_000, "only socket buffers are in transit"
         read_bytes = 0
         while part := await response.chunk():
@@ -388,7 +392,7 @@ async def test_bytes_received_before_pour_are_written_first() -> None:
     sink = Sink()
     async with connected(serve_pieces(head + b"x" * size)) as (connection, reusable):
         response = await send_request(connection)
-        await asyncio.sleep(0.1)  # by now backpressure has stopped the worker
+        await until_paused(connection)
         last = await response.pour(sink)
         response.release()
     assert sum(map(len, sink.parts)) + len(last) == size
@@ -404,7 +408,9 @@ async def test_a_paused_connection_has_no_read_timeout() -> None:
         await asyncio.sleep(0)
         response.pause(True)
         response.set_read_timeout(0.1)
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(TIMEOUT_S):
+            while connection._read_timer._timer is not None:  # it fires, and ends no wait
+                await asyncio.sleep(0.001)
         response.set_read_timeout(30)
         response.pause(False)
         last = await pouring

@@ -21,7 +21,7 @@ from tests.support.scripted_worker import Script, ScriptedWorker
 def test_f01_after_a_refused_connection_the_request_succeeds_at_another_worker(
     gateway_behind_proxy: RunningGateway, proxy: FaultProxy, second_worker: ScriptedWorker
 ) -> None:
-    gateway_behind_proxy.send_heartbeat(second_worker)
+    gateway_behind_proxy.join(second_worker)
     proxy.refuse()
     responses = [gateway_behind_proxy.chat() for _ in range(20)]
     assert {response.status_code for response in responses} == {200}
@@ -60,7 +60,7 @@ def test_f13_after_a_connect_timeout_the_request_goes_to_another_worker(
         wait_until(lambda: "demo" in gateway.client.get("/v1/models").text)
         assert status_and_code(gateway.chat()) == (503, "worker_unreachable")
         share_heartbeat(redis, worker.report(url=dead_url))
-        gateway.send_heartbeat(second_worker)
+        gateway.join(second_worker)
         responses = [gateway.chat() for _ in range(8)]
     assert {response.status_code for response in responses} == {200}
 
@@ -85,7 +85,7 @@ def test_f13_a_dead_pooled_connection_does_not_fail_the_next_request(
 def test_f14_a_request_on_a_new_connection_that_breaks_is_not_sent_there_again(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    gateway_with_worker.send_heartbeat(second_worker)
+    gateway_with_worker.join(second_worker)
     worker.script = second_worker.script = Script(drop=True)
     assert status_and_code(gateway_with_worker.chat()) == (502, "worker_lost")
     assert (len(worker.requests), len(second_worker.requests)) == (1, 1)
@@ -123,7 +123,7 @@ def test_f56_a_host_name_that_does_not_resolve_is_a_refused_connection(
     response = gateway.chat()
     assert status_and_code(response) == (503, "worker_unreachable")
     assert b"invalid" not in response.content, "errors contain no worker address"
-    gateway.send_heartbeat(second_worker)
+    gateway.join(second_worker)
     assert gateway.chat().status_code == 200
 
 

@@ -70,7 +70,7 @@ def test_a_comment_of_the_worker_reaches_the_client_with_a_ping(served: Served) 
     served.worker.script.events = (comment, *stream_events(served.worker.script.tokens))
     for fingerprint in ("", "a" * 16):
         served.worker.fingerprint = fingerprint
-        served.gateway.send_heartbeat(served.worker)
+        served.gateway.join(served.worker)
         received = post(served.gateway, stream=True).content
         assert received.startswith(comment + b"event: ping\n")
         assert ("x-paceline-progress" in served.worker.requests[-1].headers) is bool(fingerprint)

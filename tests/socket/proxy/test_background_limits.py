@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ async def service_of(state_dir: Path) -> ResponsesService:
 
 
 async def respond(
-    service: ResponsesService, *texts: str, until: asyncio.Event | None = None
+    service: ResponsesService, *texts: str, hold: Callable[[], Awaitable[None]] | None = None
 ) -> ResponseExchange:
-    """Answer a request in the background with these pieces, as the handler does; wait to end it."""
+    """Answer a request in the background with these pieces, as the handler does; hold its end."""
     exchange = service.exchange()
     await exchange.open(BODY, "ann", lambda _bytes: None, 0)
     exchange.format.inspect(BODY, POLICY, FLEET)
@@ -47,8 +48,8 @@ async def respond(
                 frame = {"id": "c", "model": "m", "choices": [choice]}
                 event_log.write(encoder.event(b"", frame))
                 await asyncio.sleep(0)
-            if until is not None:
-                await until.wait()
+            if hold is not None:
+                await hold()
             last = encoder.done()
             event_log.end(last + await exchange.finish())
     except errors.GatewayError as error:
@@ -89,13 +90,19 @@ async def test_a_response_beyond_the_limit_of_its_events_fails_unless_it_is_its_
 
 
 async def test_the_largest_running_response_fails_beyond_the_limit_of_all(tmp_path: Path) -> None:
-    service, until = await service_of(tmp_path), asyncio.Event()
+    service, until, written = await service_of(tmp_path), asyncio.Event(), asyncio.Semaphore(0)
+
+    async def hold() -> None:
+        written.release()
+        await until.wait()
+
     async with asyncio.timeout(60), asyncio.TaskGroup() as running:
         small, large, other = (
-            running.create_task(respond(service, *["x" * 1000] * count, until=until))
+            running.create_task(respond(service, *["x" * 1000] * count, hold=hold))
             for count in (3, 12, 8)
         )
-        await asyncio.sleep(0.1)
+        for _ in range(3):
+            await written.acquire()
         await service.check()
         exchange = await large
         await service.check()

@@ -75,7 +75,7 @@ def chunks(received: bytes) -> list[dict[str, Any]]:
 
 
 def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(gateway, worker) -> None:
-    gateway.send_heartbeat(worker)
+    gateway.join(worker)
     worker.script.hang_after = 0
     with opened(gateway) as (response, read_until):
         assert response.status_code == 200
@@ -93,7 +93,7 @@ def test_the_head_and_comments_go_out_while_the_worker_reads_the_prompt(gateway,
 def test_a_pause_within_an_answer_gets_comments_and_the_first_token_is_none_of_them(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    gateway.send_heartbeat(worker)
+    gateway.join(worker)
     worker.script.hang_after = 1
     began_s = time.monotonic()
     with opened(gateway) as (_, read_until):
@@ -178,7 +178,7 @@ def test_a_crash_after_comments_alone_counts_for_the_quarantine(
 ) -> None:
     for member in (worker, second_worker):
         member.script = Script(events=(b": read 1 of 2\n\n",), cut_after=1)
-        gateway.send_heartbeat(member)
+        gateway.join(member)
     codes: list[tuple[int, str]] = []
     while codes[-1:] != [(422, "request_quarantined")]:
         response = gateway.chat(stream=True)

@@ -73,7 +73,8 @@ def test_large_bodies_are_inspected_one_at_a_time(
     gateway_with_worker: RunningGateway, held: HeldThread, send: Callable[..., Any]
 ) -> None:
     first, second = (send(gateway_with_worker, LARGE) for _ in range(2))
-    wait_until(lambda: gateway_with_worker.status()["gateway"]["requests_in_flight"] == 2)
+    wait_until(lambda: gateway_with_worker.requests_in_flight() == 2 and held.parsed > 0)
+    assert gateway_with_worker.chat().status_code == 200
     assert held.parsed == 1
     held.release.set()
     assert [one.result().status_code for one in (first, second)] == [200, 200]
@@ -130,7 +131,7 @@ def test_c16_what_a_short_request_goes_on_from_counts_as_its_body(
 def test_c16_conversations_are_shed_as_requests(tmp_path: Path, worker: ScriptedWorker) -> None:
     worker.script.hang_after = 2
     with RunningGateway(make_settings(tmp_path, requests_limit=1)) as gateway:
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         made = converse(gateway, "Hi").json()
         path = f"/v1/conversations/{made['id']}"
         with gateway.stream() as running:

@@ -42,7 +42,7 @@ def charged(gateway: RunningGateway, key: dict[str, Any]) -> int:
 def test_c23_an_end_that_the_request_has_caused_ejects_nobody_and_costs_the_reservation(
     gateway_with_worker, worker, second_worker, events, code
 ) -> None:
-    gateway_with_worker.send_heartbeat(second_worker)
+    gateway_with_worker.join(second_worker)
     worker.script = second_worker.script = Script(events=events)
     key = gateway_with_worker.create_key(tokens_a_day=100_000)
     gateway_with_worker.use_key(key["secret"])
@@ -83,7 +83,7 @@ def test_c23_one_body_counts_once_at_the_circuit_breaker_of_each_worker(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     """A body that fails everywhere ejects nobody; one that another worker answers is no excuse."""
-    gateway_with_worker.send_heartbeat(second_worker)
+    gateway_with_worker.join(second_worker)
     worker.script = second_worker.script = Script(status=500, body=b"{}")
     for _ in range(20):
         assert status_and_code(gateway_with_worker.chat()) == (502, "worker_failed")

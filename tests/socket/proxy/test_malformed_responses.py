@@ -81,16 +81,16 @@ BROKEN = {
     "half an event": (FIRST, TEXT[:20]),
     "html": (FIRST, b"data: " + HTML + b"\n\n", STOP, DONE),
     "broken utf-8": (FIRST, b'data: "\xff"\n\n'),
-    "a line without end": (FIRST, b"data: " + b"x" * 3_000_000),
+    "a line without end": (FIRST, b"data: " + b"x" * 2_000_000),
     "endless lines without an event": (FIRST, *[b"data: x\n" * 10_000] * 20),
-    "an event of 10 MB": (FIRST, chunk({"content": "x" * 10_000_000}), STOP, DONE),
+    "an event of 2 MB": (FIRST, chunk({"content": "x" * 2_000_000}), STOP, DONE),
     "done at once": (FIRST, DONE),
 }
 CODES = {
     "half an event": "worker_lost",
     "a line without end": "response_too_large",
     "endless lines without an event": "response_too_large",
-    "an event of 10 MB": "response_too_large",
+    "an event of 2 MB": "response_too_large",
 }
 
 

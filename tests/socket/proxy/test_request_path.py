@@ -26,7 +26,7 @@ def run_on_loop(gateway: RunningGateway, function: Callable[[], object]) -> None
         done.set()
 
     gateway.loop.call_soon_threadsafe(run)
-    assert done.wait(10)
+    assert done.wait(60)
 
 
 def traced_chat(gateway: RunningGateway, headers: dict[str, str]) -> list[str]:
@@ -58,7 +58,7 @@ def files_of_the_page() -> set[str]:
 
 def test_a_streamed_chat_with_a_key_runs_few_files(tmp_path: Path, worker: ScriptedWorker) -> None:
     with RunningGateway(make_settings(tmp_path, admin_key=SecretStr("a" * 32))) as gateway:
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         headers = bearer_headers(gateway.create_key(requests_a_minute=1000))
         runs = [traced_chat(gateway, headers) for _ in range(5)]
     # A periodic job may run beside one request, but not beside all of them.

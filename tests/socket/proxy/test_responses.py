@@ -114,7 +114,7 @@ def test_a_models_own_sampling_values_apply_where_neither_policy_nor_request_has
     """They are part of the report, of `/v1/models` and of what the worker gets."""
     worker.model = "qwen"
     own = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
-    gateway.send_heartbeat(worker, sampling=own)
+    gateway.join(worker, sampling=own)
     assert gateway.chat(model="qwen", top_k=5).status_code == 200
     body = worker.requests[0].body
     sent = {"temperature": 0.6, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.1}
@@ -126,7 +126,7 @@ def test_a_models_own_sampling_values_apply_where_neither_policy_nor_request_has
 
 def test_default_is_an_alias_of_the_only_model(gateway, worker) -> None:
     worker.model = "Qwen/Qwen3.5-4B"
-    gateway.send_heartbeat(worker)
+    gateway.join(worker)
     assert gateway.chat(model="default").status_code == 200
     assert worker.requests[0].body["model"] == "Qwen/Qwen3.5-4B"
     names = {entry["id"] for entry in gateway.client.get("/v1/models").json()["data"]}

@@ -59,7 +59,7 @@ def asked(
 
 def test_f02_a_worker_killed_before_its_response_loses_to_another_worker(gateway, worker) -> None:
     with asked(gateway, hang=True) as (process, client):
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         process.kill()
         received = client.read_until(DONE)
     assert received.startswith(b"HTTP/1.1 200")
@@ -113,7 +113,7 @@ def test_f02_a_request_goes_on_at_most_as_often_as_the_policy_says(
         members = [worker, second_worker, *more]
         for member in members:
             member.script = Script(status=500)
-            gateway.send_heartbeat(member)
+            gateway.join(member)
         response = gateway.chat()
     assert status_and_code(response) == (502, "worker_failed")
     assert response.headers["x-paceline-failovers"] == "2"
@@ -123,7 +123,7 @@ def test_f02_a_request_goes_on_at_most_as_often_as_the_policy_says(
 def test_f02_a_body_above_8_mb_goes_to_one_worker_only(gateway, worker, second_worker) -> None:
     for member in (worker, second_worker):
         member.script = Script(status=500)
-        gateway.send_heartbeat(member)
+        gateway.join(member)
     response = gateway.chat(**said("x" * 8 * 1024 * 1024))
     assert status_and_code(response) == (502, "worker_failed")
     assert len(worker.requests) + len(second_worker.requests) == 1
@@ -140,7 +140,7 @@ def test_f03_f25_a_killed_worker_ends_all_its_streams_in_an_error_event_without_
             client.send_chat(stream=True)
             client.read_until(b" two")
         assert in_flight(gateway) == 8, "four requests, four slots"
-        gateway.send_heartbeat(worker)
+        gateway.join(worker)
         process.kill()
         for client in clients:
             rest = client.read_until(b"\r\n0\r\n\r\n")
@@ -288,7 +288,7 @@ def test_f17_f18_a_worker_that_fails_before_its_first_event_returns_502(served: 
 
 def test_f25_a_replacement_worker_gets_409_until_the_old_boot_expires(gateway, worker) -> None:
     with running_worker(boot_id="boot-0") as first:
-        gateway.send_heartbeat(first)
+        gateway.join(first)
         assert gateway.chat().status_code == 200
     assert gateway.chat().status_code == 503
     assert gateway.send_heartbeat(worker).status_code == 409, (

@@ -214,7 +214,7 @@ def test_a_worker_that_reports_an_eviction_is_not_preferred(two_worker_gateway, 
         return {one["worker_id"] for one in candidates if one["prefix_cached"]}
 
     assert expected_at() == {holder.worker_id}
-    two_worker_gateway.send_heartbeat(holder, evicted_prefixes=[key])
+    two_worker_gateway.join(holder, evicted_prefixes=[key])
     assert expected_at() == set()
     chat.ask()
     assert two_worker_gateway.status()["prefix"]["not_reused"] == {"evicted": 1}
@@ -266,7 +266,7 @@ def test_a_started_gateway_learns_cached_prefixes_from_heartbeats(
     holder, other = holder_and_other(workers, first)
     key = keys_of(holder.requests[0])[-1]
     two_worker_gateway.rejoin(holder)
-    two_worker_gateway.send_heartbeat(other, prefixes=[key], prefix_count=1)
+    two_worker_gateway.join(other, prefixes=[key], prefix_count=1)
     assert worker_of(two_worker_gateway.chat(**fields_of())) == other.worker_id
 
 

@@ -143,11 +143,11 @@ def test_every_snapshot_is_consistent_while_workers_count(gateway: RunningGatewa
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as executor:
         for worker in workers:
             stack.enter_context(running_server(worker, sockets=[worker.socket]))
-            gateway.send_heartbeat(worker)
+            gateway.join(worker)
         futures = [executor.submit(gateway.status) for _ in range(30)]
         for _ in range(15):
             for worker in workers:
-                gateway.send_heartbeat(worker)
+                gateway.join(worker)
         snapshots = [future.result() for future in futures]
     for status in snapshots:
         lanes = [lane for entry in status["workers"].values() for lane in entry["lanes"].values()]
@@ -309,7 +309,7 @@ def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(gatew
     PUBLISHED.validate(status)
     alone = {"kind": "memory", "state": "ok", "problem": "", "gateways": 1}
     assert status["store"] == alone, "without Redis"
-    gateway.send_heartbeat(worker)
+    gateway.join(worker)
     gateway.chat()
     gateway.remove_worker(worker)
     status = gateway.status()
@@ -331,5 +331,5 @@ def test_a_worker_that_is_gone_tells_why_and_since_when(gateway_with_worker, wor
     assert began_s - 0.01 <= left["unix_s"] <= time.time()
     gateway_with_worker.remove_worker(worker, restarting=True)
     assert absence()["kind"] == "restarting"
-    gateway_with_worker.send_heartbeat(worker, boot_id="boot-2")
+    gateway_with_worker.join(worker, boot_id="boot-2")
     assert absence() == {"kind": "", "unix_s": 0}

@@ -200,7 +200,7 @@ def identifiers(expr: str) -> set[str]:
 def test_every_metric_and_label_of_dashboard_and_alerts_is_exposed(
     gateway_with_traffic: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    gateway_with_traffic.send_heartbeat(worker)  # with a lane for sampled requests
+    gateway_with_traffic.join(worker)  # with a lane for sampled requests
     assert gateway_with_traffic.chat(temperature=0.5).status_code == 200
     # Prometheus adds the metric `up` for each target.
     exposed_labels: dict[str, set[str]] = {"up": {"job", "instance"}}

@@ -165,7 +165,7 @@ def test_each_attempt_has_a_span_and_errors_have_a_type(
     traced_gateway, collector, module_worker, second_worker
 ) -> None:
     module_worker.script = second_worker.script = Script(status=503)
-    traced_gateway.send_heartbeat(second_worker)
+    traced_gateway.join(second_worker)
     assert traced_gateway.chat().status_code == 503
     wait_until(lambda: len(collector.spans) == 3)
     assert traced_gateway.remove_worker(second_worker).is_success
