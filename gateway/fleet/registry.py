@@ -238,7 +238,7 @@ class WorkerRegistry:
             if before is HEALTHY:
                 return
         elif lease.probes:
-            worker.probing = False
+            lease.probes = worker.probing = False
         if lease.ejected_at_s != before.ejected_at_s:
             return  # sent before the last ejection, which has taken account of such requests
         if before.probation_limit is not None:

@@ -30,6 +30,9 @@ from policies.document import PolicyDocument
 from policies.request.profile import bypass_reasons
 from workers.drain_rate import DrainRate, QueuePlace
 
+PROBE_S = 5.0
+"""A busy worker refuses a request at once: one that has not in this time has taken it."""
+
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
@@ -227,6 +230,8 @@ class Scheduler:
         lease = self._fleet.acquire(candidate, ejected=ejected)
         if lease is not None:
             pool.running += 1
+            if lease.probes:
+                asyncio.get_running_loop().call_later(PROBE_S, self.record_taken, lease)
         return lease
 
     def wake(self) -> None:
