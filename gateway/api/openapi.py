@@ -188,9 +188,11 @@ def _write(app: FastAPI, *, proxied: bool) -> bytes:
         schemas.pop(name, None)
     schemas |= _schemas()
     if proxied:
-        names = {path: one.endpoint.value for path, one in WIRE_FORMATS.items()}
+        names = {
+            path: _COHERE_RERANK if one is COHERE_RERANK else one.endpoint.value
+            for path, one in WIRE_FORMATS.items()
+        }
         names |= {MESSAGES_PATH: _MESSAGES, RESPONSES_PATH: _RESPONSES}
-        names[COHERE_RERANK.path] = _COHERE_RERANK
         for path, name in reversed(names.items()):
             others = document["paths"].pop(path, {})
             document["paths"] = {path: {"post": _proxy_operation(name), **others}} | document[

@@ -33,11 +33,6 @@ class ApiKey:
     rate_limiter: RateLimiter | None = None
     """None: no limits."""
 
-    @property
-    def unrestricted(self) -> bool:
-        """Return whether the key may see all models and pools."""
-        return self.models is None and self.caller.pools is None
-
     def check_model(self, inspected: Inspected) -> None:
         """Raise `ModelUnknown` for a model that this key may not use.
 

@@ -15,6 +15,7 @@ from gateway.engines.base import (
     HttpAnswer,
     Isolation,
     Question,
+    Told,
 )
 from gateway.engines.llama_cpp import LlamaCpp
 from gateway.engines.lmstudio import LmStudio
@@ -40,6 +41,7 @@ __all__ = [
     "OpenAIEngine",
     "PacelineWorker",
     "Question",
+    "Told",
     "detect",
 ]
 

@@ -17,7 +17,6 @@ from gateway.assembly import Gateway
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.http.downstream import (
     RESEND,
-    AnswerWriter,
     CancelScope,
     ClientDisconnected,
     header,
@@ -38,7 +37,7 @@ from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
-from gateway.proxy.responses import ResponseExchange
+from gateway.proxy.responses import AnswerWriter, ResponseExchange
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_body, parse
 from gateway.types import Caller, Headers, Inspected
@@ -103,7 +102,7 @@ class ProxyHandler:
         self._rejection_pacer = RejectionPacer(gateway.clock)
         self._secret_pacer = RejectionPacer(gateway.clock, _WRONG_SECRETS_SHARE)
         self._contexts: dict[CancelScope, RequestContext] = {}
-        """Of the running requests, the oldest first."""
+        """Of the running requests with a valid key, the oldest first."""
 
     async def __call__(
         self,
@@ -131,7 +130,6 @@ class ProxyHandler:
         try:
             with CancelScope(client) as cancel_scope:
                 gateway.active_requests.add(cancel_scope)
-                self._contexts[cancel_scope] = context
                 try:
                     body = await self._read_body(scope, receive, context, cancel_scope)
                     await self._inspect(scope, body, context)
@@ -142,7 +140,7 @@ class ProxyHandler:
                         await self.forwarder.forward(context, writer)
                 finally:
                     gateway.active_requests.remove(cancel_scope)
-                    del self._contexts[cancel_scope]
+                    self._contexts.pop(cancel_scope, None)
         except ClientDisconnected:
             context.disconnect()
         except asyncio.CancelledError:
@@ -178,7 +176,11 @@ class ProxyHandler:
                     header(scope, b"authorization"), header(scope, b"x-api-key")
                 )
             except errors.KeyRefused:
-                await self.slow_guesses(scope)
+                self.load.end(0)  # a guess that waits takes no place of a request
+                try:
+                    await self.slow_guesses(scope)
+                finally:
+                    self.load.begin()
                 raise
             context.api_key, context.caller = api_key, api_key.caller
             cancel_scope.key_id = api_key.caller.key
@@ -186,6 +188,7 @@ class ProxyHandler:
             raise errors.PageRefused
         if gateway.draining:
             raise errors.ShuttingDown
+        self._contexts[cancel_scope] = context
         self.load.admit(functools.partial(self._make_room, context.caller.client))
         cancel_scope.limit(settings.body_timeout_s, errors.BodyTooSlow)
 

@@ -181,6 +181,10 @@ class EventLog:
         changed.set()
 
 
+AnswerWriter = ResponseWriter | EventLog
+"""What an answer is written to: the connection of its client, or a log."""
+
+
 class ResponseExchange:
     """One request for a response: what stands before it, and what is kept of it."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.protocols import CHAT
-from gateway.protocols.base import WireFormat
+from gateway.protocols.openai import WireFormat
 from gateway.protocols.messages import MessagesFormat
 from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.sealing import Sealer
