@@ -22,9 +22,8 @@ from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_secret
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
 from gateway.http.downstream import header, read_small_body, response_writer
-from gateway.protocols import CHAT, MESSAGES_PATH
-from gateway.protocols.messages import MessagesFormat
-from gateway.protocols.openai import WireFormat
+from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat
+from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
 from gateway.proxy.handler import ProxyHandler

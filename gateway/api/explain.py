@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
-from gateway.engines import Told
+from gateway.engines.base import Told
 from gateway.errors import (
     GatewayError,
     LimitReached,
@@ -24,8 +24,9 @@ from gateway.errors import (
     PoolsNotAllowed,
 )
 from gateway.fleet.health import CHECK_REFUSALS
-from gateway.protocols import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WORKER_PATHS, WireFormat
+from gateway.protocols.base import WORKER_PATHS
 from gateway.protocols.messages import MessagesFormat, is_messages
+from gateway.protocols.openai import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WireFormat
 from gateway.protocols.responses import ResponsesFormat
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import inspect, routing_request

@@ -14,15 +14,10 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
-from gateway.protocols import (
-    COHERE_RERANK,
-    MESSAGES_PATH,
-    RESPONSES_PATH,
-    WIRE_FORMATS,
-    cohere,
-    messages,
-    responses,
-)
+from gateway.protocols import WIRE_FORMATS, cohere, messages, responses
+from gateway.protocols.cohere import COHERE_RERANK
+from gateway.protocols.messages import MESSAGES_PATH
+from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.client import PRIORITY_HEADER
 from policies.request.profile import GENERATING, Endpoint, Priority
 from policies.request.schema import request_schema

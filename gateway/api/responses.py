@@ -22,14 +22,9 @@ from gateway.api.auth import (
 )
 from gateway.api.messages import CurrentCounter
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.protocols.responses import (
-    Item,
-    Json,
-    ResponsesFormat,
-    check_metadata,
-    read_items,
-    shown_item,
-)
+from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses.items import shown_item
+from gateway.protocols.responses.request import Item, Json, check_metadata, read_items
 from gateway.proxy.handler import inspect
 from gateway.proxy.kept_items import KeptItems, named_items
 from gateway.proxy.load_shedding import Load

@@ -98,10 +98,6 @@ class ApiKeys:
         self.required = self._had_keys
         self._rebuild()
 
-    def require_until_replaced(self) -> None:
-        """Require a key until `replace` is called again."""
-        self.required = True
-
     def require_always(self) -> None:
         """Require a key from now on, even if there is none."""
         self._had_keys = self.required = True

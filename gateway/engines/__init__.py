@@ -7,15 +7,8 @@ from typing import get_args
 
 from gateway.engines.base import (
     Ask,
-    Engine,
-    EngineModel,
-    EngineSilent,
-    EngineState,
     EngineUnusable,
     HttpAnswer,
-    Isolation,
-    Question,
-    Told,
 )
 from gateway.engines.llama_cpp import LlamaCpp
 from gateway.engines.lmstudio import LmStudio
@@ -24,26 +17,9 @@ from gateway.engines.mlx_vlm import MlxVlm
 from gateway.engines.ollama import Ollama
 from gateway.engines.omlx import Omlx
 from gateway.engines.openai import OpenAIEngine
-from gateway.engines.paceline import PacelineGateway, PacelineWorker
+from gateway.engines.paceline import PacelineGateway
 from gateway.engines.vllm_mlx import VllmMlx
 from gateway.types import EngineKind
-
-__all__ = [
-    "KINDS",
-    "Ask",
-    "Engine",
-    "EngineModel",
-    "EngineSilent",
-    "EngineState",
-    "EngineUnusable",
-    "HttpAnswer",
-    "Isolation",
-    "OpenAIEngine",
-    "PacelineWorker",
-    "Question",
-    "Told",
-    "detect",
-]
 
 _CLASSES = (
     PacelineGateway,

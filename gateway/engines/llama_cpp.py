@@ -27,7 +27,8 @@ from gateway.routing.features import Feature
 from gateway.types import Usage
 
 _PROPS = Question("/props")
-_LOADED = ("loaded", "sleeping")
+_LOADED = (None, "loaded", "sleeping")
+"""A server of one model does not tell."""
 
 
 def _usage(answer: Mapping[str, Any]) -> Usage | None:
@@ -88,7 +89,7 @@ class LlamaCpp(LocalEngine):
             EngineModel(
                 name,
                 frozenset(lacks),
-                loaded=_is_loaded(entry),
+                loaded=_object(entry, "status").get("value") in _LOADED,
                 size_bytes=count(_object(entry, "meta").get("size")),
                 context_tokens=context or count(_object(entry, "meta").get("n_ctx_train")),
             )
@@ -106,12 +107,6 @@ class LlamaCpp(LocalEngine):
             fields["repeat_penalty"] = fields.pop("repetition_penalty")
         if self.serves_another_scope(salt):
             fields["cache_prompt"] = False
-
-
-def _is_loaded(entry: Mapping[str, Any]) -> bool:
-    """Return whether a model is in memory; a server of one model does not tell."""
-    value = _object(entry, "status").get("value")
-    return value is None or value in _LOADED
 
 
 def _object(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:

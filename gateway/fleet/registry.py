@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
 
-from gateway.engines import Engine, PacelineWorker
+from gateway.engines.base import Engine
+from gateway.engines.paceline import PacelineWorker
 from gateway.errors import TooManyWorkers, WorkerIdTaken
 from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing

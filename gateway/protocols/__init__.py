@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.protocols.base import WORKER_PATHS, StreamEncoder
+from gateway.protocols.base import WORKER_PATHS
 from gateway.protocols.cohere import COHERE_RERANK
-from gateway.protocols.messages import PATH as MESSAGES_PATH
+from gateway.protocols.messages import MESSAGES_PATH
 from gateway.protocols.openai import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WireFormat
-from gateway.protocols.responses import PATH as RESPONSES_PATH
-
-__all__ = [
-    "CHAT",
-    "COHERE_RERANK",
-    "COMPLETIONS",
-    "EMBEDDINGS",
-    "MESSAGES_PATH",
-    "PROXY_PATHS",
-    "RERANK",
-    "RESPONSES_PATH",
-    "WIRE_FORMATS",
-    "WORKER_PATHS",
-    "StreamEncoder",
-    "WireFormat",
-]
+from gateway.protocols.responses import RESPONSES_PATH
 
 WIRE_FORMATS: Mapping[str, WireFormat] = {
     **{WORKER_PATHS[one.endpoint]: one for one in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK)},

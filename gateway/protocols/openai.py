@@ -99,7 +99,8 @@ class WireFormat:
             replaced: tuple[str, ...] = ()
             if _has_parts(body.get("messages")):
                 body, replaced = readable(body, reading_of(requested, policy, fleet, documents))
-            if _allows_tools(body.get("tool_choice")):
+            choice = body.get("tool_choice")
+            if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
                 body = _with_allowed_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
             rules = policy.models.get(model)
@@ -352,10 +353,6 @@ def _has_parts(messages: Any) -> bool:
         isinstance(message, Mapping) and isinstance(message.get("content"), list)
         for message in messages
     )
-
-
-def _allows_tools(choice: Any) -> bool:
-    return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
 
 
 def _with_allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from policies.request.profile import RequestProfile
 from workers.protocol import NodeSource
 
 if TYPE_CHECKING:
-    from gateway.protocols import StreamEncoder, WireFormat
+    from gateway.protocols.base import StreamEncoder
     from gateway.protocols.event_stream import AnswerProgress
+    from gateway.protocols.openai import WireFormat
     from gateway.proxy.responses import ResponseExchange
     from gateway.telemetry.tracing import Trace
 

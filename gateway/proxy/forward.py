@@ -18,13 +18,12 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.assembly import Gateway
-from gateway.engines import Engine, Isolation, Told
+from gateway.engines.base import Engine, Isolation, Told
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.health import CHECK_REFUSALS
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.http import upstream
-from gateway.protocols import WORKER_PATHS
-from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.base import WORKER_PATHS, AnswerMalformed
 from gateway.protocols.engine_answer import CallRules, EngineAnswer, FieldUnheld
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner, StreamState, comment_of
 from gateway.proxy.context import RequestContext
@@ -218,7 +217,8 @@ class Forwarder:
                 except errors.GatewayError as error:
                     result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
                     retry_after_s = error.retry_after_s or 0.0
-                    if result in _FAILURES and not self._is_news(lease, body):
+                    boot, now_s = "/".join(lease.boot), self._clock()
+                    if result in _FAILURES and not self.quarantine.failed(body, boot, now_s):
                         result = AttemptResult.ABANDONED
                     # The fleet leaves out a busy worker itself, for as long as it is busy.
                     if result is not AttemptResult.BUSY:
@@ -322,10 +322,6 @@ class Forwarder:
         if context.relayed:
             return context.progress is not None and context.progress.resumable
         return not self.quarantine.holds(body, self._clock())
-
-    def _is_news(self, lease: Lease, body: bytes) -> bool:
-        """Record that a body failed at a worker; return whether it is the first time."""
-        return self.quarantine.failed(body, "/".join(lease.boot), self._clock())
 
     def _is_ordered(self, error: errors.GatewayError, lease: Lease) -> bool:
         """Return whether the worker has failed because somebody stops it."""

@@ -24,9 +24,8 @@ from gateway.http.downstream import (
     response_writer,
 )
 from gateway.inspection_thread import Turn, is_large
-from gateway.protocols import WireFormat
 from gateway.protocols.documents import NO_DOCUMENTS, PDF_MARKS
-from gateway.protocols.openai import reading_of
+from gateway.protocols.openai import WireFormat, reading_of
 from gateway.proxy.billing import (
     TokenReservation,
     default_max_tokens,
@@ -58,11 +57,6 @@ def routing_request(
     )
     prefix = gateway.prefix_hasher.prefix_keys(inspected, caller, policy.prefix)
     return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
-
-
-def takes_long(raw: bytes) -> bool:
-    """Return whether reading a body may take longer than a request may cost nothing for."""
-    return is_large(raw) or any(mark in raw for mark in PDF_MARKS)
 
 
 async def inspect(
@@ -225,7 +219,9 @@ class ProxyHandler:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
         gateway = self._gateway
         context.caller = caller = read_caller(scope, context.policy, context.api_key)
-        if not takes_long(raw):
+        # Reading it may take longer than a request may cost nothing for.
+        takes_long = is_large(raw) or any(mark in raw for mark in PDF_MARKS)
+        if not takes_long:
             await self._inspect_in(Turn(caller.client), scope, raw, context)
             return
         with reserved_request(context.api_key.rate_limiter, gateway.clock, gateway.wall):

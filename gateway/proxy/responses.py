@@ -19,7 +19,8 @@ from gateway.http.downstream import (
     ClientDisconnected,
     ResponseWriter,
 )
-from gateway.protocols.responses import Json, ResponsesFormat, ResponsesRequest
+from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses.request import Json, ResponsesRequest
 from gateway.proxy.kept_items import KeptItems, new_id
 from gateway.types import Header
 

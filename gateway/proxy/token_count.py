@@ -13,7 +13,7 @@ from gateway import errors
 from gateway.assembly import Gateway
 from gateway.fleet.worker import WorkerState
 from gateway.http.upstream import ConnectionLost, ConnectionPool, StaleConnection, refusal
-from gateway.protocols import WireFormat
+from gateway.protocols.openai import WireFormat
 from gateway.proxy.billing import estimate
 from gateway.strict_json import encode_body
 from gateway.types import Inspected

@@ -33,7 +33,6 @@ from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.tool_formats import ToolFormat
 from workers.engine.types import (
     Generation,
-    GivenAnswer,
     LaneName,
     ModelCard,
     Prompt,
@@ -198,7 +197,8 @@ async def _check(
     )
     generations = _one_per_choice(_one_per_prompt(generation, prompts), profile.choices)
     if given is not None:
-        generations = tuple(map(_with_given, generations, given.answers))
+        answers = zip(generations, given.answers, strict=True)
+        generations = tuple(replace(one, given=answer) for one, answer in answers)
     return CompletionRequest(
         request_id=request_id,
         created_s=created_s,
@@ -489,10 +489,6 @@ def _one_per_prompt(generation: Generation, prompts: Sequence[Prompt]) -> list[G
         replace(generation, prompt=prompt, further_tokens=sum(needs) - need)
         for prompt, need in zip(prompts, needs, strict=True)
     ]
-
-
-def _with_given(generation: Generation, answer: GivenAnswer) -> Generation:
-    return replace(generation, given=answer)
 
 
 def _one_per_choice(generations: Sequence[Generation], choices: int) -> tuple[Generation, ...]:

@@ -146,7 +146,9 @@ class CompletionResponse(Response):
                 continue
             if not begun:
                 begun, stream.comment = True, partial(bytes, _KEEPALIVE)
-                self._check_progress(event)
+                if isinstance(event, types.Delta) and event.usage.skipped_tokens:
+                    # Another worker would read all of the prompt, and so go on with another answer.
+                    self._progress = None
                 begin = [entry for writer in self._writers for entry in writer.begin()]
                 if not self._request.given:
                     await self._send_entries(stream, 0, begin)
@@ -157,14 +159,6 @@ class CompletionResponse(Response):
             usage = self._envelope(_CHUNK, []) | self._totals()
             await stream.send(_encode_event(usage))
         await stream.send(_DONE, last=True)
-
-    def _check_progress(self, event: types.Event) -> None:
-        """Tell no tokens of an answer whose prompt was read sparsely.
-
-        Another worker would read all of the prompt, and so go on with another answer.
-        """
-        if isinstance(event, types.Delta) and event.usage.skipped_tokens:
-            self._progress = None
 
     def _new_entries(
         self, index: int, event: types.PromptScored | types.Delta | types.Finished

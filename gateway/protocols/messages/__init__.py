@@ -44,9 +44,7 @@ from policies.request.fields import FieldError, read_cache_salt
 from policies.request.parser import HONOURED_FIELDS
 from policies.request.profile import Endpoint
 
-__all__ = ["ERROR_SCHEMA", "PATH", "SCHEMA", "MessagesFormat", "error_body", "is_messages"]
-
-PATH = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -13,15 +13,11 @@ from gateway import errors
 from gateway.protocols.base import choice_of, object_in
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, pdfs_in
 from gateway.protocols.openai import TranslatingFormat, reading_of
-from gateway.protocols.responses.items import known_fields, shown_item
 from gateway.protocols.responses.request import (
     FIELDS,
     Item,
-    Json,
     ResponsesRequest,
     check_items,
-    check_metadata,
-    read_items,
     read_request,
     to_chat,
 )
@@ -38,22 +34,7 @@ from gateway.types import NO_CALLER, Caller, Header, Inspected
 from policies.document import PolicyDocument
 from policies.request.fields import FieldError, read_cache_salt
 
-__all__ = [
-    "PATH",
-    "SCHEMA",
-    "Item",
-    "Json",
-    "ResponseBuilder",
-    "ResponsesFormat",
-    "ResponsesRequest",
-    "Sealer",
-    "check_metadata",
-    "known_fields",
-    "read_items",
-    "shown_item",
-]
-
-PATH = "/v1/responses"
+RESPONSES_PATH = "/v1/responses"
 _REASONING = b"reasoning"
 
 SCHEMA: Mapping[str, Any] = {

@@ -21,7 +21,7 @@ from gateway.config.static_workers import (
     pool_problems,
     read_worker_keys,
 )
-from gateway.engines import OpenAIEngine
+from gateway.engines.openai import OpenAIEngine
 from gateway.errors import StartupError
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry

@@ -13,7 +13,8 @@ from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, ToolUnse
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document
 from gateway.protocols.history import words_for
-from gateway.protocols.responses import ResponsesFormat, Sealer
+from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.sealing import Sealer
 from gateway.routing.view import FleetView
 from policies.document import PolicyDocument
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
