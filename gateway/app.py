@@ -34,7 +34,6 @@ from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gatewa
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
 from gateway.http.downstream import ClientDisconnected, replaced_body, response_writer
-from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
 from gateway.protocols import WIRE_FORMATS
 from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat, error_body
@@ -96,7 +95,7 @@ class GatewayApp(PortApp):
             self.admin_app = PortApp(hosts, admin)
         fastapi = _build_fastapi(gateway, self.proxy, routers, proxied=True)
         fastapi.state.status, fastapi.state.responses = self._status, self.responses
-        fastapi.state.counter = TokenCounter(gateway, self.upstream)
+        fastapi.state.counter = TokenCounter(gateway, self.proxy.forwarder.connections)
         super().__init__(hosts, fastapi)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,11 +123,6 @@ class GatewayApp(PortApp):
                 writer.add_headers([(b"x-request-id", writer.request_id.encode())])
                 writer.add_headers(wire_format.response_headers(writer.request_id))
             await self._fastapi(scope, receive, send)
-
-    @property
-    def upstream(self) -> ConnectionPool:
-        """Return the context that holds the connections to workers."""
-        return self.proxy.forwarder.connections
 
     def jobs(self, check_s: float) -> list[Job]:
         """List the periodic jobs of the data plane."""

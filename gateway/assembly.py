@@ -32,7 +32,7 @@ from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
-from gateway.config.static_workers import check_unique_ids, read_worker_keys
+from gateway.config.static_workers import check_unique_ids, read_worker_key
 from gateway.documents.reader import DocumentReader
 from gateway.engines.paceline import PacelineWorker
 from gateway.errors import RecordsUnwritable, StartupError
@@ -41,7 +41,7 @@ from gateway.fleet.engine_records import EngineRecords
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.health import ReportClient
 from gateway.fleet.prefix_deletion import PrefixDeletion
-from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.inspection_thread import InspectionThread
@@ -272,7 +272,7 @@ class Gateway:
                 Job(work=work, period_s=timing.exchange_s, silent_errors=(RecordsUnwritable,))
                 for work in self.cluster_sync.exchanges
             ),
-            self.engine_watch.job(),
+            Job(work=self.engine_watch.probe_all, period_s=HEARTBEAT_INTERVAL_S, at_start=True),
         ]
 
     async def _open_policy(self) -> None:
@@ -309,9 +309,9 @@ class Gateway:
 
 
 def _listed_engines(settings: Settings) -> list[WatchedEngine]:
-    keys = read_worker_keys(settings.workers, os.environ)
     return [
-        WatchedEngine(entry=worker, token=keys.get(worker.id, "")) for worker in settings.workers
+        WatchedEngine(entry=one, token=read_worker_key(one, os.environ) if one.api_key_env else "")
+        for one in settings.workers
     ]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Self
 
 from pydantic_core import to_json
 
@@ -539,15 +538,6 @@ class WorkerBusy(Unavailable, WorkerError, code="workers_busy"):
     """The worker rejects the request and asks for a later retry."""
 
     message = "All workers for this request are busy. Try again later."
-
-    @classmethod
-    def with_memory(cls, used_bytes: int, limit_bytes: int, *, retry_after_s: float) -> Self:
-        """Return the error of a worker whose memory is nearly full."""
-        return cls(
-            f"{cls.message} The memory of a worker is nearly full: it uses {used_bytes / 1e9:.1f} "
-            f"GB, of {limit_bytes / 1e9:.1f} GB that it may use.",
-            retry_after_s=retry_after_s,
-        )
 
 
 class WorkerLost(WorkerError, code="worker_lost"):

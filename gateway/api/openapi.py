@@ -17,6 +17,7 @@ from gateway.auth.records import KeyTerms
 from gateway.protocols import WIRE_FORMATS, cohere, messages, responses
 from gateway.protocols.cohere import COHERE_RERANK
 from gateway.protocols.messages import MESSAGES_PATH
+from gateway.protocols.openai import ANSWER_FIELDS
 from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.client import PRIORITY_HEADER
 from policies.request.profile import GENERATING, Endpoint, Priority
@@ -130,10 +131,7 @@ _SUMMARIES = {
 
 
 _ANSWER_FIELDS = {
-    Endpoint.CHAT.value: "choices",
-    Endpoint.COMPLETIONS.value: "choices",
-    Endpoint.EMBEDDINGS.value: "data",
-    Endpoint.RERANK.value: "results",
+    **{endpoint.value: field for endpoint, field in ANSWER_FIELDS.items()},
     _COHERE_RERANK: "results",
     _MESSAGES: "content",
     _RESPONSES: "output",

@@ -16,16 +16,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, Note, RequiredNote, admin_router
-from gateway.api.openapi import (
-    FOR_ADMINS,
-    JSON,
-    STORED,
-    WITH_BODY,
-    failures,
-    ref,
-    success,
-    takes,
-)
+from gateway.api.openapi import FOR_ADMINS, JSON, STORED, WITH_BODY, failures, ref, success, takes
 from gateway.assembly import Gateway
 from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import (

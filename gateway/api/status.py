@@ -18,13 +18,7 @@ from gateway.api.gauges import Gauges
 from gateway.api.openapi import FOR_CLIENTS, Responses, failures
 from gateway.assembly import Gateway
 from gateway.config.policy_versions import Reason
-from gateway.errors import (
-    FieldInvalid,
-    NotAllowedHere,
-    Overloaded,
-    ShuttingDown,
-    TooManyViewers,
-)
+from gateway.errors import FieldInvalid, NotAllowedHere, Overloaded, ShuttingDown, TooManyViewers
 from gateway.periodic import SharedRuns
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import StatusFeed

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from gateway.engines.base import (
-    Ask,
-    EngineUnusable,
-    HttpAnswer,
-)
+from gateway.engines.base import Ask, EngineUnusable, HttpAnswer
 from gateway.engines.llama_cpp import LlamaCpp
 from gateway.engines.lmstudio import LmStudio
 from gateway.engines.mlx_lm import MlxLm

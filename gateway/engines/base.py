@@ -34,6 +34,12 @@ class HttpAnswer(NamedTuple):
     """Names in lower case."""
     text: str
 
+    def admitted(self) -> HttpAnswer:
+        """Return the answer; raise `EngineUnusable` if the engine refuses the gateway's key."""
+        if self.status in (401, 403):
+            raise EngineUnusable("The engine asks for another API key.")
+        return self
+
     def json(self) -> Any:
         """Return the body as JSON; None if it is none, or no success."""
         return read_json(self.text.encode()) if self.status == 200 else None

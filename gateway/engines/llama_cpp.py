@@ -50,13 +50,8 @@ class LlamaCpp(LocalEngine):
     lacks = frozenset(
         (
             *(Feature.VIDEO, Feature.FILE, Feature.PROMPTS, Feature.ECHO, Feature.STOP_TOKENS),
-            *(
-                Feature.MIN_TOKENS,
-                Feature.TRUNCATION,
-                Feature.CONTINUATION,
-                Feature.EXACT,
-                Feature.CALLS,
-            ),
+            *(Feature.MIN_TOKENS, Feature.TRUNCATION, Feature.CONTINUATION),
+            *(Feature.EXACT, Feature.CALLS),
         )
     )
     default_slots = 4
@@ -74,9 +69,7 @@ class LlamaCpp(LocalEngine):
 
     async def read(self, ask: Ask) -> EngineState:
         """List its models, the media that they take and the slots."""
-        answer = await ask(Question(self.models_path))
-        if answer.status in (401, 403):
-            raise EngineUnusable("The engine asks for another API key.")
+        answer = (await ask(Question(self.models_path))).admitted()
         props = (await ask(_PROPS)).object()
         modalities = props.get("modalities")
         lacks = set[Feature]()

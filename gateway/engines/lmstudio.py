@@ -59,9 +59,7 @@ class LmStudio(LocalEngine):
 
     async def read(self, ask: Ask) -> EngineState:
         """List its models that chat, and which are in memory."""
-        newer = await ask(_V1)
-        if newer.status in (401, 403):
-            raise EngineUnusable("The engine asks for another API key.")
+        newer = (await ask(_V1)).admitted()
         if models := objects(newer.object().get("models")):
             found = [_model(one) for one in models if one.get("type") == "llm"]
             loaded = [

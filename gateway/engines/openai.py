@@ -80,9 +80,7 @@ class OpenAIEngine(Engine):
 
     async def read(self, ask: Ask) -> EngineState:
         """Ask the engine for its state; raise `EngineSilent` or `EngineUnusable`."""
-        answer = await ask(Question(self.models_path))
-        if answer.status in (401, 403):
-            raise EngineUnusable("The engine asks for another API key.")
+        answer = (await ask(Question(self.models_path))).admitted()
         state = self.state_of(answer.object().get("data"))
         if not state.models and not self._names:
             raise EngineUnusable("The engine lists no models; name them, or load one there.")

@@ -20,13 +20,7 @@ from gateway.types import WorkerBoot
 from policies.request.profile import Sampling
 from policies.sections import Pool
 from workers.addresses import is_loopback
-from workers.protocol import (
-    CRITICAL_PRESSURE,
-    MAX_SOURCES,
-    LaneReport,
-    NodeSource,
-    WorkerReport,
-)
+from workers.protocol import CRITICAL_PRESSURE, MAX_SOURCES, LaneReport, NodeSource, WorkerReport
 
 log = logging.getLogger(__name__)
 

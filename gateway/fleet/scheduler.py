@@ -143,12 +143,12 @@ class Scheduler:
 
     def _busy(self, model: str, retry_after_s: float) -> errors.WorkerBusy:
         """Return the error while all workers of a model pause, with the memory if that is why."""
-        report = self._fleet.report_short_of_memory(model)
-        if report is None:
-            return errors.WorkerBusy(retry_after_s=retry_after_s)
-        return errors.WorkerBusy.with_memory(
-            report.footprint_bytes, report.footprint_limit_bytes, retry_after_s=retry_after_s
-        )
+        message = errors.WorkerBusy.message
+        if (report := self._fleet.report_short_of_memory(model)) is not None:
+            used, limit = report.footprint_bytes / 1e9, report.footprint_limit_bytes / 1e9
+            message += f" The memory of a worker is nearly full: it uses {used:.1f} GB, of"
+            message += f" {limit:.1f} GB that it may use."
+        return errors.WorkerBusy(message, retry_after_s=retry_after_s)
 
     async def _await_engine(self, request: RoutingRequest, busy_s: float, since_s: float) -> None:
         """Wait until an engine is no longer busy; raise `WorkerBusy` at the limits of a queue."""

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
 from gateway.protocols.event_stream import comment_of
+from gateway.protocols.openai import CHAT, WireFormat
 from gateway.types import Header, Headers
 from workers.http import BoundedProtocol, encode_head
 from workers.protocol import REQUEST_ID
@@ -183,19 +184,17 @@ class ResponseWriter:
         self,
         error: errors.GatewayError,
         headers: Iterable[Header] = (),
-        *,
-        error_body: Callable[[errors.GatewayError], bytes] = errors.to_body,
-        error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
+        wire_format: WireFormat = CHAT,
     ) -> None:
         """Respond with an error, or end a stream that has started with an error event."""
         all_headers = [*headers, *errors.to_headers(error)]
         if self.early:
             late = [one for one in all_headers if one[0] not in _OF_BODIES]
-            self.end(comment_of(late) + error_event(error))
+            self.end(comment_of(late) + wire_format.error_event(error))
         elif self.started:
-            self.end(error_event(error))
+            self.end(wire_format.error_event(error))
         else:
-            body = error_body(error)
+            body = wire_format.error_body(error)
             replaced = replaced_body(self._cycle.scope, error.status, body)
             await self.whole(error.status, [*all_headers, *replaced], body)
 

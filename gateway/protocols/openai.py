@@ -9,13 +9,7 @@ from typing import Any
 
 from gateway import errors
 from gateway.protocols.base import StreamEncoder, object_in, renamed, renamed_places
-from gateway.protocols.documents import (
-    NO_DOCUMENTS,
-    AskedPdfs,
-    Document,
-    Readable,
-    pdfs_in,
-)
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable, pdfs_in
 from gateway.protocols.history import readable
 from gateway.protocols.legacy_functions import as_function_call, with_tools
 from gateway.protocols.sealing import Sealer
@@ -39,7 +33,7 @@ Message = Mapping[str, Any]
 _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
-_ANSWER_FIELDS = {
+ANSWER_FIELDS = {
     Endpoint.CHAT: "choices",
     Endpoint.COMPLETIONS: "choices",
     Endpoint.EMBEDDINGS: "data",
@@ -129,7 +123,7 @@ class WireFormat:
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
         """Return whether a body of status 200 is a whole answer: some engines send errors so."""
-        return bool(answer.get(_ANSWER_FIELDS[self.endpoint]))
+        return bool(answer.get(ANSWER_FIELDS[self.endpoint]))
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
         """Return the client's body for a whole answer, which is `body` parsed.

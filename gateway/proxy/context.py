@@ -13,16 +13,7 @@ from gateway.routing.prefix_affinity import NOTHING_EXPECTED, ExpectedReuse
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.select import Decision, RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
-from gateway.types import (
-    NO_PREFIX,
-    NOTHING,
-    UNUSED,
-    Caller,
-    Headers,
-    Inspected,
-    Outcome,
-    Spent,
-)
+from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Inspected, Outcome, Spent
 from policies.document import PolicyDocument
 from policies.request.profile import RequestProfile
 from workers.protocol import NodeSource

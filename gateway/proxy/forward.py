@@ -34,13 +34,7 @@ from gateway.proxy.retry_budget import RetryBudget, RetryTurn
 from gateway.types import UNUSED, Headers
 from policies.request.fields import CACHE_SALT
 from policies.request.profile import GENERATING
-from workers.protocol import (
-    ANSWER_FIELD,
-    KEEPALIVE_S,
-    MODEL_HEADER,
-    PROGRESS_HEADER,
-    TOKENS_LINE,
-)
+from workers.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER, TOKENS_LINE
 
 log = logging.getLogger(__name__)
 

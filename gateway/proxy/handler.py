@@ -301,9 +301,4 @@ class ProxyHandler:
         if isinstance(error, errors.QueueFull | errors.LimitReached) and not writer.started:
             await self._delay_rejection(context)
         writer.rate_limit_headers = self._limit_headers(context)
-        await writer.fail(
-            error,
-            headers,
-            error_body=context.wire_format.error_body,
-            error_event=context.wire_format.error_event,
-        )
+        await writer.fail(error, headers, context.wire_format)

@@ -18,26 +18,14 @@ from starlette.types import Receive
 
 from policies.names import MODEL_PATTERN
 from policies.request.constraint import ConstraintKind, read_constraint, strict_tools
-from policies.request.content import (
-    MEDIA_KINDS,
-    MESSAGE_TEXTS,
-    TEXT_PARTS,
-    read_prompts,
-    source_of,
-)
+from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS, TEXT_PARTS, read_prompts, source_of
 from policies.request.fields import read_cache_salt
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.long_text import in_turn
 from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.tool_formats import ToolFormat
-from workers.engine.types import (
-    Generation,
-    LaneName,
-    ModelCard,
-    Prompt,
-    SpecPrefillOptions,
-)
+from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
 from workers.lifecycle import first_of
 from workers.protocol import (
     ANSWER_FIELD,

@@ -42,12 +42,7 @@ from workers.server.pictures import PictureMemory
 from workers.server.ports import RunningEngine
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
-from workers.server.settings import (
-    KvBits,
-    WorkerSettings,
-    default_worker_id,
-    prefix_cache_on_disk,
-)
+from workers.server.settings import KvBits, WorkerSettings, default_worker_id, prefix_cache_on_disk
 from workers.terminal import StartDisplay, printable
 
 _START_INTERVAL_S = 0.2

@@ -26,12 +26,7 @@ from gateway.protocols.messages.request import (
     is_own_block,
     to_chat,
 )
-from gateway.protocols.messages.response import (
-    MessageEncoder,
-    content_of,
-    message_of,
-    stop_of,
-)
+from gateway.protocols.messages.response import MessageEncoder, content_of, message_of, stop_of
 from gateway.protocols.openai import TranslatingFormat, reading_of
 from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest

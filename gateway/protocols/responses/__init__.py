@@ -21,11 +21,7 @@ from gateway.protocols.responses.request import (
     read_request,
     to_chat,
 )
-from gateway.protocols.responses.response import (
-    ResponseBuilder,
-    ResponseEncoder,
-    encode_event,
-)
+from gateway.protocols.responses.response import ResponseBuilder, ResponseEncoder, encode_event
 from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
