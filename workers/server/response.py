@@ -276,7 +276,9 @@ class EventStream:
                 async with asyncio.timeout(WRITE_STALL_S):
                     if not self.started:
                         self.started = True
-                        await self._send(self._head())
+                        raw = [(a.encode(), b.encode()) for a, b in self._headers.items()]
+                        head = {"type": "http.response.start", "status": 200, "headers": raw}
+                        await self._send(head)
                     if events or last:
                         body = {"type": "http.response.body", "body": events, "more_body": not last}
                         await self._send(body)
@@ -303,10 +305,6 @@ class EventStream:
                     await asyncio.sleep(left_s)
                 else:
                     await self.send(self.comment())
-
-    def _head(self) -> Json:
-        raw = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-        return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
 def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionChoice:
