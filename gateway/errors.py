@@ -593,6 +593,9 @@ def to_headers(error: GatewayError) -> Headers:
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
     if isinstance(error, KeyRefused):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, AnswerTooLarge):
+        # The packages of OpenAI and Anthropic repeat a request that ends with 502, and it costs.
+        headers.append((b"x-should-retry", b"false"))
     if isinstance(error, MethodRefused):
         headers.append((b"allow", error.allowed.encode()))
     if isinstance(error, BodyTooLarge | BodyTooSlow):

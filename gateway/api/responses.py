@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends, Query
 from pydantic import BaseModel, Field
@@ -22,9 +22,14 @@ from gateway.api.auth import (
 )
 from gateway.api.messages import CurrentCounter
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.responses.items import shown_item
-from gateway.protocols.responses.request import Item, Json, check_metadata, read_items
+from gateway.protocols.responses.request import (
+    Item,
+    Json,
+    check_items,
+    check_metadata,
+    read_items,
+)
 from gateway.proxy.handler import inspect
 from gateway.proxy.kept_items import KeptItems, named_items
 from gateway.proxy.load_shedding import Load
@@ -42,6 +47,7 @@ _READS: Any = {"responses": failures(*_KEPT)}
 _SHOWS: Any = {**_READS, "response_model": dict[str, Any]}
 _ADDS: Any = {"responses": failures(*_CHANGED), "openapi_extra": takes({"type": "object"})}
 _ENCRYPTED = "reasoning.encrypted_content"
+Result = TypeVar("Result")
 _NEW_ITEMS_LIMIT = 20
 """As at OpenAI."""
 
@@ -223,7 +229,7 @@ async def create_conversation(api_key: CurrentKey, kept: CurrentKept, fields: Fi
     """Create a conversation, with items or without."""
     _check_names(fields, "items", "metadata")
     items = _new_items(fields.get("items") or [])
-    metadata = _metadata(fields)
+    metadata = _checked(check_metadata, fields.get("metadata"))
     return _shown(await kept.create_conversation(api_key.caller.key, items, metadata))
 
 
@@ -239,7 +245,7 @@ async def update_conversation(
 ) -> Json:
     """Replace the metadata of a conversation."""
     _check_names(fields, "metadata")
-    metadata = _metadata(fields)
+    metadata = _checked(check_metadata, fields.get("metadata"))
 
     def replace(conversation: Json) -> None:
         conversation["metadata"] = metadata
@@ -357,17 +363,15 @@ def _new_items(given: Any) -> list[Item]:
         raise errors.FieldInvalid(
             f"'items' must be a list of at most {_NEW_ITEMS_LIMIT}.", param="items"
         )
-    try:
-        items = list(read_items(given, "items"))
-    except FieldError as error:
-        raise errors.FieldInvalid(error.message, param=error.param) from None
-    ResponsesFormat.check_items(items, "items")
+    items = _checked(lambda: list(read_items(given, "items")))
+    _checked(check_items, items, "items")
     return items
 
 
-def _metadata(fields: Json) -> dict[str, str]:
+def _checked(read: Callable[..., Result], *given: Any) -> Result:
+    """Return what a function reads; raise `FieldInvalid` where it raises `FieldError`."""
     try:
-        return check_metadata(fields.get("metadata"))
+        return read(*given)
     except FieldError as error:
         raise errors.FieldInvalid(error.message, param=error.param) from None
 

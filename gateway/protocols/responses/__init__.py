@@ -17,7 +17,6 @@ from gateway.protocols.responses.request import (
     FIELDS,
     Item,
     ResponsesRequest,
-    check_items,
     read_request,
     to_chat,
 )
@@ -67,14 +66,6 @@ class ResponsesFormat(TranslatingFormat):
         self.history: Sequence[Item] = ()
         """The items of earlier responses, which stand before the input."""
         self._now_s = now_s
-
-    @staticmethod
-    def check_items(items: Sequence[Item], where: str) -> None:
-        """Check items that are to be kept; raise a `RequestRefused`."""
-        try:
-            check_items(items, where)
-        except FieldError as error:
-            raise errors.FieldInvalid(error.message, param=error.param) from None
 
     def read(self, body: Mapping[str, Any]) -> ResponsesRequest:
         """Read a body; raise a `RequestRefused`."""
