@@ -41,7 +41,7 @@ from gateway.fleet.engine_records import EngineRecords
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.health import ReportClient
 from gateway.fleet.prefix_deletion import PrefixDeletion
-from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
+from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.inspection_thread import InspectionThread
@@ -272,7 +272,7 @@ class Gateway:
                 Job(work=work, period_s=timing.exchange_s, silent_errors=(RecordsUnwritable,))
                 for work in self.cluster_sync.exchanges
             ),
-            Job(work=self.engine_watch.probe_all, period_s=HEARTBEAT_INTERVAL_S, at_start=True),
+            self.engine_watch.job(),
         ]
 
     async def _open_policy(self) -> None:

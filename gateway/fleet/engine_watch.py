@@ -18,7 +18,8 @@ from gateway.engines.base import EngineSilent, EngineUnusable, HttpAnswer, Quest
 from gateway.engines.openai import OpenAIEngine
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.health import read_bounded
-from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
+from gateway.periodic import Job
 from gateway.storage.counters import CounterStore
 from workers.http import certificate_authorities
 from workers.protocol import MTP_LANE, LaneReport, WorkerReport
@@ -117,6 +118,10 @@ class EngineWatch:
             probe.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
         await self._client.aclose()
+
+    def job(self) -> Job:
+        """Return the periodic job that starts the probes."""
+        return Job(work=self.probe_all, period_s=HEARTBEAT_INTERVAL_S, at_start=True)
 
     def replace(self, engines: Iterable[WatchedEngine]) -> None:
         """Watch these engines and no others; those that have not changed keep their state."""
