@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -34,10 +34,10 @@ from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gatewa
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
 from gateway.http.downstream import ClientDisconnected, replaced_body, response_writer
-from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
-from gateway.protocols import MESSAGES_PATH, RESPONSES_PATH, WIRE_FORMATS
-from gateway.protocols.messages import MessagesFormat, error_body
+from gateway.protocols import WIRE_FORMATS
+from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat, error_body
+from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.responses import ResponsesService
 from gateway.proxy.token_count import TokenCounter
@@ -48,54 +48,23 @@ _DATA_PATHS = ("/v1/", "/v2/")
 
 
 class PortApp:
-    """The ASGI application of one port: the proxy, if it is served there, in front of FastAPI."""
+    """The ASGI application of one port."""
 
-    def __init__(
-        self,
-        hosts: Hosts,
-        fastapi: FastAPI,
-        proxy: ProxyHandler | None = None,
-        responses: ResponsesService | None = None,
-        origins: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, hosts: Hosts, fastapi: FastAPI) -> None:
         self._hosts = hosts
-        self._origins = origins
         self._fastapi = fastapi
-        self._proxy = proxy
-        self._responses = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass inference requests to the proxy and all others to FastAPI."""
+        """Serve a request that names this gateway as its host."""
         try:
             self._hosts.check(scope["headers"])
         except errors.HostRefused as refused:
             await response_writer(scope).fail(refused)
             return
-        if self._origins and scope["path"].startswith(_DATA_PATHS):
-            request = dict(scope["headers"])
-            cors = cors_headers(request, self._origins)
-            response_writer(scope).add_headers(cors)
-            if cors and is_preflight(scope["method"], request):
-                await response_writer(scope).whole(204, preflight_headers(request), b"")
-                return
-        # The raw path, which no header can change (CVE-2026-48710).
-        path = scope["path"]
-        if self._proxy is None:
-            await self._fastapi(scope, receive, send)
-        elif (wire_format := WIRE_FORMATS.get(path)) is not None:
-            await self._proxy(scope, receive, wire_format)
-        elif path == MESSAGES_PATH:
-            await self._proxy(scope, receive, MessagesFormat(self._proxy.sealer))
-        elif path == RESPONSES_PATH and self._responses:
-            exchange = self._responses.exchange()
-            await self._proxy(scope, receive, exchange.format, exchange)
-        else:
-            if path.startswith(_DATA_PATHS):
-                writer = response_writer(scope)
-                wire_format = client_format(scope, self._proxy.sealer)
-                writer.add_headers([(b"x-request-id", writer.request_id.encode())])
-                writer.add_headers(wire_format.response_headers(writer.request_id))
-            await self._fastapi(scope, receive, send)
+        await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._fastapi(scope, receive, send)
 
 
 class GatewayApp(PortApp):
@@ -115,6 +84,7 @@ class GatewayApp(PortApp):
         admin_routers = [workers.router, engines.router, policy.router]
         admin_routers += [keys.router, usage.router, recent_errors.router]
         main_pages = [pages.START, pages.DASHBOARD, pages.TRY, pages.DOCS]
+        self._origins = gateway.settings.allowed_origins
         hosts = Hosts(gateway.settings)
         if gateway.settings.admin_port is None:
             routers += [*admin_routers, pages.page_router(*main_pages, pages.ADMIN)]
@@ -125,14 +95,34 @@ class GatewayApp(PortApp):
             self.admin_app = PortApp(hosts, admin)
         fastapi = _build_fastapi(gateway, self.proxy, routers, proxied=True)
         fastapi.state.status, fastapi.state.responses = self._status, self.responses
-        fastapi.state.counter = TokenCounter(gateway, self.upstream)
-        origins = gateway.settings.allowed_origins
-        super().__init__(hosts, fastapi, self.proxy, self.responses, origins)
+        fastapi.state.counter = TokenCounter(gateway, self.proxy.forwarder.connections)
+        super().__init__(hosts, fastapi)
 
-    @property
-    def upstream(self) -> ConnectionPool:
-        """Return the context that holds the connections to workers."""
-        return self.proxy.forwarder.connections
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass inference requests to the proxy and all others to FastAPI."""
+        if self._origins and scope["path"].startswith(_DATA_PATHS):
+            request = dict(scope["headers"])
+            cors = cors_headers(request, self._origins)
+            response_writer(scope).add_headers(cors)
+            if cors and is_preflight(scope["method"], request):
+                await response_writer(scope).whole(204, preflight_headers(request), b"")
+                return
+        # The raw path, which no header can change (CVE-2026-48710).
+        path = scope["path"]
+        if (wire_format := WIRE_FORMATS.get(path)) is not None:
+            await self.proxy(scope, receive, wire_format)
+        elif path == MESSAGES_PATH:
+            await self.proxy(scope, receive, MessagesFormat(self.proxy.sealer))
+        elif path == RESPONSES_PATH:
+            exchange = self.responses.exchange()
+            await self.proxy(scope, receive, exchange.format, exchange)
+        else:
+            if path.startswith(_DATA_PATHS):
+                writer = response_writer(scope)
+                wire_format = client_format(scope, self.proxy.sealer)
+                writer.add_headers([(b"x-request-id", writer.request_id.encode())])
+                writer.add_headers(wire_format.response_headers(writer.request_id))
+            await self._fastapi(scope, receive, send)
 
     def jobs(self, check_s: float) -> list[Job]:
         """List the periodic jobs of the data plane."""

@@ -32,9 +32,9 @@ from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
-from gateway.config.static_workers import check_unique_ids, read_worker_keys
+from gateway.config.static_workers import check_unique_ids, read_worker_key
 from gateway.documents.reader import DocumentReader
-from gateway.engines import PacelineWorker
+from gateway.engines.paceline import PacelineWorker
 from gateway.errors import RecordsUnwritable, StartupError
 from gateway.fleet.cordons import Cordons
 from gateway.fleet.engine_records import EngineRecords
@@ -46,7 +46,7 @@ from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.inspection_thread import InspectionThread
 from gateway.periodic import Job, WeekClock, periodic_tasks
-from gateway.protocols.responses import Sealer
+from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixHasher
 from gateway.routing.replay import RecentRequests
@@ -89,11 +89,6 @@ class Timing:
     check_s: float = CHECK_S
     """Time limits of connections are checked this often."""
 
-    @property
-    def read_within_s(self) -> float:
-        """Return the time in which all gateways have read a change, even if one read is late."""
-        return 2 * self.refresh_s + 0.2
-
 
 TIMING = Timing()
 """That of a gateway in production."""
@@ -124,12 +119,15 @@ class Gateway:
         self._records = records = _records(settings, redis)
         join_token = settings.join_token.get_secret_value() if settings.join_token else ""
         paceline = PacelineWorker(join_token)
-        self.fleet = WorkerRegistry(clock, rng.random, _listed_models(settings), paceline)
+        listed = frozenset(name for worker in settings.workers for name in worker.names)
+        self.fleet = WorkerRegistry(clock, rng.random, listed, paceline)
         self.prefix_index = PrefixIndex(clock)
         # Gateways that share the token give one system prompt one name.
         secret = join_token.encode() or secrets.token_bytes(32)
         self.prefix_hasher, self.sealer = PrefixHasher(secret), Sealer(secret)
-        self.expiring_records = _expiring_records(redis, self.sealer, clock)
+        self.expiring_records: ExpiringRecords = (
+            MemoryRecords(clock) if redis is None else SharedExpiringRecords(redis, self.sealer)
+        )
         self.scheduler = Scheduler(self.fleet, self.prefix_index, clock, rng)
         self.usage_store = UsageStore(records, wall, life=secrets.token_hex(4))
         self.active_requests = ActiveRequests()
@@ -171,7 +169,8 @@ class Gateway:
                 exchanges=(token.exchange, *exchanges, recent_errors.exchange, peers.probe_silent),
                 final_exchanges=(shared.exchange, recent_errors.exchange, limits.leave),
             )
-        self.cordons = Cordons(records, self.fleet, self.control, wall, timing.read_within_s)
+        read_within_s = 2 * timing.refresh_s + 0.2  # even if one read is late
+        self.cordons = Cordons(records, self.fleet, self.control, wall, read_within_s)
         self.prefix_deletion = PrefixDeletion(
             self.fleet,
             self.control,
@@ -310,9 +309,9 @@ class Gateway:
 
 
 def _listed_engines(settings: Settings) -> list[WatchedEngine]:
-    keys = read_worker_keys(settings.workers, os.environ)
     return [
-        WatchedEngine(entry=worker, token=keys.get(worker.id, "")) for worker in settings.workers
+        WatchedEngine(entry=one, token=read_worker_key(one, os.environ) if one.api_key_env else "")
+        for one in settings.workers
     ]
 
 
@@ -332,16 +331,6 @@ async def build_gateway(settings: Settings, timing: Timing = TIMING) -> Gateway:
         await gateway.open()
         await gateway.exit_stack.enter_async_context(stack.pop_all())
         return gateway
-
-
-def _expiring_records(
-    redis: RedisClient | None, sealer: Sealer, clock: Callable[[], float]
-) -> ExpiringRecords:
-    return MemoryRecords(clock) if redis is None else SharedExpiringRecords(redis, sealer)
-
-
-def _listed_models(settings: Settings) -> frozenset[str]:
-    return frozenset(model for worker in settings.workers for model in worker.names)
 
 
 def _records(settings: Settings, redis: RedisClient | None) -> Records:

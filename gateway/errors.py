@@ -1,68 +1,4 @@
-"""The errors of a gateway as one tree, and the one place that renders them.
-
-StartupError                the gateway cannot start; one sentence for the operator
-GatewayError                a request that cannot be answered as the client expects
-+-- RequestRefused          the request is at fault
-|   +-- BodyNotJson         400  the body is not a JSON object
-|   +-- FieldInvalid        400  a field is invalid; `param` names it
-|   |   +-- NoteMissing     400  an edit of the policy gives no reason
-|   |   +-- PreviousUnknown 400  the response from which the request goes on is not kept
-|   +-- PolicyRefused       400  a document that is not a valid policy; every problem is named
-|   +-- TokensOverLimit     400  more tokens than the key may ever use at once
-|   +-- FeatureUntaken      400  no worker of the model takes what the request asks for
-|   +-- EndpointUnserved    400  a route below /v1/ or /v2/ that is not served here
-|   +-- ModelUnsuited       400  the model does not serve the endpoint
-|   +-- KeyRefused          401  the API key is missing or unknown
-|   |   +-- AdminKeyRefused 401  the admin key is missing or wrong
-|   |   +-- KeyEnded        401  the key was revoked or expired while the request ran
-|   +-- NotAllowedHere      403  the route is closed to this client
-|   |   +-- PageRefused     403  a page of another site, while no key is needed
-|   |   +-- PoolsNotAllowed 403  the key may use none of the pools of the route
-|   +-- NotFound            404  the request names something that does not exist
-|   |   +-- PathUnknown     404  the path does not exist
-|   |   +-- ModelUnknown    404  neither the policy nor a worker has the model
-|   |   +-- KeyUnknown      404  no key has the id
-|   |   +-- WorkerUnknown   404  no worker with the id has joined
-|   |   +-- EngineUnknown   404  no engine with the id was joined
-|   |   +-- VersionUnknown  404  the policy has no version with the number
-|   |   +-- ResponseUnknown 404  no kept response, conversation or item has the id
-|   +-- MethodRefused       405  the path does not support the method
-|   +-- BodyTooSlow         408  the body did not arrive in time
-|   +-- WorkerIdTaken       409  another live worker has the id
-|   +-- EngineListed        409  an engine of the settings cannot be changed at run time
-|   +-- KeyIsRevoked        409  a revoked key cannot be changed
-|   +-- VersionConflict     412  another edit of the policy came first
-|   +-- BodyTooLarge        413  the body is larger than the limit
-|   +-- MediaTypeRefused    415  the route does not support the media type of the body
-|   +-- HostRefused         421  the request names another host than this gateway
-|   +-- Quarantined         422  two workers crashed while processing this body
-|   +-- EditUnconditional   428  an edit of the policy has no `If-Match`
-|   +-- LimitReached        429  a rate limit of the key is reached
-|   +-- RefusedByWorker     4xx  the worker rejects the request in OpenAI's shape
-+-- Unavailable             503  nothing has begun, and another attempt may succeed
-|   +-- NoWorker            503  no worker can take the request now
-|   +-- QueueFull           503  the queue of the pool is full
-|   |   +-- QueueTimeout    504  no slot became free within the queue timeout
-|   +-- ShuttingDown        503  the gateway is shutting down
-|   |   +-- Interrupted     502  it shuts down before the request of a worker has ended
-|   +-- Overloaded          503  the gateway is at its limit of requests or memory
-|   +-- TooManyViewers      503  the limit of status streams is reached
-|   +-- TooManyWorkers      503  the limit of live workers is reached
-|   +-- RecordsUnwritable   503  the stored state cannot be read or written
-|       +-- WriteUnconfirmed 503 a write was not confirmed in time, and may be stored
-|       +-- RevocationUnstored 503 a key is revoked at this gateway alone until it is stored
-+-- RequestTooLong          504  the request took longer than the request timeout
-+-- ResponseTooLarge        502  a response in the background is larger than the gateway keeps
-+-- CacheNotCleared         502  a worker has not emptied its prefix cache
-+-- WorkerError             the worker is at fault
-    +-- WorkerUnreachable   503  no connection, so the request cannot have started (Unavailable)
-    +-- WorkerBusy          503  the worker asks for a later retry (Unavailable)
-    +-- WorkerLost          502  the connection broke before the response was complete
-    |   +-- WorkerMoved     502  an admin drains the worker, and its streams go elsewhere
-    +-- WorkerFailed        502  the worker reports a failure, or sends an invalid response
-    +-- FieldUnheld         400  the engine ignored a field that prescribes calls
-    +-- WorkerSilent        504  no response began in time
-        +-- WorkerStalled   504  the response paused for too long
+"""The errors of a gateway as one tree of classes, and the one place that renders them.
 
 `workers.http` sends three more before there is a request: `NotHttp` 400, `HeadTooSlow` 408 and
 `HeadTooLarge` 431.
@@ -73,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Self
 
 from pydantic_core import to_json
 
@@ -604,15 +539,6 @@ class WorkerBusy(Unavailable, WorkerError, code="workers_busy"):
 
     message = "All workers for this request are busy. Try again later."
 
-    @classmethod
-    def with_memory(cls, used_bytes: int, limit_bytes: int, *, retry_after_s: float) -> Self:
-        """Return the error of a worker whose memory is nearly full."""
-        return cls(
-            f"{cls.message} The memory of a worker is nearly full: it uses {used_bytes / 1e9:.1f} "
-            f"GB, of {limit_bytes / 1e9:.1f} GB that it may use.",
-            retry_after_s=retry_after_s,
-        )
-
 
 class WorkerLost(WorkerError, code="worker_lost"):
     """The connection to the worker broke before the response was complete."""
@@ -667,6 +593,9 @@ def to_headers(error: GatewayError) -> Headers:
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
     if isinstance(error, KeyRefused):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, AnswerTooLarge):
+        # The packages of OpenAI and Anthropic repeat a request that ends with 502, and it costs.
+        headers.append((b"x-should-retry", b"false"))
     if isinstance(error, MethodRefused):
         headers.append((b"allow", error.allowed.encode()))
     if isinstance(error, BodyTooLarge | BodyTooSlow):

@@ -81,7 +81,8 @@ async def serve(
             admin_listener = await _listen(stack, settings.admin_host, settings.admin_port, *names)
         app = await create_app(settings, timing)
         gateway = app.gateway
-        await stack.enter_async_context(gateway.started(app.upstream, app.jobs(timing.check_s)))
+        upstream = app.proxy.forwarder.connections
+        await stack.enter_async_context(gateway.started(upstream, app.jobs(timing.check_s)))
         if not is_loopback(settings.host):
             gateway.api_keys.require_always()
         admin_url = ""

@@ -22,12 +22,11 @@ from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_secret
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
 from gateway.http.downstream import header, read_small_body, response_writer
-from gateway.protocols import CHAT, MESSAGES_PATH
-from gateway.protocols.base import WireFormat
-from gateway.protocols.messages import MessagesFormat
+from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat
+from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
-from gateway.proxy.load_shedding import Load
+from gateway.proxy.handler import ProxyHandler
 from gateway.strict_json import parse
 from workers.protocol import MAX_REPORT_BYTES
 
@@ -47,13 +46,16 @@ _NOTE_CHARS = 500
 _DEFAULT_AUTHOR = "admin"
 
 
-async def gateway_of(request: Request) -> Gateway:
-    """Return the gateway that serves the request."""
-    gateway: Gateway = request.app.state.gateway
-    return gateway
+def part(name: str) -> Any:
+    """Return the dependency of a route on a part of the application, by its name there."""
+
+    async def read(request: Request) -> Any:
+        return getattr(request.app.state, name)
+
+    return Depends(read)
 
 
-CurrentGateway = Annotated[Gateway, Depends(gateway_of)]
+CurrentGateway = Annotated[Gateway, part("gateway")]
 
 
 def data_router(prefix: str = "") -> APIRouter:
@@ -83,7 +85,7 @@ def _router(
 
             async def guarded(request: Request) -> Response:
                 # Before FastAPI reads the body: a client without a key sends none.
-                gateway = await gateway_of(request)
+                gateway: Gateway = request.app.state.gateway
                 try:
                     check(request, gateway)
                 except KeyRefused:
@@ -109,7 +111,7 @@ class _LimitedRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            settings = (await gateway_of(self)).settings
+            settings = self.app.state.gateway.settings
             self._body = await read_small_body(
                 self.scope,
                 self.receive,
@@ -146,13 +148,12 @@ def _check_admin_key(request: Request, gateway: Gateway) -> None:
         raise AdminKeyRefused
 
 
-async def api_key_of(request: Request) -> ApiKey:
-    """Return the API key of a request to a route of `data_router`."""
-    api_key: ApiKey = request.state.api_key
-    return api_key
+async def _api_key(request: Request) -> Any:
+    return request.state.api_key
 
 
-CurrentKey = Annotated[ApiKey, Depends(api_key_of)]
+CurrentKey = Annotated[ApiKey, Depends(_api_key)]
+"""The API key of a request to a route of `data_router`."""
 
 
 def client_format(scope: Scope, sealer: Sealer) -> WireFormat:
@@ -161,17 +162,11 @@ def client_format(scope: Scope, sealer: Sealer) -> WireFormat:
     return MessagesFormat(sealer) if of_anthropic else CHAT
 
 
-async def load_of(request: Request) -> Load:
-    """Return the load of the gateway that serves the request."""
-    load: Load = request.app.state.proxy.load
-    return load
+CurrentProxy = Annotated[ProxyHandler, part("proxy")]
 
 
-CurrentLoad = Annotated[Load, Depends(load_of)]
-
-
-async def _hold(load: CurrentLoad) -> AsyncIterator[Callable[[int], None]]:
-    with load.counted() as hold:
+async def _hold(proxy: CurrentProxy) -> AsyncIterator[Callable[[int], None]]:
+    with proxy.load.counted() as hold:
         yield hold
 
 

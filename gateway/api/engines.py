@@ -13,7 +13,8 @@ from gateway.api.auth import Author, CurrentGateway, admin_router
 from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures
 from gateway.assembly import Gateway
 from gateway.config.static_workers import WORKER_ID, StaticWorker, pool_problems
-from gateway.engines import EngineModel, OpenAIEngine
+from gateway.engines.base import EngineModel
+from gateway.engines.openai import OpenAIEngine
 from gateway.errors import EngineListed, EngineUnknown, FieldInvalid, WorkerIdTaken
 from gateway.fleet.engine_watch import WatchedEngine
 

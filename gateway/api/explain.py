@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
+from gateway.engines.base import Told
 from gateway.errors import (
     GatewayError,
     LimitReached,
@@ -23,13 +24,13 @@ from gateway.errors import (
     PoolsNotAllowed,
 )
 from gateway.fleet.health import CHECK_REFUSALS
-from gateway.protocols import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WORKER_PATHS, WireFormat
+from gateway.protocols.base import WORKER_PATHS
 from gateway.protocols.messages import MessagesFormat, is_messages
+from gateway.protocols.openai import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WireFormat
 from gateway.protocols.responses import ResponsesFormat
 from gateway.proxy.client import read_caller
 from gateway.proxy.handler import inspect, routing_request
 from gateway.routing.features import features_of
-from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.select import Candidate, Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
@@ -39,7 +40,6 @@ from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model
 from policies.request.profile import Endpoint
-from workers.protocol import NO_PREFIX
 
 _EMBEDDINGS_ALONE = {"encoding_format", "dimensions"}
 router = data_router("/v1/route/explain")
@@ -152,7 +152,7 @@ async def _check(
     worker = workers.get(candidate.worker_id)
     if worker is None or not worker.backend.sends_reports:
         return None
-    headers = worker.backend.headers(candidate.lane, NO_KEYS, NO_PREFIX, None)
+    headers = worker.backend.headers(Told(candidate.lane))
     response = await gateway.control.check(
         worker.report, path, to_json(body, inf_nan_mode="null"), headers
     )

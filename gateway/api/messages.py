@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends
-from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router, part
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.errors import LimitReached, ModelUnknown, Overloaded, RefusedByWorker
+from gateway.errors import LimitReached, ModelUnknown, Overloaded
 from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.handler import inspect
-from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
+from gateway.proxy.token_count import TokenCounter
 from gateway.strict_json import parse
 
 router = data_router()
 
 
-async def counter_of(request: Request) -> TokenCounter:
-    """Return what counts the tokens of prompts for the gateway of the request."""
-    counter: TokenCounter = request.app.state.counter
-    return counter
-
-
-CurrentCounter = Annotated[TokenCounter, Depends(counter_of)]
+CurrentCounter = Annotated[TokenCounter, part("counter")]
 
 
 class TokenCount(TypedDict):
@@ -54,10 +46,4 @@ async def count(
         body = await turn.run(parse, raw)
         inspected = await inspect(gateway, messages_format, body, policy, turn, caller=caller)
     api_key.check_model(inspected)
-    try:
-        count = await counter.count(inspected)
-    except RefusedByWorker as error:
-        raise messages_format.named(error) from None
-    if count.estimated:
-        response.headers[ESTIMATE_HEADER] = "true"
-    return {"input_tokens": count.tokens}
+    return {"input_tokens": await counter.count(inspected, messages_format, response)}

@@ -12,7 +12,7 @@ from gateway.api.auth import CurrentGateway, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, failures
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ApiKey
-from gateway.engines import OpenAIEngine
+from gateway.engines.openai import OpenAIEngine
 from gateway.errors import ModelUnknown
 from policies.evaluate import ANY_MODEL, resolve_model, sampling_defaults
 from policies.request.profile import Endpoint

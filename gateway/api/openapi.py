@@ -14,15 +14,11 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
-from gateway.protocols import (
-    COHERE_RERANK,
-    MESSAGES_PATH,
-    RESPONSES_PATH,
-    WIRE_FORMATS,
-    cohere,
-    messages,
-    responses,
-)
+from gateway.protocols import WIRE_FORMATS, cohere, messages, responses
+from gateway.protocols.cohere import COHERE_RERANK
+from gateway.protocols.messages import MESSAGES_PATH
+from gateway.protocols.openai import ANSWER_FIELDS
+from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.client import PRIORITY_HEADER
 from policies.request.profile import GENERATING, Endpoint, Priority
 from policies.request.schema import request_schema
@@ -135,10 +131,7 @@ _SUMMARIES = {
 
 
 _ANSWER_FIELDS = {
-    Endpoint.CHAT.value: "choices",
-    Endpoint.COMPLETIONS.value: "choices",
-    Endpoint.EMBEDDINGS.value: "data",
-    Endpoint.RERANK.value: "results",
+    **{endpoint.value: field for endpoint, field in ANSWER_FIELDS.items()},
     _COHERE_RERANK: "results",
     _MESSAGES: "content",
     _RESPONSES: "output",
@@ -178,7 +171,9 @@ def _write(app: FastAPI, *, proxied: bool) -> bytes:
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for path in document["paths"].values():
         for operation in path.values():
-            _remove_validation_error(operation)
+            # `app.py` renders validation errors as 400, and not as FastAPI's 422.
+            if _VALIDATION_ERROR in str(operation["responses"].get("422")):
+                del operation["responses"]["422"]
             # FastAPI names a route for its function; the docstring is a sentence.
             if "description" in operation:
                 sentence, _, rest = operation.pop("description").partition("\n\n")
@@ -188,9 +183,11 @@ def _write(app: FastAPI, *, proxied: bool) -> bytes:
         schemas.pop(name, None)
     schemas |= _schemas()
     if proxied:
-        names = {path: one.endpoint.value for path, one in WIRE_FORMATS.items()}
+        names = {
+            path: _COHERE_RERANK if one is COHERE_RERANK else one.endpoint.value
+            for path, one in WIRE_FORMATS.items()
+        }
         names |= {MESSAGES_PATH: _MESSAGES, RESPONSES_PATH: _RESPONSES}
-        names[COHERE_RERANK.path] = _COHERE_RERANK
         for path, name in reversed(names.items()):
             others = document["paths"].pop(path, {})
             document["paths"] = {path: {"post": _proxy_operation(name), **others}} | document[
@@ -214,13 +211,6 @@ def _group_by_key(document: dict[str, Any]) -> None:
         for scheme, (name, text) in _TAGS.items()
         if scheme in used
     ]
-
-
-def _remove_validation_error(operation: dict[str, Any]) -> None:
-    """Remove the 422 response of FastAPI: `app.py` renders validation errors as 400."""
-    unread = operation["responses"].get("422", {})
-    if _VALIDATION_ERROR in str(unread):
-        del operation["responses"]["422"]
 
 
 def _proxy_operation(name: str) -> Mapping[str, Any]:

@@ -20,7 +20,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.auth import gateway_of
 from gateway.api.openapi import OpenApiDocument
 
 VERSION = version("paceline")
@@ -166,7 +165,7 @@ def _for_browsers(serve: _Serve, paths: Collection[str]) -> _Serve:
         if "text/html" in request.headers.get("accept", ""):
             response = await serve(request)
         else:
-            gateway = await gateway_of(request)
+            gateway = request.app.state.gateway
             content = {
                 "name": "Paceline",
                 "version": VERSION,

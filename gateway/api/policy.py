@@ -16,16 +16,8 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, Note, RequiredNote, admin_router
-from gateway.api.openapi import (
-    FOR_ADMINS,
-    JSON,
-    STORED,
-    WITH_BODY,
-    failures,
-    ref,
-    success,
-    takes,
-)
+from gateway.api.openapi import FOR_ADMINS, JSON, STORED, WITH_BODY, failures, ref, success, takes
+from gateway.assembly import Gateway
 from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import (
     Attribution,
@@ -177,8 +169,7 @@ async def put(
     """Replace the policy."""
     offer = await _offer(request, JSON, YAML)
     proposal = await asyncio.to_thread(offer.whole)
-    attribution = Attribution(author, note, Reason.EDIT)
-    return await _apply(gateway.policy_store, proposal, attribution, base)
+    return await _apply(gateway, proposal, Attribution(author, note, Reason.EDIT), base)
 
 
 @router.patch("", responses=_EDIT, openapi_extra=takes({"type": "object"}, MERGE_PATCH, JSON, YAML))
@@ -188,8 +179,7 @@ async def patch(
     """Change fields of the policy."""
     offer = await _offer(request, MERGE_PATCH, JSON, YAML)
     proposal = await asyncio.to_thread(offer.onto, base.document)
-    attribution = Attribution(author, note, Reason.EDIT)
-    return await _apply(gateway.policy_store, proposal, attribution, base)
+    return await _apply(gateway, proposal, Attribution(author, note, Reason.EDIT), base)
 
 
 @router.post(
@@ -207,8 +197,7 @@ async def rollback(
     back = f"back to version {body.version}"
     attribution = Attribution(author, f"{back}: {note}" if note else back, Reason.ROLLBACK)
     proposal = await asyncio.to_thread(Proposal.from_document, earlier.document)
-    proposal = proposal._replace(text=earlier.text)
-    return await _apply(gateway.policy_store, proposal, attribution, base)
+    return await _apply(gateway, proposal._replace(text=earlier.text), attribution, base)
 
 
 @router.get("/schema", responses=failures(*FOR_ADMINS) | success({"type": "object"}))
@@ -312,8 +301,9 @@ async def _tested(request: Request, store: PolicyStore) -> Proposal:
 
 
 async def _apply(
-    store: PolicyStore, proposal: Proposal, attribution: Attribution, base: PolicyVersion
+    gateway: Gateway, proposal: Proposal, attribution: Attribution, base: PolicyVersion
 ) -> AppliedVersion:
+    store = gateway.policy_store
     version = await store.apply(proposal, attribution, onto=base)
     return AppliedVersion(**dict(version), warnings=_warnings(store, proposal))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends, Query
 from pydantic import BaseModel, Field
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
@@ -17,24 +16,24 @@ from gateway.api.auth import (
     CurrentGateway,
     CurrentHold,
     CurrentKey,
-    CurrentLoad,
+    CurrentProxy,
     data_router,
+    part,
 )
 from gateway.api.messages import CurrentCounter
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.protocols.responses import (
+from gateway.protocols.responses.items import shown_item
+from gateway.protocols.responses.request import (
     Item,
     Json,
-    ResponsesFormat,
+    check_items,
     check_metadata,
     read_items,
-    shown_item,
 )
 from gateway.proxy.handler import inspect
 from gateway.proxy.kept_items import KeptItems, named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService
-from gateway.proxy.token_count import ESTIMATE_HEADER
 from gateway.strict_json import parse
 from policies.evaluate import ANY_MODEL
 from policies.request.fields import FieldError
@@ -44,7 +43,11 @@ _KEPT = (
     errors.Overloaded,
 )
 _CHANGED = (*_KEPT, *WITH_BODY, errors.LimitReached)
+_READS: Any = {"responses": failures(*_KEPT)}
+_SHOWS: Any = {**_READS, "response_model": dict[str, Any]}
+_ADDS: Any = {"responses": failures(*_CHANGED), "openapi_extra": takes({"type": "object"})}
 _ENCRYPTED = "reasoning.encrypted_content"
+Result = TypeVar("Result")
 _NEW_ITEMS_LIMIT = 20
 """As at OpenAI."""
 
@@ -54,13 +57,7 @@ conversations = data_router("/v1/conversations")
 Include = Annotated[list[str], Query(max_length=16)]
 
 
-async def service_of(request: Request) -> ResponsesService:
-    """Return what keeps the responses of the gateway of the request."""
-    service: ResponsesService = request.app.state.responses
-    return service
-
-
-CurrentService = Annotated[ResponsesService, Depends(service_of)]
+CurrentService = Annotated[ResponsesService, part("responses")]
 
 
 async def _kept(service: CurrentService, hold: CurrentHold) -> KeptItems:
@@ -76,7 +73,6 @@ async def _fields(raw: CountedBody, gateway: CurrentGateway, api_key: CurrentKey
 
 
 Fields = Annotated[dict[str, Any], Depends(_fields)]
-_FIELDS = takes({"type": "object"})
 
 
 class PageRequest(BaseModel):
@@ -147,27 +143,18 @@ async def count_tokens(
         await exchange.open(body, caller.key, hold, len(raw))
         inspected = await inspect(gateway, exchange.format, body, policy, turn, caller=caller)
     api_key.check_model(inspected)
-    try:
-        count = await counter.count(inspected)
-    except errors.RefusedByWorker as error:
-        raise exchange.format.named(error) from None
-    if count.estimated:
-        response.headers[ESTIMATE_HEADER] = "true"
-    return {"object": "response.input_tokens", "input_tokens": count.tokens}
+    tokens = await counter.count(inspected, exchange.format, response)
+    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
-@router.get(
-    "/{response_id}",
-    responses=failures(*_KEPT),
-    response_model=dict[str, Any],
-)
+@router.get("/{response_id}", **_SHOWS)
 async def show(
     response_id: str,
     api_key: CurrentKey,
     *,
     service: CurrentService,
     kept: CurrentKept,
-    load: CurrentLoad,
+    proxy: CurrentProxy,
     include: Include = [],  # noqa: B006 - FastAPI copies it
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
@@ -182,16 +169,16 @@ async def show(
                 "Only a response in the background of this gateway can be streamed again.",
                 param="stream",
             )
-        with load.counted():
+        with proxy.load.counted():
             pass  # an overloaded gateway says so before the head of the stream
-        events = _follow(running.log, starting_after, load)
+        events = _follow(running.log, starting_after, proxy.load)
         return StreamingResponse(events, media_type="text/event-stream")
     if running is not None and running.log is not None and not running.log.closed:
         return running.response
     return _shown_response(await kept.response(owner, response_id), include)
 
 
-@router.delete("/{response_id}", responses=failures(*_KEPT))
+@router.delete("/{response_id}", **_READS)
 async def delete(
     response_id: str, api_key: CurrentKey, service: CurrentService, kept: CurrentKept
 ) -> Deleted:
@@ -204,7 +191,7 @@ async def delete(
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/{response_id}/cancel", responses=failures(*_KEPT), response_model=dict[str, Any])
+@router.post("/{response_id}/cancel", **_SHOWS)
 async def cancel(
     response_id: str, api_key: CurrentKey, service: CurrentService, kept: CurrentKept
 ) -> Json:
@@ -225,7 +212,7 @@ async def cancel(
     return _shown_response(record, ())
 
 
-@router.get("/{response_id}/input_items", responses=failures(*_KEPT))
+@router.get("/{response_id}/input_items", **_READS)
 async def input_items(
     response_id: str,
     api_key: CurrentKey,
@@ -237,42 +224,28 @@ async def input_items(
     return _page(record["input"], page)
 
 
-@conversations.post(
-    "",
-    responses=failures(*_CHANGED),
-    openapi_extra=_FIELDS,
-    response_model=dict[str, Any],
-)
-async def create_conversation(
-    api_key: CurrentKey,
-    kept: CurrentKept,
-    fields: Fields,
-) -> Json:
+@conversations.post("", **_ADDS, response_model=dict[str, Any])
+async def create_conversation(api_key: CurrentKey, kept: CurrentKept, fields: Fields) -> Json:
     """Create a conversation, with items or without."""
     _check_names(fields, "items", "metadata")
     items = _new_items(fields.get("items") or [])
-    metadata = _metadata(fields)
+    metadata = _checked(check_metadata, fields.get("metadata"))
     return _shown(await kept.create_conversation(api_key.caller.key, items, metadata))
 
 
-@conversations.get("/{conversation_id}", responses=failures(*_KEPT), response_model=dict[str, Any])
+@conversations.get("/{conversation_id}", **_SHOWS)
 async def show_conversation(conversation_id: str, api_key: CurrentKey, kept: CurrentKept) -> Json:
     """Show a conversation."""
     return _shown(await kept.conversation(api_key.caller.key, conversation_id))
 
 
-@conversations.post(
-    "/{conversation_id}",
-    responses=failures(*_CHANGED),
-    openapi_extra=_FIELDS,
-    response_model=dict[str, Any],
-)
+@conversations.post("/{conversation_id}", **_ADDS, response_model=dict[str, Any])
 async def update_conversation(
     conversation_id: str, api_key: CurrentKey, kept: CurrentKept, fields: Fields
 ) -> Json:
     """Replace the metadata of a conversation."""
     _check_names(fields, "metadata")
-    metadata = _metadata(fields)
+    metadata = _checked(check_metadata, fields.get("metadata"))
 
     def replace(conversation: Json) -> None:
         conversation["metadata"] = metadata
@@ -280,7 +253,7 @@ async def update_conversation(
     return _shown(await kept.change(api_key.caller.key, conversation_id, replace))
 
 
-@conversations.delete("/{conversation_id}", responses=failures(*_KEPT))
+@conversations.delete("/{conversation_id}", **_READS)
 async def delete_conversation(
     conversation_id: str, api_key: CurrentKey, kept: CurrentKept
 ) -> Deleted:
@@ -289,7 +262,7 @@ async def delete_conversation(
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
-@conversations.get("/{conversation_id}/items", responses=failures(*_KEPT))
+@conversations.get("/{conversation_id}/items", **_READS)
 async def list_items(
     conversation_id: str,
     api_key: CurrentKey,
@@ -301,11 +274,7 @@ async def list_items(
     return _page(conversation["items"], page)
 
 
-@conversations.post(
-    "/{conversation_id}/items",
-    responses=failures(*_CHANGED),
-    openapi_extra=_FIELDS,
-)
+@conversations.post("/{conversation_id}/items", **_ADDS)
 async def add_items(
     conversation_id: str,
     api_key: CurrentKey,
@@ -320,11 +289,7 @@ async def add_items(
     return _page(items, PageRequest(limit=100, order="asc", include=include))
 
 
-@conversations.get(
-    "/{conversation_id}/items/{item_id}",
-    responses=failures(*_KEPT),
-    response_model=dict[str, Any],
-)
+@conversations.get("/{conversation_id}/items/{item_id}", **_SHOWS)
 async def show_item(
     conversation_id: str,
     item_id: str,
@@ -338,11 +303,7 @@ async def show_item(
     return shown_item(found, encrypted=_ENCRYPTED in include)
 
 
-@conversations.delete(
-    "/{conversation_id}/items/{item_id}",
-    responses=failures(*_KEPT),
-    response_model=dict[str, Any],
-)
+@conversations.delete("/{conversation_id}/items/{item_id}", **_SHOWS)
 async def delete_item(
     conversation_id: str, item_id: str, api_key: CurrentKey, kept: CurrentKept
 ) -> Json:
@@ -402,17 +363,15 @@ def _new_items(given: Any) -> list[Item]:
         raise errors.FieldInvalid(
             f"'items' must be a list of at most {_NEW_ITEMS_LIMIT}.", param="items"
         )
-    try:
-        items = list(read_items(given, "items"))
-    except FieldError as error:
-        raise errors.FieldInvalid(error.message, param=error.param) from None
-    ResponsesFormat.check_items(items, "items")
+    items = _checked(lambda: list(read_items(given, "items")))
+    _checked(check_items, items, "items")
     return items
 
 
-def _metadata(fields: Json) -> dict[str, str]:
+def _checked(read: Callable[..., Result], *given: Any) -> Result:
+    """Return what a function reads; raise `FieldInvalid` where it raises `FieldError`."""
     try:
-        return check_metadata(fields.get("metadata"))
+        return read(*given)
     except FieldError as error:
         raise errors.FieldInvalid(error.message, param=error.param) from None
 

@@ -13,18 +13,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.auth import CurrentGateway, CurrentKey, check_data_key, data_router
+from gateway.api.auth import CurrentGateway, CurrentKey, check_data_key, data_router, part
 from gateway.api.gauges import Gauges
 from gateway.api.openapi import FOR_CLIENTS, Responses, failures
 from gateway.assembly import Gateway
 from gateway.config.policy_versions import Reason
-from gateway.errors import (
-    FieldInvalid,
-    NotAllowedHere,
-    Overloaded,
-    ShuttingDown,
-    TooManyViewers,
-)
+from gateway.errors import FieldInvalid, NotAllowedHere, Overloaded, ShuttingDown, TooManyViewers
 from gateway.periodic import SharedRuns
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import StatusFeed
@@ -137,13 +131,7 @@ class StatusService:
         )
 
 
-async def service_of(request: Request) -> StatusService:
-    """Return what shows the state of the gateway of the request."""
-    service: StatusService = request.app.state.status
-    return service
-
-
-CurrentService = Annotated[StatusService, Depends(service_of)]
+CurrentService = Annotated[StatusService, part("status")]
 
 
 @probes.get("/livez", response_class=PlainTextResponse, responses=failures())
@@ -176,7 +164,7 @@ async def metrics(service: CurrentService) -> Response:
 
 
 async def _check_unrestricted(api_key: CurrentKey) -> None:
-    if not api_key.unrestricted:
+    if api_key.caller.pools is not None or api_key.models is not None:
         raise NotAllowedHere(
             "This API key is restricted to some models or pools, so it cannot read the status."
         )

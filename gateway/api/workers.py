@@ -6,10 +6,9 @@ from typing import Annotated, NotRequired
 from urllib.parse import urlsplit
 
 from fastapi import Query
-from starlette.requests import Request
 from typing_extensions import TypedDict
 
-from gateway.api.auth import Author, CurrentGateway, admin_router, worker_router
+from gateway.api.auth import Author, CurrentGateway, CurrentProxy, admin_router, worker_router
 from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures
 from gateway.assembly import Gateway
 from gateway.errors import (
@@ -23,7 +22,6 @@ from gateway.errors import (
 )
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
-from gateway.proxy.forward import Forwarder
 from gateway.status.render import worker_state
 from gateway.storage.counters import GONE_WORKERS
 from workers.protocol import EARLIER_BOOTS, PROTOCOL, WorkerReport, speaks
@@ -191,7 +189,7 @@ async def drain(
     author: Author,
     *,
     gateway: CurrentGateway,
-    request: Request,
+    proxy: CurrentProxy,
     timeout_s: Annotated[int, Query(ge=0, le=600, description="The longest wait.")] = 30,
     move: Annotated[
         bool, Query(description="Let its streams of this gateway go on at other workers.")
@@ -199,8 +197,7 @@ async def drain(
 ) -> DrainedWorker:
     """Cordon a worker and wait for its requests to end."""
     await gateway.cordons.add(worker_id, author)
-    forwarder: Forwarder = request.app.state.proxy.forwarder
-    moved = forwarder.move_streams(worker_id) if move else 0
+    moved = proxy.forwarder.move_streams(worker_id) if move else 0
     drained = await gateway.cordons.drained(worker_id, timeout_s)
     worker = _worker(gateway, worker_id, _member(gateway, worker_id))
     return {"drained": drained, "moved": moved, **worker}

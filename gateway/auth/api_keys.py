@@ -33,11 +33,6 @@ class ApiKey:
     rate_limiter: RateLimiter | None = None
     """None: no limits."""
 
-    @property
-    def unrestricted(self) -> bool:
-        """Return whether the key may see all models and pools."""
-        return self.models is None and self.caller.pools is None
-
     def check_model(self, inspected: Inspected) -> None:
         """Raise `ModelUnknown` for a model that this key may not use.
 
@@ -102,10 +97,6 @@ class ApiKeys:
         self._had_keys = self._had_keys or bool(self.records)
         self.required = self._had_keys
         self._rebuild()
-
-    def require_until_replaced(self) -> None:
-        """Require a key until `replace` is called again."""
-        self.required = True
 
     def require_always(self) -> None:
         """Require a key from now on, even if there is none."""

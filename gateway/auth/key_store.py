@@ -110,8 +110,8 @@ class KeyStore:
             self._api_keys.require_always()
         self._api_keys.replace(valid)
         if not self._table.current:
-            # Keys may have been created or revoked since the copy was written.
-            self._api_keys.require_until_replaced()
+            # Keys may have been created or revoked since the copy was written; until the next read.
+            self._api_keys.required = True
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._wall(), UTC)

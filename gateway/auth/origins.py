@@ -38,13 +38,13 @@ class Hosts:
         if len(hosts) == 1 and hosts[0] in self._allowed:
             return
         host = b", ".join(hosts).decode("latin-1")
-        if len(hosts) != 1 or not self._allows(_without_port(host).lower().removesuffix(".")):
+        in_brackets = host.startswith("[")
+        name = host[1:].partition("]")[0] if in_brackets else host.partition(":")[0]
+        name = name.lower().removesuffix(".")
+        if len(hosts) != 1 or not (name in self._names or is_address(name)):
             raise HostRefused(host)
         if len(self._allowed) < _MAX_CACHED_HOSTS:
             self._allowed.add(hosts[0])
-
-    def _allows(self, host: str) -> bool:
-        return host in self._names or is_address(host)
 
 
 def comes_from_foreign_page(headers: Sequence[Header], allowed: Container[str] = ()) -> bool:
@@ -67,12 +67,6 @@ def comes_from_foreign_page(headers: Sequence[Header], allowed: Container[str] =
 
 def _host(headers: Iterable[Header]) -> bytes:
     return next((value for name, value in headers if name == b"host"), b"")
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
 
 
 def cors_headers(request: Mapping[bytes, bytes], allowed: Container[str]) -> Headers:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import click
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from gateway.cli import CommandError
 from gateway.config.settings import load_settings
@@ -228,6 +229,15 @@ def file_problem(error: OSError) -> str:
         case PermissionError():
             return "you are not allowed to read it"
     return error.strerror or "the system cannot read it"
+
+
+def print_answer(answer: object, shown: str | RenderableType, *, as_json: bool) -> int:
+    """Print the gateway's answer as JSON, or its form for a terminal; return 0."""
+    if as_json:
+        print_json(answer)
+    else:
+        print_output(Text(shown) if isinstance(shown, str) else shown)
+    return 0
 
 
 def print_output(shown: RenderableType) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from rich.text import Text
 
 from gateway.cli import CommandError
-from gateway.cli.client import connect, plain_table, print_json, print_output
+from gateway.cli.client import connect, plain_table, print_answer, print_output
 
 _PATH = "/admin/v1/engines"
 
@@ -42,9 +42,6 @@ def join(
     }
     body = {name: value for name, value in terms.items() if value}
     engine = connect(url, admin=True).read("POST", _PATH, json=body)
-    if as_json:
-        print_json(engine)
-        return 0
     lines = [f"Joined {engine['id']} ({engine['kind']}), {engine['slots']} requests at a time:"]
     lines += [
         f"  {model['name']}{'' if model['loaded'] else ' (not in memory)'}"
@@ -52,16 +49,12 @@ def join(
     ]
     if engine["problem"]:
         lines.append(f"It gets no requests yet: {engine['problem']}")
-    print_output(Text("\n".join(lines)))
-    return 0
+    return print_answer(engine, "\n".join(lines), as_json=as_json)
 
 
 def list_all(*, url: str, as_json: bool) -> int:
     """List all engines."""
     answer = connect(url, admin=True).read("GET", _PATH)
-    if as_json:
-        print_json(answer)
-        return 0
     table = plain_table("Id", "Kind", "URL", "From", "Models", "Pools", "State", numbers=("Slots",))
     for engine in answer["engines"]:
         names = ", ".join(model["name"] for model in engine["models"]) or "-"
@@ -70,8 +63,7 @@ def list_all(*, url: str, as_json: bool) -> int:
             *(engine["id"], engine["kind"], engine["url"], engine["source"], names),
             *(", ".join(engine["pools"]), state, str(engine["slots"])),
         )
-    print_output(table)
-    return 0
+    return print_answer(answer, table, as_json=as_json)
 
 
 def remove(*, engine_id: str, url: str) -> int:

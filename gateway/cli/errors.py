@@ -6,7 +6,7 @@ from datetime import datetime
 
 from rich.text import Text
 
-from gateway.cli.client import connect, plain_table, print_json, print_output
+from gateway.cli.client import connect, plain_table, print_answer
 
 
 def run(*, url: str, as_json: bool) -> int:
@@ -15,19 +15,15 @@ def run(*, url: str, as_json: bool) -> int:
     if not gateway.has_key:
         gateway, path = connect(url), "/v1/errors"
     answer = gateway.read("GET", path)
-    if as_json:
-        print_json(answer)
-    elif not answer["errors"]:
-        print_output(Text("No request has failed lately."))
-    else:
-        table = plain_table("Time", "Reason", "Model", "Worker", "Key", "Request")
-        for one in answer["errors"]:
-            time = datetime.fromisoformat(one["time"]).astimezone()
-            reason = Text.assemble(one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
-            key = one["key_name"] or one["key"]
-            table.add_row(
-                *(f"{time:%m-%d %H:%M:%S}", reason, one["model"], one["worker"], key),
-                one["request_id"],
-            )
-        print_output(table)
-    return 0
+    if not answer["errors"]:
+        return print_answer(answer, "No request has failed lately.", as_json=as_json)
+    table = plain_table("Time", "Reason", "Model", "Worker", "Key", "Request")
+    for one in answer["errors"]:
+        time = datetime.fromisoformat(one["time"]).astimezone()
+        reason = Text.assemble(one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
+        key = one["key_name"] or one["key"]
+        table.add_row(
+            *(f"{time:%m-%d %H:%M:%S}", reason, one["model"], one["worker"], key),
+            one["request_id"],
+        )
+    return print_answer(answer, table, as_json=as_json)

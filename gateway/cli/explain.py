@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rich.text import Text
-
 from gateway.cli import CommandError
-from gateway.cli.client import connect, print_json, print_output, read_text
+from gateway.cli.client import connect, print_answer, read_text
 
 BECAUSE = {
     "eligible": "the request can use drafts",
@@ -36,11 +34,7 @@ def run(*, request: str, url: str, as_json: bool) -> int:
         name = "standard input" if request == "-" else request
         raise CommandError(f"{name} is not JSON: line {error.lineno}, {error.msg}.") from None
     explanation = connect(url).read("POST", "/v1/route/explain", json=body)
-    if as_json:
-        print_json(explanation)
-    else:
-        print_output(Text("\n".join(_sentences(explanation))))
-    return 0
+    return print_answer(explanation, "\n".join(_sentences(explanation)), as_json=as_json)
 
 
 def _sentences(explanation: Mapping[str, Any]) -> list[str]:

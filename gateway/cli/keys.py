@@ -8,11 +8,10 @@ from typing import Any
 from urllib.parse import quote
 
 import click
-from rich.table import Table
 from rich.text import Text
 
 from gateway.cli import CommandError
-from gateway.cli.client import connect, plain_table, print_json, print_output
+from gateway.cli.client import connect, plain_table, print_answer
 
 _PATH = "/admin/v1/keys"
 _USAGE_PATH = "/admin/v1/usage"
@@ -36,7 +35,7 @@ def create(*, url: str, as_json: bool, yes: bool, **terms: Any) -> int:
         f"Created {key['id']} for {key['name']}. The secret is shown only this once:\n\n"
         f"{key['secret']}"
     )
-    return _print(key, shown, as_json=as_json)
+    return print_answer(key, shown, as_json=as_json)
 
 
 def _confirm_first_key() -> None:
@@ -56,13 +55,13 @@ def list_all(*, url: str, as_json: bool) -> int:
         table.add_row(
             *(key["id"], key["name"], key["team"], key["prefix"], state, scope, _limits(key))
         )
-    return _print(answer, table, as_json=as_json)
+    return print_answer(answer, table, as_json=as_json)
 
 
 def revoke(*, key_id: str, url: str, as_json: bool) -> int:
     """Revoke a key."""
     key = connect(url, admin=True).read("DELETE", f"{_PATH}/{quote(key_id, safe='')}")
-    return _print(key, f"Revoked {key['id']} of {key['name']}.", as_json=as_json)
+    return print_answer(key, f"Revoked {key['id']} of {key['name']}.", as_json=as_json)
 
 
 def usage(*, first: str | None, last: str | None, url: str, as_json: bool, as_csv: bool) -> int:
@@ -81,7 +80,7 @@ def usage(*, first: str | None, last: str | None, url: str, as_json: bool, as_cs
         name = row["name"] or ("" if row["key"] else "without a key")
         named = {**row, "name": name, "cached": _cached(row)}
         table.add_row(*(str(named[column]) for column in _USAGE_COLUMNS))
-    return _print(answer, table, as_json=as_json)
+    return print_answer(answer, table, as_json=as_json)
 
 
 def _cached(row: Mapping[str, Any]) -> str:
@@ -90,15 +89,6 @@ def _cached(row: Mapping[str, Any]) -> str:
     if unknown and unknown == row["requests"]:
         return "unknown"
     return f"{row['cached_tokens']}{'+' if unknown else ''}"
-
-
-def _print(answer: Mapping[str, Any], shown: str | Table, *, as_json: bool) -> int:
-    """Print the gateway's answer as JSON, or its form for a terminal."""
-    if as_json:
-        print_json(answer)
-    else:
-        print_output(Text(shown) if isinstance(shown, str) else shown)
-    return 0
 
 
 def _limits(key: Mapping[str, Any]) -> str:

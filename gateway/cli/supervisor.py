@@ -137,17 +137,15 @@ class Supervisor:
                         ready = json.loads(text.removeprefix(READY_PREFIX))
                         greeting = asyncio.create_task(self.on_ready(ready), name="worker-ready")
                     elif text.startswith(START_PREFIX):
-                        self._show_progress(text.removeprefix(START_PREFIX))
+                        with contextlib.suppress(ValidationError):  # of two lines at once
+                            told = text.removeprefix(START_PREFIX)
+                            self.on_progress(StartProgress.model_validate_json(told))
                     elif text:
                         self.print_worker_line(text)
         finally:
             if greeting is not None:
                 greeting.cancel()
         return greeting is not None
-
-    def _show_progress(self, line: str) -> None:
-        with contextlib.suppress(ValidationError):  # of a worker that wrote two lines at once
-            self.on_progress(StartProgress.model_validate_json(line))
 
 
 async def _stop(process: Process) -> None:

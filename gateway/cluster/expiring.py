@@ -18,7 +18,7 @@ from gateway.cluster.redis import RedisClient, Reply
 from gateway.cluster.shared_hash import NOW
 from gateway.cluster.shares import EVEN_IF_FULL, FREE, KEPT, MEMORY
 from gateway.errors import RecordsUnwritable
-from gateway.protocols.responses import Sealer
+from gateway.protocols.sealing import Sealer
 from gateway.storage.expiring import OVERHEAD_BYTES, RECORD_LIMIT_BYTES, TOTAL_LIMIT_BYTES, TTL_S
 
 _PART = "responses"

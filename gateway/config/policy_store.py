@@ -15,7 +15,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 
-from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason, is_new
+from gateway.config.policy_versions import (
+    Attribution,
+    PolicyVersion,
+    Proposal,
+    Reason,
+    is_new,
+    newest_with,
+)
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import RecordReader, Records, RecordTable
@@ -86,14 +93,14 @@ class PolicyStore:
         last_read: PolicyVersion | None = None,
     ) -> PolicyVersion | None:
         """Apply the policy file if it is new; return the newest version with its content."""
-        while is_new(versions := await self.versions(), proposal, attribution.reason, last_read):
+        told = proposal, attribution.reason, last_read
+        while await asyncio.to_thread(is_new, versions := await self.versions(), *told):
             last = max((self.version, *versions), key=lambda version: version.number)
             try:
                 return await self._add(proposal, attribution, last)
             except VersionConflict:  # with another gateway, which may have read the same file
                 continue
-        same = (one for one in reversed(versions) if one.holds(proposal) or one.means(proposal))
-        return next(same, None)
+        return await asyncio.to_thread(newest_with, versions, proposal)
 
     async def versions(self) -> tuple[PolicyVersion, ...]:
         """Return all versions, oldest first."""
@@ -185,6 +192,7 @@ async def open_policy_store(
     reader = RecordReader(POLICY_KIND, _read_usable)
     store = functools.partial(PolicyStore, records, static_workers, wall, warnings, reader)
     proposal, attribution = source
+    told = proposal, attribution.reason, last_read
     while (newest := _newest_usable(texts := await records.all(POLICY_KIND), reader)) is None:
         proposal.check(static_workers)
         number = max(map(_number, texts), default=0)
@@ -194,7 +202,7 @@ async def open_policy_store(
         unstored = first.model_copy(update={"number": 0, "etag": f"0-{first.etag}"})
         try:
             # The versions may be those of a newer Paceline, which this one must not replace.
-            if not is_new(_readable(texts), proposal, attribution.reason, last_read):
+            if not await asyncio.to_thread(is_new, _readable(texts), *told):
                 return store(version=unstored, policy=proposal.policy)
             if await _add_version(records, first):
                 return store(version=first, policy=proposal.policy)
@@ -204,7 +212,7 @@ async def open_policy_store(
             # In force until the records can be read; added then if there is no first version.
             return store(version=unstored, policy=proposal.policy)
     version, current = newest
-    if is_new(_readable(texts), proposal, attribution.reason, last_read):
+    if await asyncio.to_thread(is_new, _readable(texts), *told):
         # The version to replace may not fit the static workers: a new file repairs that.
         opened = store(version=version, policy=proposal.policy)
         try:

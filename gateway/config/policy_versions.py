@@ -148,3 +148,9 @@ def is_new(
     if not same or reason is Reason.START or last_read is None or last_read.holds(proposal):
         return not same
     return not any(one.reason is Reason.FILE and one.number > last_read.number for one in same)
+
+
+def newest_with(versions: Sequence[PolicyVersion], proposal: Proposal) -> PolicyVersion | None:
+    """Return the newest version that has or means the content of a proposal, if one does."""
+    same = (one for one in reversed(versions) if one.holds(proposal) or one.means(proposal))
+    return next(same, None)

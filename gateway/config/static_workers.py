@@ -65,17 +65,6 @@ class StaticWorker(BaseModel):
         return models if isinstance(models, dict) else {name: name for name in models}
 
 
-def read_worker_keys(
-    workers: Iterable[StaticWorker], environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Return API keys by worker id; raise `StartupError` if one is missing or invalid."""
-    keys = {}
-    for worker in workers:
-        if worker.api_key_env:
-            keys[worker.id] = read_worker_key(worker, environment)
-    return keys
-
-
 def read_worker_key(worker: StaticWorker, environment: Mapping[str, str]) -> str:
     """Return the API key of a worker that needs one; raise `StartupError`."""
     # Secret files often end with a newline.

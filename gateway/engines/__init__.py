@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from gateway.engines.base import (
-    Ask,
-    Engine,
-    EngineModel,
-    EngineSilent,
-    EngineState,
-    EngineUnusable,
-    HttpAnswer,
-    Isolation,
-    Question,
-)
+from gateway.engines.base import Ask, EngineUnusable, HttpAnswer
 from gateway.engines.llama_cpp import LlamaCpp
 from gateway.engines.lmstudio import LmStudio
 from gateway.engines.mlx_lm import MlxLm
@@ -23,25 +13,9 @@ from gateway.engines.mlx_vlm import MlxVlm
 from gateway.engines.ollama import Ollama
 from gateway.engines.omlx import Omlx
 from gateway.engines.openai import OpenAIEngine
-from gateway.engines.paceline import PacelineGateway, PacelineWorker
+from gateway.engines.paceline import PacelineGateway
 from gateway.engines.vllm_mlx import VllmMlx
 from gateway.types import EngineKind
-
-__all__ = [
-    "KINDS",
-    "Ask",
-    "Engine",
-    "EngineModel",
-    "EngineSilent",
-    "EngineState",
-    "EngineUnusable",
-    "HttpAnswer",
-    "Isolation",
-    "OpenAIEngine",
-    "PacelineWorker",
-    "Question",
-    "detect",
-]
 
 _CLASSES = (
     PacelineGateway,

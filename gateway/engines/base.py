@@ -13,11 +13,11 @@ from pydantic_core import from_json
 from gateway.errors import GatewayError
 from gateway.protocols.event_stream import AnswerReader
 from gateway.routing.features import Feature
-from gateway.routing.prefix_keys import PrefixKeys
+from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.view import NO_MODELS, TAKES_ALL, ModelView
 from gateway.types import MAX_ENGINE_MODELS
 from policies.names import MODEL_PATTERN
-from workers.protocol import NodeSource, Speculation, WorkerReport
+from workers.protocol import NO_PREFIX, NodeSource, Speculation, WorkerReport
 
 _MODEL_NAME = re.compile(MODEL_PATTERN)
 # Reading weights from the disk of a Mac, and the start of a model whose size is unknown.
@@ -33,6 +33,12 @@ class HttpAnswer(NamedTuple):
     headers: Mapping[str, str]
     """Names in lower case."""
     text: str
+
+    def admitted(self) -> HttpAnswer:
+        """Return the answer; raise `EngineUnusable` if the engine refuses the gateway's key."""
+        if self.status in (401, 403):
+            raise EngineUnusable("The engine asks for another API key.")
+        return self
 
     def json(self) -> Any:
         """Return the body as JSON; None if it is none, or no success."""
@@ -118,6 +124,19 @@ class Isolation(Enum):
     """Not at all: the time to the first token tells whether somebody has sent a prompt before."""
 
 
+class Told(NamedTuple):
+    """What headers tell a worker of one request."""
+
+    lane: str
+    prefix: PrefixKeys = NO_KEYS
+    scope: str = NO_PREFIX
+    """The name of the isolation scope."""
+    token_limit: int | None = None
+    """The most tokens that the request may use; None: no limit."""
+    sources: Sequence[NodeSource] = ()
+    """Workers that have more of the prompt."""
+
+
 class Engine(AnswerReader, ABC):
     """One worker, as its kind of engine wants to be called. `token` authorizes the gateway."""
 
@@ -144,15 +163,7 @@ class Engine(AnswerReader, ABC):
         return NO_MODELS
 
     @abstractmethod
-    def headers(
-        self,
-        lane: str,
-        prefix: PrefixKeys,
-        scope: str,
-        token_limit: int | None,
-        *,
-        sources: Sequence[NodeSource] = (),
-    ) -> Mapping[str, str]:
+    def headers(self, told: Told) -> Mapping[str, str]:
         """Return the headers that a request needs beside those of every request."""
 
     @abstractmethod

@@ -27,7 +27,8 @@ from gateway.routing.features import Feature
 from gateway.types import Usage
 
 _PROPS = Question("/props")
-_LOADED = ("loaded", "sleeping")
+_LOADED = (None, "loaded", "sleeping")
+"""A server of one model does not tell."""
 
 
 def _usage(answer: Mapping[str, Any]) -> Usage | None:
@@ -49,13 +50,8 @@ class LlamaCpp(LocalEngine):
     lacks = frozenset(
         (
             *(Feature.VIDEO, Feature.FILE, Feature.PROMPTS, Feature.ECHO, Feature.STOP_TOKENS),
-            *(
-                Feature.MIN_TOKENS,
-                Feature.TRUNCATION,
-                Feature.CONTINUATION,
-                Feature.EXACT,
-                Feature.CALLS,
-            ),
+            *(Feature.MIN_TOKENS, Feature.TRUNCATION, Feature.CONTINUATION),
+            *(Feature.EXACT, Feature.CALLS),
         )
     )
     default_slots = 4
@@ -73,9 +69,7 @@ class LlamaCpp(LocalEngine):
 
     async def read(self, ask: Ask) -> EngineState:
         """List its models, the media that they take and the slots."""
-        answer = await ask(Question(self.models_path))
-        if answer.status in (401, 403):
-            raise EngineUnusable("The engine asks for another API key.")
+        answer = (await ask(Question(self.models_path))).admitted()
         props = (await ask(_PROPS)).object()
         modalities = props.get("modalities")
         lacks = set[Feature]()
@@ -88,7 +82,7 @@ class LlamaCpp(LocalEngine):
             EngineModel(
                 name,
                 frozenset(lacks),
-                loaded=_is_loaded(entry),
+                loaded=_object(entry, "status").get("value") in _LOADED,
                 size_bytes=count(_object(entry, "meta").get("size")),
                 context_tokens=context or count(_object(entry, "meta").get("n_ctx_train")),
             )
@@ -106,12 +100,6 @@ class LlamaCpp(LocalEngine):
             fields["repeat_penalty"] = fields.pop("repetition_penalty")
         if self.serves_another_scope(salt):
             fields["cache_prompt"] = False
-
-
-def _is_loaded(entry: Mapping[str, Any]) -> bool:
-    """Return whether a model is in memory; a server of one model does not tell."""
-    value = _object(entry, "status").get("value")
-    return value is None or value in _LOADED
 
 
 def _object(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -59,18 +59,14 @@ class LmStudio(LocalEngine):
 
     async def read(self, ask: Ask) -> EngineState:
         """List its models that chat, and which are in memory."""
-        newer = await ask(_V1)
-        if newer.status in (401, 403):
-            raise EngineUnusable("The engine asks for another API key.")
+        newer = (await ask(_V1)).admitted()
         if models := objects(newer.object().get("models")):
-            found = [_model(one) for one in models if one.get("type") == "llm"]
-            loaded = [
-                objects(one.get("loaded_instances")) for one in models if one.get("type") == "llm"
-            ]
+            models = [one for one in models if one.get("type") == "llm"]
+            found = [_model(one) for one in models]
             parallel = [
                 count(one["config"].get("parallel"))
-                for instances in loaded
-                for one in instances
+                for model in models
+                for one in objects(model.get("loaded_instances"))
                 if isinstance(one.get("config"), dict)
             ]
             state = EngineState(

@@ -49,11 +49,9 @@ class MlxLm(MlxEngine):
         ),
     )
 
-    def __init__(
-        self, token: str = "", names: Mapping[str, str] | None = None, *, cache_salt: bool = False
-    ) -> None:
+    def __init__(self, *args: Any, **given: Any) -> None:
         self._last_model = ""
-        super().__init__(token, names, cache_salt=cache_salt)
+        super().__init__(*args, **given)
 
     @classmethod
     def is_sign(cls, answer: HttpAnswer) -> bool:

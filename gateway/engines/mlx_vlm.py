@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.engines.base import (
@@ -13,6 +13,7 @@ from gateway.engines.base import (
     HttpAnswer,
     Isolation,
     Question,
+    Told,
     count,
     model_name,
     objects,
@@ -22,8 +23,6 @@ from gateway.errors import GatewayError
 from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
-from gateway.routing.prefix_keys import PrefixKeys
-from workers.protocol import NodeSource
 
 _MISTAKES = re.compile(rb"is not supported|audio format|has to be an integer in the")
 """What it says of a request that its drafter or its sampler does not take, and of no audio."""
@@ -66,18 +65,9 @@ class MlxVlm(MlxEngine):
         ]
         return EngineState(tuple(models))
 
-    def headers(
-        self,
-        lane: str,
-        prefix: PrefixKeys,
-        scope: str,
-        token_limit: int | None,
-        *,
-        sources: Sequence[NodeSource] = (),
-    ) -> Mapping[str, str]:
+    def headers(self, told: Told) -> Mapping[str, str]:
         """Return the key, and the isolation scope as the tenant."""
-        headers = super().headers(lane, prefix, scope, token_limit, sources=sources)
-        return {**headers, _TENANT: scope}
+        return {**super().headers(told), _TENANT: told.scope}
 
     def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
         """Return the body without a salt: the header isolates."""

@@ -56,9 +56,7 @@ class Ollama(LocalEngine):
 
     async def read(self, ask: Ask) -> EngineState:
         """List its models that chat, and which are in memory."""
-        tags = await ask(_TAGS)
-        if tags.status in (401, 403):
-            raise EngineUnusable("The engine asks for another API key.")
+        tags = (await ask(_TAGS)).admitted()
         loaded = {one.get("name") for one in objects((await ask(_LOADED)).object().get("models"))}
         models = []
         known, self._abilities = self._abilities, {}

@@ -14,6 +14,7 @@ from gateway.engines.base import (
     HttpAnswer,
     Isolation,
     Question,
+    Told,
     model_name,
     objects,
 )
@@ -23,10 +24,9 @@ from gateway.errors import GatewayError
 from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
-from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
 from gateway.strict_json import encode_body
-from workers.protocol import NodeSource, WorkerReport
+from workers.protocol import WorkerReport
 
 # What a request asks of Paceline alone. Other engines answer without these fields all the same; the
 # description of a custom tool tells the model its grammar.
@@ -80,9 +80,7 @@ class OpenAIEngine(Engine):
 
     async def read(self, ask: Ask) -> EngineState:
         """Ask the engine for its state; raise `EngineSilent` or `EngineUnusable`."""
-        answer = await ask(Question(self.models_path))
-        if answer.status in (401, 403):
-            raise EngineUnusable("The engine asks for another API key.")
+        answer = (await ask(Question(self.models_path))).admitted()
         state = self.state_of(answer.object().get("data"))
         if not state.models and not self._names:
             raise EngineUnusable("The engine lists no models; name them, or load one there.")
@@ -127,15 +125,7 @@ class OpenAIEngine(Engine):
         """Return the models that lack a feature or are not in memory."""
         return self._views
 
-    def headers(
-        self,
-        lane: str,  # noqa: ARG002
-        prefix: PrefixKeys,  # noqa: ARG002
-        scope: str,  # noqa: ARG002
-        token_limit: int | None,  # noqa: ARG002
-        *,
-        sources: Sequence[NodeSource] = (),  # noqa: ARG002
-    ) -> Mapping[str, str]:
+    def headers(self, told: Told) -> Mapping[str, str]:  # noqa: ARG002
         """Return the key alone: no other header is of use to it."""
         return self.authorization
 

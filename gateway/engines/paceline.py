@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import to_json
@@ -15,6 +15,7 @@ from gateway.engines.base import (
     HttpAnswer,
     Isolation,
     Question,
+    Told,
     objects,
 )
 from gateway.engines.openai import OpenAIEngine
@@ -31,7 +32,6 @@ from workers.protocol import (
     SCOPE_HEADER,
     SOURCES_HEADER,
     TOKENS_LIMIT_HEADER,
-    NodeSource,
     WorkerReport,
 )
 
@@ -72,26 +72,18 @@ class PacelineWorker(_Paceline):
         """Return that the model lacks pictures, if it does."""
         return {} if report.sees_pictures else {report.model: ModelView(_NO_PICTURES)}
 
-    def headers(
-        self,
-        lane: str,
-        prefix: PrefixKeys,
-        scope: str,
-        token_limit: int | None,
-        *,
-        sources: Sequence[NodeSource] = (),
-    ) -> Mapping[str, str]:
+    def headers(self, told: Told) -> Mapping[str, str]:
         """Return the token, the lane, what isolates the prompt, its sources and its limit."""
         headers = {
             **self.authorization,
-            "x-paceline-lane": lane,
-            KEYS_HEADER: _keys_text(prefix),
-            SCOPE_HEADER: scope,
+            "x-paceline-lane": told.lane,
+            KEYS_HEADER: _keys_text(told.prefix),
+            SCOPE_HEADER: told.scope,
         }
-        if sources:
-            headers[SOURCES_HEADER] = to_json(sources).decode()
-        if token_limit is not None:
-            headers[TOKENS_LIMIT_HEADER] = str(token_limit)
+        if told.sources:
+            headers[SOURCES_HEADER] = to_json(told.sources).decode()
+        if told.token_limit is not None:
+            headers[TOKENS_LIMIT_HEADER] = str(told.token_limit)
         return headers
 
     def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
 from gateway.config.static_workers import StaticWorker, read_worker_key
-from gateway.engines import EngineSilent, EngineUnusable
+from gateway.engines.base import EngineSilent, EngineUnusable
 from gateway.errors import EngineListed, EngineUnknown, FieldInvalid, StartupError, WorkerIdTaken
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry

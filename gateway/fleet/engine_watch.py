@@ -13,15 +13,9 @@ import httpx
 from pydantic_core import to_json
 
 from gateway.config.static_workers import StaticWorker
-from gateway.engines import (
-    KINDS,
-    EngineSilent,
-    EngineUnusable,
-    HttpAnswer,
-    OpenAIEngine,
-    Question,
-    detect,
-)
+from gateway.engines import KINDS, detect
+from gateway.engines.base import EngineSilent, EngineUnusable, HttpAnswer, Question
+from gateway.engines.openai import OpenAIEngine
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.health import read_bounded
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry

@@ -14,8 +14,7 @@ import httpx
 from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from gateway.engines import PacelineWorker
-from gateway.engines.paceline import REPORT_PATH
+from gateway.engines.paceline import REPORT_PATH, PacelineWorker
 from gateway.fleet.registry import WorkerRegistry
 from gateway.periodic import SharedRuns
 from gateway.storage.counters import CounterStore

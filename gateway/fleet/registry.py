@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
 
-from gateway.engines import Engine, PacelineWorker
+from gateway.engines.base import Engine
+from gateway.engines.paceline import PacelineWorker
 from gateway.errors import TooManyWorkers, WorkerIdTaken
 from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing
@@ -19,13 +20,7 @@ from gateway.types import WorkerBoot
 from policies.request.profile import Sampling
 from policies.sections import Pool
 from workers.addresses import is_loopback
-from workers.protocol import (
-    CRITICAL_PRESSURE,
-    MAX_SOURCES,
-    LaneReport,
-    NodeSource,
-    WorkerReport,
-)
+from workers.protocol import CRITICAL_PRESSURE, MAX_SOURCES, LaneReport, NodeSource, WorkerReport
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +233,7 @@ class WorkerRegistry:
             if before is HEALTHY:
                 return
         elif lease.probes:
-            worker.probing = False
+            lease.probes = worker.probing = False
         if lease.ejected_at_s != before.ejected_at_s:
             return  # sent before the last ejection, which has taken account of such requests
         if before.probation_limit is not None:

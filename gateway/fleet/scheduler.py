@@ -30,6 +30,9 @@ from policies.document import PolicyDocument
 from policies.request.profile import bypass_reasons
 from workers.drain_rate import DrainRate, QueuePlace
 
+PROBE_S = 5.0
+"""A busy worker refuses a request at once: one that has not in this time has taken it."""
+
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
@@ -140,12 +143,12 @@ class Scheduler:
 
     def _busy(self, model: str, retry_after_s: float) -> errors.WorkerBusy:
         """Return the error while all workers of a model pause, with the memory if that is why."""
-        report = self._fleet.report_short_of_memory(model)
-        if report is None:
-            return errors.WorkerBusy(retry_after_s=retry_after_s)
-        return errors.WorkerBusy.with_memory(
-            report.footprint_bytes, report.footprint_limit_bytes, retry_after_s=retry_after_s
-        )
+        message = errors.WorkerBusy.message
+        if (report := self._fleet.report_short_of_memory(model)) is not None:
+            used, limit = report.footprint_bytes / 1e9, report.footprint_limit_bytes / 1e9
+            message += f" The memory of a worker is nearly full: it uses {used:.1f} GB, of"
+            message += f" {limit:.1f} GB that it may use."
+        return errors.WorkerBusy(message, retry_after_s=retry_after_s)
 
     async def _await_engine(self, request: RoutingRequest, busy_s: float, since_s: float) -> None:
         """Wait until an engine is no longer busy; raise `WorkerBusy` at the limits of a queue."""
@@ -227,6 +230,8 @@ class Scheduler:
         lease = self._fleet.acquire(candidate, ejected=ejected)
         if lease is not None:
             pool.running += 1
+            if lease.probes:
+                asyncio.get_running_loop().call_later(PROBE_S, self.record_taken, lease)
         return lease
 
     def wake(self) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gateway.engines import Engine
+from gateway.engines.base import Engine
 from gateway.fleet.circuit_breaker import HEALTHY, CircuitBreaker
 from gateway.routing.cost import Throughput, throughput_of
 from gateway.routing.select import Candidate

@@ -11,13 +11,14 @@ import asyncio
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
 from gateway.protocols.event_stream import comment_of
+from gateway.protocols.openai import CHAT, WireFormat
 from gateway.types import Header, Headers
 from workers.http import BoundedProtocol, encode_head
 from workers.protocol import REQUEST_ID
@@ -80,55 +81,6 @@ class DownstreamProtocol(BoundedProtocol):
         """Create the writer of the response, then start the request."""
         self.writer = ResponseWriter(cycle, self._buffered.write_now)
         super()._start_asgi_task(cycle, app)
-
-
-class AnswerWriter(Protocol):
-    """What an answer is written to: the connection of its client, or a log."""
-
-    request_id: str
-    rate_limit_headers: Sequence[Header]
-    started: bool
-    opened_s: float
-    early: bool
-    idle: bool
-    on_check: Callable[[float], None] | None
-
-    @property
-    def writable(self) -> bool:
-        """Return whether written bytes leave at once."""
-
-    async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
-        """Send a whole response."""
-
-    async def open(
-        self, headers: Iterable[Header], on_write_paused: Callable[[bool], None]
-    ) -> None:
-        """Prepare a stream with these headers."""
-
-    def open_early(self, headers: Iterable[Header], piece: bytes) -> None:
-        """Send the head and a piece of a stream that no worker has begun."""
-
-    def send_head(self) -> None:
-        """Send the head of an open stream now."""
-
-    def write(self, piece: bytes) -> None:
-        """Send a piece of the stream."""
-
-    def chunk_sender(self) -> Callable[[bytes], None] | None:
-        """Return what sends pieces that are HTTP chunks already."""
-
-    def end(self, piece: bytes = b"") -> None:
-        """End the stream, with a last piece or without one."""
-
-    async def fail(
-        self,
-        error: errors.GatewayError,
-        headers: Iterable[Header] = (),
-        *,
-        error_body: Callable[[errors.GatewayError], bytes] = errors.to_body,
-        error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
-    ) -> None:
-        """Respond with an error, or end a stream that has started with an error event."""
 
 
 class ResponseWriter:
@@ -232,19 +184,17 @@ class ResponseWriter:
         self,
         error: errors.GatewayError,
         headers: Iterable[Header] = (),
-        *,
-        error_body: Callable[[errors.GatewayError], bytes] = errors.to_body,
-        error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
+        wire_format: WireFormat = CHAT,
     ) -> None:
         """Respond with an error, or end a stream that has started with an error event."""
         all_headers = [*headers, *errors.to_headers(error)]
         if self.early:
             late = [one for one in all_headers if one[0] not in _OF_BODIES]
-            self.end(comment_of(late) + error_event(error))
+            self.end(comment_of(late) + wire_format.error_event(error))
         elif self.started:
-            self.end(error_event(error))
+            self.end(wire_format.error_event(error))
         else:
-            body = error_body(error)
+            body = wire_format.error_body(error)
             replaced = replaced_body(self._cycle.scope, error.status, body)
             await self.whole(error.status, [*all_headers, *replaced], body)
 

@@ -1,32 +1,18 @@
-"""Wire formats: one module each, behind the interface of `base`."""
+"""Wire formats: one module each; `openai` has the format that the others change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.protocols.base import WORKER_PATHS, StreamEncoder, WireFormat
+from gateway.protocols.base import WORKER_PATHS
 from gateway.protocols.cohere import COHERE_RERANK
-from gateway.protocols.messages import PATH as MESSAGES_PATH
-from gateway.protocols.openai import CHAT, COMPLETIONS, EMBEDDINGS, RERANK
-from gateway.protocols.responses import PATH as RESPONSES_PATH
-
-__all__ = [
-    "CHAT",
-    "COHERE_RERANK",
-    "COMPLETIONS",
-    "EMBEDDINGS",
-    "MESSAGES_PATH",
-    "PROXY_PATHS",
-    "RERANK",
-    "RESPONSES_PATH",
-    "WIRE_FORMATS",
-    "WORKER_PATHS",
-    "StreamEncoder",
-    "WireFormat",
-]
+from gateway.protocols.messages import MESSAGES_PATH
+from gateway.protocols.openai import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WireFormat
+from gateway.protocols.responses import RESPONSES_PATH
 
 WIRE_FORMATS: Mapping[str, WireFormat] = {
-    one.path: one for one in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, COHERE_RERANK)
+    **{WORKER_PATHS[one.endpoint]: one for one in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK)},
+    "/v2/rerank": COHERE_RERANK,
 }
 """By the path at which clients use them."""
 PROXY_PATHS = (*WIRE_FORMATS, MESSAGES_PATH, RESPONSES_PATH)

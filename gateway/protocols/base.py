@@ -1,10 +1,4 @@
-"""The interface of a wire format: client request to engine request, engine response to bytes.
-
-Workers are called in the format of an OpenAI server. A wire format reads the body of a client into
-such a request, and encodes the response, whole or as a stream of events, and every error. Its
-stream may have other events than the engine's: a `StreamEncoder` turns each event of the engine
-into zero or more events of its own.
-"""
+"""What wire formats share: reading an engine's answer, naming fields, encoding a stream."""
 
 from __future__ import annotations
 
@@ -12,11 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.errors import GatewayError
-from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
-from gateway.routing.select import RoutingRequest
-from gateway.routing.view import FleetView
-from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
-from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 
 
@@ -58,11 +47,6 @@ def text_in(answer: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise AnswerMalformed(name)
     return value
-
-
-def has_choices(answer: Mapping[str, Any]) -> bool:
-    """Return whether an engine's answer to a chat or a completion is whole."""
-    return bool(answer.get("choices"))
 
 
 def renamed(error: GatewayError, own_name: Callable[[str], str]) -> GatewayError:
@@ -107,63 +91,6 @@ class StreamEncoder(Protocol):
 
     def done(self) -> bytes:
         """Return what the client gets at the end of a complete stream, for the engine's end."""
-
-
-class WireFormat(Protocol):
-    """A format in which clients send requests to one path."""
-
-    @property
-    def path(self) -> str:
-        """The path of the gateway at which clients use this format."""
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The endpoint of the worker that generates the response."""
-
-    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
-        """Return the PDFs of a body and the model that is to read them."""
-
-    def inspect(
-        self,
-        body: Mapping[str, Any],
-        policy: PolicyDocument,
-        fleet: FleetView,
-        documents: Mapping[str, Document] = NO_DOCUMENTS,
-        caller: Caller = NO_CALLER,
-    ) -> Inspected:
-        """Return the profile of a body and the body for workers; raise a `RequestRefused`."""
-
-    def is_complete(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether a body of status 200 is a whole answer: some engines send errors so."""
-
-    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
-        """Return the client's body for a whole answer, which is `body` parsed.
-
-        Raises `AnswerMalformed`.
-        """
-
-    def encoder(
-        self, request: RoutingRequest, late_headers: Sequence[Header] = ()
-    ) -> StreamEncoder:
-        """Return the encoder of a stream, which puts headers that its head lacks into its end."""
-
-    def response_headers(self, request_id: str) -> Headers:
-        """Return headers of every response, errors too, that other formats lack."""
-
-    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
-        """Return the headers that tell a client what remains of its limits at this time."""
-
-    def keep_alive(self, comment: bytes) -> bytes:
-        """Return what the client gets for a comment, while the engine of a stream is silent."""
-
-    def named(self, error: GatewayError) -> GatewayError:
-        """Return an error after the inspection that names fields as the client knows them."""
-
-    def error_body(self, error: GatewayError) -> bytes:
-        """Return the body of an error response."""
-
-    def error_event(self, error: GatewayError) -> bytes:
-        """Return the last event of a stream that an error ends."""
 
 
 WORKER_PATHS: Mapping[Endpoint, str] = {

@@ -5,19 +5,19 @@ https://docs.cohere.com/reference/rerank. Cohere cuts documents that are too lon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import StreamEncoder, object_in, objects_in
-from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
-from gateway.protocols.openai import RERANK
+from gateway.protocols.base import object_in, objects_in
+from gateway.protocols.documents import NO_DOCUMENTS, Document
+from gateway.protocols.openai import WireFormat
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
-from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
+from gateway.types import NO_CALLER, Caller, Inspected
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
 
@@ -48,15 +48,8 @@ ERROR_SCHEMA: Mapping[str, Any] = {
 }
 
 
-class CohereRerankFormat:
+class CohereRerankFormat(WireFormat):
     """`POST /v2/rerank`, which any worker serves that serves `/v1/rerank`."""
-
-    path = "/v2/rerank"
-    endpoint = Endpoint.RERANK
-
-    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:  # noqa: ARG002
-        """Return none: documents for a rerank are text."""
-        return AskedPdfs()
 
     def inspect(
         self,
@@ -71,11 +64,7 @@ class CohereRerankFormat:
             if name not in SCHEMA["properties"]:
                 raise errors.FieldInvalid(f"Unknown field '{name[:100]}'.", param=name[:100])
         given = {name: value for name, value in body.items() if value is not None}
-        return RERANK.inspect_translated({**_DEFAULTS, **given, "truncate": True}, policy, fleet)
-
-    def is_complete(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether the answer has results."""
-        return RERANK.is_complete(answer)
+        return self.inspect_translated({**_DEFAULTS, **given, "truncate": True}, policy, fleet)
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:  # noqa: ARG002
         """Return the results of a whole answer, and the tokens that were read."""
@@ -89,35 +78,9 @@ class CohereRerankFormat:
         meta = {"api_version": {"version": "2"}, "tokens": tokens}
         return encode_json({"results": results, "meta": meta})
 
-    def encoder(
-        self, request: RoutingRequest, late_headers: Sequence[Header] = ()
-    ) -> StreamEncoder:
-        """Return the encoder of a stream, of which there are none."""
-        return RERANK.encoder(request, late_headers)
-
-    def response_headers(self, request_id: str) -> Headers:  # noqa: ARG002
-        """Return no headers beside those of every response."""
-        return []
-
-    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
-        """Return what remains of a client's limits, in OpenAI's headers."""
-        return RERANK.limit_headers(states, unix_s)
-
-    def keep_alive(self, comment: bytes) -> bytes:
-        """Return the comment alone."""
-        return comment
-
-    def named(self, error: errors.GatewayError) -> errors.GatewayError:
-        """Return the error: workers have the names of these clients."""
-        return error
-
     def error_body(self, error: errors.GatewayError) -> bytes:
         """Return the body of an error response."""
         return to_json({"message": error.message, **error.body()})
 
-    def error_event(self, error: errors.GatewayError) -> bytes:
-        """Return the last event of a stream, of which there are none."""
-        return errors.to_event(error)
 
-
-COHERE_RERANK = CohereRerankFormat()
+COHERE_RERANK = CohereRerankFormat(Endpoint.RERANK)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import WORKER_PATHS, object_in
-from gateway.protocols.documents import (
-    NO_DOCUMENTS,
-    AskedPdfs,
-    Document,
-    Readable,
-    pdfs_in,
-)
+from gateway.protocols.base import StreamEncoder, object_in, renamed, renamed_places
+from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable, pdfs_in
 from gateway.protocols.history import readable
 from gateway.protocols.legacy_functions import as_function_call, with_tools
+from gateway.protocols.sealing import Sealer
 from gateway.routing.features import MEDIA
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
@@ -38,7 +33,7 @@ Message = Mapping[str, Any]
 _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
-_ANSWER_FIELDS = {
+ANSWER_FIELDS = {
     Endpoint.CHAT: "choices",
     Endpoint.COMPLETIONS: "choices",
     Endpoint.EMBEDDINGS: "data",
@@ -47,12 +42,16 @@ _ANSWER_FIELDS = {
 """The lists without which no answer is whole."""
 
 
-class OpenAIFormat:
-    """One endpoint of an OpenAI server. Clients get what the engine sends, all but unchanged."""
+class WireFormat:
+    """The format in which clients send requests to one path: by default that of an OpenAI server.
+
+    Workers are called in that format. A wire format reads the body of a client into a request for
+    them, and encodes their response, whole or as a stream of events, and every error.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.path = WORKER_PATHS[endpoint]
         self.endpoint = endpoint
+        """The endpoint of the worker that generates the response."""
 
     def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
         """Return the PDFs of the messages of a body, and its model."""
@@ -94,7 +93,8 @@ class OpenAIFormat:
             replaced: tuple[str, ...] = ()
             if _has_parts(body.get("messages")):
                 body, replaced = readable(body, reading_of(requested, policy, fleet, documents))
-            if _allows_tools(body.get("tool_choice")):
+            choice = body.get("tool_choice")
+            if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
                 body = _with_allowed_tools(body)
             defaults = sampling_defaults(policy, model, fleet.sampling)
             rules = policy.models.get(model)
@@ -122,11 +122,15 @@ class OpenAIFormat:
         return Inspected(asked_model=asked_model, profile=profile, body=sent, cache_salt=salt)
 
     def is_complete(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether the answer has what its endpoint promises."""
-        return bool(answer.get(_ANSWER_FIELDS[self.endpoint]))
+        """Return whether a body of status 200 is a whole answer: some engines send errors so."""
+        return bool(answer.get(ANSWER_FIELDS[self.endpoint]))
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
-        """Return the body as it came, without metrics that the client is not to get."""
+        """Return the client's body for a whole answer, which is `body` parsed.
+
+        It is the body as it came, without metrics that the client is not to get. Formats that
+        translate it raise `AnswerMalformed`.
+        """
         changed = "metrics" in answer and not _includes_metrics(request, usage=True)
         if changed:
             del answer["metrics"]
@@ -136,8 +140,8 @@ class OpenAIFormat:
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
-    ) -> OpenAIStreamEncoder:
-        """Return the encoder of a stream; its last chunk has the headers that its head lacks."""
+    ) -> StreamEncoder:
+        """Return the encoder of a stream, which puts headers that its head lacks into its end."""
         include_usage = request.profile.include_usage
         return OpenAIStreamEncoder(
             include_usage=include_usage,
@@ -148,7 +152,7 @@ class OpenAIFormat:
         )
 
     def response_headers(self, request_id: str) -> Headers:  # noqa: ARG002
-        """Return no headers beside those of every response."""
+        """Return headers of every response, errors too, that other formats lack."""
         return []
 
     def limit_headers(
@@ -156,7 +160,7 @@ class OpenAIFormat:
         states: Iterable[LimitState],
         unix_s: float,  # noqa: ARG002
     ) -> Headers:
-        """Return what remains of a client's limits, in OpenAI's headers."""
+        """Return the headers that tell a client what remains of its limits at this time."""
         headers: Headers = []
         for unit, limit, remaining, full_in_s in states:
             headers += [
@@ -167,11 +171,11 @@ class OpenAIFormat:
         return headers
 
     def keep_alive(self, comment: bytes) -> bytes:
-        """Return the comment alone."""
+        """Return what the client gets for a comment, while the engine of a stream is silent."""
         return comment
 
     def named(self, error: errors.GatewayError) -> errors.GatewayError:
-        """Return the error: workers have the names of these clients."""
+        """Return an error after the inspection that names fields as the client knows them."""
         return error
 
     def error_body(self, error: errors.GatewayError) -> bytes:
@@ -181,6 +185,56 @@ class OpenAIFormat:
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last event of a stream that an error ends."""
         return errors.to_event(error)
+
+
+class TranslatingFormat(WireFormat):
+    """One request in a format that becomes a chat, which any worker serves that serves chats."""
+
+    def __init__(self, sealer: Sealer) -> None:
+        super().__init__(Endpoint.CHAT)
+        self._sealer = sealer
+        self._scope = ""
+        """The isolation scope of the request, to which its reasoning is bound."""
+        self._param: Callable[[str], str] = str
+
+    def _inspect_chat(
+        self,
+        chat: Mapping[str, Any],
+        policy: PolicyDocument,
+        fleet: FleetView,
+        param: Callable[[str], str],
+        *,
+        replaced: tuple[str, ...],
+        ignored: tuple[str, ...],
+    ) -> Inspected:
+        """Inspect what a body was translated to, and name fields as the client knows them.
+
+        `param` returns that name of a field of the chat.
+        """
+        try:
+            inspected = self.inspect_translated(chat, policy, fleet)
+        except errors.FieldInvalid as error:
+            raise renamed(error, param) from None
+        self._param = param
+        profile = inspected.profile
+        calls = tuple(map(param, profile.call_fields))
+        replaced = (*replaced, *renamed_places(profile.replaced, param))
+        profile = profile._replace(ignored=ignored, replaced=replaced, call_fields=calls)
+        return inspected._replace(profile=profile)
+
+    def _refuse_hosted(self, left_out: Sequence[str], policy: PolicyDocument) -> None:
+        """Raise `ToolUnserved` for a tool that no worker runs, if the policy says so."""
+        if left_out and policy.tools.hosted == "refuse":
+            at, _, kind = left_out[0].partition(":")
+            raise errors.ToolUnserved(kind, param=f"{at}.type")
+
+    def named(self, error: errors.GatewayError) -> errors.GatewayError:
+        """Return an error after the inspection that names fields as the client knows them."""
+        return renamed(error, self._param)
+
+    def error_body(self, error: errors.GatewayError) -> bytes:
+        """Return the body of an error response."""
+        return errors.to_body(self.named(error))
 
 
 def reading_of(
@@ -293,10 +347,6 @@ def _has_parts(messages: Any) -> bool:
         isinstance(message, Mapping) and isinstance(message.get("content"), list)
         for message in messages
     )
-
-
-def _allows_tools(choice: Any) -> bool:
-    return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
 
 
 def _with_allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -440,7 +490,7 @@ def _merging_role(message: Message) -> str | None:
     return message["role"] if plain else None
 
 
-CHAT = OpenAIFormat(Endpoint.CHAT)
-COMPLETIONS = OpenAIFormat(Endpoint.COMPLETIONS)
-EMBEDDINGS = OpenAIFormat(Endpoint.EMBEDDINGS)
-RERANK = OpenAIFormat(Endpoint.RERANK)
+CHAT = WireFormat(Endpoint.CHAT)
+COMPLETIONS = WireFormat(Endpoint.COMPLETIONS)
+EMBEDDINGS = WireFormat(Endpoint.EMBEDDINGS)
+RERANK = WireFormat(Endpoint.RERANK)

@@ -131,7 +131,7 @@ class TokenReservation:
 def reserved_request(
     rate_limiter: RateLimiter | None, clock: Callable[[], float], wall: Callable[[], float]
 ) -> Iterator[None]:
-    """Admit a request to work before its cost is known; one that fails meanwhile costs itself.
+    """Admit a request to work before its cost is known; one at fault meanwhile costs itself.
 
     Raise an error of the rate limiter if a limit is reached.
     """
@@ -143,6 +143,9 @@ def reserved_request(
     try:
         yield
         spent = NOTHING
+    except errors.Unavailable:
+        spent = NOTHING
+        raise
     finally:
         reservation.settle(spent)
 

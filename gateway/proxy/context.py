@@ -13,14 +13,15 @@ from gateway.routing.prefix_affinity import NOTHING_EXPECTED, ExpectedReuse
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.select import Decision, RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
-from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Outcome, Spent
+from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Inspected, Outcome, Spent
 from policies.document import PolicyDocument
 from policies.request.profile import RequestProfile
 from workers.protocol import NodeSource
 
 if TYPE_CHECKING:
-    from gateway.protocols.base import StreamEncoder, WireFormat
+    from gateway.protocols.base import StreamEncoder
     from gateway.protocols.event_stream import AnswerProgress
+    from gateway.protocols.openai import WireFormat
     from gateway.proxy.responses import ResponseExchange
     from gateway.telemetry.tracing import Trace
 
@@ -86,10 +87,21 @@ class RequestContext(RequestRecord):
     error: GatewayError | None = None
 
     @property
+    def checked(self) -> Inspected:
+        """Return a request that has been inspected."""
+        assert self.inspected is not None, "the request has not been inspected"
+        return self.inspected
+
+    @property
     def profile(self) -> RequestProfile:
         """Return the profile of a request that has been inspected."""
-        assert self.inspected is not None, "the request has not been inspected"
-        return self.inspected.profile
+        return self.checked.profile
+
+    @property
+    def routed(self) -> RoutingRequest:
+        """Return by what a request that has been inspected is routed."""
+        assert self.routing_request is not None, "the request has not been inspected"
+        return self.routing_request
 
     @property
     def token_limit(self) -> int | None:

@@ -18,32 +18,23 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.assembly import Gateway
-from gateway.engines import Engine, Isolation
+from gateway.engines.base import Engine, Isolation, Told
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.health import CHECK_REFUSALS
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.http import upstream
-from gateway.http.downstream import AnswerWriter
-from gateway.protocols import WORKER_PATHS
-from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.base import WORKER_PATHS, AnswerMalformed
 from gateway.protocols.engine_answer import CallRules, EngineAnswer, FieldUnheld
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner, StreamState, comment_of
 from gateway.proxy.context import RequestContext
 from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
+from gateway.proxy.responses import AnswerWriter
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
-from gateway.routing.prefix_keys import NO_KEYS
 from gateway.types import UNUSED, Headers
 from policies.request.fields import CACHE_SALT
 from policies.request.profile import GENERATING
-from workers.protocol import (
-    ANSWER_FIELD,
-    KEEPALIVE_S,
-    MODEL_HEADER,
-    NO_PREFIX,
-    PROGRESS_HEADER,
-    TOKENS_LINE,
-)
+from workers.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER, TOKENS_LINE
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +155,7 @@ class Forwarder:
         """Return a context that keeps a stream alive, and no other response."""
         if not context.profile.stream:
             return contextlib.nullcontext()
-        request = context.routing_request
-        assert request is not None, "the request has not been inspected"
+        request = context.routed
 
         def comment() -> bytes:
             place = self._scheduler.queue_place(request)
@@ -184,17 +174,16 @@ class Forwarder:
 
         Before an early head such a refusal still has a status of its own.
         """
-        request, decision = context.routing_request, context.decision
+        request, decision = context.routed, context.decision
         workers = {worker.report.worker_id: worker for worker in self._fleet.workers()}
         for candidate in decision.candidates if decision is not None else ():
             worker = workers.get(candidate.worker_id)
             if worker is None or not worker.backend.sends_reports:
                 continue
-            assert request is not None, "the request has been decided"
             async with self._check_slots:
                 if self._scheduler.queue_place(request) is None:
                     return
-                headers = worker.backend.headers(candidate.lane, NO_KEYS, NO_PREFIX, None)
+                headers = worker.backend.headers(Told(candidate.lane))
                 path = WORKER_PATHS[context.profile.endpoint]
                 checked = await self._control.check(worker.report, path, body, headers)
             if checked is not None and checked[0] in CHECK_REFUSALS:
@@ -222,7 +211,8 @@ class Forwarder:
                 except errors.GatewayError as error:
                     result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
                     retry_after_s = error.retry_after_s or 0.0
-                    if result in _FAILURES and not self._is_news(lease, body):
+                    boot, now_s = "/".join(lease.boot), self._clock()
+                    if result in _FAILURES and not self.quarantine.failed(body, boot, now_s):
                         result = AttemptResult.ABANDONED
                     # The fleet leaves out a busy worker itself, for as long as it is busy.
                     if result is not AttemptResult.BUSY:
@@ -244,9 +234,7 @@ class Forwarder:
 
     async def _acquire(self, context: RequestContext, tried: frozenset[str]) -> Lease:
         """Acquire a slot, and record where and after how long."""
-        request = context.routing_request
-        assert context.inspected is not None
-        assert request is not None, "the request has not been inspected"
+        request = context.routed
         while True:
             lease = await self._scheduler.acquire(
                 request,
@@ -266,7 +254,7 @@ class Forwarder:
         profile = context.profile
         held = lease.state.report.constrains_calls and not profile.structured_output
         context.unheld = () if held else profile.call_fields
-        if context.inspected.cache_salt and backend.isolation is Isolation.NONE:
+        if context.checked.cache_salt and backend.isolation is Isolation.NONE:
             context.unheld += (CACHE_SALT,)
         if request.prefix.ends:
             context.expected_reuse = self._prefix_index.record_dispatch(
@@ -329,10 +317,6 @@ class Forwarder:
             return context.progress is not None and context.progress.resumable
         return not self.quarantine.holds(body, self._clock())
 
-    def _is_news(self, lease: Lease, body: bytes) -> bool:
-        """Record that a body failed at a worker; return whether it is the first time."""
-        return self.quarantine.failed(body, "/".join(lease.boot), self._clock())
-
     def _is_ordered(self, error: errors.GatewayError, lease: Lease) -> bool:
         """Return whether the worker has failed because somebody stops it."""
         absence = self._fleet.absence(lease.candidate.worker_id)
@@ -341,8 +325,7 @@ class Forwarder:
 
     async def _body_for(self, lease: Lease, body: bytes, context: RequestContext) -> bytes:
         """Return the body for one worker."""
-        assert context.inspected is not None
-        backend, fields = lease.state.backend, context.inspected.body
+        backend, fields = lease.state.backend, context.checked.body
         salt = "" if backend.sends_reports else self._scope_of(context)
         body = await self._thread.run(len(body), backend.body, body, fields, salt)
         profile, more = context.profile, []
@@ -363,8 +346,7 @@ class Forwarder:
 
     def _scope_of(self, context: RequestContext) -> str:
         """Return the name of the isolation scope of a request; empty if all clients share it."""
-        assert context.inspected is not None
-        salt = context.inspected.cache_salt
+        salt = context.checked.cache_salt
         return self._prefix_hasher.cache_salt(context.caller, context.policy.prefix, salt)
 
     def _prepare_progress(self, lease: Lease, body: bytes, context: RequestContext) -> None:
@@ -393,8 +375,7 @@ class Forwarder:
 
         Until the worker should have read the prompt, a retry counts against the budget.
         """
-        assert context.inspected is not None
-        backend, fields = lease.state.backend, context.inspected.body
+        backend, fields = lease.state.backend, context.checked.body
         if not context.relayed:
             self._prepare_progress(lease, body, context)
         body = await self._body_for(lease, body, context)
@@ -439,18 +420,16 @@ class Forwarder:
         headers = {"content-type": "application/json", "x-request-id": context.request_id}
         if context.trace is not None:
             headers |= context.trace.attempt(context.profile, candidate)
-        assert context.inspected is not None
-        asked_model = context.inspected.asked_model
+        asked_model = context.checked.asked_model
         url = lease.state.report.url + WORKER_PATHS[context.profile.endpoint]
         send = self.connections.send
         scope = self._scope_of(context) or "all"
-        lane, keys = candidate.lane, context.prefix_keys
-        sources = context.prefix_sources
+        told = Told(candidate.lane, context.prefix_keys, scope, sources=context.prefix_sources)
         if context.progress is not None:
             headers[PROGRESS_HEADER] = "1"
         if backend.sends_reports and asked_model != context.profile.model:
             headers[MODEL_HEADER] = quote(asked_model)
-        headers |= backend.headers(lane, keys, scope, context.token_limit, sources=sources)
+        headers |= backend.headers(told._replace(token_limit=context.token_limit))
         response = await send(url, body, headers, context.begin, fresh=fresh)
         refused = response.status != 200 and response.tokens
         if reservation is None or context.token_limit is None or not refused:
@@ -458,7 +437,7 @@ class Forwarder:
         tokens = response.tokens
         response.release()
         reservation.resize(tokens)
-        headers |= backend.headers(lane, keys, scope, context.token_limit, sources=sources)
+        headers |= backend.headers(told._replace(token_limit=context.token_limit))
         return await send(url, body, headers, context.begin)
 
     async def _relay_whole(
@@ -487,18 +466,16 @@ class Forwarder:
             raise errors.WorkerFailed
         context.usage = backend.usage(answer) or context.usage
         context.drafts = backend.drafts(answer)
-        assert context.routing_request is not None
-        assert context.inspected is not None
         form = self._answer_form(context, backend)
-        renamed = "model" in answer and answer["model"] != context.inspected.asked_model
+        renamed = "model" in answer and answer["model"] != context.checked.asked_model
         try:
             if form is not None:
                 form.read_whole(answer)
             if renamed:
-                answer["model"] = context.inspected.asked_model
+                answer["model"] = context.checked.asked_model
             if form is not None or renamed:
                 body = to_json(answer, inf_nan_mode="null")
-            encoded = context.wire_format.encode(context.routing_request, answer, body)
+            encoded = context.wire_format.encode(context.routed, answer, body)
         except FieldUnheld as error:
             raise errors.FieldUnheld(str(error)) from error
         except AnswerMalformed as error:
@@ -512,8 +489,7 @@ class Forwarder:
         """Return what gives an answer its form; None for workers of ours, which need none."""
         if backend.sends_reports:
             return None
-        assert context.inspected is not None
-        inspected = context.inspected
+        inspected = context.checked
         rules = CallRules.of(inspected.body)
         if context.profile.legacy_functions:  # their clients get the first call
             rules = rules._replace(single=False)
@@ -523,9 +499,8 @@ class Forwarder:
         self, context: RequestContext, backend: Engine, late_headers: Headers
     ) -> StreamScanner:
         """Return the scanner of an attempt, which goes on where the client has the stream."""
-        assert context.routing_request is not None
         if not context.relayed or context.encoder is None:
-            context.encoder = context.wire_format.encoder(context.routing_request, late_headers)
+            context.encoder = context.wire_format.encoder(context.routed, late_headers)
         context.encoder.failovers = context.failovers
         scanner = StreamScanner(
             context.encoder,
@@ -598,16 +573,15 @@ def _why_broken(
 ) -> errors.GatewayError:
     """Return the error of a stream of which nothing more may be passed on."""
     log.warning("stream.broken request=%s why=%s", context.request_id, state.broken)
-    assert context.inspected is not None
     if state.unheld:
         return errors.FieldUnheld(state.unheld)
     if state.too_large:
         return errors.AnswerTooLarge()
     if state.error and backend.tells_fault:
-        return backend.refusal(_STREAMED, state.error, context.inspected.body)
+        return backend.refusal(_STREAMED, state.error, context.checked.body)
     if state.error and not state.begun:
         # Some engines begin each stream with 200, and then refuse the request.
-        return backend.refusal(_REFUSED, state.error, context.inspected.body)
+        return backend.refusal(_REFUSED, state.error, context.checked.body)
     return errors.WorkerFailed()
 
 

@@ -17,7 +17,6 @@ from gateway.assembly import Gateway
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.http.downstream import (
     RESEND,
-    AnswerWriter,
     CancelScope,
     ClientDisconnected,
     header,
@@ -25,9 +24,8 @@ from gateway.http.downstream import (
     response_writer,
 )
 from gateway.inspection_thread import Turn, is_large
-from gateway.protocols import WireFormat
 from gateway.protocols.documents import NO_DOCUMENTS, PDF_MARKS
-from gateway.protocols.openai import reading_of
+from gateway.protocols.openai import WireFormat, reading_of
 from gateway.proxy.billing import (
     TokenReservation,
     default_max_tokens,
@@ -38,7 +36,7 @@ from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
-from gateway.proxy.responses import ResponseExchange
+from gateway.proxy.responses import AnswerWriter, ResponseExchange
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_body, parse
 from gateway.types import Caller, Headers, Inspected
@@ -59,11 +57,6 @@ def routing_request(
     )
     prefix = gateway.prefix_hasher.prefix_keys(inspected, caller, policy.prefix)
     return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
-
-
-def takes_long(raw: bytes) -> bool:
-    """Return whether reading a body may take longer than a request may cost nothing for."""
-    return is_large(raw) or any(mark in raw for mark in PDF_MARKS)
 
 
 async def inspect(
@@ -103,7 +96,7 @@ class ProxyHandler:
         self._rejection_pacer = RejectionPacer(gateway.clock)
         self._secret_pacer = RejectionPacer(gateway.clock, _WRONG_SECRETS_SHARE)
         self._contexts: dict[CancelScope, RequestContext] = {}
-        """Of the running requests, the oldest first."""
+        """Of the running requests with a valid key, the oldest first."""
 
     async def __call__(
         self,
@@ -131,7 +124,6 @@ class ProxyHandler:
         try:
             with CancelScope(client) as cancel_scope:
                 gateway.active_requests.add(cancel_scope)
-                self._contexts[cancel_scope] = context
                 try:
                     body = await self._read_body(scope, receive, context, cancel_scope)
                     await self._inspect(scope, body, context)
@@ -142,7 +134,7 @@ class ProxyHandler:
                         await self.forwarder.forward(context, writer)
                 finally:
                     gateway.active_requests.remove(cancel_scope)
-                    del self._contexts[cancel_scope]
+                    self._contexts.pop(cancel_scope, None)
         except ClientDisconnected:
             context.disconnect()
         except asyncio.CancelledError:
@@ -178,7 +170,11 @@ class ProxyHandler:
                     header(scope, b"authorization"), header(scope, b"x-api-key")
                 )
             except errors.KeyRefused:
-                await self.slow_guesses(scope)
+                self.load.end(0)  # a guess that waits takes no place of a request
+                try:
+                    await self.slow_guesses(scope)
+                finally:
+                    self.load.begin()
                 raise
             context.api_key, context.caller = api_key, api_key.caller
             cancel_scope.key_id = api_key.caller.key
@@ -186,6 +182,7 @@ class ProxyHandler:
             raise errors.PageRefused
         if gateway.draining:
             raise errors.ShuttingDown
+        self._contexts[cancel_scope] = context
         self.load.admit(functools.partial(self._make_room, context.caller.client))
         cancel_scope.limit(settings.body_timeout_s, errors.BodyTooSlow)
 
@@ -222,7 +219,9 @@ class ProxyHandler:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
         gateway = self._gateway
         context.caller = caller = read_caller(scope, context.policy, context.api_key)
-        if not takes_long(raw):
+        # Reading it may take longer than a request may cost nothing for.
+        takes_long = is_large(raw) or any(mark in raw for mark in PDF_MARKS)
+        if not takes_long:
             await self._inspect_in(Turn(caller.client), scope, raw, context)
             return
         with reserved_request(context.api_key.rate_limiter, gateway.clock, gateway.wall):
@@ -302,9 +301,4 @@ class ProxyHandler:
         if isinstance(error, errors.QueueFull | errors.LimitReached) and not writer.started:
             await self._delay_rejection(context)
         writer.rate_limit_headers = self._limit_headers(context)
-        await writer.fail(
-            error,
-            headers,
-            error_body=context.wire_format.error_body,
-            error_event=context.wire_format.error_event,
-        )
+        await writer.fail(error, headers, context.wire_format)

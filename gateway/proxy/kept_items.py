@@ -15,7 +15,8 @@ from pydantic_core import from_json
 
 from gateway import errors
 from gateway.inspection_thread import InspectionThread
-from gateway.protocols.responses import Item, Json, ResponsesRequest, known_fields
+from gateway.protocols.responses.items import known_fields
+from gateway.protocols.responses.request import Item, Json, ResponsesRequest
 from gateway.storage.expiring import ExpiringRecords
 from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body
 

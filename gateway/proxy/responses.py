@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 from gateway import errors
 from gateway.assembly import Gateway
-from gateway.http.downstream import (
-    CancelScope,
-    ClientDisconnected,
-    ResponseWriter,
-)
-from gateway.protocols.responses import Json, ResponsesFormat, ResponsesRequest
+from gateway.http.downstream import CancelScope, ClientDisconnected, ResponseWriter
+from gateway.protocols.openai import CHAT, WireFormat
+from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses.request import Json, ResponsesRequest
 from gateway.proxy.kept_items import KeptItems, new_id
 from gateway.types import Header
 
@@ -141,12 +139,10 @@ class EventLog:
         self,
         error: errors.GatewayError,
         headers: Iterable[Header] = (),  # noqa: ARG002
-        *,
-        error_body: Callable[[errors.GatewayError], bytes] = errors.to_body,  # noqa: ARG002
-        error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
+        wire_format: WireFormat = CHAT,
     ) -> None:
         """Append the events of an error."""
-        self._append(error_event(error))
+        self._append(wire_format.error_event(error))
 
     def attach(self, cancel_scope: CancelScope | None) -> None:
         """Check the deadline of this scope, and cancel it on `cancel`."""
@@ -179,6 +175,10 @@ class EventLog:
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+AnswerWriter = ResponseWriter | EventLog
+"""What an answer is written to: the connection of its client, or a log."""
 
 
 class ResponseExchange:
@@ -268,7 +268,7 @@ class ResponseExchange:
             if self._cancelled and not builder.ended:
                 builder.cancel()
             elif not builder.ended:
-                await self.log.fail(errors.Interrupted(), error_event=self.format.error_event)
+                await self.log.fail(errors.Interrupted(), (), self.format)
             if builder.response["status"] in ("failed", "cancelled"):
                 await self._keep(self.response)
         finally:

@@ -5,32 +5,26 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from typing import NamedTuple
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
+from starlette.responses import Response
 
 from gateway import errors
 from gateway.assembly import Gateway
 from gateway.fleet.worker import WorkerState
 from gateway.http.upstream import ConnectionLost, ConnectionPool, StaleConnection, refusal
+from gateway.protocols.openai import WireFormat
 from gateway.proxy.billing import estimate
+from gateway.strict_json import encode_body
 from gateway.types import Inspected
 from workers.protocol import MAX_COUNT, TOKENIZE_PATH
 
 log = logging.getLogger(__name__)
 
-ESTIMATE_HEADER = "x-paceline-estimate"
+_ESTIMATE_HEADER = "x-paceline-estimate"
 """Of an answer whose number no worker has counted."""
 _TIMEOUT_S = 5.0
 _RESPONSE_LIMIT_BYTES = 4096
-
-
-class TokenCount(NamedTuple):
-    """The number of tokens of a prompt."""
-
-    tokens: int
-    estimated: bool
-    """No worker has counted; the number is rather too large than too small."""
 
 
 class TokenCounter:
@@ -40,8 +34,11 @@ class TokenCounter:
         self._fleet = gateway.fleet
         self._connections = connections
 
-    async def count(self, inspected: Inspected) -> TokenCount:
-        """Return the tokens of a chat's prompt; raise `RefusedByWorker` as a request would."""
+    async def count(self, inspected: Inspected, wire_format: WireFormat, response: Response) -> int:
+        """Return the tokens of a chat's prompt; a header of the response tells of an estimate.
+
+        That is rather too large than too small. Raise `RefusedByWorker` as a request would.
+        """
         model = inspected.profile.model
         workers = [
             one
@@ -52,15 +49,18 @@ class TokenCounter:
         if worker is not None:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    return TokenCount(await self._ask(worker, inspected), estimated=False)
+                    return await self._ask(worker, inspected)
+            except errors.RefusedByWorker as error:
+                raise wire_format.named(error) from None
             except (errors.WorkerError, TimeoutError, ValueError) as error:
                 worker_id, why = worker.report.worker_id, type(error).__name__
                 log.warning("tokens.uncounted worker=%s error=%s", worker_id, why)
-        return TokenCount(estimate(inspected.profile._replace(max_tokens=0)), estimated=True)
+        response.headers[_ESTIMATE_HEADER] = "true"
+        return estimate(inspected.profile._replace(max_tokens=0))
 
     async def _ask(self, worker: WorkerState, inspected: Inspected) -> int:
         """Return the count of one worker; raise `ValueError` for an answer without one."""
-        body = to_json(inspected.body, inf_nan_mode="null")
+        body = encode_body(inspected.body, inspected.profile.text_chars)
         headers = {"content-type": "application/json", **worker.backend.authorization}
         url = worker.report.url + TOKENIZE_PATH
         send = functools.partial(self._connections.send, url, body, headers, lambda: None)

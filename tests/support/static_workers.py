@@ -3,7 +3,7 @@
 from typing import Any
 
 from gateway.config.static_workers import StaticWorker
-from gateway.engines import OpenAIEngine
+from gateway.engines.openai import OpenAIEngine
 from gateway.fleet.engine_watch import WatchedEngine
 
 ENTRY: dict[str, Any] = {

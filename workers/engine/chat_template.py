@@ -195,11 +195,6 @@ class ChatTemplate:
             logger.info("template.histories_changed %s", style.changes)
         return style
 
-    @property
-    def takes_system_inside(self) -> bool:
-        """Whether the template takes a system message behind others."""
-        return self.history_style.system_inside
-
     def _render_probe(self, chat: Sequence[Message], with_tools: bool) -> str:
         # Some templates render nothing without tools.
         return self._try_render(chat, [_PROBE_TOOL] if with_tools else None)

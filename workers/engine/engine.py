@@ -29,23 +29,14 @@ from workers.engine.head_precision import Restore, quantise_if_faster
 from workers.engine.head_shortlist import use_shortlist_if_faster
 from workers.engine.long_text import in_turn
 from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.memory_pressure import (
-    MemoryMonitor,
-    MemoryReading,
-    Pressure,
-    memory_reader,
-)
+from workers.engine.memory_pressure import MemoryMonitor, MemoryReading, Pressure, memory_reader
 from workers.engine.model import Checkpoint, limit_context, load_checkpoint
 from workers.engine.model_folder import refusing
 from workers.engine.mtp_head import HeadUnusable, MtpHead
 from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import (
-    PrefixCacheFiles,
-    fingerprint,
-    model_fingerprint,
-)
+from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint, model_fingerprint
 from workers.engine.prefix_exchange import PrefixExchange
 from workers.engine.prefix_transfer import CacheLayout, PrefixOffer, PrefixQuery, TransferFailed
 from workers.engine.probes import (
@@ -116,7 +107,7 @@ class Engine:
             default_max_tokens=self.checkpoint.default_max_tokens,
             sampling=self.checkpoint.sampling,
             constrains_calls=bool(tool_format and tool_format.style),
-            system_inside=self.prompts.takes_system_inside,
+            system_inside=self.prompts.history_style.system_inside,
             spec_prefill=spec_prefill,
         )
 

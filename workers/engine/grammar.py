@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
-from functools import cache
 from time import thread_time
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,6 +46,7 @@ _FREE_S, _SHARE_S = 0.1, 0.005
 a mask of usual schemas takes 0.02 to 1 ms, of a grammar of single letters 2 ms, and 5 ms at most.
 """
 
+_MASKS = ThreadPoolExecutor(thread_name_prefix="masks")
 _Key: TypeAlias = tuple[Constraint, tuple[str, str] | None]
 _Compiled: TypeAlias = tuple[LLMatcher, Sequence[int]]
 """A matcher at the beginning, and the tokens that are forced there."""
@@ -385,7 +385,7 @@ def allowed_tokens(
         if filled:
             grammars.append((one.matcher, filled))
     # A thread of Python's costs more than most masks, and lets the interpreter go meanwhile.
-    fill = _executor().map if len(grammars) > 1 else map
+    fill = _MASKS.map if len(grammars) > 1 else map
     list(fill(lambda each: each[0].fill(bits, each[1]), grammars))
     for at, place, matcher in fixed:
         _restrict(bits[at].view(np.uint32), place, matcher)
@@ -411,11 +411,6 @@ def _restrict(bits: np.ndarray[Any, Any], place: NextToken, matcher: Matcher | N
 def _exclude(bits: np.ndarray[Any, Any], tokens: Iterable[int]) -> None:
     for token in tokens:
         bits[token // 32] &= ~np.uint32(1 << token % 32)
-
-
-@cache
-def _executor() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="masks")
 
 
 def _explain(constraint: Constraint, reason: str, function: str = "") -> str:

@@ -139,7 +139,8 @@ def use_shortlist_if_faster(
     head, target = graph.head, checkpoint.target
     if head is None or isinstance(head, AssistantHead):
         return None
-    layer = _output_layer(target)
+    language = target.language
+    layer = language.lm_head if "lm_head" in language else language.model.embed_tokens
     if type(layer) not in _LAYERS or "bias" in layer:
         return None
     if layer["weight"].shape[0] < _MIN_SHARE * tokens:
@@ -169,11 +170,6 @@ def _step_of(target: Target, graph: StepGraph) -> Callable[[], mx.array]:
 
 def _arrays(layer: Any) -> tuple[str, ...]:
     return tuple(name for name in ("weight", "scales", "biases") if layer.get(name) is not None)
-
-
-def _output_layer(target: Target) -> Any:
-    language = target.language
-    return language.lm_head if "lm_head" in language else language.model.embed_tokens
 
 
 def _marks(checkpoint: Checkpoint) -> list[int]:

@@ -148,7 +148,11 @@ class HistoryStyle:
         """Return messages in a form that the template takes; no text or call of them is lost."""
         turns = self._with_systems(messages)
         if not self.empty:
-            turns = [one for one in turns if one["role"] != "assistant" or not _is_empty(one)]
+            turns = [
+                one
+                for one in turns
+                if one["role"] != "assistant" or one.get("content") or one.get("tool_calls")
+            ]
         if not self.reasoning:
             turns = [_without_reasoning(one) if _is_full(one) else one for one in turns]
         if not self.assistants:
@@ -385,10 +389,6 @@ def _with_answers_joined(messages: Sequence[Message]) -> list[Message]:
         }
         turns[-1] = {**message, **thoughts, "content": _join(last, message)["content"]}
     return turns
-
-
-def _is_empty(message: Message) -> bool:
-    return not message.get("content") and not message.get("tool_calls")
 
 
 def _is_full(message: Message) -> bool:

@@ -227,17 +227,11 @@ class StepGraph:
 
     def _open(self, state: State, offset: mx.array) -> list[RowCache | RecurrentCache]:
         return [
-            _open_layer(cache, layer, offset)
+            _open_attention(cache, layer, offset)
+            if isinstance(cache, FamilyWindow | KVCache)
+            else RecurrentCache(layer)
             for cache, layer in zip(self._layers, state, strict=True)
         ]
-
-
-def _open_layer(
-    cache: LayerCache, state: LayerState, offset: mx.array
-) -> RowCache | RecurrentCache:
-    if isinstance(cache, FamilyWindow | KVCache):
-        return _open_attention(cache, state, offset)
-    return RecurrentCache(state)
 
 
 def _open_attention(cache: LayerCache, state: LayerState, offset: mx.array) -> RowCache:

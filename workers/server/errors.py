@@ -1,17 +1,5 @@
 """Error responses of a worker.
 
-RequestError                any request without a completion, with its status and OpenAI's fields
-+-- BadRequest              400, names the field
-|   +-- UnknownModel        404
-|   +-- BodyTooLarge        413
-|   +-- TokenLimitExceeded  400, tells the gateway how many tokens the request may need
-|   +-- ClientLeft          499, only logged: the client has disconnected
-|       +-- ClientStalled   499, only logged: the client stopped reading a stream
-+-- NotAuthorised           401
-+-- PrefixRefused           404, 409 or 503, tells another worker why it gets no nodes
-+-- WorkerDraining          503 with Retry-After
-+-- MemoryShort             503 with Retry-After, tells the memory in use and its limit
-
 `as_request_error` translates errors of the engine (`workers.engine.types`) and of the parser
 (`policies.request.fields.FieldError`), so that no response contains the text of a library.
 """

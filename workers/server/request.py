@@ -18,27 +18,14 @@ from starlette.types import Receive
 
 from policies.names import MODEL_PATTERN
 from policies.request.constraint import ConstraintKind, read_constraint, strict_tools
-from policies.request.content import (
-    MEDIA_KINDS,
-    MESSAGE_TEXTS,
-    TEXT_PARTS,
-    read_prompts,
-    source_of,
-)
+from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS, TEXT_PARTS, read_prompts, source_of
 from policies.request.fields import read_cache_salt
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.long_text import in_turn
 from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.tool_formats import ToolFormat
-from workers.engine.types import (
-    Generation,
-    GivenAnswer,
-    LaneName,
-    ModelCard,
-    Prompt,
-    SpecPrefillOptions,
-)
+from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
 from workers.lifecycle import first_of
 from workers.protocol import (
     ANSWER_FIELD,
@@ -198,7 +185,8 @@ async def _check(
     )
     generations = _one_per_choice(_one_per_prompt(generation, prompts), profile.choices)
     if given is not None:
-        generations = tuple(map(_with_given, generations, given.answers))
+        answers = zip(generations, given.answers, strict=True)
+        generations = tuple(replace(one, given=answer) for one, answer in answers)
     return CompletionRequest(
         request_id=request_id,
         created_s=created_s,
@@ -489,10 +477,6 @@ def _one_per_prompt(generation: Generation, prompts: Sequence[Prompt]) -> list[G
         replace(generation, prompt=prompt, further_tokens=sum(needs) - need)
         for prompt, need in zip(prompts, needs, strict=True)
     ]
-
-
-def _with_given(generation: Generation, answer: GivenAnswer) -> Generation:
-    return replace(generation, given=answer)
 
 
 def _one_per_choice(generations: Sequence[Generation], choices: int) -> tuple[Generation, ...]:

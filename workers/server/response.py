@@ -146,7 +146,9 @@ class CompletionResponse(Response):
                 continue
             if not begun:
                 begun, stream.comment = True, partial(bytes, _KEEPALIVE)
-                self._check_progress(event)
+                if isinstance(event, types.Delta) and event.usage.skipped_tokens:
+                    # Another worker would read all of the prompt, and so go on with another answer.
+                    self._progress = None
                 begin = [entry for writer in self._writers for entry in writer.begin()]
                 if not self._request.given:
                     await self._send_entries(stream, 0, begin)
@@ -157,14 +159,6 @@ class CompletionResponse(Response):
             usage = self._envelope(_CHUNK, []) | self._totals()
             await stream.send(_encode_event(usage))
         await stream.send(_DONE, last=True)
-
-    def _check_progress(self, event: types.Event) -> None:
-        """Tell no tokens of an answer whose prompt was read sparsely.
-
-        Another worker would read all of the prompt, and so go on with another answer.
-        """
-        if isinstance(event, types.Delta) and event.usage.skipped_tokens:
-            self._progress = None
 
     def _new_entries(
         self, index: int, event: types.PromptScored | types.Delta | types.Finished
@@ -282,7 +276,9 @@ class EventStream:
                 async with asyncio.timeout(WRITE_STALL_S):
                     if not self.started:
                         self.started = True
-                        await self._send(self._head())
+                        raw = [(a.encode(), b.encode()) for a, b in self._headers.items()]
+                        head = {"type": "http.response.start", "status": 200, "headers": raw}
+                        await self._send(head)
                     if events or last:
                         body = {"type": "http.response.body", "body": events, "more_body": not last}
                         await self._send(body)
@@ -309,10 +305,6 @@ class EventStream:
                     await asyncio.sleep(left_s)
                 else:
                     await self.send(self.comment())
-
-    def _head(self) -> Json:
-        raw = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-        return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
 def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionChoice:

@@ -42,12 +42,7 @@ from workers.server.pictures import PictureMemory
 from workers.server.ports import RunningEngine
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
-from workers.server.settings import (
-    KvBits,
-    WorkerSettings,
-    default_worker_id,
-    prefix_cache_on_disk,
-)
+from workers.server.settings import KvBits, WorkerSettings, default_worker_id, prefix_cache_on_disk
 from workers.terminal import StartDisplay, printable
 
 _START_INTERVAL_S = 0.2
@@ -78,13 +73,13 @@ def _run(settings: WorkerSettings) -> int:
     # Bind before the weights load, which may take minutes: a port in use is reported at once.
     with _bind(settings.listening_host, settings.port) as listener:
         cache = prefix_cache_on_disk(settings)
-        worker_id = _worker_id(settings, listener)
+        host, port = listener.getsockname()[:2]
+        worker_id = settings.id or default_worker_id(socket.gethostname(), port)
         if settings.join:
             wait_for_gateway(settings.join, settings.token, worker_id, _pause_of(settings))
         source = resolve_model(settings.model)
         adapter = resolve_adapter(settings.adapter) if settings.adapter else None
         served_name = source.served_name_with(adapter)
-        host, port = listener.getsockname()[:2]
         starting = StartingWorker(
             worker_id=worker_id,
             boot_id=secrets.token_hex(8),
@@ -106,10 +101,6 @@ def _run(settings: WorkerSettings) -> int:
                     _load_group, settings, source, hosts, loop, starting.advance
                 )
             return runner.run(_start_and_serve(settings, source, starting, load, listener))
-
-
-def _worker_id(settings: WorkerSettings, listener: socket.socket) -> str:
-    return settings.id or default_worker_id(socket.gethostname(), listener.getsockname()[1])
 
 
 def _pause_of(settings: WorkerSettings) -> Callable[[float], object]:

@@ -15,8 +15,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
-from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document
+from gateway.protocols.base import choice_of, object_in
+from gateway.protocols.documents import NO_DOCUMENTS, Document
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
     FIELDS,
@@ -26,13 +26,8 @@ from gateway.protocols.messages.request import (
     is_own_block,
     to_chat,
 )
-from gateway.protocols.messages.response import (
-    MessageEncoder,
-    content_of,
-    message_of,
-    stop_of,
-)
-from gateway.protocols.openai import CHAT, reading_of
+from gateway.protocols.messages.response import MessageEncoder, content_of, message_of, stop_of
+from gateway.protocols.openai import TranslatingFormat, reading_of
 from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
@@ -44,9 +39,7 @@ from policies.request.fields import FieldError, read_cache_salt
 from policies.request.parser import HONOURED_FIELDS
 from policies.request.profile import Endpoint
 
-__all__ = ["ERROR_SCHEMA", "PATH", "SCHEMA", "MessagesFormat", "error_body", "is_messages"]
-
-PATH = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -103,21 +96,12 @@ ERROR_SCHEMA: Mapping[str, Any] = {
 }
 
 
-class MessagesFormat:
-    """One request of `POST /v1/messages`, which any worker serves that serves chats."""
-
-    path = PATH
-    endpoint = Endpoint.CHAT
+class MessagesFormat(TranslatingFormat):
+    """One request of `POST /v1/messages`."""
 
     def __init__(self, sealer: Sealer) -> None:
-        self._sealer = sealer
-        self._scope = ""
-        """The isolation scope of the request, to which its reasoning is bound."""
+        super().__init__(sealer)
         self._chat = MessagesChat({})
-
-    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
-        """Return the PDFs of the messages of a body, and its model."""
-        return CHAT.pdfs(body)
 
     def inspect(
         self,
@@ -136,24 +120,13 @@ class MessagesFormat:
             chat = to_chat(body, self._is_ours, reading)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
-        if chat.left_out and policy.tools.hosted == "refuse":
-            at, _, kind = chat.left_out[0].partition(":")
-            raise errors.ToolUnserved(kind, param=f"{at}.type")
-        try:
-            inspected = CHAT.inspect_translated(chat.body, policy, fleet)
-        except errors.FieldInvalid as error:
-            raise renamed(error, chat.param) from None
-        self._chat = chat
+        self._refuse_hosted(chat.left_out, policy)
         ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
-        profile = inspected.profile
-        calls = tuple(map(chat.param, profile.call_fields))
-        replaced = (*chat.replaced, *renamed_places(profile.replaced, chat.param))
-        profile = profile._replace(ignored=ignored, replaced=replaced, call_fields=calls)
-        return inspected._replace(profile=profile)
-
-    def is_complete(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether the answer of the chat is whole."""
-        return has_choices(answer)
+        inspected = self._inspect_chat(
+            chat.body, policy, fleet, chat.param, replaced=chat.replaced, ignored=ignored
+        )
+        self._chat = chat
+        return inspected
 
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
         """Return the message of a whole answer."""
@@ -216,10 +189,6 @@ class MessagesFormat:
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last event of a stream that an error ends."""
         return b"event: error\ndata: " + self.error_body(error) + b"\n\n"
-
-    def named(self, error: errors.GatewayError) -> errors.GatewayError:
-        """Return an error after the inspection that names fields as the client knows them."""
-        return renamed(error, self._chat.param)
 
 
 def is_messages(body: Mapping[str, Any]) -> bool:

@@ -6,56 +6,30 @@ in the stream ends the response that has begun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, has_choices, object_in, renamed, renamed_places
+from gateway.protocols.base import choice_of, object_in
 from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, pdfs_in
-from gateway.protocols.openai import CHAT, reading_of
-from gateway.protocols.responses.items import known_fields, shown_item
+from gateway.protocols.openai import TranslatingFormat, reading_of
 from gateway.protocols.responses.request import (
     FIELDS,
-    Chat,
     Item,
-    Json,
     ResponsesRequest,
-    check_items,
-    check_metadata,
-    read_items,
     read_request,
     to_chat,
 )
-from gateway.protocols.responses.response import (
-    ResponseBuilder,
-    ResponseEncoder,
-    encode_event,
-)
+from gateway.protocols.responses.response import ResponseBuilder, ResponseEncoder, encode_event
 from gateway.protocols.sealing import Sealer
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
-from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
+from gateway.types import NO_CALLER, Caller, Header, Inspected
 from policies.document import PolicyDocument
 from policies.request.fields import FieldError, read_cache_salt
-from policies.request.profile import Endpoint
 
-__all__ = [
-    "PATH",
-    "SCHEMA",
-    "Item",
-    "Json",
-    "ResponseBuilder",
-    "ResponsesFormat",
-    "ResponsesRequest",
-    "Sealer",
-    "check_metadata",
-    "known_fields",
-    "read_items",
-    "shown_item",
-]
-
-PATH = "/v1/responses"
+RESPONSES_PATH = "/v1/responses"
 _REASONING = b"reasoning"
 
 SCHEMA: Mapping[str, Any] = {
@@ -77,35 +51,21 @@ SCHEMA: Mapping[str, Any] = {
 """The JSON Schema of a body; `read_request` and `to_chat` check what it leaves open."""
 
 
-class ResponsesFormat:
-    """One request of `POST /v1/responses`, which any worker serves that serves chats.
+class ResponsesFormat(TranslatingFormat):
+    """One request of `POST /v1/responses`.
 
     The last event of its stream is `final_event`, which comes once the response is kept.
     `response_id` begins with `resp_`; `now_s` returns seconds since 1970.
     """
 
-    path = PATH
-    endpoint = Endpoint.CHAT
-
     def __init__(self, response_id: str, sealer: Sealer, now_s: Callable[[], float]) -> None:
+        super().__init__(sealer)
         self.response_id = response_id
         self.request: ResponsesRequest | None = None
         self._builder: ResponseBuilder | None = None
         self.history: Sequence[Item] = ()
         """The items of earlier responses, which stand before the input."""
-        self._sealer = sealer
-        self._scope = ""
-        """The isolation scope of the request, to which its reasoning is bound."""
         self._now_s = now_s
-        self._chat: Chat | None = None
-
-    @staticmethod
-    def check_items(items: Sequence[Item], where: str) -> None:
-        """Check items that are to be kept; raise a `RequestRefused`."""
-        try:
-            check_items(items, where)
-        except FieldError as error:
-            raise errors.FieldInvalid(error.message, param=error.param) from None
 
     def read(self, body: Mapping[str, Any]) -> ResponsesRequest:
         """Read a body; raise a `RequestRefused`."""
@@ -130,9 +90,7 @@ class ResponsesFormat:
     ) -> Inspected:
         """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
         request = self.request or self.read(body)
-        if request.tools.left_out and policy.tools.hosted == "refuse":
-            at, _, kind = request.tools.left_out[0].partition(":")
-            raise errors.ToolUnserved(kind, param=f"{at}.type")
+        self._refuse_hosted(request.tools.left_out, policy)
         try:
             salt = read_cache_salt(request.body)
             self._scope = policy.prefix.scope(caller.key, caller.team, salt)
@@ -143,28 +101,18 @@ class ResponsesFormat:
             raise errors.FieldInvalid(error.message, param=error.param) from None
         if request.background:
             chat.body["stream"] = True  # so that its events can be followed
-        try:
-            inspected = CHAT.inspect_translated(chat.body, policy, fleet)
-        except errors.FieldInvalid as error:
-            raise renamed(error, chat.param) from None
-        self._chat = chat
-        profile = inspected.profile
-        calls = tuple(map(chat.param, profile.call_fields))
-        replaced = (*chat.replaced, *renamed_places(profile.replaced, chat.param))
-        profile = profile._replace(ignored=request.ignored, replaced=replaced, call_fields=calls)
+        inspected = self._inspect_chat(
+            chat.body, policy, fleet, chat.param, replaced=chat.replaced, ignored=request.ignored
+        )
         self._builder = ResponseBuilder(
             request,
             self.response_id,
             inspected.asked_model,
-            profile.sampling,
+            inspected.profile.sampling,
             seal=self._seal,
             now_s=self._now_s,
         )
-        return inspected._replace(profile=profile)
-
-    def is_complete(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether the answer of the chat is whole."""
-        return has_choices(answer)
+        return inspected
 
     def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:  # noqa: ARG002
         """Return the response of a whole answer."""
@@ -194,21 +142,9 @@ class ResponsesFormat:
         """Return the response as it is now."""
         return encode_json(self.builder.response)
 
-    def response_headers(self, request_id: str) -> Headers:  # noqa: ARG002
-        """Return no headers beside those of every response."""
-        return []
-
-    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
-        """Return what remains of a client's limits, in OpenAI's headers."""
-        return CHAT.limit_headers(states, unix_s)
-
     def keep_alive(self, comment: bytes) -> bytes:
         """Return the comment, and an event, since clients count no comments."""
         return self.builder.keep_alive(comment)
-
-    def error_body(self, error: errors.GatewayError) -> bytes:
-        """Return the body of an error response."""
-        return errors.to_body(self.named(error))
 
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last events of a stream that an error ends."""
@@ -219,10 +155,6 @@ class ResponsesFormat:
         """Return the response of a request that has been inspected."""
         assert self._builder is not None, "the request has not been inspected"
         return self._builder
-
-    def named(self, error: errors.GatewayError) -> errors.GatewayError:
-        """Return an error after the inspection that names fields as the client knows them."""
-        return error if self._chat is None else renamed(error, self._chat.param)
 
     def _seal(self, reasoning: str) -> str:
         return self._sealer.seal(reasoning.encode(), _REASONING, self._scope)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ from gateway.errors import StartupError
 from gateway.proxy import handler
 from gateway.server import serve
 from tests.support.fake_clock import FakeClock, MovedClock
-from tests.support.running_gateway import RunningGateway, chat_body, make_settings
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
 from workers.lifecycle import Shutdown
 
 LONG = SecretStr("twenty characters is")
@@ -66,3 +69,28 @@ def test_c25_wrong_secrets_of_an_address_wait_ever_longer_and_right_ones_never(
     assert waits == sorted(waits)
     assert waits[-1] == 1.0
     assert len(waits) == 40, "neither a request without a secret nor a right one waits"
+
+
+def test_c25_wrong_secrets_that_wait_take_no_place_of_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many at a time, from the address of a team with a right key."""
+    released, guesses = threading.Event(), 6
+    waits: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        waits.append(delay_s)
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(handler, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    settings = make_settings(tmp_path, api_key=LONG, requests_limit=2)
+    with RunningGateway(settings) as gateway, ThreadPoolExecutor(guesses) as executor:
+        post = partial(gateway.client.post, headers={"authorization": "Bearer guess"})
+        answers = [executor.submit(post, "/v1/chat/completions") for _ in range(guesses)]
+        wait_until(lambda: len(waits) == guesses)
+        right = {"authorization": f"Bearer {LONG.get_secret_value()}"}
+        counted = gateway.client.post("/v1/messages/count_tokens", json=chat_body(), headers=right)
+        released.set()
+        assert {one.result().status_code for one in answers} == {401}
+    assert counted.status_code == 200

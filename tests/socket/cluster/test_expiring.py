@@ -9,7 +9,7 @@ import pytest
 from gateway.cluster.expiring import SharedExpiringRecords
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
-from gateway.protocols.responses import Sealer
+from gateway.protocols.sealing import Sealer
 from gateway.storage.expiring import RECORD_LIMIT_BYTES, TTL_S
 from tests.support.gateway_fixtures import OpenRedis
 from tests.support.redis_server import RedisServer

@@ -20,7 +20,7 @@ from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shares import CLAIMS, FREE, KEPT
 from gateway.errors import RecordsUnwritable
-from gateway.protocols.responses import Sealer
+from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.storage import records as storage_records
 from gateway.storage.expiring import OVERHEAD_BYTES, TTL_S, MemoryRecords

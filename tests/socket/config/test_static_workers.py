@@ -17,9 +17,9 @@ from gateway.config.static_workers import (
     StaticWorker,
     check_unique_ids,
     pool_problems,
-    read_worker_keys,
+    read_worker_key,
 )
-from gateway.engines import OpenAIEngine
+from gateway.engines.openai import OpenAIEngine
 from gateway.errors import StartupError
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry
@@ -196,13 +196,13 @@ def test_a_key_is_read_without_its_line_break_and_named_by_its_variable_if_it_is
     with_key = static_worker(api_key_env="STUDIO_KEY")
     for end in ("", "\n", "\r\n", "\r"):
         given = {"STUDIO_KEY": f"sk-abc{end}"}
-        assert read_worker_keys((with_key, static_worker()), given) == {"studio": "sk-abc"}
+        assert read_worker_key(with_key, given) == "sk-abc"
     with pytest.raises(StartupError, match="STUDIO_KEY"):
-        read_worker_keys((with_key,), {})
+        read_worker_key(with_key, {})
     for key in ("sk-\nabc", "sk-äbc", "sk-\x00abc"):
         problem = "STUDIO_KEY, the API key of the worker 'studio'"
         with pytest.raises(StartupError, match=problem) as error:
-            read_worker_keys([with_key], {"STUDIO_KEY": key})
+            read_worker_key(with_key, {"STUDIO_KEY": key})
         assert key not in str(error.value)
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.static_workers import StaticWorker
+from gateway.fleet import scheduler
 from gateway.fleet.circuit_breaker import HEALTHY
 from tests.support.policies import single_pool_policy, to_yaml
-from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.running_gateway import RunningGateway, make_settings, said, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 
@@ -68,6 +69,26 @@ def test_f83_one_request_probes_for_all_who_wait(tmp_path, worker, leaves) -> No
                 worker.resume.set()
             assert {one.result().status_code for one in answers} == {200}
     assert len(worker.requests) == 2 + clients
+
+
+def test_f83_a_busy_engine_that_takes_long_for_one_answer_gets_others_meanwhile(
+    tmp_path: Path, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole answer has its head at its end, and an engine that is busy says so at once."""
+    monkeypatch.setattr(scheduler, "PROBE_S", 0.0)
+    worker.script = refusing(429)
+    with gateway_of(tmp_path, worker, queue_s=60.0) as gateway, ThreadPoolExecutor(1) as executor:
+        wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 1)
+        worker.scripts_by_message["Tell all."] = refusing(429)
+        long = executor.submit(gateway.chat, **said("Tell all."))
+        wait_until(lambda: len(worker.requests) == 1 and worker.in_flight == 0)
+        worker.scripts_by_message["Tell all."] = Script(hang=True)
+        worker.script = Script()
+        wait_until(lambda: worker.in_flight == 1)
+        assert gateway.chat().status_code == 200
+        assert worker.in_flight == 1, "the long answer goes on"
+        worker.resume.set()
+        assert long.result().status_code == 200
 
 
 BODY = b'{"model": "demo", "messages": [{"role": "user", "content": "Say a word."}]}'

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from gateway.engines import PacelineWorker
+from gateway.engines.paceline import PacelineWorker
 from gateway.fleet import health
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry

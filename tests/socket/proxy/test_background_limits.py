@@ -53,7 +53,7 @@ async def respond(
             last = encoder.done()
             event_log.end(last + await exchange.finish())
     except errors.GatewayError as error:
-        await event_log.fail(error, error_event=exchange.format.error_event)
+        await event_log.fail(error, (), exchange.format)
     finally:
         await exchange.end()
     return exchange

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from openai import InternalServerError, OpenAI
 
+from gateway.proxy import forward
 from tests.support.raw_client import stream_error_code
 from tests.support.running_gateway import (
     RunningGateway,
@@ -96,3 +98,17 @@ def test_c23_one_body_counts_once_at_the_circuit_breaker_of_each_worker(
 
 def ejected(gateway: RunningGateway) -> bool:
     return state(gateway) == "ejected"
+
+
+def test_c23_the_client_of_openai_does_not_repeat_a_request_whose_answer_is_too_large(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time would cost the reservation, and a second answer would be as large."""
+    monkeypatch.setattr(forward, "_WHOLE_LIMIT_BYTES", 1000)
+    worker.script = Script(body=b'{"choices": "%b"}' % (b"x" * 2000))
+    with (
+        OpenAI(base_url=f"{gateway_with_worker.url}/v1", api_key="none") as client,
+        pytest.raises(InternalServerError, match="too large"),
+    ):
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "a"}])
+    assert len(worker.requests) == 1

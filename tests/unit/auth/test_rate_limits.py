@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from gateway.auth.rate_limits import DAY_S, RateLimiter, Reservation, TokenBucket, day_of
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
-from gateway.protocols import CHAT
 from gateway.protocols.messages import MessagesFormat
+from gateway.protocols.openai import CHAT
 from gateway.protocols.sealing import Sealer
 from gateway.types import LimitState
 from tests.support.rate_limit_model import ALL_LIMITS, MINUTE_S, NOON, START_S, RateLimitModel

@@ -5,6 +5,7 @@ Two gateways share one store here, and admins edit the policy at both.
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from gateway.config import policy_versions
 from gateway.config.policy_store import POLICY_KIND, PolicyStore, open_policy_store
 from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason, is_new
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import FileRecords
 from policies.diff import merge_patch
-from policies.document import PolicyInvalid, default_policy, parse_policy, read_policy
+from policies.document import (
+    PolicyDocument,
+    PolicyInvalid,
+    default_policy,
+    parse_policy,
+    read_policy,
+)
 from tests.support.memory_records import MemoryRecords
 from tests.support.policies import (
     AUTHOR_ANN,
@@ -104,6 +112,24 @@ async def test_a_stored_version_is_read_back_unchanged_and_survives_the_loss_of_
     assert active(store) == (2, "b")
     await store.apply_source(proposal("c"), BY_FILE)
     assert active(store) == (3, "c")
+
+
+async def test_f81_a_file_is_compared_with_a_long_history_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each version is read as a policy for that, which takes seconds for a thousand."""
+    store, from_file, threads = await make_policy_store(), proposal("b"), set[int]()
+
+    def read(*given: Any) -> PolicyDocument:
+        threads.add(threading.get_ident())
+        return read_policy(*given)
+
+    monkeypatch.setattr(policy_versions, "read_policy", read)
+    for _ in range(2):
+        await store.apply_source(from_file, BY_FILE)
+    assert active(store) == (2, "b")
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_every_policy_is_the_same_after_it_was_stored() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.engines import OpenAIEngine
 from gateway.engines.base import EngineModel, EngineState
+from gateway.engines.openai import OpenAIEngine
 from gateway.errors import FeatureUntaken, NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fleet.circuit_breaker import BASE_EJECTION_S, MAX_FAILURES, AttemptResult
 from gateway.routing.features import Feature

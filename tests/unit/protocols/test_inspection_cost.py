@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.protocols import CHAT
-from gateway.protocols.base import WireFormat
 from gateway.protocols.messages import MessagesFormat
+from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_keys import PrefixHasher

@@ -11,9 +11,12 @@ from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, ToolUnse
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document
 from gateway.protocols.history import words_for
-from gateway.protocols.responses import ResponsesFormat, Sealer
+from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses.request import check_items
+from gateway.protocols.sealing import Sealer
 from gateway.routing.view import FleetView
 from policies.document import PolicyDocument
+from policies.request.fields import FieldError
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
@@ -228,9 +231,9 @@ def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
     inspected = exchange.inspect(body(conversation="conv_1"), POLICY, FLEET)
     assert inspected.body["messages"] == [user(f"{WORDS}\n\nHi")]
     assert inspected.profile.replaced[0] == "conversation.content[0]:input_file"
-    ResponsesFormat.check_items([{"type": "shell_call"}], "items")
-    with pytest.raises(FieldInvalid, match="input_file"):
-        ResponsesFormat.check_items(exchange.history, "items")
+    check_items([{"type": "shell_call"}], "items")
+    with pytest.raises(FieldError, match="input_file"):
+        check_items(exchange.history, "items")
 
 
 def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
@@ -251,7 +254,7 @@ def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
     with pytest.raises(FieldInvalid, match="was not read") as refused:
         exchange.inspect(raw, POLICY, FLEET)
     assert refused.value.param == "input[0].content[0].file_data"
-    ResponsesFormat.check_items([{"type": "message", **user([pdf])}], "items")
+    check_items([{"type": "message", **user([pdf])}], "items")
 
 
 PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": PICTURE}]

@@ -9,10 +9,14 @@ import pytest
 
 from gateway.auth.rate_limits import RateLimiter
 from gateway.errors import (
+    FieldInvalid,
+    GatewayError,
     KeyEnded,
     NoWorker,
+    Overloaded,
     Quarantined,
     QueueFull,
+    RecordsUnwritable,
     RefusedByWorker,
     RequestTooLong,
     ResponseTooLarge,
@@ -22,7 +26,13 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 from gateway.http.downstream import ClientDisconnected
-from gateway.proxy.billing import ANSWER_TOKENS, cost_of, estimate, reserved_tokens
+from gateway.proxy.billing import (
+    ANSWER_TOKENS,
+    cost_of,
+    estimate,
+    reserved_request,
+    reserved_tokens,
+)
 from gateway.types import UNUSED, Spent, Usage
 from policies.request.profile import Endpoint, RequestProfile
 from tests.support.rate_limit_model import ALL_LIMITS, NOON
@@ -95,3 +105,19 @@ def test_a_reservation_settles_once_however_it_ends(failure: BaseException | Non
     remaining = {state.unit: state.remaining for state in limiter.states(0.0, NOON)}
     assert limiter.running == 0
     assert remaining == {"requests": 6 - spent.requests, "tokens": 600 - spent.tokens}
+
+
+@pytest.mark.parametrize(
+    ("failure", "requests"),
+    [(None, 0), (Overloaded(), 0), (RecordsUnwritable(), 0), (FieldInvalid("wrong"), 1)],
+)
+def test_c16_a_request_whose_inspection_fails_costs_itself_unless_the_gateway_is_at_fault(
+    failure: Exception | None, requests: int
+) -> None:
+    limiter = RateLimiter(ALL_LIMITS, 0.0, NOON)
+    reserved = reserved_request(limiter, lambda: 0.0, lambda: NOON)
+    with contextlib.suppress(GatewayError), reserved:
+        if failure is not None:
+            raise failure
+    assert limiter.admitted().requests == requests
+    assert limiter.admitted().running == 0

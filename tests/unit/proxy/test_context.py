@@ -6,7 +6,7 @@ import pytest
 
 from gateway.auth.api_keys import ApiKey
 from gateway.errors import GatewayError, NoWorker, PageRefused, RequestRefused, WorkerLost
-from gateway.protocols import CHAT
+from gateway.protocols.openai import CHAT
 from gateway.proxy.context import RequestContext
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.select import Candidate, Decision, RoutingRequest

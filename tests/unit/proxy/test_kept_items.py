@@ -8,7 +8,9 @@ import pytest
 
 from gateway.errors import FieldInvalid, PreviousUnknown
 from gateway.inspection_thread import InspectionThread
-from gateway.protocols.responses import ResponsesFormat, ResponsesRequest, Sealer
+from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses.request import ResponsesRequest
+from gateway.protocols.sealing import Sealer
 from gateway.proxy import kept_items
 from gateway.proxy.kept_items import KeptItems, new_id
 from gateway.storage.expiring import MemoryRecords
