@@ -33,11 +33,16 @@ from gateway.api.auth import client_format
 from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gateway
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
-from gateway.http.downstream import ClientDisconnected, replaced_body, response_writer
+from gateway.http.downstream import (
+    ClientDisconnected,
+    in_pieces,
+    replaced_body,
+    response_writer,
+)
 from gateway.http.upstream import ConnectionPool
 from gateway.periodic import Job
 from gateway.protocols import MESSAGES_PATH, RESPONSES_PATH, WIRE_FORMATS
-from gateway.protocols.messages import MessagesFormat, error_body
+from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.responses import ResponsesService
 from gateway.proxy.token_count import TokenCounter
@@ -81,7 +86,7 @@ class PortApp:
         # The raw path, which no header can change (CVE-2026-48710).
         path = scope["path"]
         if self._proxy is None:
-            await self._fastapi(scope, receive, send)
+            await self._fastapi(scope, receive, in_pieces(send))
         elif (wire_format := WIRE_FORMATS.get(path)) is not None:
             await self._proxy(scope, receive, wire_format)
         elif path == MESSAGES_PATH:
@@ -95,7 +100,7 @@ class PortApp:
                 wire_format = client_format(scope, self._proxy.sealer)
                 writer.add_headers([(b"x-request-id", writer.request_id.encode())])
                 writer.add_headers(wire_format.response_headers(writer.request_id))
-            await self._fastapi(scope, receive, send)
+            await self._fastapi(scope, receive, in_pieces(send))
 
 
 class GatewayApp(PortApp):
@@ -189,8 +194,7 @@ async def _end(_request: Request, _error: Exception) -> Response:
 async def _render(request: Request, error: Exception) -> Response:
     """Render any exception of a route as an error, in the shape that its client reads."""
     answer = _as_gateway_error(request, error)
-    to_body = error_body if "anthropic-version" in request.headers else errors.to_body
-    body = to_body(answer)
+    body = client_format(request.scope, request.app.state.proxy.sealer).error_body(answer)
     response = Response(body, status_code=answer.status)
     response.raw_headers.extend(errors.to_headers(answer))
     response.raw_headers.extend(replaced_body(request.scope, answer.status, body))

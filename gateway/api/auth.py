@@ -22,6 +22,7 @@ from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_secret
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
 from gateway.http.downstream import header, read_small_body, response_writer
+from gateway.memory_budget import MemoryHold
 from gateway.protocols import CHAT, MESSAGES_PATH
 from gateway.protocols.base import WireFormat
 from gateway.protocols.messages import MessagesFormat
@@ -161,22 +162,16 @@ def client_format(scope: Scope, sealer: Sealer) -> WireFormat:
     return MessagesFormat(sealer) if of_anthropic else CHAT
 
 
-async def load_of(request: Request) -> Load:
-    """Return the load of the gateway that serves the request."""
+async def _hold(
+    request: Request, gateway: CurrentGateway, api_key: CurrentKey
+) -> AsyncIterator[MemoryHold]:
     load: Load = request.app.state.proxy.load
-    return load
-
-
-CurrentLoad = Annotated[Load, Depends(load_of)]
-
-
-async def _hold(load: CurrentLoad) -> AsyncIterator[Callable[[int], None]]:
-    with load.counted() as hold:
+    with load.counted(), gateway.memory.hold(api_key.caller.client) as hold:
         yield hold
 
 
-CurrentHold = Annotated[Callable[[int], None], Depends(_hold)]
-"""Counts bytes that a request holds, which counts among the running requests."""
+CurrentHold = Annotated[MemoryHold, Depends(_hold)]
+"""Has the memory that a request holds until its client has the response; the request counts."""
 
 
 async def _bounded_body(
@@ -197,7 +192,7 @@ async def _bounded_body(
         request.receive,
         limit_bytes=settings.body_limit_bytes,
         timeout_s=settings.body_timeout_s,
-        hold=hold,
+        hold=hold.add,
     )
 
 

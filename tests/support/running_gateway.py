@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import re
 import socket
 import threading
 import time
@@ -194,6 +195,13 @@ class RunningGateway:
     def requests_in_flight(self) -> int:
         count: int = self.status()["gateway"]["requests_in_flight"]
         return count
+
+    def memory_held_bytes(self) -> int:
+        """Return what the gateway holds for clients."""
+        (held,) = re.findall(
+            r"\npaceline_memory_held_bytes (\S+)", self.client.get("/metrics").text
+        )
+        return int(float(held))
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.client.get("/v1/status").json()
