@@ -33,10 +33,15 @@ from gateway.api.auth import client_format
 from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gateway
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
-from gateway.http.downstream import ClientDisconnected, replaced_body, response_writer
+from gateway.http.downstream import (
+    ClientDisconnected,
+    in_pieces,
+    replaced_body,
+    response_writer,
+)
 from gateway.periodic import Job
 from gateway.protocols import WIRE_FORMATS
-from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat, error_body
+from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat
 from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.responses import ResponsesService
@@ -61,7 +66,7 @@ class PortApp:
         except errors.HostRefused as refused:
             await response_writer(scope).fail(refused)
             return
-        await self._serve(scope, receive, send)
+        await self._serve(scope, receive, in_pieces(send))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._fastapi(scope, receive, send)
@@ -179,8 +184,7 @@ async def _end(_request: Request, _error: Exception) -> Response:
 async def _render(request: Request, error: Exception) -> Response:
     """Render any exception of a route as an error, in the shape that its client reads."""
     answer = _as_gateway_error(request, error)
-    to_body = error_body if "anthropic-version" in request.headers else errors.to_body
-    body = to_body(answer)
+    body = client_format(request.scope, request.app.state.proxy.sealer).error_body(answer)
     response = Response(body, status_code=answer.status)
     response.raw_headers.extend(errors.to_headers(answer))
     response.raw_headers.extend(replaced_body(request.scope, answer.status, body))

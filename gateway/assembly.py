@@ -45,6 +45,7 @@ from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.inspection_thread import InspectionThread
+from gateway.memory_budget import MEMORY_LIMIT_BYTES, MemoryBudget
 from gateway.periodic import Job, WeekClock, periodic_tasks
 from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -74,7 +75,7 @@ _READING_LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The clocks of a gateway, and how long it takes to share what it knows with others."""
+    """The clocks of a gateway, how long it takes to share what it knows, and its memory."""
 
     clock: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
@@ -88,6 +89,7 @@ class Timing:
     redis_admin_deadline_s: float = ADMIN_DEADLINE_S
     check_s: float = CHECK_S
     """Time limits of connections are checked this often."""
+    memory_limit_bytes: int = MEMORY_LIMIT_BYTES
 
 
 TIMING = Timing()
@@ -125,8 +127,9 @@ class Gateway:
         # Gateways that share the token give one system prompt one name.
         secret = join_token.encode() or secrets.token_bytes(32)
         self.prefix_hasher, self.sealer = PrefixHasher(secret), Sealer(secret)
+        self.memory = memory = MemoryBudget(timing.memory_limit_bytes)
         self.expiring_records: ExpiringRecords = (
-            MemoryRecords(clock) if redis is None else SharedExpiringRecords(redis, self.sealer)
+            SharedExpiringRecords(redis, self.sealer) if redis else MemoryRecords(clock, memory)
         )
         self.scheduler = Scheduler(self.fleet, self.prefix_index, clock, rng)
         self.usage_store = UsageStore(records, wall, life=secrets.token_hex(4))
@@ -145,7 +148,7 @@ class Gateway:
         self.stats_history = SnapshotHistory(
             self.accounting.lane_totals, self.accounting.outcomes, clock
         )
-        self.recent_requests, self.documents = RecentRequests(), DocumentReader()
+        self.recent_requests, self.documents = RecentRequests(), DocumentReader(memory)
         self.inspection_thread = self.exit_stack.enter_context(InspectionThread())
         take_pending = self.accounting.take_pending
         self.cluster_sync = ClusterSync()

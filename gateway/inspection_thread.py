@@ -15,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, Protocol, Self, TypeVar
 from weakref import WeakValueDictionary
 
+from gateway.memory_budget import MemoryHold
+from gateway.strict_json import footprint_bytes
+
 _SMALL_BYTES = 16 * 1024
 _LARGE_BYTES = 512 * 1024
 _LARGE_CONTAINERS = 1000
@@ -40,7 +43,8 @@ async def _run_here(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) 
 class Turn(NamedTuple):
     """The inspection of one body."""
 
-    client: str
+    hold: MemoryHold
+    """Has the bytes of the body, and of all that is made of it."""
     run: Run = _run_here
 
 
@@ -52,13 +56,14 @@ class InspectionThread:
         self._clients: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
-    async def turn(self, client: str, raw: bytes) -> AsyncIterator[Turn]:
-        """Yield the turn of a body of this client."""
+    async def turn(self, hold: MemoryHold, raw: bytes) -> AsyncIterator[Turn]:
+        """Yield the turn of a body, once its hold has room for what is made of it."""
+        hold.add(footprint_bytes(raw))
         if not is_large(raw):
-            yield Turn(client)
+            yield Turn(hold)
             return
-        async with self._clients.setdefault(client, asyncio.Lock()):
-            yield Turn(client, self._run_in_thread)
+        async with self._clients.setdefault(hold.client, asyncio.Lock()):
+            yield Turn(hold, self._run_in_thread)
 
     async def run(
         self, size_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs

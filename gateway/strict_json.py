@@ -15,6 +15,11 @@ from pydantic_core import from_json, to_json
 from gateway import errors
 
 _UNCHECKED_BYTES = 64 * 1024
+_SMALL_BYTES = 4 * 1024
+_SMALL_FOOTPRINT = 8
+# Measured with CPython 3.11: an object takes 80 to 190 bytes when it is parsed, and a value that is
+# no container up to 64. A text takes as many bytes for each character as its widest one.
+_CONTAINER_BYTES, _VALUE_BYTES = 160, 64
 _CHUNK_BYTES = 1024 * 1024
 _PIECE_CHARS = 1024 * 1024
 _ASCII = bytes(range(128))
@@ -28,6 +33,19 @@ ITEMS_LIMIT = 10_000
 """The messages or items of one request, and the items of a conversation."""
 _WIDE_BYTES_LIMIT = 12 * 1024 * 1024
 """Of characters beyond ASCII; four million of most scripts."""
+
+
+def footprint_bytes(raw: bytes) -> int:
+    """Estimate the memory that JSON takes: parsed, translated, and written again and sent."""
+    size_bytes = len(raw)
+    if size_bytes <= _SMALL_BYTES:
+        return _SMALL_FOOTPRINT * size_bytes
+    width = 1
+    if b"\\u" in raw or not raw.isascii():
+        width = 4 if b"\xf0" in raw or b"\\ud" in raw else 2
+    containers = raw.count(b"{") + raw.count(b"[")
+    parsed_bytes = 2 * _CONTAINER_BYTES * containers + _VALUE_BYTES * raw.count(b",")
+    return (width + 2) * size_bytes + parsed_bytes
 
 
 def parse(raw: bytes) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import httpx
 import uvicorn
 from pydantic_core import to_json
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from workers.lifecycle import first_of
@@ -447,6 +448,7 @@ class _BufferedTransport(asyncio.Transport):
         self._unread = unread
         self._may_read = may_read
         self._held: list[bytes] = []
+        self._held_bytes = 0
         self.closing_since_s: float | None = None
 
     def forget_reader(self) -> None:
@@ -472,6 +474,9 @@ class _BufferedTransport(asyncio.Transport):
         if not self._held:
             self._loop.call_soon(self._send)
         self._held.append(bytes(data))
+        self._held_bytes += len(data)
+        if self._held_bytes > HIGH_WATER_LIMIT:
+            self._send()  # else a writer that never pauses would not learn that it must
 
     def write_now(self, data: bytes) -> None:
         """Send a whole piece now, behind what is held."""
@@ -509,7 +514,7 @@ class _BufferedTransport(asyncio.Transport):
         self._transport.abort()
 
     def _send(self) -> None:
-        held, self._held = self._held, []
+        held, self._held, self._held_bytes = self._held, [], 0
         # A client may have disconnected in this iteration.
         if held and not self._transport.is_closing():
             self._transport.writelines(held)

@@ -22,6 +22,7 @@ from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_secret
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
 from gateway.http.downstream import header, read_small_body, response_writer
+from gateway.memory_budget import MemoryHold
 from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat
 from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.sealing import Sealer
@@ -165,13 +166,15 @@ def client_format(scope: Scope, sealer: Sealer) -> WireFormat:
 CurrentProxy = Annotated[ProxyHandler, part("proxy")]
 
 
-async def _hold(proxy: CurrentProxy) -> AsyncIterator[Callable[[int], None]]:
-    with proxy.load.counted() as hold:
+async def _hold(
+    proxy: CurrentProxy, gateway: CurrentGateway, api_key: CurrentKey
+) -> AsyncIterator[MemoryHold]:
+    with proxy.load.counted(), gateway.memory.hold(api_key.caller.client) as hold:
         yield hold
 
 
-CurrentHold = Annotated[Callable[[int], None], Depends(_hold)]
-"""Counts bytes that a request holds, which counts among the running requests."""
+CurrentHold = Annotated[MemoryHold, Depends(_hold)]
+"""Has the memory that a request holds until its client has the response; the request counts."""
 
 
 async def _bounded_body(
@@ -192,7 +195,7 @@ async def _bounded_body(
         request.receive,
         limit_bytes=settings.body_limit_bytes,
         timeout_s=settings.body_timeout_s,
-        hold=hold,
+        hold=hold.add,
     )
 
 

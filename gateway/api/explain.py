@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from typing_extensions import TypedDict
 
-from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentHold, CurrentKey, data_router
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
 from gateway.engines.base import Told
@@ -86,12 +86,17 @@ class Explanation(TypedDict):
     openapi_extra=takes({"anyOf": [ref(name) for name in (*Endpoint, "messages", "responses")]}),
 )
 async def explain(
-    request: Request, raw: CountedBody, gateway: CurrentGateway, api_key: CurrentKey
+    request: Request,
+    raw: CountedBody,
+    *,
+    gateway: CurrentGateway,
+    api_key: CurrentKey,
+    hold: CurrentHold,
 ) -> Explanation:
     """Explain where a request with this body would be routed, without running it."""
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
     caller = read_caller(request.scope, policy, api_key)
-    async with gateway.inspection_thread.turn(caller.client, raw) as turn:
+    async with gateway.inspection_thread.turn(hold, raw) as turn:
         body = await turn.run(parse, raw)
         wire_format = await turn.run(_wire_format, gateway, request, body, policy, fleet)
         inspected = await inspect(gateway, wire_format, body, policy, turn, caller=caller)

@@ -35,6 +35,11 @@ class Gauges(Collector):
         for name, text, value in (
             ("requests_in_flight", "Requests in progress.", self._load.requests),
             (
+                "memory_held_bytes",
+                "Memory that is held for clients, of 1 GiB at most.",
+                self._gateway.memory.held_bytes,
+            ),
+            (
                 "event_loop_lag_seconds",
                 "The longest delay of the event loop in the last ten seconds.",
                 self._load.lag.worst_s,

@@ -7,7 +7,7 @@ from typing import Annotated
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from gateway.api.auth import CountedBody, CurrentGateway, CurrentKey, data_router, part
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentHold, CurrentKey, data_router, part
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.errors import LimitReached, ModelUnknown, Overloaded
 from gateway.protocols.messages import MessagesFormat
@@ -35,14 +35,16 @@ class TokenCount(TypedDict):
 async def count(
     raw: CountedBody,
     response: Response,
+    *,
     gateway: CurrentGateway,
     api_key: CurrentKey,
+    hold: CurrentHold,
     counter: CurrentCounter,
 ) -> TokenCount:
     """Count the tokens of a message's prompt; a header says if the number is an estimate."""
     policy, caller = gateway.policy_store.current, api_key.caller
     messages_format = MessagesFormat(gateway.sealer)
-    async with gateway.inspection_thread.turn(caller.client, raw) as turn:
+    async with gateway.inspection_thread.turn(hold, raw) as turn:
         body = await turn.run(parse, raw)
         inspected = await inspect(gateway, messages_format, body, policy, turn, caller=caller)
     api_key.check_model(inspected)

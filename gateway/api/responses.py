@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends, Query
@@ -16,7 +16,6 @@ from gateway.api.auth import (
     CurrentGateway,
     CurrentHold,
     CurrentKey,
-    CurrentProxy,
     data_router,
     part,
 )
@@ -32,8 +31,7 @@ from gateway.protocols.responses.request import (
 )
 from gateway.proxy.handler import inspect
 from gateway.proxy.kept_items import KeptItems, named_items
-from gateway.proxy.load_shedding import Load
-from gateway.proxy.responses import EventLog, ResponsesService
+from gateway.proxy.responses import FOLLOWER_BYTES, ResponsesService
 from gateway.strict_json import parse
 from policies.evaluate import ANY_MODEL
 from policies.request.fields import FieldError
@@ -67,8 +65,8 @@ async def _kept(service: CurrentService, hold: CurrentHold) -> KeptItems:
 CurrentKept = Annotated[KeptItems, Depends(_kept)]
 
 
-async def _fields(raw: CountedBody, gateway: CurrentGateway, api_key: CurrentKey) -> Json:
-    async with gateway.inspection_thread.turn(api_key.caller.client, raw) as turn:
+async def _fields(raw: CountedBody, gateway: CurrentGateway, hold: CurrentHold) -> Json:
+    async with gateway.inspection_thread.turn(hold, raw) as turn:
         return await turn.run(parse, raw or b"{}")
 
 
@@ -137,7 +135,7 @@ async def count_tokens(
     """Count the tokens of a request's prompt; a header says if the number is an estimate."""
     exchange = service.exchange()
     policy, caller = gateway.policy_store.current, api_key.caller
-    async with gateway.inspection_thread.turn(caller.client, raw) as turn:
+    async with gateway.inspection_thread.turn(hold, raw) as turn:
         body = {"model": ANY_MODEL, "input": []} | await turn.run(parse, raw)
         body.pop("personality", None)
         await exchange.open(body, caller.key, hold, len(raw))
@@ -154,7 +152,7 @@ async def show(
     *,
     service: CurrentService,
     kept: CurrentKept,
-    proxy: CurrentProxy,
+    hold: CurrentHold,
     include: Include = [],  # noqa: B006 - FastAPI copies it
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
@@ -169,9 +167,8 @@ async def show(
                 "Only a response in the background of this gateway can be streamed again.",
                 param="stream",
             )
-        with proxy.load.counted():
-            pass  # an overloaded gateway says so before the head of the stream
-        events = _follow(running.log, starting_after, proxy.load)
+        hold.add(FOLLOWER_BYTES)
+        events = running.log.follow(starting_after)
         return StreamingResponse(events, media_type="text/event-stream")
     if running is not None and running.log is not None and not running.log.closed:
         return running.response
@@ -313,15 +310,6 @@ async def delete_item(
         del conversation["items"][_place(conversation["items"], item_id)]
 
     return _shown(await kept.change(api_key.caller.key, conversation_id, drop))
-
-
-async def _follow(log: EventLog, after: int, load: Load) -> AsyncIterator[bytes]:
-    load.begin()
-    try:
-        async for piece in log.follow(after):
-            yield piece
-    finally:
-        load.end(0)
 
 
 def _shown_response(record: Json, include: Sequence[str]) -> Json:

@@ -28,6 +28,10 @@ _TTL_MS = int(TTL_S * 1000)
 _DROPS = 1000
 """Records dropped in one step, so that Redis serves others in between."""
 _STEPS = 32
+_FIRST_READ_BYTES = 256 * 1024
+"""Read at once; what is larger is read once there is memory for it."""
+_FORMS = 3
+"""As Redis sends a record, as text, and unsealed."""
 # KEYS: the sizes of records, records by the time at which they expire, and owners by what they
 # have, `~` by what all have; then records, or one. Each owner has its records by their time too.
 _FUNCTIONS = f"""{NOW}
@@ -56,8 +60,11 @@ local function drop(key)
   return size, count(key, 0 - size)
 end
 """
+# Returns the records, or their size where that is more than the gateway has room for.
 _GET = f"""{_FUNCTIONS}
-local found = {{}}
+local found, size = {{}}, 0
+for i = 4, #KEYS do size = size + redis.call('STRLEN', KEYS[i]) end
+if size > tonumber(ARGV[2]) then return size end
 for i = 4, #KEYS do
   found[i - 3] = redis.call('GET', KEYS[i])
   if found[i - 3] then touch(KEYS[i], ARGV[1]) end
@@ -127,20 +134,36 @@ class SharedExpiringRecords:
         self._get, self._put = redis.script(_GET), redis.script(_PUT)
         self._delete = redis.script(_DELETE)
 
-    async def get(self, owner: str, names: Sequence[str]) -> list[bytes | None]:
+    async def get(
+        self,
+        owner: str,
+        names: Sequence[str],
+        hold: Callable[[int], None] = lambda _bytes: None,
+    ) -> list[bytes | None]:
         """Return the records of these names, and count them as used."""
         keys = [_key(owner, name) for name in names]
+        room = _FIRST_READ_BYTES
 
-        async def read() -> list[str | None]:
-            reply = await self._get(keys=[*_INDEX, *keys], args=[_TTL_MS])
+        async def read() -> int | list[str | None]:
+            reply = await self._get(keys=[*_INDEX, *keys], args=[_TTL_MS, room])
+            if isinstance(reply, int):
+                return reply
             # A missing record is false in Lua, which ends no list.
             return [text if isinstance(text, str) else None for text in _list(reply, len(keys))]
 
-        texts = await self._call(read)
-        return [
-            None if text is None else await asyncio.to_thread(self._open, text, key)
-            for text, key in zip(texts, keys, strict=True)
-        ]
+        hold(_FORMS * room)
+        try:
+            while isinstance(texts := await self._call(read), int):
+                hold(_FORMS * (texts - room))
+                room = texts
+            found: list[bytes | None] = []
+            for text, key in zip(texts, keys, strict=True):
+                data = None if text is None else await asyncio.to_thread(self._open, text, key)
+                hold(len(data or b""))
+                found.append(data)
+            return found
+        finally:
+            hold(-_FORMS * room)
 
     async def put(
         self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 from pydantic_core import from_json
 
 from gateway.documents import pdf_process
+from gateway.memory_budget import MemoryBudget, MemoryHold
 from gateway.protocols.documents import UNREAD, Document, decoded
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ _NEW_LIMIT = 16
 """Documents that are read for one request."""
 _NEW_LIMIT_BYTES = 64 * 1024 * 1024
 _OUTPUT_LIMIT_BYTES = 64 * 1024 * 1024
+_FORMS = 3
+"""As the process writes what it has read, parsed, and in the body for a worker."""
+_CACHE = "documents"
+"""Whose the remembered documents are: they are of no client alone."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """The rest may hold secrets."""
 _DAMAGED = Document(problem="it is damaged")
@@ -50,7 +55,12 @@ class ReaderLimits(NamedTuple):
 class DocumentReader:
     """Reads the PDFs of requests. A client's documents wait for each other."""
 
-    def __init__(self, limits: ReaderLimits = ReaderLimits()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        memory: MemoryBudget,
+        limits: ReaderLimits = ReaderLimits(),  # noqa: B008
+    ) -> None:
+        self._memory = memory
         self._limits = limits
         self._processes = asyncio.Semaphore(limits.processes)
         self._clients: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -61,29 +71,35 @@ class DocumentReader:
         """Processes since the start."""
 
     async def read(
-        self, client: str, pdfs: Sequence[str], *, pictures: bool
+        self, hold: MemoryHold, pdfs: Sequence[str], *, pictures: bool
     ) -> Mapping[str, Document]:
-        """Return the documents of a request by their base64 texts."""
+        """Return the documents of a request by their base64 texts.
+
+        `hold` gets the bytes of their contents while they are read, and of what is read.
+        """
         found: dict[str, Document] = {}
         new = new_bytes = 0
         now_s = asyncio.get_running_loop().time
         ends_s = now_s() + self._limits.request_s
         for pdf in dict.fromkeys(pdfs):
-            content = await asyncio.to_thread(decoded, pdf)
-            if not content:
-                found[pdf] = _DAMAGED
-                continue
-            if len(content) > pdf_process.INPUT_LIMIT_BYTES:
-                found[pdf] = _TOO_LARGE
-                continue
-            digest = (await asyncio.to_thread(sha256, content)).digest()
-            document = self._known(digest, pictures=pictures)
-            if document is None:
-                new, new_bytes = new + 1, new_bytes + len(content)
-                if new > _NEW_LIMIT or new_bytes > _NEW_LIMIT_BYTES or now_s() > ends_s:
-                    document = _UNREAD
-                else:
-                    document = await self._read_new(client, digest, content, pictures=pictures)
+            with hold.another() as reading:
+                reading.add(_FORMS * len(pdf))
+                content = await asyncio.to_thread(decoded, pdf)
+                if not content:
+                    found[pdf] = _DAMAGED
+                    continue
+                if len(content) > pdf_process.INPUT_LIMIT_BYTES:
+                    found[pdf] = _TOO_LARGE
+                    continue
+                digest = (await asyncio.to_thread(sha256, content)).digest()
+                document = self._known(digest, pictures=pictures)
+                if document is None:
+                    new, new_bytes = new + 1, new_bytes + len(content)
+                    if new > _NEW_LIMIT or new_bytes > _NEW_LIMIT_BYTES or now_s() > ends_s:
+                        document = _UNREAD
+                    else:
+                        document = await self._read_new(reading, digest, content, pictures=pictures)
+            hold.add(_FORMS * document.size_bytes)
             found[pdf] = document
         return _within_pages(pdfs, found)
 
@@ -93,15 +109,15 @@ class DocumentReader:
         return document
 
     async def _read_new(
-        self, client: str, digest: bytes, content: bytes, *, pictures: bool
+        self, hold: MemoryHold, digest: bytes, content: bytes, *, pictures: bool
     ) -> Document:
-        lock = self._clients.setdefault(client, asyncio.Lock())
+        lock = self._clients.setdefault(hold.client, asyncio.Lock())
         async with lock, self._processes:
             # Another request may have brought it meanwhile.
             if (document := self._known(digest, pictures=pictures)) is not None:
                 return document
             try:
-                document, ended = await self._run(content, PAGES_LIMIT if pictures else 0)
+                document, ended = await self._run(hold, content, PAGES_LIMIT if pictures else 0)
             except OSError as error:
                 log.warning("document.unread error=%r", error)
                 return _UNREAD
@@ -110,13 +126,15 @@ class DocumentReader:
             return document
 
     def _remember(self, key: tuple[bytes, bool], document: Document) -> None:
+        self._memory.count(_CACHE, document.size_bytes)
         self._read[key] = document
         self._read_bytes += document.size_bytes
         while self._read_bytes > self._limits.cache_bytes:
             _, oldest = self._read.popitem(last=False)
             self._read_bytes -= oldest.size_bytes
+            self._memory.count(_CACHE, -oldest.size_bytes)
 
-    async def _run(self, content: bytes, pages: int) -> tuple[Document, bool]:
+    async def _run(self, hold: MemoryHold, content: bytes, pages: int) -> tuple[Document, bool]:
         """Read a document in a process of its own, which ends with this call.
 
         Return also whether the process ended by itself, or by its own limits.
@@ -135,7 +153,7 @@ class DocumentReader:
         try:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 async with asyncio.timeout(self._limits.wall_s):
-                    await _exchange(process, content, output)
+                    await _exchange(process, content, output, hold)
                     ended = True
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -147,12 +165,15 @@ class DocumentReader:
             return _DAMAGED, True
 
 
-async def _exchange(process: asyncio.subprocess.Process, content: bytes, output: bytearray) -> None:
+async def _exchange(
+    process: asyncio.subprocess.Process, content: bytes, output: bytearray, hold: MemoryHold
+) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(content)
     process.stdin.write_eof()
     while len(output) < _OUTPUT_LIMIT_BYTES and (piece := await process.stdout.read(1 << 20)):
+        hold.add(_FORMS * len(piece))
         output += piece
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Self
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
@@ -23,6 +23,8 @@ from gateway.types import Header, Headers
 from workers.http import BoundedProtocol, encode_head
 from workers.protocol import REQUEST_ID
 
+PIECE_BYTES = 64 * 1024
+"""A client that does not read makes the gateway hold a copy of one piece of a response."""
 _RESPONSE = "paceline.response"  # the ASGI extension that holds the writer of the response
 RESEND = b"x-paceline-resend"
 """A request header of `deploy/nginx.conf`, which sends the request elsewhere after a 503."""
@@ -117,8 +119,14 @@ class ResponseWriter:
         self.started = True
         headers = (*self._with_own(headers), (b"content-length", b"%d" % len(body)))
         head = self._head_of(status, headers)
+        if self._cycle.scope["method"] == "HEAD":
+            body = b""
         if not self._disconnected:
-            self._send(head if self._cycle.scope["method"] == "HEAD" else head + body)
+            self._send(head + body[:PIECE_BYTES])
+        for begin in range(PIECE_BYTES, len(body), PIECE_BYTES):
+            await self.drained()
+            if not self._disconnected:
+                self._send(body[begin : begin + PIECE_BYTES])
         self._complete()
 
     async def open(
@@ -349,6 +357,27 @@ class ActiveRequests(set[CancelScope]):
                 cancel_scope.cancel(errors.KeyEnded())
 
 
+def pieces(body: bytes) -> Iterator[bytes]:
+    """Yield a body in pieces."""
+    for begin in range(0, len(body), PIECE_BYTES):
+        yield body[begin : begin + PIECE_BYTES]
+
+
+def in_pieces(send: Send) -> Send:
+    """Return what sends a body in pieces, each once the client has read enough of those before."""
+
+    async def send_pieces(message: Message) -> None:
+        body = message.get("body", b"")
+        if len(body) <= PIECE_BYTES:
+            await send(message)
+            return
+        for piece in pieces(body):
+            await send({**message, "body": piece, "more_body": True})
+        await send({**message, "body": b""})
+
+    return send_pieces
+
+
 def header(scope: Mapping[str, Any], name: bytes) -> bytes | None:
     """Return the first value of a header; `name` in lower case."""
     headers: Headers = scope["headers"]
@@ -381,8 +410,9 @@ async def read_body(
 ) -> bytes:
     """Read the whole body and count it while reading: a declared length proves nothing.
 
-    `hold` gets the size of each part and may raise. The caller limits the time. Raise
-    `BodyTooLarge` or `ClientDisconnected`.
+    `hold` gets the size of each part before the next one is read, and of the whole body before
+    its parts are joined; it may raise. The caller limits the time. Raise `BodyTooLarge` or
+    `ClientDisconnected`.
     """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
@@ -400,7 +430,13 @@ async def read_body(
         hold(len(part))
         parts.append(part)
         if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+            break
+    if len(parts) == 1:
+        return parts[0]
+    hold(size)
+    body = b"".join(parts)
+    hold(-size)
+    return body
 
 
 async def read_small_body(

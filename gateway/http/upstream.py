@@ -278,11 +278,19 @@ class UpstreamConnection(asyncio.Protocol):
         self.pause(False)
         return self._take_parts()
 
-    async def read(self, limit_bytes: int | None = None) -> bytes:
-        """Return the whole rest of the body, or the bytes up to about a limit."""
+    async def read(
+        self,
+        limit_bytes: int | None = None,
+        hold: Callable[[int], None] = lambda _part_bytes: None,
+    ) -> bytes:
+        """Return the whole rest of the body, or the bytes up to about a limit.
+
+        `hold` gets the size of each part before the next one is read, and may raise.
+        """
         parts = []
         size = 0
         while (limit_bytes is None or size < limit_bytes) and (part := await self.chunk()):
+            hold(len(part))
             parts.append(part)
             size += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gateway.auth.api_keys import ANONYMOUS, ApiKey
 from gateway.errors import GatewayError, RequestRefused, Unavailable
 from gateway.http.downstream import ClientDisconnected
+from gateway.memory_budget import MemoryHold
 from gateway.proxy.billing import TokenReservation, cost_of
 from gateway.routing.prefix_affinity import NOTHING_EXPECTED, ExpectedReuse
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
@@ -47,6 +48,8 @@ class RequestContext(RequestRecord):
     """A proxy sends the request to another gateway if this one answers 503."""
     trace: Trace | None = None
     """The spans of the request, if traces are on."""
+    hold: MemoryHold
+    """All memory that the request holds."""
     body_bytes: int = 0
     exchange: ResponseExchange | None = None
     """What is kept of the request and its answer, if its wire format keeps them."""

@@ -31,6 +31,7 @@ from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.responses import AnswerWriter
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
+from gateway.strict_json import footprint_bytes
 from gateway.types import UNUSED, Headers
 from policies.request.fields import CACHE_SALT
 from policies.request.profile import GENERATING
@@ -118,9 +119,11 @@ class Forwarder:
         self.retries.active += 1
         try:
             with self._keep_alive(context, body, writer):
-                await self._try_workers(context, body, writer)
+                whole = await self._try_workers(context, body, writer)
         finally:
             self.retries.active -= 1
+        if whole is not None:  # a client that reads it slowly occupies no slot
+            await writer.whole(200, [*_JSON_HEADERS, *context.route_headers()], whole)
 
     async def end_silent(self) -> None:
         """End the attempts at workers that send neither bytes nor heartbeats any more."""
@@ -128,7 +131,7 @@ class Forwarder:
         if silent:
             self.connections.end_silent(silent, HEARTBEAT_TIMEOUT_S)
         for relay in self._relays:
-            relay.bound_progress(_LINES_LIMIT_BYTES)
+            relay.bound_progress()
 
     def move_streams(self, worker_id: str) -> int:
         """Let the streams of a worker that can go on elsewhere do so; return their number."""
@@ -194,8 +197,11 @@ class Forwarder:
 
     async def _try_workers(
         self, context: RequestContext, body: bytes, writer: AnswerWriter
-    ) -> None:
-        """Try one worker after another, each once, as long as the policy allows another one."""
+    ) -> bytes | None:
+        """Try one worker after another, each once, as long as the policy allows another one.
+
+        Return a whole answer.
+        """
         tried: frozenset[str] = frozenset()
         failure: errors.GatewayError | None = None
         turn: RetryTurn | None = None
@@ -204,10 +210,10 @@ class Forwarder:
                 lease = await self._acquire(context, tried)
                 result, retry_after_s = AttemptResult.ABANDONED, 0.0
                 try:
-                    await self._attempt(lease, body, writer, context, turn)
+                    whole = await self._attempt(lease, body, writer, context, turn)
                     result = AttemptResult.SUCCEEDED
                     self.quarantine.answered(body)
-                    return
+                    return whole
                 except errors.GatewayError as error:
                     result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
                     retry_after_s = error.retry_after_s or 0.0
@@ -370,8 +376,8 @@ class Forwarder:
         writer: AnswerWriter,
         context: RequestContext,
         turn: RetryTurn | None,
-    ) -> None:
-        """Send the request to one worker and relay its response.
+    ) -> bytes | None:
+        """Send the request to one worker; return its whole answer, or relay its stream.
 
         Until the worker should have read the prompt, a retry counts against the budget.
         """
@@ -405,8 +411,8 @@ class Forwarder:
             self._scheduler.record_taken(lease)
             if context.profile.stream:
                 await self._relay_stream(response, writer, context, backend)
-            else:
-                await self._relay_whole(response, writer, context, backend)
+                return None
+            return await self._read_whole(response, context, backend)
         finally:
             response.release()
 
@@ -440,19 +446,16 @@ class Forwarder:
         headers |= backend.headers(told._replace(token_limit=context.token_limit))
         return await send(url, body, headers, context.begin)
 
-    async def _relay_whole(
-        self,
-        response: upstream.UpstreamConnection,
-        writer: AnswerWriter,
-        context: RequestContext,
-        backend: Engine,
-    ) -> None:
-        """Relay a response that is one JSON object; raise a `WorkerError`."""
+    async def _read_whole(
+        self, response: upstream.UpstreamConnection, context: RequestContext, backend: Engine
+    ) -> bytes:
+        """Return the client's form of a response that is one JSON object; raise a `WorkerError`."""
         response.set_read_timeout(self._settings.idle_timeout_s)  # the rest is on its way
         try:
-            body = await response.read(_WHOLE_LIMIT_BYTES)
+            body = await response.read(_WHOLE_LIMIT_BYTES, context.hold.add)
             if len(body) >= _WHOLE_LIMIT_BYTES:
                 raise errors.AnswerTooLarge
+            context.hold.add(footprint_bytes(body))
             answer = from_json(body, allow_inf_nan=False)
         except upstream.ReadTimeout as error:
             raise errors.WorkerStalled from error
@@ -482,7 +485,7 @@ class Forwarder:
             raise errors.WorkerFailed from error
         if context.exchange is not None:
             encoded = await context.exchange.finish()
-        await writer.whole(200, [*_JSON_HEADERS, *context.route_headers()], encoded)
+        return encoded
 
     @staticmethod
     def _answer_form(context: RequestContext, backend: Engine) -> EngineAnswer | None:
@@ -530,7 +533,11 @@ class Forwarder:
             min(one, _STALLED_S) if backend.continues_streams else one
             for one in (self._settings.idle_timeout_s, self._settings.answer_timeout_s)
         )
-        relay = StreamRelay(response, writer, context, scanner, idle_timeout_s, self._clock)
+        assert context.inspected is not None
+        collects = not encoder.passthrough or bool(context.inspected.body.get("tools"))
+        relay = StreamRelay(
+            response, writer, context, scanner, idle_timeout_s, self._clock, collects
+        )
         failure: errors.GatewayError = errors.WorkerLost()
         response.set_read_timeout(answer_timeout_s)
         self._relays.add(relay)
@@ -563,7 +570,9 @@ class Forwarder:
             return
         if last:
             writer.write(last)
-        if state.broken:
+        if relay.starved:
+            failure = errors.Overloaded()
+        elif state.broken:
             failure = _why_broken(state, context, backend)
         raise failure
 
@@ -615,12 +624,18 @@ class StreamRelay:
     scanner: StreamScanner
     idle_timeout_s: float
     clock: Callable[[], float]
+    collects: bool
+    """The encoder collects what comes, or the calls in it."""
     begun: bool = False
     send_chunk: Callable[[bytes], None] | None = None
     lines: bytearray | None = None
     """Gets the lines that tell tokens, which are cut off the events."""
+    lines_bytes: int = 0
+    """Of the lines, as the memory of the request counts them."""
     moved: bool = False
     """An admin drains the worker."""
+    starved: bool = False
+    """There is no memory for the rest."""
 
     @property
     def resumable(self) -> bool:
@@ -633,10 +648,15 @@ class StreamRelay:
         self.moved = True
         self.response.end(upstream.ConnectionLost("an admin drains the worker"))
 
-    def bound_progress(self, limit_bytes: int) -> None:
+    def bound_progress(self) -> None:
         """Forget what the client has of a stream that is too long to go on elsewhere."""
         progress = self.scanner.progress
-        if progress is not None and len(progress.lines) > limit_bytes:
+        if progress is None:
+            return
+        more_bytes = len(progress.lines) - self.lines_bytes
+        self.lines_bytes += more_bytes
+        had_room = self.context.hold.count(more_bytes)
+        if self.lines_bytes > _LINES_LIMIT_BYTES or not had_room:
             progress.complete = False
             progress.lines.clear()
 
@@ -683,7 +703,10 @@ class StreamRelay:
 
     def scan(self, piece: bytes) -> bytes:
         """Scan a piece, and return what the client gets of it."""
+        had_room = not self.collects or self.context.hold.count(len(piece))
         encoded = self.scanner.feed(piece)
+        if not had_room and not self.scanner.state.done:
+            self.starved, self.scanner.state.broken = True, "there is no memory for the rest"
         if self.context.first_token_at_s is None and self.scanner.state.content_seen:
             self.context.first_token_at_s = self.clock()
         return encoded

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope
 
 from gateway import errors
 from gateway.assembly import Gateway
+from gateway.auth.api_keys import ANONYMOUS
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.http.downstream import (
     RESEND,
@@ -38,7 +39,7 @@ from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
 from gateway.proxy.responses import AnswerWriter, ResponseExchange
 from gateway.routing.select import RoutingRequest
-from gateway.strict_json import encode_body, parse
+from gateway.strict_json import encode_body, footprint_bytes, parse
 from gateway.types import Caller, Headers, Inspected
 from policies.document import PolicyDocument
 
@@ -74,7 +75,7 @@ async def inspect(
     documents = NO_DOCUMENTS
     if pdfs:
         pictures = "image" in reading_of(model, *policy_and_fleet).media
-        documents = await gateway.documents.read(turn.client, pdfs, pictures=pictures)
+        documents = await gateway.documents.read(turn.hold, pdfs, pictures=pictures)
     try:
         return await turn.run(wire_format.inspect, body, *policy_and_fleet, documents, caller)
     except errors.FieldInvalid:
@@ -83,6 +84,11 @@ async def inspect(
         # The pages may be too many beside the pictures of the request itself.
         texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
         return await turn.run(wire_format.inspect, body, *policy_and_fleet, texts, caller)
+
+
+def takes_long(raw: bytes) -> bool:
+    """Return whether reading a body may take longer than a request may cost nothing for."""
+    return is_large(raw) or any(mark in raw for mark in PDF_MARKS)
 
 
 class ProxyHandler:
@@ -117,6 +123,7 @@ class ProxyHandler:
             policy=gateway.policy_store.current,
             began_s=gateway.clock(),
             exchange=exchange,
+            hold=gateway.memory.hold(ANONYMOUS.caller.client),
             resends_503=bool(header(scope, RESEND)),
             trace=gateway.traces.begin(scope) if gateway.traces is not None else None,
         )
@@ -125,8 +132,13 @@ class ProxyHandler:
             with CancelScope(client) as cancel_scope:
                 gateway.active_requests.add(cancel_scope)
                 try:
-                    body = await self._read_body(scope, receive, context, cancel_scope)
-                    await self._inspect(scope, body, context)
+                    await self._inspect(
+                        # Nothing here keeps the body, which is large where another form is too.
+                        scope,
+                        await self._read_body(scope, receive, context, cancel_scope),
+                        context,
+                    )
+                    context.hold.add(-context.body_bytes)
                     with self._reserved_tokens(context) as context.reservation:
                         writer.rate_limit_headers = self._limit_headers(context)
                         if exchange is not None and exchange.request.background:
@@ -150,7 +162,8 @@ class ProxyHandler:
         finally:
             if exchange is not None:
                 await exchange.end()
-            self.load.end(context.body_bytes)
+            self.load.end()
+            context.hold.release()
             context.finish(gateway.clock())
             gateway.accounting.account(context)
             if context.trace is not None:
@@ -170,13 +183,14 @@ class ProxyHandler:
                     header(scope, b"authorization"), header(scope, b"x-api-key")
                 )
             except errors.KeyRefused:
-                self.load.end(0)  # a guess that waits takes no place of a request
+                self.load.end()  # a guess that waits takes no place of a request
                 try:
                     await self.slow_guesses(scope)
                 finally:
                     self.load.begin()
                 raise
             context.api_key, context.caller = api_key, api_key.caller
+            context.hold.client = api_key.caller.client
             cancel_scope.key_id = api_key.caller.key
         elif comes_from_foreign_page(scope["headers"], settings.allowed_origins):
             raise errors.PageRefused
@@ -186,16 +200,13 @@ class ProxyHandler:
         self.load.admit(functools.partial(self._make_room, context.caller.client))
         cancel_scope.limit(settings.body_timeout_s, errors.BodyTooSlow)
 
-        hold = functools.partial(self._hold, context)
-        body = await read_body(scope, receive, limit_bytes=settings.body_limit_bytes, hold=hold)
+        limit_bytes, hold = settings.body_limit_bytes, context.hold.add
+        body = await read_body(scope, receive, limit_bytes=limit_bytes, hold=hold)
+        context.body_bytes = len(body)
         time_s = context.policy.limits.request_time_s(settings.request_timeout_s)
         cancel_scope.limit(time_s, errors.RequestTooLong)
         context.body_read_s = gateway.clock()
         return body
-
-    def _hold(self, context: RequestContext, size_bytes: int) -> None:
-        context.body_bytes += size_bytes
-        self.load.hold(size_bytes)
 
     def _make_room(self, client: str) -> bool:
         """Reject the last request of the client with the most, if this client has fewer.
@@ -218,14 +229,13 @@ class ProxyHandler:
     async def _inspect(self, scope: Scope, raw: bytes, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
         gateway = self._gateway
-        context.caller = caller = read_caller(scope, context.policy, context.api_key)
-        # Reading it may take longer than a request may cost nothing for.
-        takes_long = is_large(raw) or any(mark in raw for mark in PDF_MARKS)
-        if not takes_long:
-            await self._inspect_in(Turn(caller.client), scope, raw, context)
+        context.caller = read_caller(scope, context.policy, context.api_key)
+        if not takes_long(raw):
+            context.hold.add(footprint_bytes(raw))
+            await self._inspect_in(Turn(context.hold), scope, raw, context)
             return
         with reserved_request(context.api_key.rate_limiter, gateway.clock, gateway.wall):
-            async with gateway.inspection_thread.turn(caller.client, raw) as turn:
+            async with gateway.inspection_thread.turn(context.hold, raw) as turn:
                 await self._inspect_in(turn, scope, raw, context)
 
     async def _inspect_in(
@@ -234,8 +244,7 @@ class ProxyHandler:
         gateway, policy, api_key = self._gateway, context.policy, context.api_key
         body = await turn.run(parse, raw)
         if context.exchange is not None:
-            hold = functools.partial(self._hold, context)
-            await context.exchange.open(body, api_key.caller.key, hold, len(raw))
+            await context.exchange.open(body, api_key.caller.key, context.hold, len(raw))
         inspected = await inspect(
             gateway, context.wire_format, body, policy, turn, caller=context.caller
         )

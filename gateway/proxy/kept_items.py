@@ -15,10 +15,11 @@ from pydantic_core import from_json
 
 from gateway import errors
 from gateway.inspection_thread import InspectionThread
+from gateway.memory_budget import MemoryHold
 from gateway.protocols.responses.items import known_fields
 from gateway.protocols.responses.request import Item, Json, ResponsesRequest
 from gateway.storage.expiring import ExpiringRecords
-from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body
+from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body, footprint_bytes
 
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
 _CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{48}")
@@ -50,8 +51,8 @@ def new_id(prefix: str) -> str:
 class KeptItems:
     """The kept responses and conversations, for one request.
 
-    `now_s` returns seconds since 1970. `hold` counts the bytes that the request reads beside the
-    `size_bytes` of its body, and may raise.
+    `now_s` returns seconds since 1970. `hold` gets the bytes that the request reads beside the
+    `size_bytes` of its body, and that it stores.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class KeptItems:
         records: ExpiringRecords,
         now_s: Callable[[], float],
         thread: InspectionThread,
-        hold: Callable[[int], None],
+        hold: MemoryHold,
         size_bytes: int = 0,
     ) -> None:
         self._records = records
         self._now_s = now_s
         self._thread = thread
-        self._hold_bytes = hold
+        self._hold = hold
         self._size_bytes = size_bytes
 
     async def open(self, owner: str, request: ResponsesRequest) -> tuple[Sequence[Item], Json]:
@@ -133,7 +134,7 @@ class KeptItems:
             "encrypted": request.encrypted,
         }
         data = await self._encoded(record)
-        kept = bool(data) and await self._records.put(owner, response["id"], data)
+        kept = bool(data) and await self._put(owner, response["id"], data)
         if kept and response["conversation"] and response["status"] in _ENDED:
             try:
                 await self.add_items(owner, response["conversation"]["id"], [*named, *output])
@@ -164,7 +165,7 @@ class KeptItems:
             "items": [*map(_named, items)],
         }
         data = await self._encoded(conversation)
-        if not data or not await self._records.put(owner, conversation["id"], data):
+        if not data or not await self._put(owner, conversation["id"], data):
             raise errors.FieldInvalid("The conversation is too large.", param="items")
         return conversation
 
@@ -183,15 +184,17 @@ class KeptItems:
     async def change(self, owner: str, name: str, change: Callable[[Json], Any]) -> Json:
         """Change a conversation; raise `ResponseUnknown`, or what `change` raises."""
         for _ in range(_WRITES):
-            before = (await self._records.get(owner, [name]))[0]
-            if before is None or not _CONVERSATION_ID.fullmatch(name):
-                raise errors.ResponseUnknown("Conversation", name)
-            self._hold(len(before))
-            conversation: Json = await self._thread.run(len(before), from_json, before)
-            change(conversation)
-            data = await self._encoded(conversation)
-            if data and await self._records.put(owner, name, data, replaces=before):
-                return conversation
+            with self._hold.another() as hold:
+                before = (await self._records.get(owner, [name], hold.add))[0]
+                if before is None or not _CONVERSATION_ID.fullmatch(name):
+                    raise errors.ResponseUnknown("Conversation", name)
+                hold.add(footprint_bytes(before))
+                self._size_bytes += len(before)
+                conversation: Json = await self._thread.run(len(before), from_json, before)
+                change(conversation)
+                data = await self._encoded(conversation)
+                if data and await self._put(owner, name, data, replaces=before):
+                    return conversation
         raise errors.FieldInvalid(
             "The conversation is too large, or others change it at the same time.",
             param="conversation",
@@ -201,9 +204,13 @@ class KeptItems:
         """Add items to a conversation; raise `ResponseUnknown`, or `FieldInvalid` for too many."""
         await self.change(owner, name, lambda one: _extend(one["items"], items))
 
-    def _hold(self, size_bytes: int) -> None:
-        self._size_bytes += size_bytes
-        self._hold_bytes(size_bytes)
+    async def _put(
+        self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None
+    ) -> bool:
+        # Redis gets it compressed and sealed, with what it replaces.
+        with self._hold.another() as hold:
+            hold.add(2 * (len(data) + len(replaces or b"")))
+            return await self._records.put(owner, name, data, replaces=replaces)
 
     async def _encoded(self, record: Json) -> bytes:
         """Return a record to store; nothing if it has too many values to be read again."""
@@ -215,14 +222,17 @@ class KeptItems:
     async def _read(self, owner: str, names: Sequence[str]) -> list[Json | None]:
         if not names:
             return []
-        found = await self._records.get(owner, names)
+        found = await self._records.get(owner, names, self._hold.add)
         size_bytes = sum(len(data) for data in found if data)
         if size_bytes > _HISTORY_LIMIT_BYTES:
             raise errors.FieldInvalid(
                 f"A conversation may have at most {_HISTORY_LIMIT_BYTES} bytes."
             )
-        self._hold(size_bytes)
-        return await self._thread.run(size_bytes, _parsed, found)
+        self._size_bytes += size_bytes
+        self._hold.add(sum(footprint_bytes(data) for data in found if data))
+        parsed = await self._thread.run(size_bytes, _parsed, found)
+        self._hold.add(-size_bytes)  # what was read leaves with this call
+        return parsed
 
 
 def named_items(items: Sequence[Item]) -> list[Item]:

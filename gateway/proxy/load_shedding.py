@@ -1,4 +1,4 @@
-"""Load shedding: reject new requests when the event loop is late or too much is in memory."""
+"""Load shedding: reject new requests when the event loop is late or too many run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from gateway.assembly import LOOP_CHECK_S
 from gateway.errors import Overloaded
 
-BODIES_LIMIT_BYTES = 512 * 1024 * 1024
-"""Of the bodies of all running requests; parsed, they take several times as much memory."""
 _REMEMBERED_S = 10.0
 # One long pause (a sleeping machine, a large body) is no overload; a lasting delay is.
 _SUSTAINED_TICKS = 4
@@ -83,11 +81,10 @@ class RejectionPacer:
 
 
 class Load:
-    """The running requests of one gateway and the memory of their bodies."""
+    """The running requests of one gateway."""
 
     def __init__(self, limit_requests: int, clock: Callable[[], float]) -> None:
         self._limit_requests = limit_requests
-        self._body_bytes = 0
         self.requests = 0
         self.idle = asyncio.Event()
         """Set while no request runs."""
@@ -107,32 +104,18 @@ class Load:
         if self.lag.too_late or (self.requests > self._limit_requests and not make_room()):
             raise Overloaded
 
-    def hold(self, body_bytes: int) -> None:
-        """Add bytes of a body that is being read; raise `Overloaded` above the limit."""
-        self._body_bytes += body_bytes
-        if self._body_bytes > BODIES_LIMIT_BYTES:
-            raise Overloaded
-
-    def end(self, body_bytes: int) -> None:
-        """Remove a request, and the bytes that `hold` added for it."""
-        self._body_bytes -= body_bytes
+    def end(self) -> None:
+        """Remove a request."""
         self.requests -= 1
         if not self.requests:
             self.idle.set()
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[Callable[[int], None]]:
-        """Admit and count a request that no worker gets; yield `hold` for its body."""
-        held_bytes = 0
-
-        def hold(part_bytes: int) -> None:
-            nonlocal held_bytes
-            held_bytes += part_bytes
-            self.hold(part_bytes)
-
+    def counted(self) -> Iterator[None]:
+        """Admit and count a request that no worker gets."""
         self.begin()
         try:
             self.admit()
-            yield hold
+            yield
         finally:
-            self.end(held_bytes)
+            self.end()

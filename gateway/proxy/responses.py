@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from gateway import errors
 from gateway.assembly import Gateway
-from gateway.http.downstream import CancelScope, ClientDisconnected, ResponseWriter
+from gateway.http.downstream import (
+    PIECE_BYTES,
+    CancelScope,
+    ClientDisconnected,
+    ResponseWriter,
+    pieces,
+)
+from gateway.memory_budget import MemoryHold
 from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.responses.request import Json, ResponsesRequest
@@ -24,8 +31,10 @@ from gateway.types import Header
 log = logging.getLogger(__name__)
 
 _KEEPALIVE = b": keepalive\n\n"
-_PIECE_BYTES = 64 * 1024
-"""A client that does not read makes the gateway hold a copy of one piece of a log, not of all."""
+FOLLOWER_BYTES = 3 * PIECE_BYTES
+"""Of a piece of a log, of its chunk and of what the connection has not sent."""
+_EVENT_BYTES = 64
+"""Of an event beside its text."""
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
 EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,8 +48,6 @@ class LogLimits(NamedTuple):
 
     log_bytes: int = 32 * 1024 * 1024
     """Of one response; a longer one fails."""
-    running_bytes: int = 256 * 1024 * 1024
-    """Of all that run; beyond it, the largest one fails."""
     ended: int = 256
     """Responses that have ended; the oldest is forgotten first."""
     ended_bytes: int = 128 * 1024 * 1024
@@ -49,11 +56,16 @@ class LogLimits(NamedTuple):
 class EventLog:
     """The events of a response in the background, which takes the place of a `ResponseWriter`.
 
-    It holds every event, the last ones too; beyond its limit it cancels the request.
+    It holds every event, the last ones too; beyond its limit, or without memory, it cancels the
+    request.
     """
 
-    def __init__(self, request_id: str, keepalive_s: float, limit_bytes: int) -> None:
+    def __init__(
+        self, request_id: str, keepalive_s: float, limit_bytes: int, hold: MemoryHold
+    ) -> None:
         self.request_id = request_id
+        self.hold = hold
+        """Has the events, also after their end."""
         self._limit_bytes = limit_bytes
         self._keepalive_s = keepalive_s
         self.rate_limit_headers: Sequence[Header] = ()
@@ -67,28 +79,47 @@ class EventLog:
         """By their sequence numbers."""
         self.size_bytes = 0
         self.closed = False
+        self.starved = False
+        """There was no memory for its events."""
         self._cancel_scope: CancelScope | None = None
         self._changed = asyncio.Event()
+        self._followers = 0
+        self._forgotten = False
 
     async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
         """Yield the events after this number, those to come too, until the response ends.
 
-        Yield a comment where none comes for a while.
+        Yield no more than a piece at a time, and a comment where no event comes for a while.
         """
         place = after + 1
-        while True:
-            changed = self._changed
-            if pending := self._events_from(place):
-                place += len(pending)
-                yield b"".join(pending)
-            elif self.closed:
-                return
-            else:
-                try:
-                    async with asyncio.timeout(self._keepalive_s):
-                        await changed.wait()
-                except TimeoutError:
-                    yield _KEEPALIVE
+        self._followers += 1
+        try:
+            while True:
+                changed = self._changed
+                if pending := self._events_from(place):
+                    place += len(pending)
+                    for piece in pieces(b"".join(pending)):
+                        yield piece
+                elif self.closed:
+                    return
+                else:
+                    try:
+                        async with asyncio.timeout(self._keepalive_s):
+                            await changed.wait()
+                    except TimeoutError:
+                        yield _KEEPALIVE
+        finally:
+            self._followers -= 1
+            self._release()
+
+    def forget(self) -> None:
+        """Give back the memory of the events, once nobody follows them."""
+        self._forgotten = True
+        self._release()
+
+    def _release(self) -> None:
+        if self._forgotten and not self._followers:
+            self.hold.release()
 
     def close(self) -> None:
         """End the log: no event comes any more."""
@@ -124,7 +155,9 @@ class EventLog:
 
     def write(self, piece: bytes) -> None:
         """Append events, and cancel the request beyond the limit; comments are left out."""
-        self._append(piece)
+        if not self._append(piece):
+            self.starved = True
+            self.cancel(errors.Overloaded())
         if self.size_bytes > self._limit_bytes:
             self.cancel(errors.ResponseTooLarge(self._limit_bytes))
 
@@ -160,17 +193,21 @@ class EventLog:
 
     def _events_from(self, place: int) -> list[bytes]:
         """Return the next events, no more than a piece of a stream holds, and one at least."""
-        end, room = place, _PIECE_BYTES
+        end, room = place, PIECE_BYTES
         while end < len(self.events) and (end == place or len(self.events[end]) <= room):
             room -= len(self.events[end])
             end += 1
         return self.events[place:end]
 
-    def _append(self, piece: bytes) -> None:
-        if piece.startswith(b"event:"):
-            self.size_bytes += len(piece)
-            self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
-            self._tell()
+    def _append(self, piece: bytes) -> bool:
+        """Append events; return whether there was memory for them."""
+        if not piece.startswith(b"event:"):
+            return True
+        self.size_bytes += len(piece)
+        had_room = self.hold.count(len(piece) + _EVENT_BYTES * piece.count(b"\n\n"))
+        self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
+        self._tell()
+        return had_room
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -206,14 +243,13 @@ class ResponseExchange:
         """Return the response as it is now."""
         return self.format.builder.response
 
-    async def open(
-        self, body: Json, owner: str, hold: Callable[[int], None], size_bytes: int
-    ) -> None:
+    async def open(self, body: Json, owner: str, hold: MemoryHold, size_bytes: int) -> None:
         """Read a parsed body of this size and what it goes on from; raise a `RequestRefused`.
 
-        `hold` counts the bytes of what it goes on from.
+        `hold` gets the bytes of what it goes on from.
         """
         self.owner = owner
+        self._hold = hold
         request = self.format.read(body)
         self._kept = kept = self._service.kept(hold, size_bytes)
         self.format.history, self._after = await kept.open(owner, request)
@@ -227,7 +263,7 @@ class ResponseExchange:
         builder = self.format.builder
         service = self._service
         self.log = event_log = EventLog(
-            writer.request_id, service.keepalive_s, service.limits.log_bytes
+            writer.request_id, service.keepalive_s, service.limits.log_bytes, self._hold.another()
         )
         wants_stream = bool(self.request.body.get("stream"))
         service.add(self)
@@ -269,6 +305,10 @@ class ResponseExchange:
                 builder.cancel()
             elif not builder.ended:
                 await self.log.fail(errors.Interrupted(), (), self.format)
+            if self.log.starved:  # else no memory may be left to keep how it ended
+                self._service.forget(self)
+                builder.response["output"].clear()
+                self._hold.release()
             if builder.response["status"] in ("failed", "cancelled"):
                 await self._keep(self.response)
         finally:
@@ -286,7 +326,7 @@ class ResponseExchange:
             kept = await self._kept.keep_response(
                 self.owner, response, self.request, output, self._after
             )
-        except errors.RecordsUnwritable:
+        except (errors.RecordsUnwritable, errors.Overloaded):
             kept = False
         if not kept:
             log.warning("response.not_kept response=%s", response["id"])
@@ -299,12 +339,13 @@ class ResponsesService:
     def __init__(self, gateway: Gateway, limits: LogLimits = LogLimits()) -> None:  # noqa: B008
         self._gateway = gateway
         self.limits = limits
+        self.memory = gateway.memory
         self.view_timeout_s = gateway.settings.idle_timeout_s
         self.keepalive_s = gateway.settings.keepalive_s
         self._exchanges: OrderedDict[str, ResponseExchange] = OrderedDict()
         """Those in the background by the id of the response, and the last ones that have ended."""
 
-    def kept(self, hold: Callable[[int], None], size_bytes: int = 0) -> KeptItems:
+    def kept(self, hold: MemoryHold, size_bytes: int = 0) -> KeptItems:
         """Return what is kept, for one request."""
         gateway = self._gateway
         return KeptItems(
@@ -330,11 +371,12 @@ class ResponsesService:
         while over and (size > self.limits.ended_bytes or len(over) > self.limits.ended):
             first = over.pop(0)
             size -= first.log.size_bytes if first.log else 0
-            del self._exchanges[first.response["id"]]
+            self.forget(first)
 
     def forget(self, exchange: ResponseExchange) -> None:
-        """Forget a response that is deleted."""
-        self._exchanges.pop(exchange.response["id"], None)
+        """Forget a response that has ended."""
+        if self._exchanges.pop(exchange.response["id"], None) and exchange.log is not None:
+            exchange.log.forget()
 
     def background(self, owner: str, name: str) -> ResponseExchange | None:
         """Return a response in the background of this gateway, if it belongs to the owner."""
@@ -342,17 +384,11 @@ class ResponsesService:
         return exchange if exchange is not None and exchange.owner == owner else None
 
     async def check(self) -> None:
-        """Check the deadlines of the responses in the background, and the memory that they take."""
+        """Check the deadlines of the responses in the background."""
         now_s = asyncio.get_running_loop().time()
-        logs = [one.log for one in self._exchanges.values() if one.log and not one.log.closed]
-        for event_log in logs:
-            event_log.check(now_s)
-        size = sum(event_log.size_bytes for event_log in logs)
-        for event_log in sorted(logs, key=lambda one: -one.size_bytes):
-            if size <= self.limits.running_bytes:
-                break
-            event_log.cancel(errors.Overloaded())
-            size -= event_log.size_bytes
+        for exchange in tuple(self._exchanges.values()):
+            if exchange.log is not None and not exchange.log.closed:
+                exchange.log.check(now_s)
 
 
 async def _view(writer: ResponseWriter, event_log: EventLog) -> None:

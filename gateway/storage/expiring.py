@@ -6,6 +6,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from gateway.memory_budget import MemoryBudget
+
 TTL_S = 24 * 3600.0
 """A record expires so long after its last use."""
 RECORD_LIMIT_BYTES = 16 * 1024 * 1024
@@ -21,15 +23,24 @@ class ExpiringRecords(Protocol):
     Owners are ids of API keys; no owner sees that another one has a record.
     """
 
-    async def get(self, owner: str, names: Sequence[str]) -> list[bytes | None]:
-        """Return the records of these names, and count them as used."""
+    async def get(
+        self,
+        owner: str,
+        names: Sequence[str],
+        hold: Callable[[int], None] = lambda _bytes: None,
+    ) -> list[bytes | None]:
+        """Return the records of these names, and count them as used.
+
+        `hold` gets their bytes, before they are read from another machine; it may raise.
+        """
 
     async def put(
         self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None
     ) -> bool:
         """Store a record, in place of this one only if there is one to replace.
 
-        Return whether it is stored: not if it is too large, or if another has come before.
+        Return whether it is stored: not if it is too large, or if another has come before. Raise
+        `Overloaded` without memory.
         """
 
     async def delete(self, owner: str, name: str) -> bool:
@@ -45,17 +56,32 @@ class _Record(NamedTuple):
 
 
 class MemoryRecords:
-    """Records in the memory of this process. `clock` returns monotonic seconds."""
+    """Records in the memory of this process, of which they take no more than a limit.
 
-    def __init__(self, clock: Callable[[], float], *, limit_bytes: int = TOTAL_LIMIT_BYTES) -> None:
+    `clock` returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        memory: MemoryBudget,
+        *,
+        limit_bytes: int = TOTAL_LIMIT_BYTES,
+    ) -> None:
         self._clock = clock
+        self._memory = memory
         self._limit_bytes = limit_bytes
         self._records: dict[str, OrderedDict[str, _Record]] = {}
         """By owner, those used longest ago first."""
         self._bytes: defaultdict[str, int] = defaultdict(int)
         """By owner."""
 
-    async def get(self, owner: str, names: Sequence[str]) -> list[bytes | None]:
+    async def get(
+        self,
+        owner: str,
+        names: Sequence[str],
+        hold: Callable[[int], None] = lambda _bytes: None,
+    ) -> list[bytes | None]:
         """Return the records of these names, and count them as used."""
         await self.drop_expired()
         records = self._records.get(owner, OrderedDict())
@@ -66,6 +92,7 @@ class MemoryRecords:
                 records[name] = record._replace(expires_s=self._clock() + TTL_S)
                 records.move_to_end(name)
             found.append(record.data if record else None)
+        hold(sum(len(data) for data in found if data))  # they may be dropped meanwhile
         return found
 
     async def put(
@@ -77,6 +104,7 @@ class MemoryRecords:
         changed = replaces is not None and (present is None or present.data != replaces)
         if changed or len(data) > RECORD_LIMIT_BYTES or _size(data) > self._limit_bytes:
             return False
+        self._memory.add(owner, _size(data))
         self._drop(owner, name)
         records = self._records.setdefault(owner, OrderedDict())
         records[name] = _Record(data, self._clock() + TTL_S)
@@ -103,6 +131,7 @@ class MemoryRecords:
         if records is None or (record := records.pop(name, None)) is None:
             return False
         self._bytes[owner] -= _size(record.data)
+        self._memory.add(owner, -_size(record.data))
         if not records:
             del self._records[owner], self._bytes[owner]
         return True

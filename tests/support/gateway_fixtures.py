@@ -16,6 +16,7 @@ from pydantic import SecretStr
 from gateway.assembly import TIMING, Timing
 from gateway.cluster.redis import RedisClient
 from gateway.fleet import health as control
+from gateway.memory_budget import MEMORY_LIMIT_BYTES
 from tests.support.canary_listener import CanaryListener
 from tests.support.fault_proxy import FaultProxy, running_proxy
 from tests.support.heartbeats import send_heartbeats
@@ -275,9 +276,12 @@ def make_gateway(tmp_path: Path) -> Iterator[MakeGateway]:
     with ExitStack() as running:
 
         def make(
-            *workers: ScriptedWorker, check_s: float = CHECK_S, **settings: Any
+            *workers: ScriptedWorker,
+            check_s: float = CHECK_S,
+            memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+            **settings: Any,
         ) -> RunningGateway:
-            timing = replace(TIMING, check_s=check_s)
+            timing = replace(TIMING, check_s=check_s, memory_limit_bytes=memory_limit_bytes)
             gateway = RunningGateway(make_settings(tmp_path, **settings), timing)
             started = running.enter_context(gateway)
             for worker_ in workers:

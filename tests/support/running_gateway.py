@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import re
 import socket
 import threading
 import time
@@ -188,6 +189,13 @@ class RunningGateway:
 
     def requests_in_flight(self) -> int:
         return self.status()["gateway"]["requests_in_flight"]
+
+    def memory_held_bytes(self) -> int:
+        """Return what the gateway holds for clients."""
+        (held,) = re.findall(
+            r"\npaceline_memory_held_bytes (\S+)", self.client.get("/metrics").text
+        )
+        return int(float(held))
 
     def status(self) -> dict[str, Any]:
         return self.client.get("/v1/status").json()

@@ -38,6 +38,7 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
+from tests.support.scripted_worker import ScriptedWorker
 
 MEMORY_BYTES = 32 * 1024 * 1024
 TOTALS = "paceline:{responses}:owners"
@@ -109,6 +110,10 @@ def edit_policy(gateway: RunningGateway) -> int:
     return gateway.admin.put(path, json=document, headers=headers).status_code
 
 
+def worker_state(gateway: RunningGateway, worker: ScriptedWorker) -> str:
+    return str(gateway.status()["workers"][worker.worker_id]["state"])
+
+
 def check_edits(gateway: RunningGateway, other: RunningGateway, key: dict[str, Any]) -> None:
     """Check that a revocation and other edits are stored, and hold at both gateways."""
     assert gateway.admin.delete(f"/admin/v1/keys/{key['id']}").status_code == 200
@@ -135,15 +140,31 @@ def test_c26_clients_that_fill_their_share_of_redis_delay_no_edit_of_an_admin(
 
 
 def test_c26_a_redis_that_others_have_filled_takes_the_edits_of_admins(
-    small: RedisServer, start_gateway: StartGateway
+    small: RedisServer, start_joined: StartGateway, worker: ScriptedWorker
 ) -> None:
-    first, second = start_gateway("a", small.url), start_gateway("b", small.url)
-    key, _ = create_keys(first, second)
+    first, second = start_joined("a", small.url), start_joined("b", small.url)
+    key, other = create_keys(first, second)
     fill(small)
+    with pytest.raises(OutOfMemoryError):
+        small.client.set("others", "x")
     wait_until(lambda: redis_status(first)["problem"] == "Redis is full.")
     assert create_conversation(first, key, 1000) == "503"
     check_edits(first, second, key)
     assert small.client.hexists("paceline:{keys}:records", f"{key['id']}/revoked")
+    named = first.admin.patch(f"/admin/v1/keys/{other['id']}", json={"name": "renamed"})
+    assert (named.status_code, named.json()["name"]) == (200, "renamed")
+    cordon = f"/admin/v1/workers/{worker.worker_id}/cordon"
+    for edit, state in ((first.admin.put, "cordoned"), (first.admin.delete, "ready")):
+        assert edit(cordon).is_success
+        wait_until(lambda state=state: worker_state(second, worker) == state)  # type: ignore[misc]
+    etag = {"if-match": first.admin.get("/admin/v1/policy").headers["etag"]}
+    back = first.admin.post("/admin/v1/policy/rollback", json={"version": 1}, headers=etag)
+    assert back.status_code == 200
+    third = start_joined("c", small.url)
+    assert not may_use(third, key), "a gateway that starts later knows all of it"
+    third.use_key(other["secret"])
+    policies = (one.admin.get("/admin/v1/policy").headers["etag"] for one in (first, third))
+    assert len({*policies, *etag.values()}) == 2, "the same, and not the one before"
 
 
 def _set_read_only(redis: RedisServer) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.support.policies import single_pool_policy
 from tests.support.running_gateway import make_settings
 
 BODY = {"model": "m", "input": "Hi", "background": True}
-LIMITS = LogLimits(log_bytes=20_000, running_bytes=30_000, ended=3, ended_bytes=40_000)
+LIMITS = LogLimits(log_bytes=20_000, ended=3, ended_bytes=40_000)
 REQUEST: Any = None
 POLICY = PolicyDocument.model_validate(single_pool_policy())
 FLEET = FleetView.of((), frozenset())
@@ -30,14 +29,13 @@ async def service_of(state_dir: Path) -> ResponsesService:
     return ResponsesService(app.gateway, LIMITS)
 
 
-async def respond(
-    service: ResponsesService, *texts: str, hold: Callable[[], Awaitable[None]] | None = None
-) -> ResponseExchange:
-    """Answer a request in the background with these pieces, as the handler does; hold its end."""
+async def respond(service: ResponsesService, *texts: str) -> ResponseExchange:
+    """Answer a request in the background with these pieces, as the handler does; wait to end it."""
     exchange = service.exchange()
-    await exchange.open(BODY, "ann", lambda _bytes: None, 0)
+    hold = service.memory.hold("ann")
+    await exchange.open(BODY, "ann", hold, 0)
     exchange.format.inspect(BODY, POLICY, FLEET)
-    client: Any = EventLog("req-1", 60.0, 1 << 20)
+    client: Any = EventLog("req-1", 60.0, 1 << 20, hold.another())
     event_log: EventLog = client
     try:
         with CancelScope(client) as cancel_scope:
@@ -48,8 +46,6 @@ async def respond(
                 frame = {"id": "c", "model": "m", "choices": [choice]}
                 event_log.write(encoder.event(b"", frame))
                 await asyncio.sleep(0)
-            if hold is not None:
-                await hold()
             last = encoder.done()
             event_log.end(last + await exchange.finish())
     except errors.GatewayError as error:
@@ -69,7 +65,7 @@ def events_of(exchange: ResponseExchange) -> list[Any]:
 
 
 def test_the_limits_are_those_that_the_page_on_errors_names() -> None:
-    assert LogLimits() == (32 << 20, 256 << 20, 256, 128 << 20)
+    assert LogLimits() == (32 << 20, 256, 128 << 20)
 
 
 async def test_a_response_beyond_the_limit_of_its_events_fails_unless_it_is_its_end_alone(
@@ -81,37 +77,12 @@ async def test_a_response_beyond_the_limit_of_its_events_fails_unless_it_is_its_
     *_, error, failed = events_of(exchange)
     assert (error["code"], failed["type"]) == ("response_too_large", "response.failed")
     assert exchange.response["status"] == "failed"
-    kept = await service.kept(lambda _bytes: None).response("ann", exchange.response["id"])
+    kept = await service.kept(service.memory.hold("ann")).response("ann", exchange.response["id"])
     assert kept["response"]["status"] == "failed"
     exchange = await respond(service, "word " * 1600)
     assert events_of(exchange)[-1]["type"] == "response.completed"
     assert exchange.log is not None
     assert exchange.log.size_bytes > LIMITS.log_bytes
-
-
-async def test_the_largest_running_response_fails_beyond_the_limit_of_all(tmp_path: Path) -> None:
-    service, until, written = await service_of(tmp_path), asyncio.Event(), asyncio.Semaphore(0)
-
-    async def hold() -> None:
-        written.release()
-        await until.wait()
-
-    async with asyncio.timeout(60), asyncio.TaskGroup() as running:
-        small, large, other = (
-            running.create_task(respond(service, *["x" * 1000] * count, hold=hold))
-            for count in (3, 12, 8)
-        )
-        for _ in range(3):
-            await written.acquire()
-        await service.check()
-        exchange = await large
-        await service.check()
-        until.set()
-    *_, error, failed = events_of(exchange)
-    assert (error["code"], failed["type"]) == ("gateway_overloaded", "response.failed")
-    assert [events_of(one.result())[-1]["type"] for one in (small, other)] == [
-        "response.completed"
-    ] * 2
 
 
 @pytest.mark.parametrize(("chars", "held"), [(10, LIMITS.ended), (2500, 2)])
@@ -123,4 +94,5 @@ async def test_the_oldest_responses_are_forgotten_beyond_the_limits(tmp_path, ch
     assert known == [False] * (5 - held) + [True] * held
     sizes = [log.size_bytes for log in logs]
     assert sum(sizes[-held:]) <= LIMITS.ended_bytes
+    assert [log.hold.size_bytes > 0 for log in logs] == known
     assert held == LIMITS.ended or sum(sizes[-held - 1 :]) > LIMITS.ended_bytes

@@ -181,8 +181,8 @@ def test_a_stream_whose_lines_are_too_long_to_keep_ends_in_an_error(
     monkeypatch.setattr(forward, "_LINES_LIMIT_BYTES", 2)
     bounded, bound = threading.Event(), forward.StreamRelay.bound_progress
 
-    def bound_progress(relay: forward.StreamRelay, limit_bytes: int) -> None:
-        bound(relay, limit_bytes)
+    def bound_progress(relay: forward.StreamRelay) -> None:
+        bound(relay)
         bounded.set()
 
     monkeypatch.setattr(forward.StreamRelay, "bound_progress", bound_progress)

@@ -11,9 +11,8 @@ import pytest
 
 from gateway import app
 from gateway.assembly import LOOP_CHECK_S
-from gateway.errors import Overloaded
 from gateway.proxy import load_shedding as overload
-from gateway.proxy.load_shedding import Load, LoopLag, RejectionPacer
+from gateway.proxy.load_shedding import LoopLag, RejectionPacer
 from tests.support.fake_clock import FakeClock
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.raw_client import raw_client, request_bytes
@@ -86,15 +85,6 @@ def test_f38_repeated_lag_is_an_overload_and_one_long_pause_is_not() -> None:
     for _ in range(40):
         lag.note(-0.001)
     assert lag.worst_s == 0.0
-
-
-def test_f26_the_bodies_of_all_requests_may_take_512_mib_until_they_are_released() -> None:
-    load, limit_bytes = Load(1, FakeClock()), 512 * 1024**2
-    load.hold(limit_bytes)
-    with pytest.raises(Overloaded):
-        load.hold(1)
-    load.end(limit_bytes + 1)
-    load.hold(limit_bytes)
 
 
 def test_f38_after_a_blocked_event_loop_workers_stay_ready_and_status_and_metrics_show_its_lag(

@@ -6,6 +6,7 @@ import pytest
 
 from gateway.auth.api_keys import ApiKey
 from gateway.errors import GatewayError, NoWorker, PageRefused, RequestRefused, WorkerLost
+from gateway.memory_budget import MemoryBudget
 from gateway.protocols.openai import CHAT
 from gateway.proxy.context import RequestContext
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
@@ -31,7 +32,8 @@ CALLER = Caller(client="k", key="k")
 def new_context(**fields: Any) -> RequestContext:
     """Return the context of a request that has just begun."""
     values = {"request_id": "r", "wire_format": CHAT, "policy": default_policy()}
-    return RequestContext(**{**values, "began_s": NOW_S, **fields})
+    hold = MemoryBudget().hold("k")
+    return RequestContext(**{**values, "began_s": NOW_S, "hold": hold, **fields})
 
 
 def routed_context(prefix: PrefixKeys = NO_KEYS, **fields: Any) -> RequestContext:

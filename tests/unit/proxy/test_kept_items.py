@@ -8,6 +8,7 @@ import pytest
 
 from gateway.errors import FieldInvalid, PreviousUnknown
 from gateway.inspection_thread import InspectionThread
+from gateway.memory_budget import MemoryBudget
 from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.protocols.sealing import Sealer
@@ -34,8 +35,9 @@ async def keep(kept: KeptItems, given: ResponsesRequest, status: str = "complete
 async def test_a_request_goes_on_from_conversations_within_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    memory = MemoryBudget()
     kept = KeptItems(
-        MemoryRecords(FakeClock()), lambda: 0.0, InspectionThread(), lambda _bytes: None
+        MemoryRecords(FakeClock(), memory), lambda: 0.0, InspectionThread(), memory.hold("ann")
     )
     first = await keep(kept, request("one"))
     second = await keep(kept, request("two", previous_response_id=first))
@@ -48,8 +50,9 @@ async def test_a_request_goes_on_from_conversations_within_a_limit(
 
 
 async def test_a_request_does_not_go_on_from_a_response_that_has_not_ended() -> None:
+    memory = MemoryBudget()
     kept = KeptItems(
-        MemoryRecords(FakeClock()), lambda: 0.0, InspectionThread(), lambda _bytes: None
+        MemoryRecords(FakeClock(), memory), lambda: 0.0, InspectionThread(), memory.hold("ann")
     )
     running = await keep(kept, request("one"), status="in_progress")
     for name in (running, new_id("resp"), "resp_../x"):
