@@ -23,13 +23,13 @@ from tests.support.running_gateway import wait_until
 
 _MACHINES: set[int] = set()
 _ISOLATED = ("unshare", "--net", "--mount")
-# The process has its program, an empty /tmp, and starts when the cable is plugged in.
+# The process has its program, an empty /tmp of 64 MB, and starts when the cable is plugged in.
 _START = """
 set -e
 mount -t tmpfs none /run
 touch /run/program
 mount --bind "$1" /run/program
-mount -t tmpfs none /tmp
+mount -t tmpfs -o size=64m none /tmp
 shift
 until grep -q eth0: /proc/net/dev; do sleep 0.02; done
 exec /run/program "$@"
@@ -79,6 +79,11 @@ class SecondMachine:
         """Remove the cable now: the system takes its time to do so after the process has ended."""
         subprocess.run(["ip", "link", "del", self._cable], capture_output=True, check=False)
         _MACHINES.discard(self._number)
+
+    def used_bytes(self) -> int:
+        """Return how much the files in /tmp of the second machine take."""
+        disk = os.statvfs(f"/proc/{self._pid}/root/tmp")
+        return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
     def datagram_socket(self, address: tuple[str, int]) -> socket.socket:
         """Return a socket that is bound on the second machine and used by this process."""
