@@ -279,8 +279,8 @@ class Matcher:
             taken = self.state.consume_token(token) and not self.state.is_error()
         if taken and self._spent_s <= _FREE_S + _SHARE_S * self._masks:
             return
-        error = self.state.get_error()
-        logger.info("grammar.failed spent_s=%.2f error=%s", self._spent_s, error)
+        failed = self.state.is_error()  # its words may be those of the grammar
+        logger.info("grammar.failed spent_s=%.2f too_complex=%s", self._spent_s, failed)
         raise InvalidGeneration(
             self._param,
             "This constraint is too costly: it became too complex, or its tokens took too long to "
