@@ -10,9 +10,11 @@ import logging
 import os
 import re
 import sys
+import threading
+import traceback
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,12 +75,35 @@ _EVENT = re.compile(r"([a-z_]+\.[a-z_]+)\b(?:, [a-z]+)?(.*)", re.DOTALL)
 _FIELD = re.compile(r"(\w+)=%")
 
 
-class _Formatter(logging.Formatter):
+class LogFormatter(logging.Formatter):
+    """Formats a fault as its type and place: its words may be those of a client."""
+
     def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        if record.name == "asyncio":  # repeats the fault in the lines below
+            record = logging.makeLogRecord(record.__dict__)
+            record.msg, record.args = record.getMessage().partition("\n")[0], ()
+        record.exc_text = None  # as another formatter wrote it
         return printable(super().format(record))
 
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - of `logging`
+        """Return types and places of a fault, of its causes and of its parts."""
+        return "".join(_faults(traceback.TracebackException(*ei)))
 
-class _TerminalFormatter(_Formatter):
+
+def _faults(fault: traceback.TracebackException) -> Iterator[str]:
+    before = fault.__cause__ or (None if fault.__suppress_context__ else fault.__context__)
+    if before is not None:
+        yield from _faults(before)
+        yield "\n\nThe next fault comes of it:\n"
+    yield from ("Traceback (most recent call last):\n", *fault.stack.format())
+    yield getattr(fault.exc_type, "__name__", "")
+    for part in fault.exceptions or ():
+        yield "\n\nA part of it:\n"
+        yield from _faults(part)
+
+
+class _TerminalFormatter(LogFormatter):
     """Formats an event as a sentence, an unknown one in the words of its log line."""
 
     def __init__(self) -> None:
@@ -116,14 +141,21 @@ class _ForPeople(logging.Filter):
 
 
 def configure_logging(level: int, line_format: str) -> None:
-    """Log to standard error, without control characters; sentences if that is a terminal."""
+    """Log to standard error, without control characters; sentences if that is a terminal.
+
+    No fault has its words in the log, that of a thread neither.
+    """
     handler = logging.StreamHandler()
     if sys.stderr.isatty() or os.environ.get(TERMINAL_VARIABLE):
         handler.setFormatter(_TerminalFormatter())
         handler.addFilter(_ForPeople())
     else:
-        handler.setFormatter(_Formatter(line_format))
+        handler.setFormatter(LogFormatter(line_format))
     logging.basicConfig(level=level, handlers=[handler])
+    threading.excepthook = lambda fault: logging.getLogger(__name__).error(
+        "thread.died",
+        exc_info=(fault.exc_type, fault.exc_value or fault.exc_type(), fault.exc_traceback),
+    )
 
 
 class StartDisplay:

@@ -28,6 +28,7 @@ from bench.attack.bodies import HostileBodies
 from bench.attack.connections import Flood, run_floods
 from bench.attack.connections import Target as FloodTarget
 from bench.attack.formats import WireFormats
+from bench.attack.front import Front
 from bench.attack.full_disk import FullDisk
 from bench.attack.key_abuse import KeyAbuse
 from bench.attack.kills import Kills
@@ -54,7 +55,7 @@ AT_TARGET: Final[tuple[Attack, ...]] = (
     *(RawHttp(), Origins(), LyingAnswers(), EarlyHeads(), LyingReports(), HostileBodies()),
     *(WireFormats(), SlowClients(), KeyAbuse()),
 )
-OF_THEIR_OWN: Final[tuple[Attack, ...]] = (Kills(), FullDisk())
+OF_THEIR_OWN: Final[tuple[Attack, ...]] = (Kills(), FullDisk(), Front())
 """Attacks that start processes of their own, because they kill them or fill their disk."""
 FLOODS: Final = "floods"
 _NAMES: Final = (

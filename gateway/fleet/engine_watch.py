@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
@@ -165,10 +164,8 @@ class EngineWatch:
             if watched.entry.kind == "auto" and not self._is_live(watched):
                 watched.engine = None  # another engine may start at this URL
             problem = f"The engine does not answer: {silent}."
-        except Exception as error:  # noqa: BLE001  # one engine must not stop the probes
-            frames = "".join(traceback.format_tb(error.__traceback__))  # no words of the engine
-            name = type(error).__name__
-            log.error("engine.probe_failed worker=%s error=%s\n%s", watched.entry.id, name, frames)
+        except Exception:  # one engine must not stop the probes
+            log.exception("engine.probe_failed worker=%s", watched.entry.id)
             problem = "The answers of the engine cannot be read."
         if self.engines.get(watched.entry.id) is not watched:
             return

@@ -28,7 +28,7 @@ PIECE_BYTES = 64 * 1024
 _RESPONSE = "paceline.response"  # the ASGI extension that holds the writer of the response
 RESEND = b"x-paceline-resend"
 """A request header of `deploy/nginx.conf`, which sends the request elsewhere after a 503."""
-_REPLACED = (401, 403, 413, 500, 502, 504)
+_REPLACED = (413, 500, 502, 504)
 _CLOSE = (b"connection", b"close")
 _CHUNKED = (b"transfer-encoding", b"chunked")
 _OF_BODIES = frozenset((b"content-type", b"connection"))

@@ -1,17 +1,18 @@
 """The content of a body within bounds: messages, text, media, and the sizes of pictures.
 
 A file of a hundred kilobytes can expand to gigabytes, so the size of a picture is read from the
-bytes of its header, before anything is decoded.
+bytes of its headers, before anything is decoded.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +33,12 @@ PROMPTS_LIMIT = 128
 _PROMPT_TOKENS_LIMIT = 1 << 21
 _CHARS_A_TOKEN = 4
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp|gif);base64,", re.IGNORECASE)
-# A photograph has a dozen segments before its size; more segments only cost time.
+_PIECE_CHARS = 4096
+# A photograph has a dozen segments before its pixels; more segments only cost time.
 _JPEG_SEGMENTS_LIMIT = 256
+_CHUNKS_LIMIT = 4096
+_GIF_BLOCKS_LIMIT = 16_384
+_GIF_BLOCK_CHARS = 128  # a block of a larger file has up to 255 bytes
 _JPEG_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xDA)))
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
@@ -56,7 +61,7 @@ def content_of(url: str) -> str:
 
 
 def read_size(url: str) -> tuple[int, int]:
-    """Return the width and height of a picture, from its header; raise `PictureInvalid`."""
+    """Return the width and height of a picture, from its headers; raise `PictureInvalid`."""
     content = _Content(content_of(url))
     try:
         size = _size(content)
@@ -71,17 +76,21 @@ def read_size(url: str) -> tuple[int, int]:
 
 
 class _Content:
-    """Random access to the bytes of a base64 text."""
+    """Random access to the bytes of a base64 text, a piece of which is decoded at a time."""
 
     def __init__(self, text: str) -> None:
         self._text = text
+        self.chars = len(text)
+        self._start, self._piece = 0, b""
 
     def read(self, start: int, count: int) -> bytes:
         """Return `count` bytes from `start`; raise `IndexError` when there are fewer."""
-        first = start // 3
-        last = (start + count + 2) // 3
-        groups = base64.b64decode(self._text[first * 4 : last * 4], validate=True)
-        found = groups[start - first * 3 :][:count]
+        if not 0 <= start - self._start <= len(self._piece) - count:
+            group = start // 3
+            text = self._text[group * 4 : group * 4 + _PIECE_CHARS]
+            self._start = group * 3
+            self._piece = base64.b64decode(text[: len(text) // 4 * 4], validate=True)
+        found = self._piece[start - self._start :][:count]
         if len(found) < count:
             raise IndexError(start)
         return found
@@ -94,46 +103,103 @@ class _Content:
 
 
 def _size(content: _Content) -> tuple[int, int] | None:
+    """Return the largest sides of the canvas and of each frame, as decoders differ in which counts.
+
+    A file may end early: some decoders show what they have.
+    """
     magic = content.read(0, 12)
-    if magic.startswith(b"\x89PNG\r\n\x1a\n") and content.read(12, 4) == b"IHDR":
-        return content.big(16, 4), content.big(20, 4)
-    if magic.startswith((b"GIF87a", b"GIF89a")):
-        return content.little(6, 2), content.little(8, 2)
-    if magic.startswith(b"RIFF") and magic.endswith(b"WEBP"):
-        return _webp_size(content)
-    if magic.startswith(b"\xff\xd8\xff"):
-        return _jpeg_size(content)
-    return None
+    if magic.startswith(b"\x89PNG\r\n\x1a\n"):
+        sizes = _png_sizes(content)
+    elif magic.startswith((b"GIF87a", b"GIF89a")):
+        sizes = _gif_sizes(content)
+    elif magic.startswith(b"RIFF") and magic.endswith(b"WEBP"):
+        sizes = _webp_sizes(content)
+    elif magic.startswith(b"\xff\xd8\xff"):
+        sizes = _jpeg_sizes(content)
+    else:
+        return None
+    width_px = height_px = 0
+    with contextlib.suppress(IndexError):
+        for width, height in sizes:
+            width_px, height_px = max(width_px, width), max(height_px, height)
+    return width_px, height_px
 
 
-def _webp_size(content: _Content) -> tuple[int, int] | None:
-    kind = content.read(12, 4)
-    if kind == b"VP8X":
-        return content.little(24, 3) + 1, content.little(27, 3) + 1
-    if kind == b"VP8L" and content.read(20, 1) == b"\x2f":
-        bits = content.little(21, 4)
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    if kind == b"VP8 " and content.read(23, 3) == b"\x9d\x01\x2a":
-        return content.little(26, 2) & 0x3FFF, content.little(28, 2) & 0x3FFF
-    return None
+def _png_sizes(content: _Content) -> Iterator[tuple[int, int]]:
+    place = 8
+    for _ in range(_CHUNKS_LIMIT):
+        length, kind = content.big(place, 4), content.read(place + 4, 4)
+        if kind == b"IDAT":
+            return
+        if kind == b"IHDR":
+            yield content.big(place + 8, 4), content.big(place + 12, 4)
+        elif place == 8:
+            break
+        elif kind == b"fcTL":
+            yield content.big(place + 12, 4), content.big(place + 16, 4)
+        place += 12 + length
+    raise ValueError(place)
 
 
-def _jpeg_size(content: _Content) -> tuple[int, int] | None:
-    """Return the size from the first frame segment, or None if there is none."""
+def _gif_sizes(content: _Content) -> Iterator[tuple[int, int]]:
+    def colors(place: int) -> int:
+        flags = content.read(place, 1)[0]
+        return 6 << (flags & 7) if flags & 0x80 else 0
+
+    yield content.little(6, 2), content.little(8, 2)
+    place = 13 + colors(10)
+    in_data = False
+    for _ in range(_GIF_BLOCKS_LIMIT + content.chars // _GIF_BLOCK_CHARS):
+        kind = content.read(place, 1)[0]
+        if in_data:
+            place, in_data = place + 1 + kind, kind > 0
+        elif kind == 0x3B:  # the end
+            return
+        elif kind == 0x21:  # an extension
+            place, in_data = place + 2, True
+        elif kind == 0x2C:  # a frame
+            left, top = content.little(place + 1, 2), content.little(place + 3, 2)
+            yield left + content.little(place + 5, 2), top + content.little(place + 7, 2)
+            place, in_data = place + 11 + colors(place + 9), True
+        else:
+            place += 1
+    raise ValueError(place)
+
+
+def _webp_sizes(content: _Content) -> Iterator[tuple[int, int]]:
+    place = 12
+    for _ in range(_CHUNKS_LIMIT):
+        kind, length, data = content.read(place, 4), content.little(place + 4, 4), place + 8
+        if kind == b"VP8X":
+            yield content.little(data + 4, 3) + 1, content.little(data + 7, 3) + 1
+        elif kind == b"ANMF":
+            yield content.little(data + 6, 3) + 1, content.little(data + 9, 3) + 1
+        elif kind == b"VP8L" and content.read(data, 1) == b"\x2f":
+            bits = content.little(data + 1, 4)
+            yield (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+        elif kind == b"VP8 " and content.read(data + 3, 3) == b"\x9d\x01\x2a":
+            yield content.little(data + 6, 2) & 0x3FFF, content.little(data + 8, 2) & 0x3FFF
+        place = data + length + length % 2
+    raise ValueError(place)
+
+
+def _jpeg_sizes(content: _Content) -> Iterator[tuple[int, int]]:
     place = 2
     for _ in range(_JPEG_SEGMENTS_LIMIT):
         marker = content.read(place, 2)
         if marker[0] != 0xFF:  # every marker starts with 0xFF
-            return None
+            break
+        if marker[1] == 0xDA:  # the pixels
+            return
         if marker[1] == 0xFF:  # a byte of padding
             place += 1
-        elif marker[1] in _JPEG_FRAMES:
-            return content.big(place + 7, 2), content.big(place + 5, 2)
         elif marker[1] in _JPEG_WITHOUT_LENGTH:
             place += 2
         else:
+            if marker[1] in _JPEG_FRAMES:
+                yield content.big(place + 7, 2), content.big(place + 5, 2)
             place += 2 + content.big(place + 2, 2)
-    return None
+    raise ValueError(place)
 
 
 # Kind of every media part of Chat Completions and of Responses (DESIGN section 4).

@@ -18,6 +18,7 @@ from workers.engine import grammar
 from workers.engine.draft_length import DraftLength
 from workers.engine.engine import Engine
 from workers.engine.grammar import CACHED_GRAMMARS
+from workers.engine.grammar_trial import ConstraintTrial
 from workers.engine.types import (
     Delta,
     Finished,
@@ -354,6 +355,22 @@ async def test_the_cache_of_grammars_is_bounded(engine: Engine) -> None:
     assert engine.grammars.cached == CACHED_GRAMMARS
     await engine.grammars.matcher(schema({"const": CACHED_GRAMMARS}))
     assert engine.grammars.cached == CACHED_GRAMMARS
+
+
+async def test_c8_no_scope_gets_a_grammar_sooner_because_another_one_uses_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[object] = []
+    source = ConstraintTrial.source
+
+    def counted(trial: ConstraintTrial, *given: Any) -> str:
+        compiled.append(given)
+        return source(trial, *given)
+
+    monkeypatch.setattr(ConstraintTrial, "source", counted)
+    for scope in ("red", "red", "blue", "red.salt", "red", "blue", None):
+        await engine.grammars.matcher(schema({"const": "of red"}), scope=scope)
+    assert len(compiled) == 4
 
 
 def _doubled(rule: str, levels: int) -> str:

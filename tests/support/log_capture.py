@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import traceback
 from collections.abc import Iterator
+
+from workers.terminal import LogFormatter
 
 
 class LogCapture(logging.Handler):
-    """A handler that stores every text that a formatter could write of a record."""
+    """A handler that stores every text that our formatter, or one of fields, writes of a record."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.NOTSET)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        texts = [record.getMessage(), repr(record.__dict__)]
-        if record.exc_info:
-            texts += traceback.format_exception(*record.exc_info)
-        self.texts += texts
+        fields = {name: value for name, value in vars(record).items() if name != "exc_info"}
+        self.texts += [LogFormatter().format(record), repr(fields | {"exc_text": ""})]
 
 
 @contextlib.contextmanager

@@ -26,13 +26,13 @@ _NEW_NETWORK = 0x4000_0000
 _NETWORK = Path("/proc/thread-self/ns/net")
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 _ISOLATED = ("unshare", "--net", "--mount")
-# The process has its program, an empty /tmp, and starts when the cable is plugged in.
+# The process has its program, an empty /tmp of 64 MB, and starts when the cable is plugged in.
 _START = """
 set -e
 mount -t tmpfs none /run
 touch /run/program
 mount --bind "$1" /run/program
-mount -t tmpfs none /tmp
+mount -t tmpfs -o size=64m none /tmp
 shift
 until grep -q eth0: /proc/net/dev; do sleep 0.02; done
 exec /run/program "$@"
@@ -69,6 +69,11 @@ class SecondMachine:
         _run("ip", "link", "set", "cable", "up")
         self._run_there("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
         self._run_there("ip", "link", "set", "eth0", "up")
+
+    def used_bytes(self) -> int:
+        """Return how much the files in /tmp of the second machine take."""
+        disk = os.statvfs(f"/proc/{self._pid}/root/tmp")
+        return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
     def datagram_socket(self, address: tuple[str, int]) -> socket.socket:
         """Return a socket that is bound on the second machine and used by this process."""

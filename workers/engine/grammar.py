@@ -47,7 +47,7 @@ a mask of usual schemas takes 0.02 to 1 ms, of a grammar of single letters 2 ms,
 """
 
 _MASKS = ThreadPoolExecutor(thread_name_prefix="masks")
-_Key: TypeAlias = tuple[Constraint, tuple[str, str] | None]
+_Key: TypeAlias = tuple[str, Constraint, tuple[str, str] | None]
 _Compiled: TypeAlias = tuple[LLMatcher, Sequence[int]]
 """A matcher at the beginning, and the tokens that are forced there."""
 
@@ -128,9 +128,10 @@ class GrammarCompiler:
         """Return a matcher at the beginning of an answer; raise `InvalidGeneration` without one.
 
         With `call_marks`, the answer may also call tools in the model's own format. Constraints of
-        one isolation `scope` delay one of another scope by two compilations at most.
+        one isolation `scope` delay one of another scope by two compilations at most, and do not
+        make it faster: the time of an answer tells nobody which schemas others use.
         """
-        key = (constraint._replace(value=json.dumps(constraint.value)), call_marks)
+        key = (scope or "", constraint._replace(value=json.dumps(constraint.value)), call_marks)
         compiled = self._lookup(key)
         if compiled is None:
             future = self._submit(whole_scope(scope or ""), key, constraint)
@@ -191,7 +192,7 @@ class GrammarCompiler:
         assert self._trial is not None, "it is made with the tokenizer"
         compiled: _Compiled | _Refusal
         try:
-            source = self._trial.source(constraint, key[1])
+            source = self._trial.source(constraint, key[2])
             state = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
             state.compute_bitmask()  # the most expensive mask: here it delays nobody's answer
             compiled = state, state.compute_ff_tokens()
@@ -279,8 +280,8 @@ class Matcher:
             taken = self.state.consume_token(token) and not self.state.is_error()
         if taken and self._spent_s <= _FREE_S + _SHARE_S * self._masks:
             return
-        error = self.state.get_error()
-        logger.info("grammar.failed spent_s=%.2f error=%s", self._spent_s, error)
+        failed = self.state.is_error()  # its words may be those of the grammar
+        logger.info("grammar.failed spent_s=%.2f too_complex=%s", self._spent_s, failed)
         raise InvalidGeneration(
             self._param,
             "This constraint is too costly: it became too complex, or its tokens took too long to "

@@ -315,7 +315,7 @@ class PrefixCache:
                 if self._store(scope, tokens[: name.end], state, self._limit_bytes) is None:
                     return False
             except Exception as error:  # noqa: BLE001  # the prompt is read again
-                logger.warning("prefix_cache.run_unusable error=%s", error)
+                logger.warning("prefix_cache.run_unusable error=%s", type(error).__name__)
                 return False
         return True
 

@@ -213,7 +213,7 @@ class PrefixCacheFiles:
             self._write_budget()
         except Exception as error:  # noqa: BLE001  # safetensors has an error of its own
             if not self._failed:
-                logger.warning("prefix_cache.write_failed error=%s", error)
+                logger.warning("prefix_cache.write_failed error=%s", type(error).__name__)
             self._failed = True
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)

@@ -26,6 +26,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from workers.group.hosts import Backend, Split, free_port
+from workers.terminal import configure_logging
 
 BEAT_S = 1.0
 _VERSIONS = ("paceline", "mlx", "mlx-lm", "transformers")
@@ -122,9 +123,7 @@ def main() -> None:
     """Run a rank until its standard input closes."""
     lines = _Lines()
     order = RankOrder.model_validate_json(sys.stdin.readline())
-    logging.basicConfig(
-        level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {order.rank}: %(message)s"
-    )
+    configure_logging(logging.WARNING, f"%(asctime)s %(levelname)s rank {order.rank}: %(message)s")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     lines.beat()
     try:
@@ -206,7 +205,7 @@ class _Answer:
                 message.ended = True
             case Exception():
                 self._answers.pop(self._id, None)
-                message.failure = f"{type(item).__name__}: {item}"[:1000]
+                message.failure = type(item).__name__  # its words may be those of a prompt
                 message.ended = True
             case (int() as read, int() as total):
                 message.read = (read, total)

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 from gateway.config.static_workers import StaticWorker
 from gateway.engines import KINDS
 from gateway.fleet import engine_watch
+from gateway.proxy import handler
 from tests.support.http_server import Request, ServerConnection
 from tests.support.log_capture import LogCapture
 from tests.support.policies import single_pool_policy, to_yaml
@@ -21,6 +22,7 @@ from tests.support.running_gateway import RunningGateway, make_settings, running
 from tests.support.scripted_worker import Script, ScriptedWorker, event
 
 PROMPT = "canary-words-of-a-person"
+SAID_BY_USER = [{"role": "user", "content": PROMPT}]
 KEY = "canary-key-of-the-engine"
 WORDS = f"Model demo failed on: {PROMPT}; authorization was Bearer {KEY}"
 ERRORS: tuple[Any, ...] = (
@@ -185,6 +187,36 @@ def test_f82_the_words_of_a_worker_are_in_no_log_metric_or_page(
         gateway.join(worker, boot_id="last")
         outputs = pages(gateway)
     assert search(outputs, tmp_path, of_the_gateway, PROMPT, KEY) == []
+
+
+def test_f82_the_words_of_a_client_are_in_no_log_of_a_fault_of_ours(
+    tmp_path, worker, of_the_gateway, monkeypatch
+) -> None:
+    """Every wire is inspected by this function; a fault of it quotes what it reads."""
+
+    def fail(*read: object, **also_read: object) -> None:
+        raise KeyError(PROMPT, read, also_read) from ValueError(PROMPT)
+
+    monkeypatch.setattr(handler, "inspect", fail)
+    outputs: dict[str, str] = {}
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.join(worker)
+        for path, fields in (
+            ("/v1/chat/completions", {"messages": SAID_BY_USER, "stream": True}),
+            ("/v1/completions", {"prompt": PROMPT}),
+            ("/v1/messages", {"messages": SAID_BY_USER, "max_tokens": 9}),
+            ("/v1/responses", {"input": PROMPT, "stream": True}),
+            ("/v1/responses", {"input": PROMPT, "background": True}),
+            ("/v1/embeddings", {"input": PROMPT}),
+            ("/v1/rerank", {"query": PROMPT, "documents": [PROMPT]}),
+        ):
+            outputs[path] = gateway.client.post(path, json={"model": "demo", **fields}).text
+            assert "error" in outputs[path]
+        outputs |= pages(gateway)
+    assert search(outputs, tmp_path, of_the_gateway, PROMPT) == []
+    faults = [one for one in of_the_gateway.texts if one.startswith("request.broken")]
+    assert len(faults) == 7
+    assert all(one.endswith("KeyError") for one in faults)
 
 
 def test_f82_the_log_has_status_phrase_and_length_of_a_refusal(caplog) -> None:

@@ -71,6 +71,72 @@ def test_content_that_is_no_picture_is_rejected(url: str) -> None:
         read_size(url)
 
 
+GIF = b"GIF89a\x01\0\x01\0\x80\0\0" + bytes(6)  # a screen of one pixel, and two colors
+GIF_FRAME = b",%b\x04\0\x05\0\0\x02\x01x\0"
+JPEG_FRAME = b"\xff\xc0\0\x0b\x08%b%b\x01\0\0\0"
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + kind + data + bytes(4)
+
+
+def riff_chunk(kind: bytes, data: bytes) -> bytes:
+    return kind + len(data).to_bytes(4, "little") + data
+
+
+PNG = png_header(1, 1)[:-8]  # without pixels
+VP8 = riff_chunk(b"VP8 ", b"\0\0\0\x9d\x01\x2a" + b"\x2c\x01\xc8\0")
+WEBP = b"RIFF\0\0\0\0WEBP" + riff_chunk(b"VP8X", bytes(10))
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "size"),
+    [
+        (GIF + GIF_FRAME % bytes(4), "gif", (4, 5)),
+        (GIF + GIF_FRAME % b"\x03\0\x02\0" + b";", "gif", (7, 7)),
+        (GIF + b"!\xfe\xff" + bytes(255) + b"\0" + GIF_FRAME % bytes(4), "gif", (4, 5)),
+        (GIF + (b"!\xf9\x04" + bytes(5) + GIF_FRAME % bytes(4)) * 2_000, "gif", (4, 5)),
+        (GIF + b"\0\0" + GIF_FRAME % bytes(4), "gif", (4, 5)),
+        (
+            PNG + png_chunk(b"IHDR", bytes((0, 0, 0, 4, 0, 0, 0, 5, 8, 2, 0, 0, 0))),
+            "png",
+            (4, 5),
+        ),
+        (
+            PNG + png_chunk(b"fcTL", bytes((0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 5))),
+            "png",
+            (4, 5),
+        ),
+        (WEBP + VP8, "webp", (300, 200)),
+        (
+            WEBP
+            + riff_chunk(b"ANIM", bytes(6))
+            + riff_chunk(b"ANMF", bytes(6) + b"\x2b\x01\0\xc7\0\0"),
+            "webp",
+            (300, 200),
+        ),
+        (
+            b"\xff\xd8" + JPEG_FRAME % (b"\0\x01", b"\0\x01") + JPEG_FRAME % (b"\0\x05", b"\0\x04"),
+            "jpeg",
+            (4, 5),
+        ),
+    ],
+)
+def test_the_largest_of_canvas_and_frames_counts(
+    content: bytes, kind: str, size: tuple[int, int]
+) -> None:
+    """Decoders differ in which they show, and a policy must not be told the smaller one."""
+    assert read_size(data_url(content, kind)) == size
+
+
+@pytest.mark.parametrize(
+    "content", [GIF + b"!\xfe" + b"\x01x" * 20_000, GIF + bytes(20_000), WEBP + bytes(40_000)]
+)
+def test_a_picture_of_endless_pieces_is_rejected(content: bytes) -> None:
+    with pytest.raises(PictureInvalid):
+        read_size(data_url(content))
+
+
 def test_a_picture_may_fill_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "PICTURE_LIMIT_BYTES", 600)
     prefix, largest = "data:image/png;base64,", "A" * 800

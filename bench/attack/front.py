@@ -1,0 +1,193 @@
+"""Bodies that would fill the disk of the nginx in front of the gateways, as it is shipped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from random import Random
+from statistics import quantiles
+from typing import Final, NamedTuple
+
+from bench.attack.attack import Answer, Tally, Target
+from bench.attack.http_client import Connection, encode
+from tests.support.compose_file import SECRETS
+from tests.support.front import PATH, PORT, NginxClient, running_front
+
+_CONNECTIONS: Final = 48
+_ADDRESSES: Final = 6
+_MB: Final = 1 << 20
+_LARGE_BYTES: Final = 32 * _MB
+_NEIGHBOUR_BYTES: Final = 20_000
+_NEIGHBOUR_S: Final = 2.0
+_PROBE_S: Final = 0.02
+_PAUSE_S: Final = 0.05
+_DISK_BYTES: Final = 8 * _MB
+"""Of the 64 MB that nginx has here; it needs none for a body."""
+_KEY: Final = SECRETS["PACELINE_API_KEY"]
+
+
+class _Kind(NamedTuple):
+    """A kind of body. `length_bytes` 0 is an unknown length."""
+
+    name: str
+    path: str
+    key: str
+    length_bytes: int
+    sent_bytes: int
+    """The client sends no more, and keeps the connection."""
+
+    def head(self) -> bytes:
+        length = f"content-length: {self.length_bytes}"
+        fields = (length if self.length_bytes else "transfer-encoding: chunked",)
+        return encode(None, path=self.path, key=self.key, headers=fields)
+
+    def pieces(self) -> Iterator[bytes]:
+        for begin in range(0, self.sent_bytes, 1 << 16):
+            piece = b"x" * min(1 << 16, self.sent_bytes - begin)
+            yield piece if self.length_bytes else b"%x\r\n%b\r\n" % (len(piece), piece)
+
+
+_KINDS: Final = tuple(
+    _Kind(*kind)
+    for kind in (
+        ("large", PATH, "", _LARGE_BYTES, _LARGE_BYTES),
+        ("slow", PATH, "", _LARGE_BYTES, 1),
+        ("unknown length", PATH, "", 0, 30 * _MB),
+        ("another route", "/", "", _MB - 1, _MB - 1),
+        ("heartbeat", "/admin/v1/workers/x", "", _MB - 1, _MB - 1),
+        ("below the limit", PATH, "", 9_999, 9_998),
+        ("large, with a key", PATH, _KEY, _LARGE_BYTES, _LARGE_BYTES - 1),
+        ("slow, with a key", PATH, _KEY, _LARGE_BYTES, 1),
+        ("unknown length, with a key", PATH, _KEY, 0, 30 * _MB),
+        ("a megabyte, with a key", PATH, _KEY, 999_999, 999_998),
+    )
+)
+
+
+class Front:
+    """Connections of several addresses, with a key and without, beside an honest neighbour."""
+
+    name = "front"
+    promise = "a neighbour with a key and 20 kB is answered, errors are JSON, the disk stays empty"
+    share = 0.06
+
+    async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
+        if os.geteuid() or not shutil.which("unshare"):
+            tally.notes.append("not played: it needs network namespaces")
+            return
+        async with _running(target.home / "front") as front:
+            took_s: list[float] = []
+            ended = asyncio.Event()
+            neighbour = asyncio.create_task(_ask(front, took_s, ended, tally))
+            began_s = time.monotonic()
+            share_s = max(2.0, (deadline_s - began_s) / len(_KINDS))
+            for kind in _KINDS:
+                before = len(took_s)
+                used_bytes = await _flood(front, kind, share_s, tally)
+                if used_bytes > _DISK_BYTES:
+                    tally.fail(f"{used_bytes >> 20} MB on the disk", kind.name)
+                if len(took_s) == before:
+                    tally.fail("the neighbour had no answer", kind.name)
+            ended.set()
+            await neighbour
+            p99_s = quantiles(took_s, n=100)[-1] if len(took_s) > 1 else float("inf")
+            tally.notes.append(f"neighbour p99 {p99_s * 1000:,.0f} ms of {len(took_s):,} answers")
+            if p99_s > _NEIGHBOUR_S:
+                tally.fail(f"the neighbour waits {p99_s:.1f} s", "p99")
+
+
+@contextlib.asynccontextmanager
+async def _running(folder: Path) -> AsyncIterator[NginxClient]:
+    """Run nginx, two gateways and a worker, from a thread."""
+    with contextlib.ExitStack() as stack:
+
+        def start() -> NginxClient:
+            folder.mkdir()
+            front = stack.enter_context(running_front(folder))
+            stack.enter_context(front.joined())
+            return front
+
+        front = await asyncio.to_thread(start)
+        try:
+            yield front
+        finally:
+            await asyncio.to_thread(stack.close)
+
+
+async def _flood(front: NginxClient, kind: _Kind, share_s: float, tally: Tally) -> int:
+    """Send one kind of body for some time; return the most bytes on the disk."""
+    addresses = itertools.cycle(front.machine.addresses_here(_ADDRESSES))
+    ends_s, used_bytes = time.monotonic() + share_s, 0
+    async with asyncio.TaskGroup() as group:
+        senders = [
+            group.create_task(_send_again(front, kind, address, ends_s, tally))
+            for address in itertools.islice(addresses, _CONNECTIONS)
+        ]
+        while time.monotonic() < ends_s:
+            used_bytes = max(used_bytes, front.machine.used_bytes())
+            await asyncio.sleep(_PROBE_S)
+        for sender in senders:
+            sender.cancel()
+    return used_bytes
+
+
+async def _send_again(
+    front: NginxClient, kind: _Kind, address: str, ends_s: float, tally: Tally
+) -> None:
+    while time.monotonic() < ends_s:
+        tally.inputs += 1
+        try:
+            async with _connected(front, address) as opened:
+                if await opened.send(kind.head()):
+                    sending = asyncio.create_task(_send(opened, kind))
+                    try:
+                        tally.answer(await opened.read_answer(), kind.name)
+                    finally:
+                        sending.cancel()
+        except OSError:
+            tally.answer(Answer(), kind.name)
+        await asyncio.sleep(_PROBE_S)
+
+
+async def _send(opened: Connection, kind: _Kind) -> None:
+    for piece in kind.pieces():
+        if not await opened.send(piece):
+            return
+        await asyncio.sleep(_PAUSE_S)  # the neighbour shares this event loop
+
+
+async def _ask(front: NginxClient, took_s: list[float], ended: asyncio.Event, tally: Tally) -> None:
+    """Send honest requests of an address of its own, one after another."""
+    (*_, address) = front.machine.addresses_here(9)
+    body = b'{"model": "demo", "messages": [{"role": "user", "content": "%b"}]}'
+    raw = encode(body % (b"x" * _NEIGHBOUR_BYTES), path=PATH, key=_KEY)
+    while not ended.is_set():
+        began_s = time.monotonic()
+        try:
+            async with _connected(front, address) as opened:
+                await opened.send(raw)
+                answer = await opened.read_answer()
+        except OSError:
+            answer = Answer()
+        if answer.status == 200:
+            took_s.append(time.monotonic() - began_s)
+        else:
+            tally.fail(f"{answer.status} {answer.code} for the neighbour", answer.body[:100])
+        await asyncio.sleep(_PROBE_S)
+
+
+@contextlib.asynccontextmanager
+async def _connected(front: NginxClient, address: str) -> AsyncIterator[Connection]:
+    reader, writer = await asyncio.open_connection(
+        front.machine.address, PORT, local_addr=(address, 0)
+    )
+    try:
+        yield Connection(reader, writer)
+    finally:
+        writer.transport.abort()
