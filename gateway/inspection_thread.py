@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, Protocol, Self, TypeVar
 from weakref import WeakValueDictionary
 
+from gateway.types import RawBody
+
 _SMALL_BYTES = 16 * 1024
 _LARGE_BYTES = 512 * 1024
 _LARGE_CONTAINERS = 1000
@@ -52,7 +54,7 @@ class InspectionThread:
         self._clients: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
-    async def turn(self, client: str, raw: bytes) -> AsyncIterator[Turn]:
+    async def turn(self, client: str, raw: RawBody) -> AsyncIterator[Turn]:
         """Yield the turn of a body of this client."""
         if not is_large(raw):
             yield Turn(client)
@@ -80,7 +82,7 @@ class InspectionThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def is_large(raw: bytes) -> bool:
+def is_large(raw: RawBody) -> bool:
     """Return whether a body, with what it goes on from, may take long to inspect."""
     size = len(raw)
     if size > _LARGE_BYTES:

@@ -29,6 +29,7 @@ from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
 from gateway.proxy.load_shedding import Load
 from gateway.strict_json import parse
+from gateway.types import RawBody
 from workers.protocol import MAX_REPORT_BYTES
 
 DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"
@@ -110,12 +111,13 @@ class _LimitedRequest(Request):
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
             settings = (await gateway_of(self)).settings
-            self._body = await read_small_body(
+            body = await read_small_body(
                 self.scope,
                 self.receive,
                 limit_bytes=self._limit_bytes,
                 timeout_s=settings.body_timeout_s,
             )
+            self._body = bytes(body)
         return self._body
 
     async def json(self) -> Any:
@@ -181,7 +183,7 @@ CurrentHold = Annotated[Callable[[int], None], Depends(_hold)]
 
 async def _bounded_body(
     request: Request, gateway: CurrentGateway, api_key: CurrentKey, hold: CurrentHold
-) -> bytes:
+) -> RawBody:
     settings = gateway.settings
     if (rate_limiter := api_key.rate_limiter) is not None:
         try:
@@ -201,7 +203,7 @@ async def _bounded_body(
     )
 
 
-CountedBody = Annotated[bytes, Depends(_bounded_body)]
+CountedBody = Annotated[RawBody, Depends(_bounded_body)]
 """The body of a request that no worker answers, bounded and charged as those of the data plane."""
 
 

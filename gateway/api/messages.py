@@ -15,7 +15,7 @@ from gateway.errors import LimitReached, ModelUnknown, Overloaded, RefusedByWork
 from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.handler import inspect
 from gateway.proxy.token_count import ESTIMATE_HEADER, TokenCounter
-from gateway.strict_json import parse
+from gateway.strict_json import encode_body, parse
 
 router = data_router()
 
@@ -53,9 +53,10 @@ async def count(
     async with gateway.inspection_thread.turn(caller.client, raw) as turn:
         body = await turn.run(parse, raw)
         inspected = await inspect(gateway, messages_format, body, policy, turn, caller=caller)
+        encoded = await turn.run(encode_body, inspected.body, len(raw))
     api_key.check_model(inspected)
     try:
-        count = await counter.count(inspected)
+        count = await counter.count(inspected, encoded)
     except RefusedByWorker as error:
         raise messages_format.named(error) from None
     if count.estimated:

@@ -35,7 +35,7 @@ from gateway.proxy.kept_items import KeptItems, named_items
 from gateway.proxy.load_shedding import Load
 from gateway.proxy.responses import EventLog, ResponsesService
 from gateway.proxy.token_count import ESTIMATE_HEADER
-from gateway.strict_json import parse
+from gateway.strict_json import encode_body, parse
 from policies.evaluate import ANY_MODEL
 from policies.request.fields import FieldError
 
@@ -146,9 +146,10 @@ async def count_tokens(
         body.pop("personality", None)
         await exchange.open(body, caller.key, hold, len(raw))
         inspected = await inspect(gateway, exchange.format, body, policy, turn, caller=caller)
+        encoded = await turn.run(encode_body, inspected.body, len(raw))
     api_key.check_model(inspected)
     try:
-        count = await counter.count(inspected)
+        count = await counter.count(inspected, encoded)
     except errors.RefusedByWorker as error:
         raise exchange.format.named(error) from None
     if count.estimated:

@@ -23,6 +23,7 @@ from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
+from gateway.strict_json import Pieces
 from workers.protocol import NodeSource
 
 _MISTAKES = re.compile(rb"is not supported|audio format|has to be an integer in the")
@@ -79,7 +80,7 @@ class MlxVlm(MlxEngine):
         headers = super().headers(lane, prefix, scope, token_limit, sources=sources)
         return {**headers, _TENANT: scope}
 
-    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+    def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:  # noqa: ARG002
         """Return the body without a salt: the header isolates."""
         return super().body(body, fields, "")
 

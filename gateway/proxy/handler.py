@@ -41,7 +41,7 @@ from gateway.proxy.load_shedding import Load, RejectionPacer
 from gateway.proxy.responses import ResponseExchange
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_body, parse
-from gateway.types import Caller, Headers, Inspected
+from gateway.types import Caller, Headers, Inspected, RawBody
 from policies.document import PolicyDocument
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def routing_request(
     return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
 
 
-def takes_long(raw: bytes) -> bool:
+def takes_long(raw: RawBody) -> bool:
     """Return whether reading a body may take longer than a request may cost nothing for."""
     return is_large(raw) or any(mark in raw for mark in PDF_MARKS)
 
@@ -166,7 +166,7 @@ class ProxyHandler:
 
     async def _read_body(
         self, scope: Scope, receive: Receive, context: RequestContext, cancel_scope: CancelScope
-    ) -> bytes:
+    ) -> RawBody:
         """Authenticate the client, then read the body and limit the time of the rest."""
         gateway = self._gateway
         settings = gateway.settings
@@ -218,7 +218,7 @@ class ProxyHandler:
         last.cancel(errors.Overloaded())
         return True
 
-    async def _inspect(self, scope: Scope, raw: bytes, context: RequestContext) -> None:
+    async def _inspect(self, scope: Scope, raw: RawBody, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
         gateway = self._gateway
         context.caller = caller = read_caller(scope, context.policy, context.api_key)
@@ -230,7 +230,7 @@ class ProxyHandler:
                 await self._inspect_in(turn, scope, raw, context)
 
     async def _inspect_in(
-        self, turn: Turn, scope: Scope, raw: bytes, context: RequestContext
+        self, turn: Turn, scope: Scope, raw: RawBody, context: RequestContext
     ) -> None:
         gateway, policy, api_key = self._gateway, context.policy, context.api_key
         body = await turn.run(parse, raw)

@@ -7,13 +7,14 @@ import functools
 import logging
 from typing import NamedTuple
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from gateway import errors
 from gateway.assembly import Gateway
 from gateway.fleet.worker import WorkerState
 from gateway.http.upstream import ConnectionLost, ConnectionPool, StaleConnection, refusal
 from gateway.proxy.billing import estimate
+from gateway.strict_json import Pieces
 from gateway.types import Inspected
 from workers.protocol import MAX_COUNT, TOKENIZE_PATH
 
@@ -40,7 +41,7 @@ class TokenCounter:
         self._fleet = gateway.fleet
         self._connections = connections
 
-    async def count(self, inspected: Inspected) -> TokenCount:
+    async def count(self, inspected: Inspected, body: Pieces) -> TokenCount:
         """Return the tokens of a chat's prompt; raise `RefusedByWorker` as a request would."""
         model = inspected.profile.model
         workers = [
@@ -52,15 +53,14 @@ class TokenCounter:
         if worker is not None:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    return TokenCount(await self._ask(worker, inspected), estimated=False)
+                    return TokenCount(await self._ask(worker, inspected, body), estimated=False)
             except (errors.WorkerError, TimeoutError, ValueError) as error:
                 worker_id, why = worker.report.worker_id, type(error).__name__
                 log.warning("tokens.uncounted worker=%s error=%s", worker_id, why)
         return TokenCount(estimate(inspected.profile._replace(max_tokens=0)), estimated=True)
 
-    async def _ask(self, worker: WorkerState, inspected: Inspected) -> int:
+    async def _ask(self, worker: WorkerState, inspected: Inspected, body: Pieces) -> int:
         """Return the count of one worker; raise `ValueError` for an answer without one."""
-        body = to_json(inspected.body, inf_nan_mode="null")
         headers = {"content-type": "application/json", **worker.backend.authorization}
         url = worker.report.url + TOKENIZE_PATH
         send = functools.partial(self._connections.send, url, body, headers, lambda: None)

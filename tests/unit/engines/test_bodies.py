@@ -15,7 +15,8 @@ MLX = ("mlx-lm", "mlx-vlm", "vllm-mlx")
 
 def sent(kind: str, **fields: Any) -> dict[str, Any]:
     """Return the fields that an engine gets."""
-    body: dict[str, Any] = json.loads(KINDS[kind]().body(b"", {"model": "demo", **fields}, ""))
+    (raw,) = KINDS[kind]().body((), {"model": "demo", **fields}, "")
+    body: dict[str, Any] = json.loads(raw)
     del body["model"]
     return body
 

@@ -45,5 +45,6 @@ def test_a_long_plain_text_has_no_bound_of_its_own() -> None:
 @given(VALUES)
 def test_pieces_of_a_large_body_are_the_json_of_a_small_one(value: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strict_json, "_PIECE_CHARS", 2)
-        assert encode_body(value, 100) == encode_json(value)
+        patch.setattr(strict_json, "_PIECE_BYTES", 16)
+        patch.setattr(strict_json, "_WHOLE_BYTES", 0)
+        assert b"".join(encode_body(value, 100)) == encode_json(value)
