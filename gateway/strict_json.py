@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.types import RawBody
+from policies.request.json_pieces import encode_pieces
 
 _UNCHECKED_BYTES = 64 * 1024
 _CHUNK_BYTES = 1024 * 1024
@@ -45,10 +45,10 @@ _BEFORE = f"{_SLOT}0"
 """Names what the pieces before have."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..")
 _ESCAPE_BYTES = 6
+_UTF8_BYTES = 4
 
 Pieces = tuple[bytes, ...]
 """A body, which is sent without one copy of all of it."""
-T = TypeVar("T")
 
 
 def parse(raw: RawBody) -> dict[str, Any]:
@@ -201,8 +201,8 @@ def _cut(chunk: bytes) -> int:
     end = len(chunk) - 1
     if (escape := chunk.rfind(b"\\", end - _ESCAPE_BYTES)) >= 0:
         end = escape
-    while chunk[end] & 0xC0 == 0x80:
-        end -= 1
+    for _ in range(_UTF8_BYTES - 1):
+        end -= chunk[end] & 0xC0 == 0x80
     if _HIGH_SURROGATE.match(chunk, end - _ESCAPE_BYTES):
         end -= _ESCAPE_BYTES
     return end
@@ -259,67 +259,12 @@ def encode_body(fields: object, size_bytes: int) -> Pieces:
     return tuple(encode_pieces(fields))
 
 
-def encode_pieces(value: Any) -> Iterator[bytes]:
-    """Yield the pieces of strict JSON, each from a short call."""
-    if _room(value, _PIECE_BYTES) >= 0:
-        yield encode_json(value)
-    elif isinstance(value, str):
-        yield b'"'
-        for at in range(0, len(value), _PIECE_BYTES):
-            yield to_json(value[at : at + _PIECE_BYTES])[1:-1]
-        yield b'"'
-    elif isinstance(value, dict):
-        mark = b"{"
-        for fields in _batches([*value.items()]):
-            yield mark
-            if len(fields) > 1:
-                yield encode_json(dict(fields))[1:-1]
-            else:
-                yield to_json(fields[0][0]) + b":"
-                yield from encode_pieces(fields[0][1])
-            mark = b","
-        yield b"}"
-    else:
-        mark = b"["
-        for items in _batches(value):
-            yield mark
-            if len(items) > 1:
-                yield encode_json(items)[1:-1]
-            else:
-                yield from encode_pieces(items[0])
-            mark = b","
-        yield b"]"
-
-
-def _batches(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield values together that are short together, and a long one alone."""
-    if len(values) == 1 or _room(values, _PIECE_BYTES) >= 0:
-        yield values
-    else:
-        half = len(values) // 2
-        yield from _batches(values[:half])
-        yield from _batches(values[half:])
-
-
-def _room(value: Any, room: int) -> int:
-    """Return what a value leaves of a number of characters; less than 0 if it takes more."""
-    if isinstance(value, str):
-        return room - len(value)
-    if isinstance(value, dict):
-        room -= sum(map(len, value))
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return room
-    for one in value:
-        room -= 8
-        kind = type(one)
-        if kind is str:
-            room -= len(one)
-        elif kind is not int and kind is not float:
-            room = _room(one, room)
-        if room < 0:
-            break
-    return room
+def encode_text(value: object) -> str:
+    """Return strict JSON as a text, from short calls."""
+    text = ""
+    for piece in encode_pieces(value):
+        text += piece.decode()
+    return text
 
 
 def size_of(pieces: Pieces) -> int:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from gateway.strict_json import encode_body, encode_pieces
+from gateway.strict_json import encode_body
 from gateway.types import Caller, Inspected
 from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS
+from policies.request.json_pieces import encode_pieces, json_bytes
 from policies.sections import PrefixPolicy
 from workers.protocol import salted_scope
 
@@ -188,7 +189,7 @@ def _media_bytes(message: Mapping[str, Any]) -> int:
     if not isinstance(content, list):
         return 0
     media = [part for part in content if part.get("type") in MEDIA_KINDS]
-    return sum(map(len, encode_pieces(media))) - len(media) * _MEDIA_BYTES if media else 0
+    return json_bytes(media) - len(media) * _MEDIA_BYTES if media else 0
 
 
 def _blocks(text: str) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policies.request.fields import FieldError, Fields
+from policies.request.json_pieces import json_bytes
 from policies.request.profile import Endpoint
 
 PICTURES_LIMIT = 32
@@ -256,18 +257,7 @@ def _read_message(message: Any, where: str, found: Content) -> None:
             raise FieldError(f"{where}.{name}", f"'{name}' must be a string.")
         found.text_chars += len(text)
     if calls := message.get("tool_calls"):
-        found.text_chars += _chars(calls)
-
-
-def _chars(value: Any) -> int:
-    """Return about how many characters of JSON a value takes, by no long call into C."""
-    if isinstance(value, str):
-        return len(value) + 2
-    if isinstance(value, dict):
-        return sum(map(_chars, value.items()))
-    if isinstance(value, list | tuple):
-        return 2 + sum(map(_chars, value))
-    return 4
+        found.text_chars += json_bytes(calls)
 
 
 def _read_part(part: Any, where: str, found: Content) -> None:
