@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 from gateway.memory_budget import MemoryHold
 from gateway.strict_json import footprint_bytes
+from gateway.types import RawBody
 
 _SMALL_BYTES = 16 * 1024
 _LARGE_BYTES = 512 * 1024
@@ -56,7 +57,7 @@ class InspectionThread:
         self._clients: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
-    async def turn(self, hold: MemoryHold, raw: bytes) -> AsyncIterator[Turn]:
+    async def turn(self, hold: MemoryHold, raw: RawBody) -> AsyncIterator[Turn]:
         """Yield the turn of a body, once its hold has room for what is made of it."""
         hold.add(footprint_bytes(raw))
         if not is_large(raw):
@@ -85,7 +86,7 @@ class InspectionThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def is_large(raw: bytes) -> bool:
+def is_large(raw: RawBody) -> bool:
     """Return whether a body, with what it goes on from, may take long to inspect."""
     size = len(raw)
     if size > _LARGE_BYTES:

@@ -1,18 +1,21 @@
 """Strict JSON of requests, within bounds that keep each call into C short.
 
-CPython runs one thread at a time, and a call into C is not interrupted: while it parses or encodes,
-no other request goes on. So a body has bounds on what is slow to parse, and long texts are encoded
-in pieces.
+CPython runs one thread at a time, and a call into C is not interrupted: while it parses, encodes or
+copies, no other request goes on. So a body has bounds on what is slow to parse, and a large one is
+parsed and encoded piece by piece, into pieces that are never joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import secrets
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
 from gateway import errors
+from gateway.types import RawBody
+from policies.request.json_pieces import encode_pieces
 
 _UNCHECKED_BYTES = 64 * 1024
 _SMALL_BYTES = 4 * 1024
@@ -21,7 +24,9 @@ _SMALL_FOOTPRINT = 8
 # no container up to 64. A text takes as many bytes for each character as its widest one.
 _CONTAINER_BYTES, _VALUE_BYTES = 160, 64
 _CHUNK_BYTES = 1024 * 1024
-_PIECE_CHARS = 1024 * 1024
+_WHOLE_BYTES = 512 * 1024
+"""Of a body that one call parses or encodes."""
+_PIECE_BYTES = 256 * 1024
 _ASCII = bytes(range(128))
 _BOUNDS = (
     # An empty list takes two bytes of a body and seventy when it is parsed.
@@ -33,9 +38,25 @@ ITEMS_LIMIT = 10_000
 """The messages or items of one request, and the items of a conversation."""
 _WIDE_BYTES_LIMIT = 12 * 1024 * 1024
 """Of characters beyond ASCII; four million of most scripts."""
+_WIDE_TEXT_CHARS_LIMIT = 8 * 1024 * 1024
+"""Of one text beyond ASCII, each character of which takes as much memory as the widest one."""
+_LIST, _OBJECT, _QUOTE = b'[{"'
+_CLOSING = {_LIST: b"]", _OBJECT: b"}"}
+_OPENING = {ord("]"): _LIST, ord("}"): _OBJECT}
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_SLOT = secrets.token_hex(16)
+"""Stands in a piece for what the next ones have; no client can know it."""
+_BEFORE = f"{_SLOT}0"
+"""Names what the pieces before have."""
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..")
+_ESCAPE_BYTES = 6
+_UTF8_BYTES = 4
+
+Pieces = tuple[bytes, ...]
+"""A body, which is sent without one copy of all of it."""
 
 
-def footprint_bytes(raw: bytes) -> int:
+def footprint_bytes(raw: RawBody) -> int:
     """Estimate the memory that JSON takes: parsed, translated, and written again and sent."""
     size_bytes = len(raw)
     if size_bytes <= _SMALL_BYTES:
@@ -48,7 +69,7 @@ def footprint_bytes(raw: bytes) -> int:
     return (width + 2) * size_bytes + parsed_bytes
 
 
-def parse(raw: bytes) -> dict[str, Any]:
+def parse(raw: RawBody) -> dict[str, Any]:
     """Parse one strict JSON object: UTF-8, no NaN, no infinity, bounded depth and values.
 
     Raise `BodyNotJson`.
@@ -58,7 +79,7 @@ def parse(raw: bytes) -> dict[str, Any]:
     try:
         # The client's own bytes are never passed on: a duplicate key could mean one thing to the
         # gateway and another to the worker. The worker's body is encoded from this parse.
-        body = from_json(raw, allow_inf_nan=False)
+        body = _PieceParser(raw).parse() if len(raw) > _WHOLE_BYTES else _from_json(raw)
     except ValueError:
         raise errors.BodyNotJson from None
     if not isinstance(body, dict):
@@ -66,7 +87,167 @@ def parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def check_bounds(raw: bytes) -> None:
+def _from_json(raw: RawBody) -> Any:
+    return from_json(raw, allow_inf_nan=False)
+
+
+class _PieceParser:
+    """Parses a large text by short calls, to what one long call would return.
+
+    A piece ends before a comma, or before a long text, whose own pieces follow. What is open there
+    is closed behind the piece, and opened again before the next one. A slot at both places keeps a
+    comma from standing where no value is.
+    """
+
+    def __init__(self, raw: RawBody) -> None:
+        self._raw = raw
+        self._marks: list[int] = []
+        """The brackets that are open, the outermost first."""
+        self._open: list[Any] = []
+        """The values that they have opened."""
+
+    def parse(self) -> Any:
+        """Return the value of the text; raise `ValueError`, or `BodyNotJson` with the bound."""
+        begin, root = 0, None
+        while True:
+            end, outside = self._piece(begin)
+            head = self._head()
+            kept = self._follow(outside)
+            if end == len(self._raw):
+                piece = _from_json(head + self._raw[begin:])
+                self._merge(piece)
+                return piece if root is None else root
+            if not self._marks:
+                raise ValueError
+            before_text = self._raw[end] == _QUOTE
+            tail = self._tail(before_text=before_text)
+            piece = _from_json(head + self._raw[begin:end] + tail)
+            path = _path(piece, self._marks)
+            place = _slot(path[-1])
+            root = piece if root is None else root
+            self._merge(piece)
+            self._open[kept:] = path[kept:]
+            if before_text:
+                self._open[-1][place], begin = self._text(end + 1)
+            else:
+                del self._open[-1][place]
+                begin = end
+
+    def _piece(self, begin: int) -> tuple[int, bytes]:
+        """Return where the piece that begins here ends, and its bytes outside texts."""
+        size = _PIECE_BYTES
+        while True:
+            parts = self._unescaped(begin, size).split(b'"')
+            if begin + size >= len(self._raw):
+                return len(self._raw), b"".join(parts[::2])
+            end = begin + size
+            for index in reversed(range(len(parts))):
+                end -= len(parts[index])
+                comma = -1 if index % 2 else parts[index].rfind(b",")
+                if comma >= 0 and end + comma > begin:
+                    return end + comma, b"".join((*parts[:index:2], parts[index][:comma]))
+                end -= 1
+            if len(parts) % 2 == 0 and len(parts[-1]) > size // 2:  # longer than any name
+                return begin + size - len(parts[-1]) - 1, b"".join(parts[::2])
+            size *= 2
+
+    def _unescaped(self, begin: int, size: int) -> bytes:
+        """Return bytes of the text in which each quote begins or ends a text."""
+        chunk = self._raw[begin : begin + size]
+        return bytes(chunk.replace(rb"\\", rb"\.").replace(rb"\"", rb"\."))
+
+    def _follow(self, outside: bytes) -> int:
+        """Follow the brackets of a piece; return how many of the open ones it does not close."""
+        kept = len(self._marks)
+        for mark in outside.translate(None, _NO_BRACKETS):
+            if mark not in _OPENING:
+                self._marks.append(mark)
+            elif not self._marks or self._marks.pop() != _OPENING[mark]:
+                raise ValueError
+            kept = min(kept, len(self._marks))
+        return kept
+
+    def _head(self) -> bytes:
+        """Return what opens again what is open, as if it had a value already."""
+        opening = {_LIST: b"[", _OBJECT: b'{"%b":' % _BEFORE.encode()}
+        return b"".join(opening[mark] for mark in self._marks) + b"0" * bool(self._marks)
+
+    def _tail(self, *, before_text: bool) -> bytes:
+        """Return a slot, and what closes what is open."""
+        slot = b'"%b"' % _SLOT.encode()
+        if not before_text:
+            slot = b"," + slot if self._marks[-1] == _LIST else b",%b:%b" % (slot, slot)
+        return slot + b"".join(_CLOSING[mark] for mark in reversed(self._marks))
+
+    def _merge(self, piece: Any) -> None:
+        """Add to what is open what a piece has of it."""
+        for value in self._open:
+            if isinstance(value, list):
+                before = piece[0]
+                value.extend(piece[1:])
+            else:
+                before = piece.pop(_BEFORE)
+                value.update(piece)
+            piece = before
+
+    def _text(self, begin: int) -> tuple[str, int]:
+        """Return the long text that begins here, and where its closing quote ends."""
+        text = ""
+        while True:
+            chunk = self._unescaped(begin, _PIECE_BYTES)
+            end = chunk.find(b'"')
+            closed = end >= 0
+            if not closed:
+                if begin + _PIECE_BYTES >= len(self._raw):
+                    raise ValueError
+                end = _cut(chunk)
+            piece = _from_json(b'"' + self._raw[begin : begin + end] + b'"')
+            wide = not (text.isascii() and piece.isascii())
+            if wide and len(text) + len(piece) > _WIDE_TEXT_CHARS_LIMIT:
+                raise errors.BodyNotJson(
+                    f"A text beyond ASCII may have at most {_WIDE_TEXT_CHARS_LIMIT:,} characters."
+                )
+            # CPython extends the text in place; a join would copy all of it in one call.
+            text += piece
+            begin += end + closed
+            if closed:
+                return text, begin
+
+
+def _cut(chunk: bytes) -> int:
+    """Return where a piece of a text may end: behind a whole character, and a pair of escapes."""
+    end = len(chunk) - 1
+    if (escape := chunk.rfind(b"\\", end - _ESCAPE_BYTES)) >= 0:
+        end = escape
+    for _ in range(_UTF8_BYTES - 1):
+        end -= chunk[end] & 0xC0 == 0x80
+    if _HIGH_SURROGATE.match(chunk, end - _ESCAPE_BYTES):
+        end -= _ESCAPE_BYTES
+    return end
+
+
+def _path(value: Any, marks: list[int]) -> list[Any]:
+    """Return the values from a piece to the innermost open one, which has a slot; none if absent.
+
+    After a duplicate name the last value of an object is not its last one in order.
+    """
+    mark, *inner = marks
+    if not isinstance(value, list if mark == _LIST else dict):
+        return []
+    if not inner:
+        return [] if _slot(value) is None else [value]
+    children = value[-1:] if isinstance(value, list) else reversed(value.values())
+    return next(([value, *path] for child in children if (path := _path(child, inner))), [])
+
+
+def _slot(value: Any) -> Any:
+    """Return the place of a slot in a list or an object."""
+    if isinstance(value, list):
+        return -1 if value and value[-1] == _SLOT else None
+    return next((name for name, one in reversed(value.items()) if one == _SLOT), None)
+
+
+def check_bounds(raw: RawBody) -> None:
     """Raise `BodyNotJson` for a text that would take long to parse."""
     counts = [0] * len(_BOUNDS)
     wide_bytes = 0
@@ -89,41 +270,26 @@ def encode_json(value: object) -> bytes:
     return to_json(value, inf_nan_mode="null")
 
 
-def encode_body(fields: object, size_bytes: int) -> bytes:
+def encode_body(fields: object, size_bytes: int) -> Pieces:
     """Return strict JSON of about this size; a large one from many short calls."""
-    if size_bytes <= _PIECE_CHARS // 2:
-        return encode_json(fields)
-    return b"".join(encode_pieces(fields))
+    if size_bytes <= _WHOLE_BYTES:
+        return (encode_json(fields),)
+    return tuple(encode_pieces(fields))
 
 
-def encode_pieces(value: object) -> Iterator[bytes]:
-    """Yield the pieces of strict JSON, each from a short call."""
-    match value:
-        case str() if len(value) > _PIECE_CHARS:
-            yield b'"'
-            for at in range(0, len(value), _PIECE_CHARS):
-                yield to_json(value[at : at + _PIECE_CHARS])[1:-1]
-            yield b'"'
-        case list() | tuple() if not all(map(_is_short, value)):
-            mark = b"["
-            for one in value:
-                yield mark
-                yield from encode_pieces(one)
-                mark = b","
-            yield b"]"
-        case dict() if not all(map(_is_short, value.values())):
-            mark = b"{"
-            for name, one in value.items():
-                yield b"%b%b:" % (mark, to_json(name))
-                yield from encode_pieces(one)
-                mark = b","
-            yield b"}"
-        case _:
-            yield encode_json(value)
+def encode_text(value: object) -> str:
+    """Return strict JSON as a text, from short calls."""
+    text = ""
+    for piece in encode_pieces(value):
+        text += piece.decode()
+    return text
 
 
-def _is_short(value: object) -> bool:
-    """Return whether a value is no container, and no long text."""
-    return not isinstance(value, dict | list | tuple) and not (
-        isinstance(value, str) and len(value) > _PIECE_CHARS // 8
-    )
+def size_of(pieces: Pieces) -> int:
+    """Return the size of a body in bytes."""
+    return sum(map(len, pieces))
+
+
+def with_fields(pieces: Pieces, *fields: bytes) -> Pieces:
+    """Return the body of an object with more fields at its end."""
+    return (*pieces[:-1], b"%b,%b}" % (pieces[-1][:-1], b",".join(fields)))

@@ -33,6 +33,8 @@ They are here, and not with `gateway.engines`, because a command reads settings 
 """
 MAX_ENGINE_MODELS = 256
 """The models of one engine that the gateway lists; an engine may have more on its disk."""
+RawBody = bytes | bytearray
+"""The bytes of a body as they came; a large one has grown in place."""
 Header = tuple[bytes, bytes]
 """A lower-case name and a value, as in ASGI."""
 Headers = list[Header]

@@ -67,10 +67,60 @@ SHAPES: Final[Mapping[str, tuple[str, Callable[[], dict[str, Any]]]]] = {
             _user([{"type": "image_url", "image_url": {"url": _picture(_LARGEST)}}, _TEXT])
         ),
     ),
+    "a letter beyond ASCII": (CHAT, lambda: _chat(_user("x" * 8_388_600 + "\u20ac"))),
+    "medium texts": (CHAT, lambda: _chat(_user([{**_TEXT, "text": "word " * 20_000}] * 310))),
+    "pictures": (
+        CHAT,
+        lambda: _chat(
+            _user([{"type": "image_url", "image_url": {"url": _picture(_LARGEST // 32)}}] * 32)
+        ),
+    ),
+    "long arguments": (
+        CHAT,
+        lambda: _chat(
+            _USER,
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "c",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": f'{{"x":"{"word " * 5_000_000}"}}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": '"field": ' * 700_000},
+        ),
+    ),
     "items": (_RESPONSES, lambda: _response(*[_USER] * 9_999)),
     "system items": (_RESPONSES, lambda: _response(*[_SYSTEM] * 9_998, _USER)),
     "calls": (_RESPONSES, lambda: _response(*[_CALL] * 9_998, _USER)),
+    "long output": (
+        _RESPONSES,
+        lambda: _response(
+            {**_CALL, "arguments": json.dumps({"x": "word " * 3_000_000})},
+            {"type": "function_call_output", "call_id": "c", "output": "word " * 3_000_000},
+        ),
+    ),
     "blocks": (_MESSAGES, lambda: _chat(_user([_TEXT] * _CONTAINERS))),
+    "long blocks": (
+        _MESSAGES,
+        lambda: _chat(
+            _user([{**_TEXT, "text": "word " * 20_000}] * 150),
+            {
+                "role": "assistant",
+                "content": [
+                    {
+                        "type": "tool_use",
+                        "id": "c",
+                        "name": "f",
+                        "input": {"x": ["word " * 20_000] * 150},
+                    }
+                ],
+            },
+            _user([{"type": "tool_result", "tool_use_id": "c", "content": "x"}]),
+        ),
+    ),
     "users": (_MESSAGES, lambda: _chat(*[_USER] * 9_999)),
     "explained": ("/v1/route/explain", lambda: _chat(*[_USER] * 9_999)),
 }

@@ -24,6 +24,8 @@ BRIEF_MARK: Final = "briefly please"
 _PACES_S: Final = {PACED_MARK.encode(): PACE_S, BRIEF_MARK.encode(): PACE_S / 16}
 """Pause by mark: a message with a mark gets a paced answer, others one as fast as possible."""
 _SLOTS: Final = 256
+_LARGE_BYTES: Final = 128 * 1024
+"""A larger body is not read, and its answer is whole."""
 _USAGE: Final = {"prompt_tokens": 8, "completion_tokens": WORDS, "total_tokens": 8 + WORDS}
 
 
@@ -99,18 +101,27 @@ class _Connection(asyncio.Protocol):
     def __init__(self, status_response: bytes) -> None:
         self._status_response = status_response
         self._pending = b""
+        self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Transports of uvloop do not inherit from asyncio.Transport.
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
+        if self._unread_bytes:  # of a large body: this process must not delay others by copying it
+            self._unread_bytes -= len(data)
+            if not self._unread_bytes:
+                self._transport.write(_ANSWER)
+            return
         self._pending += data
         while (end := self._pending.find(b"\r\n\r\n")) >= 0:
             head = self._pending[:end].lower()
             _, _, length = head.partition(b"content-length:")
             request_end = end + 4 + int(length.split(b"\r\n", 1)[0] or 0)
             if len(self._pending) < request_end:
+                if request_end > _LARGE_BYTES:
+                    self._unread_bytes = request_end - len(self._pending)
+                    self._pending = b""
                 return
             self._answer(head, self._pending[end + 4 : request_end])
             self._pending = self._pending[request_end:]

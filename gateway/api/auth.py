@@ -29,6 +29,7 @@ from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
 from gateway.proxy.handler import ProxyHandler
 from gateway.strict_json import parse
+from gateway.types import RawBody
 from workers.protocol import MAX_REPORT_BYTES
 
 DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"
@@ -113,12 +114,13 @@ class _LimitedRequest(Request):
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
             settings = self.app.state.gateway.settings
-            self._body = await read_small_body(
+            body = await read_small_body(
                 self.scope,
                 self.receive,
                 limit_bytes=self._limit_bytes,
                 timeout_s=settings.body_timeout_s,
             )
+            self._body = bytes(body)
         return self._body
 
     async def json(self) -> Any:
@@ -179,7 +181,7 @@ CurrentHold = Annotated[MemoryHold, Depends(_hold)]
 
 async def _bounded_body(
     request: Request, gateway: CurrentGateway, api_key: CurrentKey, hold: CurrentHold
-) -> bytes:
+) -> RawBody:
     settings = gateway.settings
     if (rate_limiter := api_key.rate_limiter) is not None:
         try:
@@ -199,7 +201,7 @@ async def _bounded_body(
     )
 
 
-CountedBody = Annotated[bytes, Depends(_bounded_body)]
+CountedBody = Annotated[RawBody, Depends(_bounded_body)]
 """The body of a request that no worker answers, bounded and charged as those of the data plane."""
 
 

@@ -34,7 +34,7 @@ from gateway.routing.features import features_of
 from gateway.routing.select import Candidate, Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
-from gateway.strict_json import parse
+from gateway.strict_json import Pieces, encode_body, parse
 from gateway.types import Inspected
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument
@@ -102,6 +102,7 @@ async def explain(
         inspected = await inspect(gateway, wire_format, body, policy, turn, caller=caller)
         api_key.check_model(inspected)
         routed = await turn.run(routing_request, gateway, request.scope, policy, caller, inspected)
+        encoded = await turn.run(encode_body, inspected.body, len(raw))
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())
@@ -112,7 +113,7 @@ async def explain(
     explanation = _explanation(inspected, routed.attributes, decision, unavailable)
     if decision.candidates:
         path = WORKER_PATHS[wire_format.endpoint]
-        refused = await _check(gateway, decision.candidates[0], path, inspected.body, explanation)
+        refused = await _check(gateway, decision.candidates[0], path, encoded, explanation)
         if refused is not None:
             error = wire_format.named(refused)
             explanation["refusal"] = {
@@ -149,7 +150,7 @@ async def _check(
     gateway: Gateway,
     candidate: Candidate,
     path: str,
-    body: Mapping[str, Any],
+    encoded: Pieces,
     explanation: Explanation,
 ) -> GatewayError | None:
     """Let the worker check the request; return its error if it refuses what we cannot judge."""
@@ -158,9 +159,7 @@ async def _check(
     if worker is None or not worker.backend.sends_reports:
         return None
     headers = worker.backend.headers(Told(candidate.lane))
-    response = await gateway.control.check(
-        worker.report, path, to_json(body, inf_nan_mode="null"), headers
-    )
+    response = await gateway.control.check(worker.report, path, encoded, headers)
     status, answer = response or (0, None)
     if not isinstance(answer, dict):
         return None
@@ -169,7 +168,7 @@ async def _check(
         explanation["prompt_tokens"] = answer["prompt_tokens"]
     elif status in CHECK_REFUSALS:
         explanation["checked"], explanation["servable"] = True, False
-        return worker.backend.refusal(status, to_json(answer), body)
+        return worker.backend.refusal(status, to_json(answer), {})
     return None
 
 

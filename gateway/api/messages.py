@@ -13,7 +13,7 @@ from gateway.errors import LimitReached, ModelUnknown, Overloaded
 from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.handler import inspect
 from gateway.proxy.token_count import TokenCounter
-from gateway.strict_json import parse
+from gateway.strict_json import encode_body, parse
 
 router = data_router()
 
@@ -47,5 +47,6 @@ async def count(
     async with gateway.inspection_thread.turn(hold, raw) as turn:
         body = await turn.run(parse, raw)
         inspected = await inspect(gateway, messages_format, body, policy, turn, caller=caller)
+        encoded = await turn.run(encode_body, inspected.body, len(raw))
     api_key.check_model(inspected)
-    return {"input_tokens": await counter.count(inspected, messages_format, response)}
+    return {"input_tokens": await counter.count(inspected, encoded, messages_format, response)}

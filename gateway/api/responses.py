@@ -32,7 +32,7 @@ from gateway.protocols.responses.request import (
 from gateway.proxy.handler import inspect
 from gateway.proxy.kept_items import KeptItems, named_items
 from gateway.proxy.responses import FOLLOWER_BYTES, ResponsesService
-from gateway.strict_json import parse
+from gateway.strict_json import encode_body, parse
 from policies.evaluate import ANY_MODEL
 from policies.request.fields import FieldError
 
@@ -140,8 +140,9 @@ async def count_tokens(
         body.pop("personality", None)
         await exchange.open(body, caller.key, hold, len(raw))
         inspected = await inspect(gateway, exchange.format, body, policy, turn, caller=caller)
+        encoded = await turn.run(encode_body, inspected.body, len(raw))
     api_key.check_model(inspected)
-    tokens = await counter.count(inspected, exchange.format, response)
+    tokens = await counter.count(inspected, encoded, exchange.format, response)
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
 

@@ -15,6 +15,7 @@ from gateway.protocols.event_stream import AnswerReader
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.view import NO_MODELS, TAKES_ALL, ModelView
+from gateway.strict_json import Pieces
 from gateway.types import MAX_ENGINE_MODELS
 from policies.names import MODEL_PATTERN
 from workers.protocol import NO_PREFIX, NodeSource, Speculation, WorkerReport
@@ -167,7 +168,7 @@ class Engine(AnswerReader, ABC):
         """Return the headers that a request needs beside those of every request."""
 
     @abstractmethod
-    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:
+    def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:
         """Return the body to send, given the serialized body and its fields.
 
         `salt` names the isolation scope of the request; empty if all share what is cached.

@@ -23,6 +23,7 @@ from gateway.errors import GatewayError
 from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
+from gateway.strict_json import Pieces
 
 _MISTAKES = re.compile(rb"is not supported|audio format|has to be an integer in the")
 """What it says of a request that its drafter or its sampler does not take, and of no audio."""
@@ -69,7 +70,7 @@ class MlxVlm(MlxEngine):
         """Return the key, and the isolation scope as the tenant."""
         return {**super().headers(told), _TENANT: told.scope}
 
-    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+    def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:  # noqa: ARG002
         """Return the body without a salt: the header isolates."""
         return super().body(body, fields, "")
 

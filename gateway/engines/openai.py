@@ -25,7 +25,7 @@ from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.view import ModelView
-from gateway.strict_json import encode_body
+from gateway.strict_json import Pieces, encode_body, size_of
 from workers.protocol import WorkerReport
 
 # What a request asks of Paceline alone. Other engines answer without these fields all the same; the
@@ -129,7 +129,7 @@ class OpenAIEngine(Engine):
         """Return the key alone: no other header is of use to it."""
         return self.authorization
 
-    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:
+    def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:
         """Return the body with the engine's name of the model and the fields that it knows."""
         sent = {
             name: value
@@ -142,7 +142,7 @@ class OpenAIEngine(Engine):
         if salt and self.isolation is Isolation.CACHE_SALT:
             sent["cache_salt"] = salt
         self.adapt(sent, salt)
-        return encode_body(sent, len(body))
+        return encode_body(sent, size_of(body))
 
     def adapt(self, fields: dict[str, Any], salt: str) -> None:
         """Change the fields of a request that this kind spells in another way."""

@@ -24,7 +24,7 @@ from gateway.errors import GatewayError
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
-from gateway.strict_json import encode_body
+from gateway.strict_json import Pieces, encode_body, size_of
 from policies.request.fields import CACHE_SALT
 from workers.protocol import (
     KEYS_HEADER,
@@ -86,7 +86,7 @@ class PacelineWorker(_Paceline):
             headers[TOKENS_LIMIT_HEADER] = str(told.token_limit)
         return headers
 
-    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:  # noqa: ARG002
+    def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:  # noqa: ARG002
         """Return the serialized body: the headers carry the rest."""
         return body
 
@@ -114,11 +114,12 @@ class PacelineGateway(_Paceline, OpenAIEngine):
             raise EngineUnusable("The gateway at this URL serves no model now.")
         return state
 
-    def body(self, body: bytes, fields: Mapping[str, Any], salt: str) -> bytes:
+    def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:
         """Return the whole body with the draft counts requested, which this gateway counts."""
         model = self.names.get(fields["model"], fields["model"])
         isolated = {CACHE_SALT: salt} if salt else {}
-        return encode_body({"metrics": "summary", **fields, **isolated, "model": model}, len(body))
+        sent = {"metrics": "summary", **fields, **isolated, "model": model}
+        return encode_body(sent, size_of(body))
 
 
 def _keys_text(prefix: PrefixKeys) -> str:

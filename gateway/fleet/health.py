@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +18,7 @@ from gateway.engines.paceline import REPORT_PATH, PacelineWorker
 from gateway.fleet.registry import WorkerRegistry
 from gateway.periodic import SharedRuns
 from gateway.storage.counters import CounterStore
+from gateway.strict_json import Pieces, size_of
 from workers.http import certificate_authorities, system_error
 from workers.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
 
@@ -75,15 +76,16 @@ class ReportClient:
         return "" if report.boot_id == worker.boot_id else _OTHER_PROCESS
 
     async def check(
-        self, worker: WorkerReport, path: str, body: bytes, headers: Mapping[str, str]
+        self, worker: WorkerReport, path: str, body: Pieces, headers: Mapping[str, str]
     ) -> tuple[int, Any] | None:
         """Return the status and the body of a worker's check of a request; None without one."""
         url = worker.url + CHECKS + path.removeprefix("/v1")
+        headers = {**headers, "content-length": str(size_of(body))}
         try:
             async with (
                 asyncio.timeout(CHECK_TIMEOUT_S),
                 self.client.stream(
-                    "POST", url, content=body, headers=headers, timeout=CHECK_TIMEOUT_S
+                    "POST", url, content=_each(body), headers=headers, timeout=CHECK_TIMEOUT_S
                 ) as response,
             ):
                 return response.status_code, from_json(await read_bounded(response))
@@ -237,3 +239,8 @@ async def read_bounded(response: httpx.Response) -> bytes:
         if len(body) > MAX_REPORT_BYTES:
             break  # as JSON, what has come is incomplete
     return bytes(body[:MAX_REPORT_BYTES])
+
+
+async def _each(pieces: Pieces) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from gateway import errors
 from gateway.protocols.event_stream import comment_of
 from gateway.protocols.openai import CHAT, WireFormat
-from gateway.types import Header, Headers
+from gateway.types import Header, Headers, RawBody
 from workers.http import BoundedProtocol, encode_head
 from workers.protocol import REQUEST_ID
 
@@ -407,36 +407,30 @@ async def read_body(
     *,
     limit_bytes: int,
     hold: Callable[[int], None] = lambda _part_bytes: None,
-) -> bytes:
+) -> RawBody:
     """Read the whole body and count it while reading: a declared length proves nothing.
 
-    `hold` gets the size of each part before the next one is read, and of the whole body before
-    its parts are joined; it may raise. The caller limits the time. Raise `BodyTooLarge` or
-    `ClientDisconnected`.
+    `hold` gets the size of each part before the next one is read, and may raise. The caller limits
+    the time. Raise `BodyTooLarge` or `ClientDisconnected`.
     """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
         raise errors.BodyTooLarge(limit_bytes)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()  # grows in place; a join would copy all of it in one call
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit_bytes:
+        part: bytes = message.get("body", b"")
+        if len(body) + len(part) > limit_bytes:
             raise errors.BodyTooLarge(limit_bytes)
         hold(len(part))
-        parts.append(part)
-        if not message.get("more_body", False):
-            break
-    if len(parts) == 1:
-        return parts[0]
-    hold(size)
-    body = b"".join(parts)
-    hold(-size)
-    return body
+        more = message.get("more_body", False)
+        if not (body or more):
+            return part
+        body += part
+        if not more:
+            return body
 
 
 async def read_small_body(
@@ -446,7 +440,7 @@ async def read_small_body(
     limit_bytes: int,
     timeout_s: float,
     hold: Callable[[int], None] = lambda _part_bytes: None,
-) -> bytes:
+) -> RawBody:
     """Read a body outside the data plane; raise `BodyTooSlow` after a time limit of its own."""
     try:
         async with asyncio.timeout(timeout_s):

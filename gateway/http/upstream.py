@@ -23,6 +23,7 @@ from weakref import WeakSet
 import httptools
 
 from gateway import errors
+from gateway.strict_json import Pieces, size_of
 from workers.http import certificate_authorities
 from workers.protocol import TOKENS_HEADER
 
@@ -102,7 +103,7 @@ class ConnectionPool:
     async def send(
         self,
         url: str,
-        body: bytes,
+        body: Pieces,
         headers: dict[str, str],
         on_begin: Callable[[], None],
         *,
@@ -116,7 +117,7 @@ class ConnectionPool:
         `StaleConnection`.
         """
         address, begin = _parse_url(url)
-        head = _encode_head(begin, headers, len(body))
+        head = _encode_head(begin, headers, size_of(body))
         connection = None if fresh else self._take_idle(address)
         if connection is None:
             connection = await self._connect(address)
@@ -255,12 +256,12 @@ class UpstreamConnection(asyncio.Protocol):
         """Return whether it can carry a request."""
         return self._error is None and not self._busy
 
-    async def request(self, head: bytes, body: bytes, timeout_s: float) -> None:
+    async def request(self, head: bytes, body: Pieces, timeout_s: float) -> None:
         """Send a request and wait for the head of its response; raise `ConnectionLost`."""
         self._reset()
         self._busy = True
         self._read_timer.limit(timeout_s)
-        self._transport.writelines((head, body))
+        self._transport.writelines((head, *body))
         try:
             while self._phase == _HEAD:
                 await self._wait()

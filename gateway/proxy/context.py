@@ -13,6 +13,7 @@ from gateway.proxy.billing import TokenReservation, cost_of
 from gateway.routing.prefix_affinity import NOTHING_EXPECTED, ExpectedReuse
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.select import Decision, RoutingRequest
+from gateway.strict_json import Pieces, with_fields
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Inspected, Outcome, Spent
 from policies.document import PolicyDocument
@@ -57,7 +58,7 @@ class RequestContext(RequestRecord):
     body_read_s: float = 0.0
     caller: Caller = ANONYMOUS.caller
     routing_request: RoutingRequest | None = None
-    encoded: bytes = b""
+    encoded: Pieces = ()
     """The body for workers."""
     reservation: TokenReservation | None = None
     """The tokens reserved for the request, if its key has limits."""
@@ -138,7 +139,7 @@ class RequestContext(RequestRecord):
                 profile=self.inspected.profile._replace(max_tokens=max_tokens),
                 body={**self.inspected.body, "max_tokens": max_tokens},
             )
-            self.encoded = b'%b,"max_tokens":%d}' % (self.encoded[:-1], max_tokens)
+            self.encoded = with_fields(self.encoded, b'"max_tokens":%d' % max_tokens)
 
     def record_decision(self, decision: Decision) -> None:
         """Record the first decision; those of further attempts exclude workers."""

@@ -31,7 +31,7 @@ from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.responses import AnswerWriter
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
-from gateway.strict_json import footprint_bytes
+from gateway.strict_json import Pieces, footprint_bytes, size_of, with_fields
 from gateway.types import UNUSED, Headers
 from policies.request.fields import CACHE_SALT
 from policies.request.profile import GENERATING
@@ -153,7 +153,7 @@ class Forwarder:
         return len(moving)
 
     def _keep_alive(
-        self, context: RequestContext, body: bytes, writer: AnswerWriter
+        self, context: RequestContext, body: Pieces, writer: AnswerWriter
     ) -> contextlib.AbstractContextManager[object]:
         """Return a context that keeps a stream alive, and no other response."""
         if not context.profile.stream:
@@ -172,7 +172,7 @@ class Forwarder:
 
         return KeepAlive(writer, _STREAM_HEADERS, self._settings.keepalive_s, comment, check)
 
-    async def _check_queued(self, context: RequestContext, body: bytes) -> None:
+    async def _check_queued(self, context: RequestContext, body: Pieces) -> None:
         """Let a worker check a queued request, and reject it if the worker would refuse it.
 
         Before an early head such a refusal still has a status of its own.
@@ -196,7 +196,7 @@ class Forwarder:
             return
 
     async def _try_workers(
-        self, context: RequestContext, body: bytes, writer: AnswerWriter
+        self, context: RequestContext, body: Pieces, writer: AnswerWriter
     ) -> bytes | None:
         """Try one worker after another, each once, as long as the policy allows another one.
 
@@ -283,7 +283,7 @@ class Forwarder:
             )
 
     def _goes_on(
-        self, error: errors.GatewayError, lease: Lease, context: RequestContext, body: bytes
+        self, error: errors.GatewayError, lease: Lease, context: RequestContext, body: Pieces
     ) -> bool:
         """Return whether the request goes to another worker after this error, and count that.
 
@@ -313,9 +313,9 @@ class Forwarder:
         )
         return again
 
-    def _can_go_on(self, context: RequestContext, body: bytes) -> bool:
+    def _can_go_on(self, context: RequestContext, body: Pieces) -> bool:
         """Return whether a request may go on after a worker that had begun it has failed."""
-        if len(body) > _FAILOVER_LIMIT_BYTES:
+        if size_of(body) > _FAILOVER_LIMIT_BYTES:
             return False
         if context.worker_failures > context.policy.retries.per_request:
             return False
@@ -329,11 +329,11 @@ class Forwarder:
         left = absence is not None and absence[0] == "left"
         return isinstance(error, errors.WorkerMoved) or lease.state.report.draining or left
 
-    async def _body_for(self, lease: Lease, body: bytes, context: RequestContext) -> bytes:
+    async def _body_for(self, lease: Lease, body: Pieces, context: RequestContext) -> Pieces:
         """Return the body for one worker."""
         backend, fields = lease.state.backend, context.checked.body
         salt = "" if backend.sends_reports else self._scope_of(context)
-        body = await self._thread.run(len(body), backend.body, body, fields, salt)
+        body = await self._thread.run(size_of(body), backend.body, body, fields, salt)
         profile, more = context.profile, []
         if not backend.continues_streams or profile.endpoint not in GENERATING:
             return body
@@ -348,14 +348,14 @@ class Forwarder:
         if context.relayed and context.progress is not None:
             lines = to_json(context.progress.encode())
             more.append(b'"%b":%b' % (ANSWER_FIELD.encode(), lines))
-        return b"%b,%b}" % (body[:-1], b",".join(more)) if more else body
+        return with_fields(body, *more) if more else body
 
     def _scope_of(self, context: RequestContext) -> str:
         """Return the name of the isolation scope of a request; empty if all clients share it."""
         salt = context.checked.cache_salt
         return self._prefix_hasher.cache_salt(context.caller, context.policy.prefix, salt)
 
-    def _prepare_progress(self, lease: Lease, body: bytes, context: RequestContext) -> None:
+    def _prepare_progress(self, lease: Lease, body: Pieces, context: RequestContext) -> None:
         """Let a worker tell the tokens of a stream, if another one could go on with it."""
         report = lease.state.report
         continues = (
@@ -363,7 +363,7 @@ class Forwarder:
             and lease.state.backend.continues_streams
             and context.policy.retries.per_request > 0
             and not context.profile.exact  # another worker would read the answer in one pass
-            and len(body) <= _FAILOVER_LIMIT_BYTES
+            and size_of(body) <= _FAILOVER_LIMIT_BYTES
             and report.fingerprint
         )
         context.fingerprint = report.fingerprint
@@ -372,7 +372,7 @@ class Forwarder:
     async def _attempt(
         self,
         lease: Lease,
-        body: bytes,
+        body: Pieces,
         writer: AnswerWriter,
         context: RequestContext,
         turn: RetryTurn | None,
@@ -417,7 +417,7 @@ class Forwarder:
             response.release()
 
     async def _send(
-        self, lease: Lease, body: bytes, context: RequestContext, *, fresh: bool = False
+        self, lease: Lease, body: Pieces, context: RequestContext, *, fresh: bool = False
     ) -> upstream.UpstreamConnection:
         """Send the request, and once more if the worker tells that it may need more tokens."""
         context.attempts += 1

@@ -40,7 +40,7 @@ from gateway.proxy.load_shedding import Load, RejectionPacer
 from gateway.proxy.responses import AnswerWriter, ResponseExchange
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_body, footprint_bytes, parse
-from gateway.types import Caller, Headers, Inspected
+from gateway.types import Caller, Headers, Inspected, RawBody
 from policies.document import PolicyDocument
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,11 @@ def routing_request(
     )
     prefix = gateway.prefix_hasher.prefix_keys(inspected, caller, policy.prefix)
     return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
+
+
+def takes_long(raw: RawBody) -> bool:
+    """Return whether reading a body may take longer than a request may cost nothing for."""
+    return is_large(raw) or any(mark in raw for mark in PDF_MARKS)
 
 
 async def inspect(
@@ -84,11 +89,6 @@ async def inspect(
         # The pages may be too many beside the pictures of the request itself.
         texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
         return await turn.run(wire_format.inspect, body, *policy_and_fleet, texts, caller)
-
-
-def takes_long(raw: bytes) -> bool:
-    """Return whether reading a body may take longer than a request may cost nothing for."""
-    return is_large(raw) or any(mark in raw for mark in PDF_MARKS)
 
 
 class ProxyHandler:
@@ -171,7 +171,7 @@ class ProxyHandler:
 
     async def _read_body(
         self, scope: Scope, receive: Receive, context: RequestContext, cancel_scope: CancelScope
-    ) -> bytes:
+    ) -> RawBody:
         """Authenticate the client, then read the body and limit the time of the rest."""
         gateway = self._gateway
         settings = gateway.settings
@@ -226,7 +226,7 @@ class ProxyHandler:
         last.cancel(errors.Overloaded())
         return True
 
-    async def _inspect(self, scope: Scope, raw: bytes, context: RequestContext) -> None:
+    async def _inspect(self, scope: Scope, raw: RawBody, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
         gateway = self._gateway
         context.caller = read_caller(scope, context.policy, context.api_key)
@@ -239,7 +239,7 @@ class ProxyHandler:
                 await self._inspect_in(turn, scope, raw, context)
 
     async def _inspect_in(
-        self, turn: Turn, scope: Scope, raw: bytes, context: RequestContext
+        self, turn: Turn, scope: Scope, raw: RawBody, context: RequestContext
     ) -> None:
         gateway, policy, api_key = self._gateway, context.policy, context.api_key
         body = await turn.run(parse, raw)

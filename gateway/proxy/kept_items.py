@@ -241,7 +241,7 @@ def named_items(items: Sequence[Item]) -> list[Item]:
 
 
 def _encode(record: Json, size_bytes: int) -> bytes:
-    data = encode_body(record, size_bytes)
+    data = b"".join(encode_body(record, size_bytes))
     try:
         check_bounds(data)
     except errors.BodyNotJson:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from gateway.strict_json import Pieces
+
 LOSSES = 2
 KEPT_S = 600.0
 _BODIES = 1024
@@ -32,7 +34,7 @@ class Quarantine:
     def __len__(self) -> int:
         return sum(len(suspect.boots) >= LOSSES for suspect in self._suspects.values())
 
-    def holds(self, body: bytes, now_s: float) -> bool:
+    def holds(self, body: Pieces, now_s: float) -> bool:
         """Return whether this body is blocked; without suspects that costs no digest."""
         if not self._suspects:
             return False
@@ -45,15 +47,15 @@ class Quarantine:
             return False
         return len(suspect.boots) >= LOSSES
 
-    def lost(self, body: bytes, boot: str, now_s: float) -> None:
+    def lost(self, body: Pieces, boot: str, now_s: float) -> None:
         """Record that a boot of a worker was lost while it processed this body."""
         _record(self._suspects, body, boot, now_s)
 
-    def failed(self, body: bytes, boot: str, now_s: float) -> bool:
+    def failed(self, body: Pieces, boot: str, now_s: float) -> bool:
         """Record that a body failed at a boot of a worker; return whether it had not before."""
         return _record(self._failed, body, boot, now_s)
 
-    def answered(self, body: bytes) -> None:
+    def answered(self, body: Pieces) -> None:
         """Clear a body that a worker has answered: it did not cause the crash."""
         if self._suspects or self._failed:
             digest = _digest(body)
@@ -61,7 +63,7 @@ class Quarantine:
             self._failed.pop(digest, None)
 
 
-def _record(suspects: dict[bytes, _Suspect], body: bytes, boot: str, now_s: float) -> bool:
+def _record(suspects: dict[bytes, _Suspect], body: Pieces, boot: str, now_s: float) -> bool:
     digest = _digest(body)
     suspect = suspects.pop(digest, None)
     if suspect is None or now_s >= suspect.until_s:
@@ -75,5 +77,8 @@ def _record(suspects: dict[bytes, _Suspect], body: bytes, boot: str, now_s: floa
     return new
 
 
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=16).digest()
+def _digest(body: Pieces) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in body:
+        digest.update(piece)
+    return digest.digest()

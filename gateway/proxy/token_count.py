@@ -15,7 +15,7 @@ from gateway.fleet.worker import WorkerState
 from gateway.http.upstream import ConnectionLost, ConnectionPool, StaleConnection, refusal
 from gateway.protocols.openai import WireFormat
 from gateway.proxy.billing import estimate
-from gateway.strict_json import encode_body
+from gateway.strict_json import Pieces
 from gateway.types import Inspected
 from workers.protocol import MAX_COUNT, TOKENIZE_PATH
 
@@ -34,7 +34,9 @@ class TokenCounter:
         self._fleet = gateway.fleet
         self._connections = connections
 
-    async def count(self, inspected: Inspected, wire_format: WireFormat, response: Response) -> int:
+    async def count(
+        self, inspected: Inspected, body: Pieces, wire_format: WireFormat, response: Response
+    ) -> int:
         """Return the tokens of a chat's prompt; a header of the response tells of an estimate.
 
         That is rather too large than too small. Raise `RefusedByWorker` as a request would.
@@ -49,7 +51,7 @@ class TokenCounter:
         if worker is not None:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    return await self._ask(worker, inspected)
+                    return await self._ask(worker, inspected, body)
             except errors.RefusedByWorker as error:
                 raise wire_format.named(error) from None
             except (errors.WorkerError, TimeoutError, ValueError) as error:
@@ -58,9 +60,8 @@ class TokenCounter:
         response.headers[_ESTIMATE_HEADER] = "true"
         return estimate(inspected.profile._replace(max_tokens=0))
 
-    async def _ask(self, worker: WorkerState, inspected: Inspected) -> int:
+    async def _ask(self, worker: WorkerState, inspected: Inspected, body: Pieces) -> int:
         """Return the count of one worker; raise `ValueError` for an answer without one."""
-        body = encode_body(inspected.body, inspected.profile.text_chars)
         headers = {"content-type": "application/json", **worker.backend.authorization}
         url = worker.report.url + TOKENIZE_PATH
         send = functools.partial(self._connections.send, url, body, headers, lambda: None)

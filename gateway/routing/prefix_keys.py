@@ -7,15 +7,16 @@ They are keyed by a secret of the fleet and reveal nothing of the text to others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from gateway.strict_json import encode_body, encode_pieces
+from gateway.strict_json import encode_body
 from gateway.types import Caller, Inspected
 from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS
+from policies.request.json_pieces import encode_pieces, json_bytes
 from policies.sections import PrefixPolicy
 from workers.protocol import salted_scope
 
@@ -122,13 +123,12 @@ class PrefixHasher:
         system = messages[0].get("content") if messages[0]["role"] == "system" else None
         shared = [body.get(field) for field in _SHARED_FIELDS]
         has_system = system is not None or shared[0] is not None
-        head = to_json([model, *shared, system], inf_nan_mode="null")
         digest = self._digest.copy()
-        digest.update(head)
+        size_bytes = _update(digest, encode_pieces([model, *shared, system]))
         unscoped = digest.digest()
         digest = self._digest.copy()
         digest.update(to_json([scope, unscoped.hex()]))
-        size_bytes, begin = len(head), int(system is not None)
+        begin = int(system is not None)
         found: list[PrefixEnd] = []
         if has_system and size_bytes >= _MIN_PREFIX_BYTES:
             found.append(PrefixEnd(digest.digest(), size_bytes, begin))
@@ -137,9 +137,7 @@ class PrefixHasher:
         last = len(messages) - 1
         for index in range(begin, last + 1):
             message = messages[index]
-            text, media_bytes = _canonical(message)
-            digest.update(text)
-            size_bytes += len(text) - media_bytes
+            size_bytes += _update(digest, _canonical(message)) - _media_bytes(message)
             # The results of several tools come together, so nothing ends between them.
             ends = index == last or "assistant" in (message["role"], messages[index + 1]["role"])
             if ends and size_bytes >= _MIN_PREFIX_BYTES:
@@ -167,22 +165,31 @@ def _keys(found: list[PrefixEnd], unscoped: bytes) -> PrefixKeys:
     return PrefixKeys((*reversed(turns), *system), bool(unscoped), unscoped)
 
 
-def _canonical(message: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return what a worker renders of a message, and by how much its media are larger than tokens.
+def _update(digest: blake2b, pieces: Iterable[bytes]) -> int:
+    """Add pieces to a digest; return their size in bytes."""
+    size_bytes = 0
+    for piece in pieces:
+        digest.update(piece)
+        size_bytes += len(piece)
+    return size_bytes
 
-    Pictures count by the bytes that were sent.
-    """
+
+def _canonical(message: Mapping[str, Any]) -> Iterable[bytes]:
+    """Return what a worker renders of a message."""
     role, content = message["role"], message.get("content")
     if len(message) == 2 and isinstance(content, str):
-        return encode_body((role, content), len(content)), 0
+        return encode_body((role, content), len(content))
     texts = [message.get(name) or None for name in MESSAGE_TEXTS]
-    text = b"".join(encode_pieces([role, content, *texts, message.get("tool_calls")]))
+    return encode_pieces([role, content, *texts, message.get("tool_calls")])
+
+
+def _media_bytes(message: Mapping[str, Any]) -> int:
+    """Return by how much the media of a message, which count as sent, are larger than tokens."""
+    content = message.get("content")
     if not isinstance(content, list):
-        return text, 0
+        return 0
     media = [part for part in content if part.get("type") in MEDIA_KINDS]
-    if not media:
-        return text, 0
-    return text, sum(map(len, encode_pieces(media))) - len(media) * _MEDIA_BYTES
+    return json_bytes(media) - len(media) * _MEDIA_BYTES if media else 0
 
 
 def _blocks(text: str) -> Iterator[bytes]:

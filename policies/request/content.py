@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import to_json
-
 from policies.request.fields import FieldError, Fields
+from policies.request.json_pieces import json_bytes
 from policies.request.profile import Endpoint
 
 PICTURES_LIMIT = 32
@@ -49,6 +48,10 @@ class PictureInvalid(ValueError):
 
 def content_of(url: str) -> str:
     """Return the base64 text of a picture's `data:` URL; raise `PictureInvalid`."""
+    return url[_begin_of_content(url) :]
+
+
+def _begin_of_content(url: str) -> int:
     prefix = _DATA_URL.match(url)
     if prefix is None:
         raise PictureInvalid(
@@ -57,12 +60,12 @@ def content_of(url: str) -> str:
         )
     if len(url) - prefix.end() > PICTURE_LIMIT_BYTES // 3 * 4:
         raise PictureInvalid(f"A picture may have at most {PICTURE_LIMIT_BYTES} bytes.")
-    return url[prefix.end() :]
+    return prefix.end()
 
 
 def read_size(url: str) -> tuple[int, int]:
     """Return the width and height of a picture, from its headers; raise `PictureInvalid`."""
-    content = _Content(content_of(url))
+    content = _Content(url, _begin_of_content(url))
     try:
         size = _size(content)
     except (binascii.Error, ValueError, IndexError):
@@ -78,16 +81,17 @@ def read_size(url: str) -> tuple[int, int]:
 class _Content:
     """Random access to the bytes of a base64 text, a piece of which is decoded at a time."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.chars = len(text)
+    def __init__(self, text: str, begin: int) -> None:
+        self._text, self._begin = text, begin
+        self.chars = len(text) - begin
         self._start, self._piece = 0, b""
 
     def read(self, start: int, count: int) -> bytes:
         """Return `count` bytes from `start`; raise `IndexError` when there are fewer."""
         if not 0 <= start - self._start <= len(self._piece) - count:
             group = start // 3
-            text = self._text[group * 4 : group * 4 + _PIECE_CHARS]
+            first = self._begin + group * 4
+            text = self._text[first : first + _PIECE_CHARS]
             self._start = group * 3
             self._piece = base64.b64decode(text[: len(text) // 4 * 4], validate=True)
         found = self._piece[start - self._start :][:count]
@@ -318,7 +322,7 @@ def _read_message(message: Any, where: str, found: Content) -> None:
             raise FieldError(f"{where}.{name}", f"'{name}' must be a string.")
         found.text_chars += len(text)
     if calls := message.get("tool_calls"):
-        found.text_chars += len(to_json(calls))
+        found.text_chars += json_bytes(calls)
 
 
 def _read_part(part: Any, where: str, found: Content) -> None:

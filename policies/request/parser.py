@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic_core import to_json
-
 from policies.request.compatibility import read_ignored
 from policies.request.constraint import (
     CONSTRAINT_FIELDS,
@@ -23,6 +21,7 @@ from policies.request.constraint import (
 )
 from policies.request.content import PROMPTS_LIMIT, TOOL_NAME, read_content
 from policies.request.fields import FieldError, Fields, read_cache_salt
+from policies.request.json_pieces import json_bytes
 from policies.request.pooling import (
     EMBEDDINGS_FIELDS,
     RERANK_FIELDS,
@@ -139,7 +138,7 @@ def read_profile(
         messages=content.messages,
         prompts=content.prompts,
         echo=fields.flag("echo"),
-        text_chars=content.text_chars + (len(to_json(tools)) if tools else 0),
+        text_chars=content.text_chars + (json_bytes(tools) if tools else 0),
         pixels=content.pixels,
         ignored=ignored,
     )

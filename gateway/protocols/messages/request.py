@@ -10,7 +10,7 @@ from gateway.protocols.documents import DocumentUnreadable, Readable, pdf_of, wo
 from gateway.protocols.history import named, unreadable_pdf, words_for
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.strict_json import ITEMS_LIMIT, encode_json
+from gateway.strict_json import ITEMS_LIMIT, encode_text
 from policies.request.fields import CACHE_SALT, FieldError, Fields
 from policies.request.profile import REASONING_EFFORTS
 
@@ -220,7 +220,7 @@ class _History:
                 case "tool_use":
                     function = {
                         "name": _text(block, "name", at),
-                        "arguments": encode_json(block.get("input") or {}).decode(),
+                        "arguments": encode_text(block.get("input") or {}),
                     }
                     calls.append(
                         {"id": _text(block, "id", at), "type": "function", "function": function}

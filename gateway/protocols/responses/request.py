@@ -29,7 +29,7 @@ from gateway.protocols.responses.tools import (
     kind_of,
     read_tools,
 )
-from gateway.strict_json import ITEMS_LIMIT, encode_json
+from gateway.strict_json import ITEMS_LIMIT, encode_text
 from policies.request.constraint import TOOL_GRAMMARS
 from policies.request.fields import CACHE_SALT, FieldError, Fields
 from policies.request.profile import REASONING_EFFORTS
@@ -324,7 +324,7 @@ class _Messages:
                 self._read_call(item, custom_arguments(_text(item, "input", at)), at)
             case "tool_search_call" if isinstance(item.get("call_id"), str):
                 arguments = item.get("arguments")
-                text = arguments if isinstance(arguments, str) else encode_json(arguments).decode()
+                text = arguments if isinstance(arguments, str) else encode_text(arguments)
                 self._read_call({**item, "name": "tool_search"}, text, at)
             case "tool_search_output" if isinstance(item.get("call_id"), str):
                 self._end_reply()
@@ -389,7 +389,7 @@ class _Messages:
     def _read_output(self, item: Item, at: str) -> None:
         output = item.get("output") or ""
         if not isinstance(output, str | list):
-            output = encode_json(output).decode()
+            output = encode_text(output)
         placed = self._parts_of(output, f"{at}.output", new=False)
         text = _BETWEEN_TEXTS.join(part["text"] for _, part in placed if part["type"] == "text")
         # Templates take pictures from users alone.

@@ -208,7 +208,8 @@ def test_a_key_is_read_without_its_line_break_and_named_by_its_variable_if_it_is
 
 def test_an_engine_gets_no_fields_without_effect() -> None:
     def sent(**fields: Any) -> dict[str, Any]:
-        body: dict[str, Any] = json.loads(OpenAIEngine().body(b"", {"model": "demo", **fields}, ""))
+        (raw,) = OpenAIEngine().body((), {"model": "demo", **fields}, "")
+        body: dict[str, Any] = json.loads(raw)
         del body["model"]
         return body
 

@@ -107,9 +107,7 @@ def test_c8_a_stream_that_goes_on_elsewhere_keeps_its_scope(gateway, worker, sec
 
 
 def test_c8_another_gateway_gets_the_scope_as_its_salt() -> None:
-    sent = [
-        json.loads(PacelineGateway().body(b"{}", {"model": "demo"}, salt)) for salt in ("s", "")
-    ]
+    sent = [json.loads(*PacelineGateway().body((), {"model": "demo"}, salt)) for salt in ("s", "")]
     assert [one.get("cache_salt") for one in sent] == ["s", None]
 
 
@@ -120,5 +118,5 @@ def test_c8_an_engine_without_scopes_reads_again_what_only_some_requests_isolate
         (["a", "a", ""], [None, None, False]),
     ):
         engine = LlamaCpp()
-        sent = [json.loads(engine.body(b"{}", {"model": "demo"}, salt)) for salt in salts]
+        sent = [json.loads(*engine.body((), {"model": "demo"}, salt)) for salt in salts]
         assert [one.get("cache_prompt") for one in sent] == expected

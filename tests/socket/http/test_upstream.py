@@ -78,7 +78,7 @@ def serve_once(*pieces: bytes) -> Serve:
 
 async def send_request(connection: UpstreamConnection) -> UpstreamConnection:
     """Send a request, and return once the head of its response has come."""
-    await connection.request(REQUEST, BODY, TIMEOUT_S)
+    await connection.request(REQUEST, (BODY,), TIMEOUT_S)
     return connection
 
 
@@ -167,7 +167,7 @@ async def test_after_a_response_to_a_half_sent_request_the_connection_is_not_reu
         await received.wait()
 
     async with connected(serve) as (connection, reusable):
-        await connection.request(REQUEST, b"x" * 16_000_000, TIMEOUT_S)
+        await connection.request(REQUEST, (b"x" * 16_000_000,), TIMEOUT_S)
         assert (connection.status, await connection.read()) == (413, b"")
         connection.release()
         received.set()

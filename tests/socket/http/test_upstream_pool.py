@@ -95,7 +95,7 @@ async def test_f05_a_response_that_is_silent_ends_if_its_worker_is(worker: Scrip
     worker.script.hang = True
     async with ConnectionPool(10, 30) as pool:
         url = f"{worker.url}/v1/chat/completions"
-        sending = asyncio.create_task(pool.send(url, b"{}", {}, lambda: None))
+        sending = asyncio.create_task(pool.send(url, (b"{}",), {}, lambda: None))
         await asyncio.to_thread(worker.request_received.wait, 10)
         pool.end_silent((f"{worker.url}0/",), 0.0)
         pool.end_silent((f"{worker.url}/",), 60.0)
@@ -163,7 +163,9 @@ def test_f55_a_gateway_without_a_free_file_raises_overloaded(tmp_path, worker, n
     async def send_request() -> None:
         async with ConnectionPool(connect_timeout_s=10.0, answer_timeout_s=10.0) as connections:
             with no_free_file(), pytest.raises(Overloaded):
-                await connections.send(f"{worker.url}/v1/chat/completions", b"{}", {}, lambda: None)
+                await connections.send(
+                    f"{worker.url}/v1/chat/completions", (b"{}",), {}, lambda: None
+                )
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(send_request())

@@ -69,6 +69,20 @@ def test_c16_small_requests_are_answered_while_a_large_body_is_inspected(
     assert large.result().status_code == 200
 
 
+def test_a_large_body_reaches_its_worker_whole(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    key = gateway_with_worker.create_key(tokens_a_minute=20_000_000)
+    gateway_with_worker.use_key(key["secret"])
+    texts = ["word " * 500_000, '"\n\u20ac' * 200_000, *["medium " * 20_000] * 9, ""]
+    content = [{"type": "text", "text": text} for text in texts]
+    body = chat_body(messages=[{"role": "user", "content": content}])
+    assert gateway_with_worker.chat(**body).status_code == 200
+    sent = worker.requests[-1].body
+    assert sent["messages"] == body["messages"]
+    assert sent["max_tokens"], "the limit of a key adds it to the encoded body"
+
+
 def test_large_bodies_are_inspected_one_at_a_time(
     gateway_with_worker: RunningGateway, held: HeldThread, send: Callable[..., Any]
 ) -> None:

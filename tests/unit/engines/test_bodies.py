@@ -12,7 +12,8 @@ MLX = ("mlx-lm", "mlx-vlm", "vllm-mlx")
 
 
 def sent(kind: str, **fields: Any) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(KINDS[kind]().body(b"", {"model": "demo", **fields}, ""))
+    (raw,) = KINDS[kind]().body((), {"model": "demo", **fields}, "")
+    body: dict[str, Any] = json.loads(raw)
     del body["model"]
     return body
 

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import from_json, to_json
 
 from gateway import strict_json
 from gateway.errors import BodyNotJson
 from gateway.strict_json import encode_body, encode_json, parse
+from policies.request import json_pieces
 from tests.support.json_values import VALUES
+
+TEXT_PIECES = st.sampled_from(
+    ["a" * 40, r"\"", r"\\", r"\n", r"\ud83d\ude00", "[,]", "{:}", "\u20ac"]
+)
+JSON_TEXTS: st.SearchStrategy[str] = st.recursive(
+    st.lists(TEXT_PIECES, max_size=6).map(lambda parts: '"' + "".join(parts) + '"')
+    | st.sampled_from(["-1.5", "null", "[]", "{}"]),
+    lambda inner: (
+        st.lists(inner, max_size=5).map(lambda items: f"[{', '.join(items)}]")
+        | st.lists(st.tuples(st.sampled_from("abc"), inner), max_size=5).map(
+            lambda fields: "{" + ",".join(f'"{name}" :{one}' for name, one in fields) + "}"
+        )
+    ),
+    max_leaves=20,
+)
+"""Names occur several times in an object."""
 
 
 @pytest.mark.parametrize(
@@ -45,5 +66,75 @@ def test_a_long_plain_text_has_no_bound_of_its_own() -> None:
 @given(VALUES)
 def test_pieces_of_a_large_body_are_the_json_of_a_small_one(value: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strict_json, "_PIECE_CHARS", 2)
-        assert encode_body(value, 100) == encode_json(value)
+        patch.setattr(json_pieces, "_PIECE_CHARS", 16)
+        patch.setattr(strict_json, "_WHOLE_BYTES", 0)
+        assert b"".join(encode_body(value, 100)) == encode_json(value)
+
+
+@given(JSON_TEXTS, st.integers(min_value=0), st.sampled_from([None, "", *'[]{},:"\\ 1']))
+def test_a_large_body_is_parsed_as_a_small_one(text: str, at: int, other: str | None) -> None:
+    raw = f'{{"a":{text}}}'.encode()
+    if other is not None:
+        at %= len(raw)
+        raw = raw[:at] + other.encode() + raw[at + 1 :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_json, "_PIECE_BYTES", 24)
+        patch.setattr(strict_json, "_WHOLE_BYTES", 0)
+        try:
+            whole = from_json(raw, allow_inf_nan=False)
+        except ValueError:
+            whole = None
+        if isinstance(whole, dict):
+            assert to_json(parse(raw)) == to_json(whole), "with the order of the fields"
+        else:
+            with pytest.raises(BodyNotJson):
+                parse(raw)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "word " * 800_000,
+        "word " * 800_000 + "\u20ac",
+        "\u20ac" * 1_000_000,
+        '"}' * 700_000,
+        [1.5] * 500_000,
+        [{"text": "x"}] * 45_000,
+        ["x" * 100_000] * 40,
+        {f"{number}" * 10_000: "x" for number in range(100, 200)},
+        [[["x" * 100] * 10] * 10] * 40,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_c16_no_call_takes_megabytes_of_a_large_body(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would hold up other requests, as no other thread runs meanwhile."""
+    sizes: list[int] = []
+
+    def measured(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(given: Any, **options: Any) -> Any:
+            result = function(given, **options)
+            sizes.extend(len(one) for one in (given, result) if isinstance(one, bytes | bytearray))
+            return result
+
+        return call
+
+    body = {"messages": [{"role": "user", "content": value}, value]}
+    raw = json.dumps(body, ensure_ascii=False).encode()
+    monkeypatch.setattr(strict_json, "from_json", measured(from_json))
+    monkeypatch.setattr(strict_json, "to_json", measured(to_json))
+    monkeypatch.setattr(json_pieces, "to_json", measured(to_json))
+    monkeypatch.setattr(json_pieces, "_encode", measured(json_pieces._encode))
+    parsed = parse(bytearray(raw))
+    assert parsed == body
+    assert json.loads(b"".join(encode_body(parsed, len(raw)))) == body
+    assert max(sizes) < 1024 * 1024
+
+
+def test_a_long_text_beyond_ascii_has_a_bound() -> None:
+    """One wide character makes each of a text take as much memory as itself."""
+    text = "x" * (8 * 1024 * 1024 - 1)
+    assert parse(f'{{"text":"{text}\u20ac"}}'.encode())
+    with pytest.raises(BodyNotJson, match="8,388,608 characters"):
+        parse(f'{{"text":"{text}x\u20ac"}}'.encode())

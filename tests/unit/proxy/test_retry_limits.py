@@ -54,34 +54,34 @@ async def test_a_turn_ends_once_and_a_policy_may_allow_none() -> None:
 def test_a_body_is_quarantined_for_ten_minutes_after_it_crashed_two_workers() -> None:
     quarantine = Quarantine()
     for at_s in (0.0, 1.0):
-        quarantine.lost(b"poison", "boot-1", at_s)
-        assert not quarantine.holds(b"poison", at_s), "two crashes of one boot count once"
-    quarantine.lost(b"poison", "boot-2", 2.0)
-    assert quarantine.holds(b"poison", 2.0)
-    assert not quarantine.holds(b"other", 2.0)
+        quarantine.lost((b"poison",), "boot-1", at_s)
+        assert not quarantine.holds((b"poison",), at_s), "two crashes of one boot count once"
+    quarantine.lost((b"poison",), "boot-2", 2.0)
+    assert quarantine.holds((b"poison",), 2.0)
+    assert not quarantine.holds((b"other",), 2.0)
     assert len(quarantine) == 1
-    assert quarantine.holds(b"poison", 601.0)
-    assert not quarantine.holds(b"poison", 602.0)
-    quarantine.lost(b"poison", "3", KEPT_S + 2.0)
-    assert not quarantine.holds(b"poison", KEPT_S + 2.0)
+    assert quarantine.holds((b"poison",), 601.0)
+    assert not quarantine.holds((b"poison",), 602.0)
+    quarantine.lost((b"poison",), "3", KEPT_S + 2.0)
+    assert not quarantine.holds((b"poison",), KEPT_S + 2.0)
 
 
 def test_a_crash_is_forgotten_after_ten_minutes_or_a_successful_answer() -> None:
     quarantine = Quarantine()
     for boot, at_s in (("1", 0.0), ("2", KEPT_S)):
-        quarantine.lost(b"late", boot, at_s)
-    assert not quarantine.holds(b"late", KEPT_S)
-    quarantine.lost(b"innocent", "1", 0.0)
-    quarantine.answered(b"innocent")
-    quarantine.lost(b"innocent", "2", 1.0)
-    assert not quarantine.holds(b"innocent", 1.0)
+        quarantine.lost((b"late",), boot, at_s)
+    assert not quarantine.holds((b"late",), KEPT_S)
+    quarantine.lost((b"innocent",), "1", 0.0)
+    quarantine.answered((b"innocent",))
+    quarantine.lost((b"innocent",), "2", 1.0)
+    assert not quarantine.holds((b"innocent",), 1.0)
 
 
 def test_the_quarantine_is_bounded() -> None:
     quarantine = Quarantine()
     for number in range(3000):
         for boot in ("1", "2"):
-            quarantine.lost(b"%d" % number, boot, 0.0)
+            quarantine.lost((b"%d" % number,), boot, 0.0)
     assert len(quarantine) == 1024
-    assert not quarantine.holds(b"0", 0.0), "the oldest entry is evicted first"
-    assert quarantine.holds(b"2999", 0.0)
+    assert not quarantine.holds((b"0",), 0.0), "the oldest entry is evicted first"
+    assert quarantine.holds((b"2999",), 0.0)

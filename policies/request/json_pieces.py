@@ -1,0 +1,81 @@
+"""JSON in pieces, each from a short call into C, which nothing interrupts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+
+_PIECE_CHARS = 256 * 1024
+_encode = functools.partial(to_json, inf_nan_mode="null")
+T = TypeVar("T")
+
+
+def json_bytes(value: object) -> int:
+    """Return the size of a value's JSON."""
+    return sum(map(len, encode_pieces(value)))
+
+
+def encode_pieces(value: Any) -> Iterator[bytes]:
+    """Yield the pieces of strict JSON, each from a short call."""
+    if _room(value, _PIECE_CHARS) >= 0:
+        yield _encode(value)
+    elif isinstance(value, str):
+        yield b'"'
+        for at in range(0, len(value), _PIECE_CHARS):
+            yield to_json(value[at : at + _PIECE_CHARS])[1:-1]
+        yield b'"'
+    elif isinstance(value, dict):
+        mark = b"{"
+        for fields in _batches([*value.items()]):
+            yield mark
+            if len(fields) > 1:
+                yield _encode(dict(fields))[1:-1]
+            else:
+                yield to_json(fields[0][0]) + b":"
+                yield from encode_pieces(fields[0][1])
+            mark = b","
+        yield b"}"
+    else:
+        mark = b"["
+        for items in _batches(value):
+            yield mark
+            if len(items) > 1:
+                yield _encode(items)[1:-1]
+            else:
+                yield from encode_pieces(items[0])
+            mark = b","
+        yield b"]"
+
+
+def _batches(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield values together that are short together, and a long one alone."""
+    if len(values) == 1 or _room(values, _PIECE_CHARS) >= 0:
+        yield values
+    else:
+        half = len(values) // 2
+        yield from _batches(values[:half])
+        yield from _batches(values[half:])
+
+
+def _room(value: Any, room: int) -> int:
+    """Return what a value leaves of a number of characters; less than 0 if it takes more."""
+    if isinstance(value, str):
+        return room - len(value)
+    if isinstance(value, dict):
+        room -= sum(map(len, value))
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return room
+    for one in value:
+        room -= 8
+        kind = type(one)
+        if kind is str:
+            room -= len(one)
+        elif kind is not int and kind is not float:
+            room = _room(one, room)
+        if room < 0:
+            break
+    return room
