@@ -433,6 +433,7 @@ class _BufferedTransport(asyncio.Transport):
     """A transport that sends everything written in one iteration of the event loop as one packet.
 
     uvicorn writes a head and its body one by one, and system calls are most of a server's cost.
+    More than 64 KiB leave at once: only what is sent makes a response wait for a slow reader.
     """
 
     def __init__(

@@ -297,23 +297,28 @@ class ResponseExchange:
 
     async def end(self) -> None:
         """End a response in the background, however its request ended."""
-        if self.log is None:
-            return
+        try:
+            if self.log is not None:
+                await self._end_log(self.log)
+        finally:
+            self._kept = None  # its `hold` leads back here: a cycle of garbage with all bodies
+
+    async def _end_log(self, event_log: EventLog) -> None:
         builder = self.format.builder
         try:
             if self._cancelled and not builder.ended:
                 builder.cancel()
             elif not builder.ended:
-                await self.log.fail(errors.Interrupted(), (), self.format)
-            if self.log.starved:  # else no memory may be left to keep how it ended
+                await event_log.fail(errors.Interrupted(), (), self.format)
+            if event_log.starved:  # else no memory may be left to keep how it ended
                 self._service.forget(self)
                 builder.response["output"].clear()
                 self._hold.release()
             if builder.response["status"] in ("failed", "cancelled"):
                 await self._keep(self.response)
         finally:
-            self.log.attach(None)
-            self.log.close()
+            event_log.attach(None)
+            event_log.close()
             self._service.ended(self)
         if self._viewer is not None:
             await asyncio.wait((self._viewer,), timeout=self._service.view_timeout_s)
