@@ -170,8 +170,8 @@ async def load_of(request: Request) -> Load:
 CurrentLoad = Annotated[Load, Depends(load_of)]
 
 
-async def _hold(load: CurrentLoad) -> AsyncIterator[Callable[[int], None]]:
-    with load.counted() as hold:
+async def _hold(load: CurrentLoad, api_key: CurrentKey) -> AsyncIterator[Callable[[int], None]]:
+    with load.counted(api_key.caller.client) as hold:
         yield hold
 
 

@@ -158,7 +158,7 @@ class ProxyHandler:
         finally:
             if exchange is not None:
                 await exchange.end()
-            self.load.end(context.body_bytes)
+            self.load.end(context.body_bytes, context.caller.client)
             context.finish(gateway.clock())
             gateway.accounting.account(context)
             if context.trace is not None:
@@ -198,7 +198,7 @@ class ProxyHandler:
 
     def _hold(self, context: RequestContext, size_bytes: int) -> None:
         context.body_bytes += size_bytes
-        self.load.hold(size_bytes)
+        self.load.hold(size_bytes, context.caller.client)
 
     def _make_room(self, client: str) -> bool:
         """Reject the last request of the client with the most, if this client has fewer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 
 from gateway.assembly import LOOP_CHECK_S
@@ -88,6 +88,8 @@ class Load:
     def __init__(self, limit_requests: int, clock: Callable[[], float]) -> None:
         self._limit_requests = limit_requests
         self._body_bytes = 0
+        self._held_bytes: Counter[str] = Counter()
+        """By client."""
         self.requests = 0
         self.idle = asyncio.Event()
         """Set while no request runs."""
@@ -107,32 +109,39 @@ class Load:
         if self.lag.too_late or (self.requests > self._limit_requests and not make_room()):
             raise Overloaded
 
-    def hold(self, body_bytes: int) -> None:
-        """Add bytes of a body that is being read; raise `Overloaded` above the limit."""
+    def hold(self, body_bytes: int, client: str = "") -> None:
+        """Add bytes of a body that is being read; raise `Overloaded` above the limit.
+
+        A client may have three times as many as are left, so no client takes what others need.
+        """
         self._body_bytes += body_bytes
-        if self._body_bytes > BODIES_LIMIT_BYTES:
+        self._held_bytes[client] += body_bytes
+        if self._held_bytes[client] > 3 * (BODIES_LIMIT_BYTES - self._body_bytes):
             raise Overloaded
 
-    def end(self, body_bytes: int) -> None:
+    def end(self, body_bytes: int, client: str = "") -> None:
         """Remove a request, and the bytes that `hold` added for it."""
         self._body_bytes -= body_bytes
+        self._held_bytes[client] -= body_bytes
+        if not self._held_bytes[client]:
+            del self._held_bytes[client]
         self.requests -= 1
         if not self.requests:
             self.idle.set()
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[Callable[[int], None]]:
+    def counted(self, client: str = "") -> Iterator[Callable[[int], None]]:
         """Admit and count a request that no worker gets; yield `hold` for its body."""
         held_bytes = 0
 
         def hold(part_bytes: int) -> None:
             nonlocal held_bytes
             held_bytes += part_bytes
-            self.hold(part_bytes)
+            self.hold(part_bytes, client)
 
         self.begin()
         try:
             self.admit()
             yield hold
         finally:
-            self.end(held_bytes)
+            self.end(held_bytes, client)

@@ -88,13 +88,33 @@ def test_f38_repeated_lag_is_an_overload_and_one_long_pause_is_not() -> None:
     assert lag.worst_s == 0.0
 
 
-def test_f26_the_bodies_of_all_requests_may_take_512_mib_until_they_are_released() -> None:
-    load, limit_bytes = Load(1, FakeClock()), 512 * 1024**2
-    load.hold(limit_bytes)
+def test_f26_the_bodies_of_a_client_may_take_three_quarters_until_they_are_released() -> None:
+    load, limit_bytes = Load(1, FakeClock()), 384 * 1024**2
+    load.hold(limit_bytes, "hog")
     with pytest.raises(Overloaded):
-        load.hold(1)
-    load.end(limit_bytes + 1)
-    load.hold(limit_bytes)
+        load.hold(4, "hog")
+    load.hold(64 * 1024**2, "other")
+    with pytest.raises(Overloaded):
+        load.hold(512 * 1024**2, "third")
+    load.end(limit_bytes + 4, "hog")
+    load.end(512 * 1024**2, "third")
+    load.hold(64 * 1024**2, "hog")
+
+
+def test_f26_half_bodies_of_one_client_leave_room_for_those_of_others(
+    make_gateway: MakeGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overload, "BODIES_LIMIT_BYTES", 200_000)
+    gateway = make_gateway(worker)
+    one, other = (gateway.create_key()["secret"] for _ in range(2))
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            client = stack.enter_context(raw_client(gateway))
+            client.send(request_bytes(b" " * 60_000, secret=one)[:-7])
+        assert b"gateway_overloaded" in client.read_until(b"gateway_overloaded")
+        gateway.use_key(other)
+        said = [{"role": "user", "content": "word " * 4_000}]
+        assert gateway.chat(messages=said).status_code == 200
 
 
 def test_f38_after_a_blocked_event_loop_workers_stay_ready_and_status_and_metrics_show_its_lag(
