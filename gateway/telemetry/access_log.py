@@ -122,7 +122,7 @@ class _LogFile(WatchedFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
         """Count the line as lost; the base class would print a stack trace."""
         error = sys.exc_info()[1]
-        self._losses.add((isinstance(error, OSError) and error.strerror) or str(error))
+        self._losses.add((isinstance(error, OSError) and error.strerror) or type(error).__name__)
 
     def _open(self) -> TextIOWrapper:
         if self.baseFilename == _STANDARD_OUTPUT_PATH:

@@ -176,3 +176,8 @@ async def test_l15_no_text_takes_more_than_linear_time(gateway_with_worker, tab)
     marks = ("`", "`` ", "`a", "[", "[a](http://x", "**a ", "*a ", "_a ", "http://....", "`*_[")
     for mark in marks:
         assert await tab.page.evaluate(render, ("a" + mark * 20_000)[:19_999]), mark
+    suggest = """async before => {
+      const { PolicySchema } = await import("/admin/page/policy_schema.js");
+      return new PolicySchema({ properties: {} }).suggest(before, before).options.length;
+    }"""
+    assert await tab.page.evaluate(suggest, " " + "- " * 200_000 + "\u2028") == 0

@@ -84,7 +84,7 @@ export class Editor {
   #indent(event) {
     if (event.key !== "Enter" || event.isComposing || event.ctrlKey || event.metaKey) return;
     const before = this.text.slice(0, this.#area.selectionStart);
-    const [, spaces, dashes, rest] = /^( *)((?:- +)*)(.*)$/.exec(before.slice(before.lastIndexOf("\n") + 1));
+    const [, spaces, dashes, rest] = /^( *)((?:- +)*)(.*)$/s.exec(before.slice(before.lastIndexOf("\n") + 1));
     const inItem = rest.includes(":") ? " ".repeat(dashes.length) : "";
     const indent = spaces + inItem + (rest.endsWith(":") ? "  " : "");
     if (!indent) return;

@@ -84,7 +84,7 @@ export class PolicySchema {
 // The place of the end of a text: `{ path, key, prefix }`; `key` is null where a field or a list item begins.
 function placeOf(before) {
   const lines = before.split("\n");
-  const [, lead, rest] = /^(\s*(?:- +)*)(.*)$/.exec(lines.pop());
+  const [, lead, rest] = /^(\s*(?:- +)*)(.*)$/s.exec(lines.pop());
   if (/(^|\s)#/.test(rest) || /["'\t]/.test(rest)) return null;
   const path = [];
   let limit = enter(lead, lead.length, path);
