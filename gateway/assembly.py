@@ -60,7 +60,7 @@ from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 from workers.http import CHECK_S
-from workers.lifecycle import Shutdown, first_of
+from workers.lifecycle import Shutdown, first_of, trim_heap
 
 if TYPE_CHECKING:
     from gateway.telemetry.tracing import Traces
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 LOOP_CHECK_S = 0.25
 _DELETION_S = 2.0
 _POLICY_FILE_CHECK_S = 1.0
+_TRIM_S = 10.0
+_TRIM_BYTES = 64 * 1024 * 1024
 # Of the stored records at the start, which otherwise takes a few milliseconds.
 _READING_LIMIT_S = 30.0
 
@@ -132,6 +134,7 @@ class Gateway:
         secret = join_token.encode() or secrets.token_bytes(32)
         self.prefix_hasher, self.sealer = PrefixHasher(secret), Sealer(secret)
         self.memory = memory = MemoryBudget(timing.memory_limit_bytes)
+        self._trimmed_bytes = 0
         self.expiring_records: ExpiringRecords = (
             SharedExpiringRecords(redis, self.sealer) if redis else MemoryRecords(clock, memory)
         )
@@ -279,7 +282,15 @@ class Gateway:
                 for work in self.cluster_sync.exchanges
             ),
             self.engine_watch.job(),
+            Job(work=self._trim_heap, period_s=_TRIM_S),
         ]
+
+    async def _trim_heap(self) -> None:
+        """Give the system what clients have given back: the allocator would keep most of it."""
+        released_bytes = self.memory.released_bytes
+        if released_bytes - self._trimmed_bytes > _TRIM_BYTES:
+            self._trimmed_bytes = released_bytes
+            await asyncio.to_thread(trim_heap)
 
     async def _open_policy(self) -> None:
         def warnings(policy: PolicyDocument) -> list[Problem]:

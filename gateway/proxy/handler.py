@@ -141,7 +141,6 @@ class ProxyHandler:
                         await self._read_body(scope, receive, context, cancel_scope),
                         context,
                     )
-                    context.hold.add(-context.body_bytes)
                     with self._reserved_tokens(context) as context.reservation:
                         writer.rate_limit_headers = self._limit_headers(context)
                         if exchange is not None and exchange.request.background:
@@ -165,6 +164,7 @@ class ProxyHandler:
         finally:
             if exchange is not None:
                 await exchange.end()
+                exchange.drop()
             self.load.end()
             context.hold.release()
             context.finish(gateway.clock())
@@ -200,7 +200,6 @@ class ProxyHandler:
 
         limit_bytes, hold = settings.body_limit_bytes, context.hold.add
         body = await read_body(scope, receive, limit_bytes=limit_bytes, hold=hold)
-        context.body_bytes = len(body)
         time_s = context.policy.limits.request_time_s(settings.request_timeout_s)
         cancel_scope.limit(time_s, errors.RequestTooLong)
         context.body_read_s = gateway.clock()
@@ -235,6 +234,7 @@ class ProxyHandler:
         with reserved_request(context.api_key.rate_limiter, gateway.clock, gateway.wall):
             async with gateway.inspection_thread.turn(context.hold, raw) as turn:
                 await self._inspect_in(turn, scope, raw, context)
+        context.hold.add(-len(raw))  # it leaves with this call
 
     async def _inspect_in(
         self, turn: Turn, scope: Scope, raw: bytes, context: RequestContext

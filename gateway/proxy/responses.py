@@ -315,6 +315,11 @@ class ResponseExchange:
             await asyncio.wait((self._viewer,), timeout=self._service.view_timeout_s)
             self._viewer.cancel()
 
+    def drop(self) -> None:
+        """Drop all but the log and the status."""
+        self._after = {}
+        self.format.drop()
+
     async def _keep(self, response: Json) -> bool:
         output = self.format.builder.kept_output()
         try:

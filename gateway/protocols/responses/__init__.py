@@ -224,6 +224,12 @@ class ResponsesFormat:
         """Return an error after the inspection that names fields as the client knows them."""
         return error if self._chat is None else renamed(error, self._chat.param)
 
+    def drop(self) -> None:
+        """Drop the request and the output, since what refers to this may stay for longer."""
+        self.request, self.history, self._chat = None, (), None
+        if self._builder is not None:
+            self._builder.drop()
+
     def _seal(self, reasoning: str) -> str:
         return self._sealer.seal(reasoning.encode(), _REASONING, self._scope)
 

@@ -22,8 +22,8 @@ from workers.engine.memory_pressure import (
     Pressure,
     is_out_of_memory,
     memory_reader,
-    trim_heap,
 )
+from workers.lifecycle import trim_heap
 
 GB = 10**9
 
