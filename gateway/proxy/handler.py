@@ -164,7 +164,6 @@ class ProxyHandler:
         finally:
             if exchange is not None:
                 await exchange.end()
-                exchange.drop()
             self.load.end()
             context.hold.release()
             context.finish(gateway.clock())

@@ -292,8 +292,9 @@ class ResponseExchange:
                 pass
 
     async def end(self) -> None:
-        """End a response in the background, however its request ended."""
+        """Drop the request, and end a response in the background, however its request ended."""
         if self.log is None:
+            self.format.drop()
             return
         builder = self.format.builder
         try:
@@ -311,14 +312,11 @@ class ResponseExchange:
             self.log.attach(None)
             self.log.close()
             self._service.ended(self)
+            self._after = {}
+            self.format.drop()
         if self._viewer is not None:
             await asyncio.wait((self._viewer,), timeout=self._service.view_timeout_s)
             self._viewer.cancel()
-
-    def drop(self) -> None:
-        """Drop all but the log and the status."""
-        self._after = {}
-        self.format.drop()
 
     async def _keep(self, response: Json) -> bool:
         output = self.format.builder.kept_output()

@@ -6,16 +6,24 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from gateway import assembly
 from gateway.proxy.responses import EventLog
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.pdfs import base64_pdf, pdf
 from tests.support.raw_client import open_socket, raw_client, read_stream, request_bytes
-from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
+from tests.support.running_gateway import (
+    RunningGateway,
+    chat_body,
+    make_settings,
+    status_and_code,
+    wait_until,
+)
 from tests.support.scripted_worker import Script, ScriptedWorker, chat_completion, stream_events
 
 SMALL = 400_000
@@ -277,3 +285,17 @@ def test_f26_a_response_in_the_background_beyond_the_memory_fails_and_gives_it_b
     shown = small.client.get(f"/v1/responses/{name}").json()
     assert shown["status"] == "failed"
     assert small.client.delete(f"/v1/responses/{name}").status_code == 200
+
+
+async def test_f26_what_was_given_back_is_trimmed_from_the_heap_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[bool] = []
+    monkeypatch.setattr(assembly, "trim_heap", lambda: trimmed.append(True))
+    gateway = await assembly.build_gateway(make_settings(tmp_path))
+    async with gateway.exit_stack:
+        for size_bytes, times in ((1000, 0), (65 << 20, 1), (1000, 1)):
+            with gateway.memory.hold("ann") as hold:
+                hold.add(size_bytes)
+            await gateway._trim_heap()
+            assert len(trimmed) == times
