@@ -41,7 +41,7 @@ from gateway.http.downstream import (
 )
 from gateway.periodic import Job
 from gateway.protocols import WIRE_FORMATS
-from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat
+from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat, error_body
 from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.responses import ResponsesService
@@ -184,7 +184,8 @@ async def _end(_request: Request, _error: Exception) -> Response:
 async def _render(request: Request, error: Exception) -> Response:
     """Render any exception of a route as an error, in the shape that its client reads."""
     answer = _as_gateway_error(request, error)
-    body = client_format(request.scope, request.app.state.proxy.sealer).error_body(answer)
+    to_body = error_body if "anthropic-version" in request.headers else errors.to_body
+    body = to_body(answer)
     response = Response(body, status_code=answer.status)
     response.raw_headers.extend(errors.to_headers(answer))
     response.raw_headers.extend(replaced_body(request.scope, answer.status, body))

@@ -20,39 +20,19 @@ class MemoryBudget:
     """What all clients of one gateway hold. Only its event loop counts."""
 
     def __init__(self, limit_bytes: int = MEMORY_LIMIT_BYTES) -> None:
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self.held_bytes = 0
         self.by_client: dict[str, int] = {}
-        """Without clients that hold nothing."""
 
     def hold(self, client: str) -> MemoryHold:
         """Return a new hold of a client; as a context it gives back all at its end."""
         return MemoryHold(self, client)
 
-    def add(self, client: str, size_bytes: int) -> None:
-        """Count bytes before they are allocated, or give back; raise `Overloaded` for too many."""
-        if size_bytes > 0 and not self._has_room(client, size_bytes):
-            raise Overloaded
-        self.count(client, size_bytes)
-
-    def count(self, client: str, size_bytes: int) -> bool:
-        """Count bytes that are held in any case; return whether there was room for them."""
-        had_room = self._has_room(client, size_bytes)
-        self.held_bytes += size_bytes
-        held_bytes = self.by_client.get(client, 0) + size_bytes
-        if held_bytes:
-            self.by_client[client] = held_bytes
-        else:
-            self.by_client.pop(client, None)
-        return had_room
-
-    def _has_room(self, client: str, size_bytes: int) -> bool:
-        rest_bytes = self._limit_bytes - self.held_bytes - size_bytes
-        return self.by_client.get(client, 0) + size_bytes <= _SHARE_OF_REST * rest_bytes
-
 
 class MemoryHold:
     """The bytes that one request, or one thing that stays, holds for a client."""
+
+    __slots__ = ("_budget", "client", "size_bytes")
 
     def __init__(self, budget: MemoryBudget, client: str) -> None:
         self._budget = budget
@@ -62,17 +42,25 @@ class MemoryHold:
 
     def add(self, size_bytes: int) -> None:
         """Count bytes before they are allocated, or give back; raise `Overloaded` for too many."""
-        self._budget.add(self.client, size_bytes)
-        self.size_bytes += size_bytes
+        if not self.count(size_bytes) and size_bytes > 0:
+            self.count(-size_bytes)
+            raise Overloaded
 
     def count(self, size_bytes: int) -> bool:
         """Count bytes that are held in any case; return whether there was room for them."""
+        budget, client = self._budget, self.client
         self.size_bytes += size_bytes
-        return self._budget.count(self.client, size_bytes)
+        budget.held_bytes += size_bytes
+        of_client = budget.by_client.get(client, 0) + size_bytes
+        budget.by_client[client] = of_client
+        return of_client <= _SHARE_OF_REST * (budget.limit_bytes - budget.held_bytes)
 
     def release(self) -> None:
         """Give back all."""
-        self.add(-self.size_bytes)
+        budget = self._budget
+        self.count(-self.size_bytes)
+        if not budget.by_client[self.client]:
+            del budget.by_client[self.client]
 
     def another(self) -> MemoryHold:
         """Return a hold of the same client with an end of its own."""

@@ -31,8 +31,6 @@ _NEW_LIMIT_BYTES = 64 * 1024 * 1024
 _OUTPUT_LIMIT_BYTES = 64 * 1024 * 1024
 _FORMS = 3
 """As the process writes what it has read, parsed, and in the body for a worker."""
-_CACHE = "documents"
-"""Whose the remembered documents are: they are of no client alone."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """The rest may hold secrets."""
 _DAMAGED = Document(problem="it is damaged")
@@ -60,13 +58,12 @@ class DocumentReader:
         memory: MemoryBudget,
         limits: ReaderLimits = ReaderLimits(),  # noqa: B008
     ) -> None:
-        self._memory = memory
         self._limits = limits
         self._processes = asyncio.Semaphore(limits.processes)
         self._clients: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._read: OrderedDict[tuple[bytes, bool], Document] = OrderedDict()
         """By digest, with pictures of their pages or without; the last used is the last."""
-        self._read_bytes = 0
+        self._remembered = memory.hold("documents")  # they are of no client alone
         self.started = 0
         """Processes since the start."""
 
@@ -126,13 +123,11 @@ class DocumentReader:
             return document
 
     def _remember(self, key: tuple[bytes, bool], document: Document) -> None:
-        self._memory.count(_CACHE, document.size_bytes)
         self._read[key] = document
-        self._read_bytes += document.size_bytes
-        while self._read_bytes > self._limits.cache_bytes:
+        self._remembered.count(document.size_bytes)
+        while self._remembered.size_bytes > self._limits.cache_bytes:
             _, oldest = self._read.popitem(last=False)
-            self._read_bytes -= oldest.size_bytes
-            self._memory.count(_CACHE, -oldest.size_bytes)
+            self._remembered.count(-oldest.size_bytes)
 
     async def _run(self, hold: MemoryHold, content: bytes, pages: int) -> tuple[Document, bool]:
         """Read a document in a process of its own, which ends with this call.

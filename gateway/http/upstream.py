@@ -286,12 +286,13 @@ class UpstreamConnection(asyncio.Protocol):
     ) -> bytes:
         """Return the whole rest of the body, or the bytes up to about a limit.
 
-        `hold` gets the size of each part before the next one is read, and may raise.
+        `hold` gets twice the size of each part, which are joined, before the next one is read; it
+        may raise.
         """
         parts = []
         size = 0
         while (limit_bytes is None or size < limit_bytes) and (part := await self.chunk()):
-            hold(len(part))
+            hold(2 * len(part))
             parts.append(part)
             size += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -51,7 +51,6 @@ class RequestContext(RequestRecord):
     """The spans of the request, if traces are on."""
     hold: MemoryHold
     """All memory that the request holds."""
-    body_bytes: int = 0
     exchange: ResponseExchange | None = None
     """What is kept of the request and its answer, if its wire format keeps them."""
     api_key: ApiKey = ANONYMOUS

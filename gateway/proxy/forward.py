@@ -655,8 +655,8 @@ class StreamRelay:
             return
         more_bytes = len(progress.lines) - self.lines_bytes
         self.lines_bytes += more_bytes
-        had_room = self.context.hold.count(more_bytes)
-        if self.lines_bytes > _LINES_LIMIT_BYTES or not had_room:
+        self.context.hold.count(more_bytes)
+        if self.lines_bytes > _LINES_LIMIT_BYTES:
             progress.complete = False
             progress.lines.clear()
 

@@ -138,7 +138,6 @@ class ProxyHandler:
                         await self._read_body(scope, receive, context, cancel_scope),
                         context,
                     )
-                    context.hold.add(-context.body_bytes)
                     with self._reserved_tokens(context) as context.reservation:
                         writer.rate_limit_headers = self._limit_headers(context)
                         if exchange is not None and exchange.request.background:
@@ -202,7 +201,6 @@ class ProxyHandler:
 
         limit_bytes, hold = settings.body_limit_bytes, context.hold.add
         body = await read_body(scope, receive, limit_bytes=limit_bytes, hold=hold)
-        context.body_bytes = len(body)
         time_s = context.policy.limits.request_time_s(settings.request_timeout_s)
         cancel_scope.limit(time_s, errors.RequestTooLong)
         context.body_read_s = gateway.clock()
@@ -237,6 +235,7 @@ class ProxyHandler:
         with reserved_request(context.api_key.rate_limiter, gateway.clock, gateway.wall):
             async with gateway.inspection_thread.turn(context.hold, raw) as turn:
                 await self._inspect_in(turn, scope, raw, context)
+        context.hold.add(-len(raw))  # it leaves with this call
 
     async def _inspect_in(
         self, turn: Turn, scope: Scope, raw: RawBody, context: RequestContext

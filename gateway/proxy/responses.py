@@ -296,12 +296,13 @@ class ResponseExchange:
                 pass
 
     async def end(self) -> None:
-        """End a response in the background, however its request ended."""
+        """Drop the request, and end a response in the background, however its request ended."""
         try:
             if self.log is not None:
                 await self._end_log(self.log)
         finally:
             self._kept = None  # its `hold` leads back here: a cycle of garbage with all bodies
+            self.format.drop()
 
     async def _end_log(self, event_log: EventLog) -> None:
         builder = self.format.builder
@@ -320,6 +321,8 @@ class ResponseExchange:
             event_log.attach(None)
             event_log.close()
             self._service.ended(self)
+            self._after = {}
+            self.format.drop()
         if self._viewer is not None:
             await asyncio.wait((self._viewer,), timeout=self._service.view_timeout_s)
             self._viewer.cancel()

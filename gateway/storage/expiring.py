@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from gateway.memory_budget import MemoryBudget
+from gateway.memory_budget import MemoryBudget, MemoryHold
 
 TTL_S = 24 * 3600.0
 """A record expires so long after its last use."""
@@ -73,7 +73,7 @@ class MemoryRecords:
         self._limit_bytes = limit_bytes
         self._records: dict[str, OrderedDict[str, _Record]] = {}
         """By owner, those used longest ago first."""
-        self._bytes: defaultdict[str, int] = defaultdict(int)
+        self._holds: dict[str, MemoryHold] = {}
         """By owner."""
 
     async def get(
@@ -104,13 +104,14 @@ class MemoryRecords:
         changed = replaces is not None and (present is None or present.data != replaces)
         if changed or len(data) > RECORD_LIMIT_BYTES or _size(data) > self._limit_bytes:
             return False
-        self._memory.add(owner, _size(data))
+        with self._memory.hold(owner) as hold:
+            hold.add(_size(data))
         self._drop(owner, name)
         records = self._records.setdefault(owner, OrderedDict())
         records[name] = _Record(data, self._clock() + TTL_S)
-        self._bytes[owner] += _size(data)
-        while sum(self._bytes.values()) > self._limit_bytes:
-            largest = max(self._bytes, key=self._bytes.__getitem__)
+        self._holds.setdefault(owner, self._memory.hold(owner)).count(_size(data))
+        while sum(hold.size_bytes for hold in self._holds.values()) > self._limit_bytes:
+            largest = max(self._holds, key=lambda one: self._holds[one].size_bytes)
             self._drop(largest, next(iter(self._records[largest])))
         return name in records
 
@@ -130,10 +131,10 @@ class MemoryRecords:
         records = self._records.get(owner)
         if records is None or (record := records.pop(name, None)) is None:
             return False
-        self._bytes[owner] -= _size(record.data)
-        self._memory.add(owner, -_size(record.data))
+        self._holds[owner].count(-_size(record.data))
         if not records:
-            del self._records[owner], self._bytes[owner]
+            self._holds.pop(owner).release()
+            del self._records[owner]
         return True
 
 

@@ -156,6 +156,12 @@ class ResponsesFormat(TranslatingFormat):
         assert self._builder is not None, "the request has not been inspected"
         return self._builder
 
+    def drop(self) -> None:
+        """Drop the request and the output, since what refers to this may stay for longer."""
+        self.request, self.history, self._chat = None, (), None
+        if self._builder is not None:
+            self._builder.drop()
+
     def _seal(self, reasoning: str) -> str:
         return self._sealer.seal(reasoning.encode(), _REASONING, self._scope)
 

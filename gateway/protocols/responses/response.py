@@ -141,6 +141,13 @@ class ResponseBuilder:
             pass  # nobody follows them
         self.response["status"] = "cancelled"
 
+    def drop(self) -> None:
+        """Drop the request and the output of a response that has ended."""
+        self._request = self._request._replace(items=(), body={})
+        self._open = None
+        self._items.clear()
+        self._sealed.clear()
+
     def kept_output(self) -> list[Json]:
         """Return the output with the reasoning in its sealed form, as the gateway keeps it."""
         return [

@@ -19,7 +19,8 @@ from gateway.cluster.expiring import SharedExpiringRecords
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.shares import CLAIMS, FREE, KEPT
-from gateway.errors import RecordsUnwritable
+from gateway.errors import Overloaded, RecordsUnwritable
+from gateway.memory_budget import MemoryBudget
 from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.storage import records as storage_records
@@ -247,6 +248,20 @@ def test_f72_a_revocation_that_the_disk_does_not_take_holds_at_once_and_is_store
 
 def records(client: RedisClient, limit_bytes: int = MEMORY_BYTES) -> SharedExpiringRecords:
     return SharedExpiringRecords(client, Sealer(b"token"), limit_bytes=limit_bytes)
+
+
+async def test_f26_a_large_record_is_read_only_if_there_is_memory_for_it(
+    client: RedisClient,
+) -> None:
+    kept, memory = records(client), MemoryBudget(4_000_000)
+    large = os.urandom(1_000_000)
+    assert await kept.put("ann", "a", large)
+    with memory.hold("ann") as hold, pytest.raises(Overloaded):
+        await kept.get("ann", ["a"], hold.add)
+    assert memory.held_bytes == 0
+    with MemoryBudget().hold("ann") as hold:
+        assert await kept.get("ann", ["a"], hold.add) == [large]
+        assert hold.size_bytes == len(large)
 
 
 async def test_c27_the_owner_with_the_most_gives_way_in_redis(client: RedisClient) -> None:

@@ -95,4 +95,5 @@ async def test_the_oldest_responses_are_forgotten_beyond_the_limits(tmp_path, ch
     sizes = [log.size_bytes for log in logs]
     assert sum(sizes[-held:]) <= LIMITS.ended_bytes
     assert [log.hold.size_bytes > 0 for log in logs] == known
+    assert all(one.format.request is None for one in ended), "a log keeps no request in memory"
     assert held == LIMITS.ended or sum(sizes[-held - 1 :]) > LIMITS.ended_bytes

@@ -15,7 +15,12 @@ from gateway.proxy.responses import EventLog
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.pdfs import base64_pdf, pdf
 from tests.support.raw_client import open_socket, raw_client, read_stream, request_bytes
-from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
+from tests.support.running_gateway import (
+    RunningGateway,
+    chat_body,
+    status_and_code,
+    wait_until,
+)
 from tests.support.scripted_worker import Script, ScriptedWorker, chat_completion, stream_events
 
 SMALL = 400_000
@@ -61,10 +66,12 @@ def test_f26_each_route_sheds_a_body_for_which_there_is_no_memory(
 ) -> None:
     if path != "/v1/conversations":
         body = {"model": "demo", **body}
-    shed = small.client.post(path, json=body)
+    of_anthropic = path.startswith("/v1/messages")
+    headers = {"anthropic-version": "2023-06-01"} if of_anthropic else {}
+    shed = small.client.post(path, json=body, headers=headers)
     assert shed.status_code == 503
     error = shed.json()["error"]
-    if path.startswith("/v1/messages"):
+    if of_anthropic:
         assert (shed.json()["type"], error["type"]) == ("error", "overloaded_error")
     else:
         assert error["code"] == "gateway_overloaded"

@@ -53,4 +53,4 @@ async def test_c27_a_record_leaves_memory_at_its_time_though_its_owner_never_ret
     clock.now_s += TTL_S
     await records.drop_expired()
     assert not records._records
-    assert not records._bytes
+    assert not records._holds
