@@ -7,16 +7,18 @@ They are keyed by a secret of the fleet and reveal nothing of the text to others
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from gateway.strict_json import encode_body
+from gateway.strict_json import Pieces, encode_body
 from gateway.types import Caller, Inspected
 from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS
-from policies.request.json_pieces import encode_pieces, json_bytes
+from policies.request.json_pieces import json_bytes
+from policies.request.profile import RequestProfile
 from policies.sections import PrefixPolicy
 from workers.protocol import salted_scope
 
@@ -94,7 +96,7 @@ class PrefixHasher:
         scope = rules.scope(caller.key, caller.team, inspected.cache_salt)
         messages = body.get("messages")
         if messages:
-            return self._chat_keys(scope, profile.model, body, messages)
+            return self._chat_keys(scope, profile, body, messages)
         prompt = body.get("prompt")
         if isinstance(prompt, str):
             return self._text_keys(scope, profile.model, prompt)
@@ -118,13 +120,19 @@ class PrefixHasher:
         return digest.hexdigest()
 
     def _chat_keys(
-        self, scope: str, model: str, body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+        self,
+        scope: str,
+        profile: RequestProfile,
+        body: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
     ) -> PrefixKeys:
         system = messages[0].get("content") if messages[0]["role"] == "system" else None
         shared = [body.get(field) for field in _SHARED_FIELDS]
         has_system = system is not None or shared[0] is not None
+        uncounted = shared[1] or isinstance(system, list)  # parts may have fields of any size
+        size_bytes = sys.maxsize if uncounted else profile.text_chars
         digest = self._digest.copy()
-        size_bytes = _update(digest, encode_pieces([model, *shared, system]))
+        size_bytes = _update(digest, encode_body([profile.model, *shared, system], size_bytes))
         unscoped = digest.digest()
         digest = self._digest.copy()
         digest.update(to_json([scope, unscoped.hex()]))
@@ -137,7 +145,7 @@ class PrefixHasher:
         last = len(messages) - 1
         for index in range(begin, last + 1):
             message = messages[index]
-            size_bytes += _update(digest, _canonical(message)) - _media_bytes(message)
+            size_bytes += _update(digest, _canonical(message, profile)) - _media_bytes(message)
             # The results of several tools come together, so nothing ends between them.
             ends = index == last or "assistant" in (message["role"], messages[index + 1]["role"])
             if ends and size_bytes >= _MIN_PREFIX_BYTES:
@@ -165,7 +173,7 @@ def _keys(found: list[PrefixEnd], unscoped: bytes) -> PrefixKeys:
     return PrefixKeys((*reversed(turns), *system), bool(unscoped), unscoped)
 
 
-def _update(digest: blake2b, pieces: Iterable[bytes]) -> int:
+def _update(digest: blake2b, pieces: Pieces) -> int:
     """Add pieces to a digest; return their size in bytes."""
     size_bytes = 0
     for piece in pieces:
@@ -174,13 +182,14 @@ def _update(digest: blake2b, pieces: Iterable[bytes]) -> int:
     return size_bytes
 
 
-def _canonical(message: Mapping[str, Any]) -> Iterable[bytes]:
+def _canonical(message: Mapping[str, Any], profile: RequestProfile) -> Pieces:
     """Return what a worker renders of a message."""
     role, content = message["role"], message.get("content")
     if len(message) == 2 and isinstance(content, str):
         return encode_body((role, content), len(content))
     texts = [message.get(name) or None for name in MESSAGE_TEXTS]
-    return encode_pieces([role, content, *texts, message.get("tool_calls")])
+    size_bytes = sys.maxsize if isinstance(content, list) else profile.text_chars
+    return encode_body([role, content, *texts, message.get("tool_calls")], size_bytes)
 
 
 def _media_bytes(message: Mapping[str, Any]) -> int:
