@@ -11,10 +11,12 @@ one kind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
@@ -22,22 +24,28 @@ from typing import Final, NamedTuple
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from bench.attack import checkpoints, large_bodies, sums
+from bench.attack import checkpoints, sums
 from bench.attack.attack import Attack, Tally, Target
 from bench.attack.bodies import HostileBodies
+from bench.attack.budgets import Budgets
 from bench.attack.connections import Flood, run_floods
 from bench.attack.connections import Target as FloodTarget
 from bench.attack.formats import WireFormats
 from bench.attack.full_disk import FullDisk
-from bench.attack.key_abuse import KeyAbuse
+from bench.attack.grammars import CostlyGrammars
+from bench.attack.header_values import HeaderValues
+from bench.attack.kept_responses import Followers, Unfolding
+from bench.attack.key_abuse import KeyAbuse, create_key
 from bench.attack.kills import Kills
+from bench.attack.large_bodies import HugePrompts, LargeBodies
 from bench.attack.lying_workers import EarlyHeads, LyingAnswers, LyingReports
+from bench.attack.neighbour import KEPT_SHARE, Neighbourhood
 from bench.attack.origins import Origins
+from bench.attack.planted_folders import PlantedFolders
 from bench.attack.raw_http import RawHttp
 from bench.attack.slow import SlowClients
 from bench.attack.stack import (
     JEMALLOC,
-    Part,
     fixed_port,
     running_parts,
     running_target,
@@ -46,52 +54,50 @@ from bench.attack.stack import (
 )
 from bench.gateway.contenders import OURS, gateway_parser, running, running_backend
 from bench.harness import tables
-from bench.harness.process_cost import resident_bytes
 from gateway.event_loop import run
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "attack.md"
 AT_TARGET: Final[tuple[Attack, ...]] = (
     *(RawHttp(), Origins(), LyingAnswers(), EarlyHeads(), LyingReports(), HostileBodies()),
-    *(WireFormats(), SlowClients(), KeyAbuse()),
+    *(WireFormats(), SlowClients(), KeyAbuse(), Budgets(), HeaderValues(), PlantedFolders()),
+    *(CostlyGrammars(), Unfolding(), Followers(), LargeBodies(), HugePrompts()),
 )
 OF_THEIR_OWN: Final[tuple[Attack, ...]] = (Kills(), FullDisk())
 """Attacks that start processes of their own, because they kill them or fill their disk."""
 FLOODS: Final = "floods"
 _NAMES: Final = (
     *(attack.name for attack in (*AT_TARGET, *OF_THEIR_OWN)),
-    *(checkpoints.NAME, FLOODS, large_bodies.NAME),
+    *(checkpoints.NAME, FLOODS),
 )
 _GROWTH_MB: Final = 20.0
-"""In the second half of the time: in the first a process gets the memory of its largest work."""
+_ALONE_S: Final = 10.0
+_AFTER_S: Final = 60.0
+_NICENESS: Final = 10
+"""Of the attacker: a real one takes no processor time of the machine that it attacks."""
 _INPUTS: Final = 100_000
 _INPUTS_AFTER_S: Final = 600.0
 _FLOOD_GROWTH_MB: Final = 10.0
 _CONNECTION_KB: Final = 20.0
 _NEIGHBOUR_MS: Final = 50.0
-_AGAIN_MB: Final = 2.0
-"""Of the same flood again: what the first one took is free, though the process may keep it."""
 
 
 class Memory(NamedTuple):
-    """Resident memory of an attacked process."""
+    """Resident memory of an attacked process, in MB."""
 
     part: str
-    start_mb: float
-    half_mb: float
-    end_mb: float
-
-    @property
-    def growth_mb(self) -> float:
-        """Return the growth in the second half."""
-        return self.end_mb - self.half_mb
+    start: float
+    half: float
+    end: float
+    """A minute after the last attack."""
 
 
 class Result(NamedTuple):
-    """The tallies of all attacks, and the memory of the attacked processes."""
+    """The tallies of all attacks, and what they did to the attacked processes."""
 
     tallies: tuple[tuple[Tally, str], ...]
     """Each with the promise that it tests."""
     memory: tuple[Memory, ...]
+    neighbourhood: Neighbourhood
 
     @property
     def failed(self) -> int:
@@ -128,21 +134,33 @@ class Player:
             await asyncio.sleep(0.5)
 
 
-async def attack(
-    seconds: float, seed: int, only: Sequence[str], progress: Progress, home: Path
-) -> Result:
-    """Play the chosen attacks for some time in total."""
-    player = Player(seed, progress)
+async def attack(seconds: float, after_s: float, only: Sequence[str], player: Player) -> Result:
+    """Play the chosen attacks for some time in total, those at the target beside a neighbour.
+
+    Each is played in both halves. In the first a process gets the memory of its largest work; after
+    its turn in the second its memory must return, for which it has a minute (less in a short run).
+    """
     at_target = [attack for attack in AT_TARGET if attack.name in only]
     of_their_own = [attack for attack in OF_THEIR_OWN if attack.name in only]
     shares = sum(attack.share for attack in (*at_target, *of_their_own))
     checked = Tally(sums.NAME)
-    async with running_target(home) as (target, parts):
-        resident_mb = [_resident_mb(parts)]
-        for half in ("/first", "/second"):
-            for kind in at_target:
-                await player.play(kind, target, seconds / 2 * kind.share / shares, half)
-            resident_mb.append(_resident_mb(parts))
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-attack-"))
+        target, parts = await stack.enter_async_context(running_target(Path(folder)))
+        watch = Neighbourhood({name: part.pid for name, part in parts.items()}, after_s=after_s)
+        key = (await create_key(target, "neighbour"))["secret"]
+        async with watch.running(target.gateway_port, key, alone_s=min(_ALONE_S, seconds)):
+            os.nice(_NICENESS)
+            memory = [await watch.resident_mb()]
+            for half in ("/first", "/second"):
+                for kind in at_target:
+                    async with watch.beside(kind.name, settle=half == "/second"):
+                        share = seconds / 2 * kind.share / shares
+                        await player.play(kind, target, share, half)
+                memory.append(await watch.resident_mb())
+            await asyncio.sleep(after_s)
+            memory[-1] = await watch.resident_mb()
+        watch.judge(player.tallies.values())
         await sums.check_sums(target, checked)
         for part in parts.values():
             if not part.alive:
@@ -153,15 +171,11 @@ async def attack(
             await player.play(kind, target, seconds * kind.share / shares)
     promises = {kind.name: kind.promise for kind in (*at_target, *of_their_own)}
     tallies = [(player.tallies[name], promise) for name, promise in promises.items()]
-    memory = [Memory(name, *(one[name] for one in resident_mb)) for name in parts]
-    return Result((*tallies, (checked, sums.PROMISE)), tuple(memory))
+    grown = [Memory(name, *(one[name] for one in memory)) for name in parts]
+    return Result((*tallies, (checked, sums.PROMISE)), tuple(grown), watch)
 
 
-def _resident_mb(parts: Mapping[str, Part]) -> dict[str, float]:
-    return {name: resident_bytes(part.pid) / 1e6 for name, part in parts.items()}
-
-
-async def flood(home: Path, *, scale: float) -> list[Flood]:
+async def flood(home: Path, *, scale: float, after_s: float) -> list[Flood]:
     """Flood a gateway of its own, which has a worker, and a worker alone."""
     async with (
         running_backend() as worker_port,
@@ -169,23 +183,15 @@ async def flood(home: Path, *, scale: float) -> list[Flood]:
     ):
         assert gateway.process_id is not None
         target = FloodTarget("gateway", gateway.port, gateway.process_id)
-        floods = await run_floods(target, scale=scale)
+        floods = await run_floods(target, scale=scale, after_s=after_s)
     port = fixed_port()
     with tempfile.TemporaryDirectory(prefix="paceline-attack-") as folder:
         worker = worker_part(Path(folder), port)
         async with running_parts(worker):
             await wait_until_up(port)
-            floods += await run_floods(FloodTarget("worker", port, worker.pid), scale=scale)
+            target = FloodTarget("worker", port, worker.pid)
+            floods += await run_floods(target, scale=scale, after_s=after_s)
     return floods
-
-
-async def send_large_bodies(home: Path, *, quick: bool) -> list[large_bodies.Wait]:
-    """Send large bodies to a gateway of its own, beside a neighbour."""
-    async with (
-        running_backend() as worker_port,
-        running(OURS, venvs=home, worker_port=worker_port) as gateway,
-    ):
-        return await large_bodies.measure(gateway.port, quick=quick)
 
 
 def attack_table(result: Result) -> tables.Grid:
@@ -213,9 +219,9 @@ def memory_table(result: Result) -> tables.Grid:
     allocator = ", worker with jemalloc" if JEMALLOC else ""
     return tables.Grid(
         title=f"Resident memory of the attacked processes, MB{allocator}",
-        columns=("process", "at the start", "after half of the time", "at the end"),
+        columns=("process", "at the start", "after half of the time", "a minute after the end"),
         rows=tuple(
-            (one.part, *(f"{value:.1f}" for value in (one.start_mb, one.half_mb, one.end_mb)))
+            (one.part, *(f"{value:.1f}" for value in (one.start, one.half, one.end)))
             for one in result.memory
         ),
     )
@@ -233,12 +239,13 @@ def attack_targets(result: Result, *, whole: bool) -> list[tables.Target]:
     ]
     bounds += [
         tables.Target(
-            name=f"growth of the {one.part} in the second half, MB",
-            reached=one.growth_mb,
+            name=f"growth of the {one.part} in {name}, MB",
+            reached=one.end - before,
             bound=_GROWTH_MB,
             at_least=False,
         )
         for one in result.memory
+        for name, before in (("the whole run", one.start), ("the second half", one.half))
     ]
     if whole:
         inputs = sum(tally.inputs for tally, _ in result.tallies)
@@ -253,7 +260,15 @@ def flood_table(floods: Sequence[Flood]) -> tables.Grid:
     return tables.Grid(
         title="Floods at the port of a gateway, and at that of a worker",
         columns=(
-            *("at", "sent", "count", "memory, MB", "kept, MB", "memory of a repetition, MB"),
+            *(
+                "at",
+                "sent",
+                "count",
+                "MB before",
+                "MB at the peak",
+                "MB after",
+                "looked at after, s",
+            ),
             *("neighbour p99, ms", "closed"),
         ),
         rows=tuple(
@@ -261,9 +276,8 @@ def flood_table(floods: Sequence[Flood]) -> tables.Grid:
                 flood.part,
                 flood.name,
                 f"{flood.sent:,}",
-                f"{flood.grown_mb:+.1f}",
-                f"{flood.kept_mb:+.1f}",
-                f"{flood.again_mb:+.1f}",
+                *(f"{value:.1f}" for value in flood.memory),
+                f"{flood.after_s:.0f}",
                 f"{flood.neighbour_p99_ms:.1f}",
                 "yes" if flood.closed else "NO",
             )
@@ -278,8 +292,14 @@ def flood_targets(floods: Sequence[Flood]) -> list[tables.Target]:
     for flood in floods:
         of_connections = flood.sent * _CONNECTION_KB / 1000 if "bodies" in flood.name else 0.0
         at_most = {
-            "memory, MB": (flood.grown_mb, of_connections or _FLOOD_GROWTH_MB),
-            "memory of a repetition, MB": (flood.again_mb, _AGAIN_MB),
+            "growth to the peak, MB": (
+                flood.memory.peak - flood.memory.before,
+                of_connections or _FLOOD_GROWTH_MB,
+            ),
+            "memory 60 s after, to that before": (
+                flood.memory.after / flood.memory.before,
+                KEPT_SHARE,
+            ),
             "neighbour p99, ms": (flood.neighbour_p99_ms, _NEIGHBOUR_MS),
             "connections not closed in time": (float(not flood.closed), 0.0),
         }
@@ -309,28 +329,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     grids: list[tables.Grid] = []
     targets: list[tables.Target] = []
-    result = Result((), ())
+    result = Result((), (), Neighbourhood({}, after_s=0.0))
+    after_s = min(_AFTER_S, seconds)
     with Progress(console=console) as progress:
-        if set(only) - {checkpoints.NAME, FLOODS, large_bodies.NAME}:
-            with tempfile.TemporaryDirectory(prefix="paceline-attack-") as home:
-                result = run(attack(seconds, options.seed, only, progress, Path(home)))
+        if set(only) - {checkpoints.NAME, FLOODS}:
+            result = run(attack(seconds, after_s, only, Player(options.seed, progress)))
         if checkpoints.NAME in only and count and sys.platform == "linux":
             tally = Tally(checkpoints.NAME)
             bar = progress.add_task(checkpoints.NAME, total=count)
             checkpoints.load_checkpoints(count, options.seed, tally, lambda: progress.advance(bar))
-            result = Result((*result.tallies, (tally, checkpoints.PROMISE)), result.memory)
-        grids += [attack_table(result), memory_table(result)]
+            result = result._replace(tallies=(*result.tallies, (tally, checkpoints.PROMISE)))
+        grids += [attack_table(result), result.neighbourhood.table(), memory_table(result)]
         targets += attack_targets(result, whole=not options.only and seconds >= _INPUTS_AFTER_S)
+        targets += result.neighbourhood.targets()
         if FLOODS in only:
             progress.add_task(FLOODS, total=None)
-            floods = run(flood(options.log_dir, scale=0.02 if quick else 1.0))
+            scale = 0.02 if quick else 1.0
+            floods = run(flood(options.log_dir, scale=scale, after_s=after_s))
             grids.append(flood_table(floods))
             targets += flood_targets(floods)
-        if large_bodies.NAME in only:
-            progress.add_task(large_bodies.NAME, total=None)
-            waits = run(send_large_bodies(options.log_dir, quick=quick))
-            grids.append(large_bodies.table(waits))
-            targets += large_bodies.targets(waits)
     grids.append(tables.targets(targets))
     for grid in grids:
         console.print(grid.to_table())

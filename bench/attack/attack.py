@@ -47,6 +47,17 @@ class Tally:
     failures: list[str] = field(default_factory=list)
     """The first failures, each with its input."""
     notes: list[str] = field(default_factory=list)
+    begun: list[tuple[float, str]] = field(default_factory=list)
+    """When inputs began that may take long, by the monotonic clock, and what they are."""
+
+    def begin(self, given: str) -> None:
+        """Count an input that may take long."""
+        self.inputs += 1
+        self.begun.append((time.monotonic(), given))
+
+    def input_at(self, moment_s: float) -> str:
+        """Return the last input that had begun at a moment."""
+        return next((given for at_s, given in reversed(self.begun) if at_s <= moment_s), "")
 
     def fail(self, problem: str, given: object) -> None:
         """Record a promise that did not hold, with the input that shows it."""

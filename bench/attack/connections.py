@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from statistics import quantiles
 from typing import Any, Final, NamedTuple
 
-from bench.harness.process_cost import resident_bytes
+from bench.attack.neighbour import Neighbourhood, Resident
 
 _GET: Final = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
 _CHUNKED: Final = (
@@ -18,7 +18,6 @@ _CHUNKED: Final = (
 _HALF_READ: Final = b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\nx"
 _PIECE_BYTES: Final = 1 << 20
 _PROBE_S: Final = 0.005
-_SAMPLE_S: Final = 0.05
 _PROBES: Final = 200
 """At least so many, for a 99th percentile: a flood that ends sooner is sent again."""
 _CLOSED_WITHIN_S: Final = 25.0
@@ -40,73 +39,54 @@ class Flood(NamedTuple):
     name: str
     sent: int
     """Connections or requests, as the name says; of trailers, bytes."""
-    grown_mb: float
-    """The most memory above that before the flood."""
-    kept_mb: float
-    """The memory above that before the flood once all connections are closed."""
-    again_mb: float
-    """The most memory above `kept_mb` while the same flood comes again."""
+    memory: Resident
+    after_s: float
+    """How long after the flood the memory was within its bound, or was last looked at."""
     neighbour_p99_ms: float
     closed: bool
     """The server closed every connection in time."""
 
 
-async def run_floods(target: Target, *, scale: float) -> list[Flood]:
-    """Play every flood; `scale` 1.0 is the full size.
-
-    Pipelined requests take as much memory however many they are, so fewer of them come again.
-    """
-    pipelined = int(500_000 * scale)
+async def run_floods(target: Target, *, scale: float, after_s: float) -> list[Flood]:
+    """Play every flood; `scale` 1.0 is the full size. Wait for memory as long as `after_s`."""
+    watch = Neighbourhood({target.part: target.process_id}, after_s=after_s)
     return [
-        await _measure("bytes of trailers", target, (int(50e6 * scale),) * 2, _send_trailers),
-        await _measure("pipelined requests", target, (pipelined, pipelined // 10), _send_pipelined),
-        await _measure("half-read bodies", target, (int(1_000 * scale),) * 2, _send_half_read),
+        await _measure(name, target, int(count * scale), flood, watch)
+        for name, count, flood in (
+            ("bytes of trailers", 50_000_000, _send_trailers),
+            ("pipelined requests", 500_000, _send_pipelined),
+            ("half-read bodies", 1_000, _send_half_read),
+        )
     ]
 
 
 async def _measure(
-    name: str, target: Target, counts: tuple[int, int], flood: Callable[[int, int], Awaitable[bool]]
+    name: str,
+    target: Target,
+    count: int,
+    flood: Callable[[int, int], Awaitable[bool]],
+    watch: Neighbourhood,
 ) -> Flood:
-    """Run a flood twice beside a neighbour's requests, and sample the memory of the process.
-
-    The flood is repeated, without a look at the memory, until the neighbour has enough times.
-    """
+    """Run a flood beside a neighbour's requests, again until the neighbour has enough times."""
     await _probe(target.port)  # the first request of a process is slow
     times_s: list[float] = []
-
-    async def sample(sampled_bytes: list[int]) -> None:
-        while True:
-            sampled_bytes.append(await asyncio.to_thread(resident_bytes, target.process_id))
-            await asyncio.sleep(_SAMPLE_S)
-
-    async def flooded(count: int) -> tuple[bool, float, float]:
-        """Return whether all was closed, the most memory and that afterwards, above the first."""
-        before = resident_bytes(target.process_id)
-        sampled_bytes = [before]
-        async with _running(sample(sampled_bytes)):
-            closed = await flood(target.port, count)
-            await asyncio.sleep(1.0)
-        after = resident_bytes(target.process_id)
-        return closed, (max(*sampled_bytes, after) - before) / 1e6, (after - before) / 1e6
 
     async def ask() -> None:
         while True:
             times_s.append(await _probe(target.port))
             await asyncio.sleep(_PROBE_S)
 
-    async with _running(ask()) as neighbour:
-        first_closed, grown_mb, kept_mb = await flooded(counts[0])
-        again_closed, again_mb, _ = await flooded(counts[1])
-        closed = first_closed and again_closed
+    async with watch.beside(name, settle=True), _running(ask()) as neighbour:
+        closed = await flood(target.port, count)
         while len(times_s) < _PROBES and not neighbour.done():
-            closed &= await flood(target.port, counts[1])
+            closed &= await flood(target.port, count)
+    effect = watch.effects[name]
     return Flood(
         part=target.part,
         name=name,
-        sent=counts[0],
-        grown_mb=grown_mb,
-        kept_mb=kept_mb,
-        again_mb=again_mb,
+        sent=count,
+        memory=effect.memory[target.part],
+        after_s=effect.after_s,
         neighbour_p99_ms=1000 * quantiles(times_s, n=100, method="inclusive")[98],
         closed=closed,
     )

@@ -58,8 +58,8 @@ class Connection:
         except (ConnectionError, TimeoutError):
             return b""
 
-    async def read_answer(self, *, until: bytes | None = None) -> Answer:
-        """Read one response to its end, or until a mark occurs in it."""
+    async def read_answer(self, *, until: bytes | None = None, events: int = 0) -> Answer:
+        """Read one response to its end, until a mark occurs in it, or so many events."""
         response, read = _Response(), b""
         while not response.complete and (piece := await self.read_some()):
             try:
@@ -70,6 +70,8 @@ class Connection:
                 read = read[-len(until) :] + piece
                 if until in read:
                     break
+            if events and sum(part.count(b"\n\n") for part in response.parts) >= events:
+                break
         return response.answer()
 
     async def read_all(self, quiet_s: float) -> bytes:

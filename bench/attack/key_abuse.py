@@ -1,4 +1,4 @@
-"""Abuse of keys: budgets, revoked keys, other teams' prompts, forbidden models, admin routes."""
+"""Abuse of keys: revoked keys, other teams' prompts, forbidden models, admin routes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ from bench.attack.liar import MODEL as LIAR
 
 _MODEL: Final = "demo"
 _ROLES: Final = ("user", "assistant", "user")
-_BUDGET: Final = 4000
-_OVER_BUDGET: Final = 1.1
-"""At most this share of a budget may be used: the last stream is charged when it ends."""
 _WORDS: Final = "the of and to a in is it you that he was for on are with as his they".split()
 _ADMIN: Final = (
     *("/admin/v1/keys", "/admin/v1/policy", "/admin/v1/workers", "/admin/v1/usage"),
@@ -49,7 +46,7 @@ async def _revoke(target: Target, key: dict[str, Any]) -> None:
     await request(target.gateway_port, path, method="DELETE", key=target.admin_key)
 
 
-def _text(chance: Random, words: int) -> str:
+def random_text(chance: Random, words: int) -> str:
     return " ".join(chance.choices(_WORDS, k=words))
 
 
@@ -60,22 +57,14 @@ def _chat(text: str, *, system: str = "", **fields: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-async def _worker_tokens(target: Target) -> int:
-    """Return all tokens that the worker has read and written."""
-    status = await request(target.worker_port, "/v1/status", key=target.join_token)
-    lanes = status.json()["report"]["lanes"]
-    return sum(lane["prompt_tokens"] + lane["completion_tokens"] for lane in lanes)
-
-
 class KeyAbuse:
     """Clients with keys that want more than their keys allow."""
 
     name = "keys"
-    promise = "no budget passed by 10%, nothing of others, no admin route"
-    share = 0.12
+    promise = "nothing of others, no admin route"
+    share = 0.06
 
     async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
-        await self._leave_streams(target, Random(rng.getrandbits(64)), tally)
         revoked = await create_key(target, "revoked")
         await _revoke(target, revoked)
         forbidden = await create_key(target, "forbidden", models=[LIAR])
@@ -100,38 +89,13 @@ class KeyAbuse:
 
         await play(one, rng, deadline_s, concurrency=8)
 
-    async def _leave_streams(self, target: Target, chance: Random, tally: Tally) -> None:
-        """Spend a budget with streams that are left, until no more are admitted."""
-        key = await create_key(target, "limited", tokens_a_day=_BUDGET)
-        before = await _worker_tokens(target)
-        refused = 0
-        while refused < 3:
-            text = _text(chance, chance.choice((5, 50, 300)))
-            body = _chat(text, max_tokens=chance.choice((8, 64, 200)), stream=True)
-            request_id = target.request_id("left")
-            raw = encode(body, key=key["secret"], request_id=request_id)
-            async with connection(target.gateway_port) as opened:
-                await opened.send(raw)
-                answer = await opened.read_answer(until=b'"content":"')
-            target.sent.add(request_id)
-            tally.inputs += 1
-            tally.answer(answer, body)
-            refused += answer.status == 429
-        await _settled(target)
-        used = await _worker_tokens(target) - before
-        tally.notes.append(
-            f"a budget of {_BUDGET:,} tokens gave {used:,} by streams that were left"
-        )
-        if used > _BUDGET * _OVER_BUDGET:
-            tally.fail(f"{used} tokens with a budget of {_BUDGET}", "streams that are left")
-
     async def _share_prompt(
         self, target: Target, teams: Sequence[dict[str, Any]], chance: Random, tally: Tally
     ) -> None:
         """Send a conversation of another team: nothing of it may come from a cache."""
-        secret = f"{chance.getrandbits(64):x} " + _text(chance, chance.choice((10, 30, 80)))
+        secret = f"{chance.getrandbits(64):x} " + random_text(chance, chance.choice((10, 30, 80)))
         path = chance.choice((CHAT, CHAT, MESSAGES, RESPONSES, COMPLETIONS))
-        turns = [secret, _text(chance, 40), "Go on."]
+        turns = [secret, random_text(chance, 40), "Go on."]
         said = [{"role": role, "content": turn} for role, turn in zip(_ROLES, turns, strict=True)]
         fields: dict[str, Any] = {
             CHAT: {"messages": [{"role": "system", "content": secret}, *said], "max_tokens": 1},
@@ -188,12 +152,3 @@ class KeyAbuse:
         tally.answer(answer, raw)
         if answer.status not in (401, 403, 404, 405):
             tally.fail(f"{answer.status} for an admin route without the admin key", raw)
-
-
-async def _settled(target: Target) -> None:
-    """Wait until the worker runs nothing."""
-    while True:
-        status = await request(target.worker_port, "/v1/status", key=target.join_token)
-        lanes = status.json()["report"]["lanes"]
-        if not any(lane["running"] or lane["waiting"] for lane in lanes):
-            return

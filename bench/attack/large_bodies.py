@@ -1,35 +1,23 @@
-"""Large bodies of many shapes, and how long a neighbour's small request waits beside each."""
+"""Large bodies of many shapes, and texts far beyond the context, some from clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median, quantiles
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any, Final
 
-from bench.attack.http_client import CHAT, encode, send
-from bench.gateway.backend import MODEL
-from bench.gateway.contenders import KEY
-from bench.harness.processes import end, start
-from bench.harness.tables import Grid, Target
+from bench.attack.attack import Answer, Tally, Target, play
+from bench.attack.formats import COMPLETIONS, MESSAGES, RESPONSES
+from bench.attack.http_client import CHAT, chat, connection, encode, send
 from tests.support.images import data_url, png_header
 
-NAME: Final = "large bodies"
-_LIMIT_MS: Final = 50.0
-_TIMES: Final = 200
-"""Requests of the neighbour, at least, beside the bodies of a shape."""
-_ANSWERS: Final = 3
-_PAUSE_S: Final = 0.005
+_MODEL: Final = "demo"
 _LARGEST: Final = 31 * 1024 * 1024
 _CONTAINERS: Final = 99_000
-_RESPONSES: Final = "/v1/responses"
-_MESSAGES: Final = "/v1/messages"
+EXPLAIN: Final = "/v1/route/explain"
 
 _USER: Final = {"role": "user", "content": "x" * 20}
 _ANSWER: Final = {"role": "assistant", "content": "y"}
@@ -39,11 +27,11 @@ _CALL: Final = {"type": "function_call", "name": "f", "call_id": "c", "arguments
 
 
 def _chat(*messages: Any, **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "max_tokens": 1, "messages": [*messages], **fields}
+    return {"model": _MODEL, "max_tokens": 1, "messages": [*messages], **fields}
 
 
 def _response(*items: Any) -> dict[str, Any]:
-    return {"model": MODEL, "max_output_tokens": 1, "input": [*items], "store": False}
+    return {"model": _MODEL, "max_output_tokens": 1, "input": [*items], "store": False}
 
 
 def _user(content: Any) -> dict[str, Any]:
@@ -67,134 +55,84 @@ SHAPES: Final[Mapping[str, tuple[str, Callable[[], dict[str, Any]]]]] = {
             _user([{"type": "image_url", "image_url": {"url": _picture(_LARGEST)}}, _TEXT])
         ),
     ),
-    "items": (_RESPONSES, lambda: _response(*[_USER] * 9_999)),
-    "system items": (_RESPONSES, lambda: _response(*[_SYSTEM] * 9_998, _USER)),
-    "calls": (_RESPONSES, lambda: _response(*[_CALL] * 9_998, _USER)),
-    "blocks": (_MESSAGES, lambda: _chat(_user([_TEXT] * _CONTAINERS))),
-    "users": (_MESSAGES, lambda: _chat(*[_USER] * 9_999)),
-    "explained": ("/v1/route/explain", lambda: _chat(*[_USER] * 9_999)),
+    "items": (RESPONSES, lambda: _response(*[_USER] * 9_999)),
+    "system items": (RESPONSES, lambda: _response(*[_SYSTEM] * 9_998, _USER)),
+    "calls": (RESPONSES, lambda: _response(*[_CALL] * 9_998, _USER)),
+    "blocks": (MESSAGES, lambda: _chat(_user([_TEXT] * _CONTAINERS))),
+    "users": (MESSAGES, lambda: _chat(*[_USER] * 9_999)),
+    "explained": (EXPLAIN, lambda: _chat(*[_USER] * 9_999)),
 }
 """Each with the path that it is sent to."""
 
 
-class Wait(NamedTuple):
-    """A neighbour's times beside the bodies of one shape."""
+class LargeBodies:
+    """Each shape in turn, as often as the time allows."""
 
-    shape: str
-    megabytes: float
-    statuses: str
-    seconds: float
-    """Of one body, at the median."""
-    p99_ms: float
-    longer_ms: float
-    """By how much that exceeds the time without them."""
+    name = "large bodies"
+    promise = "an answer or an error of the client; no body delays others"
+    share = 0.14
 
-
-async def measure(port: int, *, quick: bool) -> list[Wait]:
-    """Send bodies of each shape one after another, beside a neighbour in this process."""
-    small = encode(json.dumps(_chat(_USER)).encode(), key=KEY)
-    times = 20 if quick else _TIMES
-    alone_ms = _p99_ms([await _ask(port, small) for _ in range(times)])
-    waits = []
-    for shape in tuple(SHAPES)[:2] if quick else SHAPES:
-        command = (sys.executable, "-m", "bench.attack.large_bodies", str(port), shape)
-        process = await start(*command, stdout=subprocess.PIPE)
-        answers: list[dict[str, Any]] = []
-        try:
-            assert process.stdout is not None
-            made = json.loads(await process.stdout.readline())
-            reading = asyncio.create_task(_read(process.stdout, answers))
-            beside: list[float] = []
-            while len(beside) < times or len(answers) < _ANSWERS:
-                beside.append(await _ask(port, small))
-                await asyncio.sleep(_PAUSE_S)
-            reading.cancel()
-        finally:
-            await end(process)
-        p99_ms = _p99_ms(beside)
-        waits.append(
-            Wait(
-                shape,
-                made["bytes"] / 1e6,
-                ", ".join(sorted({one["answer"] for one in answers})),
-                median(one["seconds"] for one in answers),
-                p99_ms,
-                p99_ms - alone_ms,
-            )
-        )
-    return waits
+    async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
+        while True:
+            for shape, (path, make) in SHAPES.items():
+                body = _encoded(make())
+                tally.begin(f"{shape}, {len(body) / 1e6:.1f} MB")
+                tally.answer(await _ask(target, path, body), shape)
+                if time.monotonic() > deadline_s:
+                    return
 
 
-async def _read(lines: asyncio.StreamReader, answers: list[dict[str, Any]]) -> None:
-    async for line in lines:
-        answers += [json.loads(line)]
+class HugePrompts:
+    """Texts far beyond the context, in every wire format; every other client leaves."""
+
+    name = "huge prompts"
+    promise = "400 context_length_exceeded, and no work for clients that have left"
+    share = 0.06
+
+    async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
+        async def one(chance: Random) -> None:
+            text = chance.choice(_TEXTS) * (chance.choice((1, 5, 30)) * 1_000_000 // 8)
+            path, fields = chance.choice(tuple(_PROMPTS.items()))
+            body = _encoded({"model": _MODEL, **fields(text)})
+            tally.begin(f"{path}, {len(body) / 1e6:.1f} MB, {text[:8]!r}")
+            if chance.random() < 0.5:
+                await self._leave(target, path, body, chance)
+                tally.answers["left"] += 1
+                return
+            answer = await chat(target, "huge", body, path=path)
+            tally.answer(answer, (path, text[:8]))
+            if answer.status == 200 or (answer.status == 400 and answer.code not in _TOO_LONG):
+                tally.fail(f"{answer.status} {answer.code}", (path, text[:8], len(body)))
+
+        await play(one, rng, deadline_s, concurrency=3)
+
+    async def _leave(self, target: Target, path: str, body: bytes, chance: Random) -> None:
+        """Send a body and leave soon; the request may have had its line in the log or none."""
+        async with connection(target.gateway_port) as opened:
+            await opened.send(encode(body, path=path, key=target.key))
+            await asyncio.sleep(chance.uniform(0.0, 0.5))
 
 
-async def _ask(port: int, raw: bytes) -> float:
-    began_s = time.perf_counter()
-    answer = await send(port, raw)
-    assert answer.status == 200, answer
-    return time.perf_counter() - began_s
+async def _ask(target: Target, path: str, body: bytes) -> Answer:
+    if path == EXPLAIN:
+        return await send(target.gateway_port, encode(body, path=path, key=target.key))
+    return await chat(target, "large", body, path=path)
 
 
-def _p99_ms(times: list[float]) -> float:
-    return 1000 * quantiles(times, n=100, method="inclusive")[98]
-
-
-def table(waits: Sequence[Wait]) -> Grid:
-    """Return the wait beside each shape."""
-    return Grid(
-        title="Large bodies of one client, one after another, and the wait of its neighbour",
-        columns=("shape", "MB", "answers", "seconds", "neighbour p99, ms", "longer, ms"),
-        rows=tuple(
-            (
-                wait.shape,
-                f"{wait.megabytes:.1f}",
-                wait.statuses,
-                f"{wait.seconds:.2f}",
-                f"{wait.p99_ms:.1f}",
-                f"{wait.longer_ms:+.1f}",
-            )
-            for wait in waits
-        ),
-    )
-
-
-def targets(waits: Sequence[Wait]) -> list[Target]:
-    """Return the bound of each wait."""
-    return [
-        Target(
-            name=f"{NAME}, {wait.shape}: neighbour waits longer, ms",
-            reached=wait.longer_ms,
-            bound=_LIMIT_MS,
-            at_least=False,
-        )
-        for wait in waits
-    ]
-
-
-def flood(port: int, shape: str) -> None:
-    """Send bodies of a shape one after another; print a line for each answer."""
-    path, make = SHAPES[shape]
-    body = json.dumps(make(), ensure_ascii=False, separators=(",", ":")).encode()
-    raw = encode(body, path=path, key=KEY)
-    print(json.dumps({"bytes": len(body)}), flush=True)
-    while True:
-        began_s = time.perf_counter()
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(raw)
-            answer = connection.makefile("rb").read()
-        status, error = answer.split(b" ", 2)[1].decode(), re.search(rb'"code":"([^"]*)"', answer)
-        line = {
-            "answer": f"{status} {error[1].decode()}" if error else status,
-            "seconds": time.perf_counter() - began_s,
-        }
-        print(json.dumps(line), flush=True)
+def _encoded(body: Any) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _picture(size: int) -> str:
     return data_url(png_header(8, 8)) + "A" * (size // 4 * 4)
 
 
-if __name__ == "__main__":
-    flood(int(sys.argv[1]), sys.argv[2])
+_TEXTS: Final = ("word and ", "\n\n\n\n", "€", "a", "<|im_end|>", " 1 2 3 4", "{}[]()")
+_TOO_LONG: Final = ("context_length_exceeded", "invalid_request_error")
+_PROMPTS: Final[Mapping[str, Callable[[str], dict[str, Any]]]] = {
+    CHAT: lambda text: {"messages": [_user(text)], "max_tokens": 1},
+    COMPLETIONS: lambda text: {"prompt": text, "max_tokens": 1},
+    MESSAGES: lambda text: {"messages": [_user(text)], "system": text[:9], "max_tokens": 1},
+    RESPONSES: lambda text: {"input": text, "max_output_tokens": 1, "store": False},
+}
+"""Fields with one text, by the path."""

@@ -48,12 +48,12 @@ def head(
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def _in_chunks(*pieces: bytes) -> list[bytes]:
+def in_chunks(*pieces: bytes) -> list[bytes]:
     return [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece] + [b"0\r\n\r\n"]
 
 
 def _streamed(*events: bytes) -> list[bytes]:
-    return [head(stream=True), *_in_chunks(*events)]
+    return [head(stream=True), *in_chunks(*events)]
 
 
 def _whole(body: bytes, status: str = "200 OK", *headers: str) -> list[bytes]:
@@ -88,7 +88,7 @@ def _framed(*before: bytes, headers: Sequence[str] = (), after: bytes = b"") -> 
 
     def answer(stream: bool) -> list[bytes]:
         body = json.dumps(chat_completion("here")).encode()
-        events = _in_chunks(_FIRST, _TEXT, _STOP, DONE)
+        events = in_chunks(_FIRST, _TEXT, _STOP, DONE)
         sent = (
             [head("200 OK", *headers, stream=True), *events]
             if stream
@@ -158,7 +158,7 @@ LIES: Final[dict[str, Lie]] = {
     "NaN in a body": lambda stream: _whole(b'{"choices":[{"message":{}}],"a":NaN}'),
     # Events.
     "an event of 3 MB": _events(_FIRST, chunk({"content": "x" * 3_000_000}), _STOP, DONE),
-    "a line without end": _raw(head(stream=True), *_in_chunks(b"data: " + b"x" * 2_500_000)),
+    "a line without end": _raw(head(stream=True), *in_chunks(b"data: " + b"x" * 2_500_000)),
     "no end": _events(_FIRST, _TEXT),
     "no finish": _events(_FIRST, _TEXT, DONE),
     "text behind DONE": _events(_FIRST, _TEXT, _STOP, DONE, _TEXT, DONE),
@@ -181,7 +181,7 @@ LIES: Final[dict[str, Lie]] = {
     "1,000 headers": _framed(headers=[f"x-{number}: y" for number in range(1000)]),
     "a header of 200 KB": _framed(headers=("x: " + "y" * 200_000,)),
     "200 KB of trailers": lambda stream: [
-        head(stream=stream), *_in_chunks(_FIRST, _STOP, DONE)[:-1], b"0\r\n" + b"a:b\r\n" * 40_000,
+        head(stream=stream), *in_chunks(_FIRST, _STOP, DONE)[:-1], b"0\r\n" + b"a:b\r\n" * 40_000,
     ],
     "overflowing chunk size": _raw(head(), b"1" + b"0" * 16 + b"\r\n", b"x" * 100),
     "negative chunk size": _raw(head(), b"-5\r\nhello\r\n0\r\n\r\n"),

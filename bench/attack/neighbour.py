@@ -1,0 +1,215 @@
+"""The neighbour of an attack: another key's small chats at a fixed pace, and all memory beside it.
+
+`python -m bench.attack.neighbour PORT` reads a key from standard input, asks in a process of its
+own, so that it never waits for a turn of the attacker, and prints a line for each answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+from typing import Final, NamedTuple
+
+from bench.attack.attack import Tally
+from bench.attack.http_client import chat_body, encode, send
+from bench.harness import tables
+from bench.harness.process_cost import resident_bytes
+from bench.harness.processes import end, start
+
+MODEL: Final = "demo"
+_PACE_S: Final = 0.05
+"""It does not wait for an answer before it asks again: a stall counts as often as it is felt."""
+_WARM_UP_S: Final = 2.0
+"""The first answers of a process are slow."""
+_SAMPLE_S: Final = 0.25
+KEPT_SHARE: Final = 1.10
+_LONGER_MS: Final = 50.0
+_STALL_S: Final = 3.0
+
+
+class Wait(NamedTuple):
+    """One answer to the neighbour."""
+
+    sent_s: float
+    waited_s: float
+    status: int
+
+
+class Resident(NamedTuple):
+    """Resident memory of one process, in MB."""
+
+    before: float
+    peak: float
+    after: float
+
+
+@dataclass
+class Effect:
+    """What one attack does to the neighbour and to the memory of the attacked processes."""
+
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """When it was played, by the monotonic clock."""
+    memory: Mapping[str, Resident] = field(default_factory=dict)
+    """By the part, of the last time."""
+    after_s: float = 0.0
+    """How long after its end the memory was within its bound, or was last looked at."""
+
+
+class Neighbourhood:
+    """The waits of the running neighbour, and the effect of each attack on it."""
+
+    def __init__(self, processes: Mapping[str, int], *, after_s: float) -> None:
+        """Watch the memory of these processes, for so long after each attack at most."""
+        self._processes = processes
+        self._after_s = after_s
+        self.waits: list[Wait] = []
+        self.effects: dict[str, Effect] = {}
+        self.alone_ms = 0.0
+
+    @contextlib.asynccontextmanager
+    async def running(self, port: int, key: str, alone_s: float) -> AsyncIterator[None]:
+        """Run the neighbour within the context: alone first, for its 99th percentile then."""
+        command = (sys.executable, "-m", __name__, str(port))
+        process = await start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(f"{key}\n".encode())
+        process.stdin.close()
+        reading = asyncio.create_task(self._read(process))
+        try:
+            await asyncio.sleep(_WARM_UP_S)
+            self.waits.clear()
+            await asyncio.sleep(alone_s)
+            self.alone_ms = _p99_ms(self.waits)
+            yield
+        finally:
+            reading.cancel()
+            await end(process)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            self.waits.append(Wait(*json.loads(line)))
+
+    @contextlib.asynccontextmanager
+    async def beside(self, name: str, *, settle: bool) -> AsyncIterator[None]:
+        """Measure within the context; with `settle`, then wait until the memory is back."""
+        effect = self.effects.setdefault(name, Effect())
+        before = await self.resident_mb()
+        peak = dict(before)
+        sampling = asyncio.create_task(self._sample(peak))
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            sampling.cancel()
+        ended_s = time.monotonic()
+        effect.spans.append((began_s, ended_s))
+        while True:
+            after, effect.after_s = await self.resident_mb(), time.monotonic() - ended_s
+            back = all(after[part] <= KEPT_SHARE * before[part] for part in before)
+            if back or not settle or effect.after_s >= self._after_s:
+                break
+            await asyncio.sleep(1.0)
+        effect.memory = {
+            part: Resident(before[part], max(peak[part], after[part]), after[part])
+            for part in before
+        }
+
+    async def resident_mb(self) -> dict[str, float]:
+        """Return the resident memory of each process."""
+        return {
+            part: await asyncio.to_thread(resident_bytes, process_id) / 1e6
+            for part, process_id in self._processes.items()
+        }
+
+    async def _sample(self, peak: dict[str, float]) -> None:
+        while True:
+            for part, resident in (await self.resident_mb()).items():
+                peak[part] = max(peak[part], resident)
+            await asyncio.sleep(_SAMPLE_S)
+
+    def waits_beside(self, name: str) -> list[Wait]:
+        """Return the answers to what the neighbour sent while an attack was played."""
+        spans = self.effects[name].spans
+        return [one for one in self.waits if any(a <= one.sent_s < b for a, b in spans)]
+
+    def judge(self, tallies: Iterable[Tally]) -> None:
+        """Record each answer that the neighbour did not get, or not in time, with the input."""
+        for tally in tallies:
+            for wait in self.waits_beside(tally.name):
+                if wait.status != 200 or wait.waited_s > _STALL_S:
+                    problem = f"the neighbour got {wait.status} after {wait.waited_s:.1f} s"
+                    tally.fail(problem, tally.input_at(wait.sent_s + wait.waited_s))
+
+    def table(self) -> tables.Grid:
+        """Return the effect of each attack."""
+        parts = tuple(self._processes)
+        states = tuple(f"{part} {state}" for part in parts for state in Resident._fields)
+        return tables.Grid(
+            title="A neighbour's small chats beside each attack, and resident memory, MB; "
+            f"99th percentile alone: {self.alone_ms:.1f} ms",
+            columns=(
+                *("attack", "chats", "neighbour p99, ms", "longest, ms"),
+                *(*states, "looked at after, s"),
+            ),
+            rows=tuple(
+                (
+                    name,
+                    f"{len(waits):,}",
+                    f"{_p99_ms(waits):.1f}",
+                    f"{1000 * max((one.waited_s for one in waits), default=0.0):.1f}",
+                    *(f"{value:.1f}" for part in parts for value in effect.memory[part]),
+                    f"{effect.after_s:.0f}",
+                )
+                for name, effect in self.effects.items()
+                for waits in (self.waits_beside(name),)
+            ),
+        )
+
+    def targets(self) -> list[tables.Target]:
+        """Return the bounds of waits and of memory."""
+        bounds = []
+        for name, effect in self.effects.items():
+            longer_ms = _p99_ms(self.waits_beside(name)) - self.alone_ms
+            at_most = {"neighbour's p99 longer than alone, ms": (longer_ms, _LONGER_MS)}
+            for part, memory in effect.memory.items():
+                share = memory.after / memory.before
+                at_most[f"memory of the {part} 60 s after, to that before"] = (share, KEPT_SHARE)
+            bounds += [
+                tables.Target(name=f"{name}: {what}", reached=reached, bound=bound, at_least=False)
+                for what, (reached, bound) in at_most.items()
+            ]
+        return bounds
+
+
+def _p99_ms(waits: Sequence[Wait]) -> float:
+    if len(waits) < 2:
+        return 0.0
+    return 1000 * quantiles([one.waited_s for one in waits], n=100, method="inclusive")[98]
+
+
+async def _ask_for_ever(port: int, key: str) -> None:
+    raw = encode(json.dumps(chat_body(MODEL, "Hi", max_tokens=2)).encode(), key=key)
+
+    async def ask() -> None:
+        sent_s = time.monotonic()
+        answer = await send(port, raw)
+        line = json.dumps((sent_s, time.monotonic() - sent_s, answer.status))
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    async with asyncio.TaskGroup() as group:
+        while True:
+            group.create_task(ask())
+            await asyncio.sleep(_PACE_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(_ask_for_ever(int(sys.argv[1]), sys.stdin.readline().strip()))
