@@ -50,6 +50,7 @@ _PROBES = 4
 # For clients that have not read their responses when the server closes.
 _LAST_READS_S = 2.0
 _CLOSING_CHECK_S = 0.01
+_HELD_LIMIT_BYTES = 64 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
 _UPGRADE_HEADERS = frozenset((b"connection", b"upgrade", b"http2-settings"))
 _STATUS_LINES = {
@@ -431,7 +432,8 @@ def raise_open_file_limit() -> None:
 class _BufferedTransport(asyncio.Transport):
     """A transport that sends everything written in one iteration of the event loop as one packet.
 
-    uvicorn writes a head and its body one by one, and system calls are most of a server's cost.
+    uvicorn writes a head and its body one by one, and system calls are most of a server's cost. More
+    than a piece leaves at once: only what is sent makes a response wait for a slow reader.
     """
 
     def __init__(
@@ -447,6 +449,7 @@ class _BufferedTransport(asyncio.Transport):
         self._unread = unread
         self._may_read = may_read
         self._held: list[bytes] = []
+        self._held_bytes = 0
         self.closing_since_s: float | None = None
 
     def forget_reader(self) -> None:
@@ -472,6 +475,9 @@ class _BufferedTransport(asyncio.Transport):
         if not self._held:
             self._loop.call_soon(self._send)
         self._held.append(bytes(data))
+        self._held_bytes += len(data)
+        if self._held_bytes > _HELD_LIMIT_BYTES:
+            self._send()
 
     def write_now(self, data: bytes) -> None:
         """Send a whole piece now, behind what is held."""
@@ -509,7 +515,7 @@ class _BufferedTransport(asyncio.Transport):
         self._transport.abort()
 
     def _send(self) -> None:
-        held, self._held = self._held, []
+        held, self._held, self._held_bytes = self._held, [], 0
         # A client may have disconnected in this iteration.
         if held and not self._transport.is_closing():
             self._transport.writelines(held)

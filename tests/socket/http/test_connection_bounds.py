@@ -25,6 +25,7 @@ from workers import http
 from workers.http import PIPELINE_LIMIT, TRAILERS_LIMIT, TRAILERS_LIMIT_BYTES, BoundedProtocol
 
 CHUNKED = b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+_PIECES = 1000
 OFTEN = Timing(check_s=0.05)
 GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
@@ -209,6 +210,28 @@ async def test_c2_sixteen_requests_of_a_connection_are_parsed_ahead() -> None:
     finally:
         for task in protocol.tasks:
             task.cancel()
+
+
+async def test_a8_a_response_waits_for_its_reader_although_it_awaits_nothing_else() -> None:
+    """All its pieces are there, as those of a log that is followed."""
+    sent = 0
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while sent < _PIECES:
+            await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+            sent += 1
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with http.Server(endless, check_s=60.0).on(listener):
+            client = Connection(*await asyncio.open_connection(*listener.getsockname(), limit=1))
+            await client.send(GET)
+            await client.reader.readexactly(12)
+            for _ in range(100):  # iterations of the event loop, in which nobody reads
+                await asyncio.sleep(0)
+            client.writer.transport.abort()
+            assert 0 < sent < _PIECES
 
 
 def test_a_server_may_open_as_many_files_as_the_system_allows() -> None:
