@@ -59,7 +59,7 @@ from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 from workers.http import CHECK_S
-from workers.lifecycle import Shutdown, first_of
+from workers.lifecycle import TRIM_INTERVAL_S, Shutdown, first_of, trim_heap
 
 if TYPE_CHECKING:
     from gateway.telemetry.tracing import Traces
@@ -268,6 +268,7 @@ class Gateway:
             Job(work=self.policy_file.check, period_s=_POLICY_FILE_CHECK_S),
             Job(work=self.usage_store.flush, period_s=timing.usage_flush_s),
             Job(work=self.stats_history.record, period_s=SNAPSHOT_INTERVAL_S),
+            Job(work=_trim_heap, period_s=TRIM_INTERVAL_S),
             # The connection to Redis reports its own failures, in the log and in `/v1/status`.
             *(
                 Job(work=work, period_s=timing.exchange_s, silent_errors=(RecordsUnwritable,))
@@ -307,6 +308,11 @@ class Gateway:
         if settings.policy is not None:
             with contextlib.suppress(RecordsUnwritable):  # the watcher tries again
                 await self.policy_file.apply(source[0])
+
+
+async def _trim_heap() -> None:
+    """Give back what large bodies have left; in a thread, since it takes some milliseconds."""
+    await asyncio.to_thread(trim_heap)
 
 
 def _listed_engines(settings: Settings) -> list[WatchedEngine]:

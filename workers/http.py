@@ -432,8 +432,8 @@ def raise_open_file_limit() -> None:
 class _BufferedTransport(asyncio.Transport):
     """A transport that sends everything written in one iteration of the event loop as one packet.
 
-    uvicorn writes a head and its body one by one, and system calls are most of a server's cost. More
-    than a piece leaves at once: only what is sent makes a response wait for a slow reader.
+    uvicorn writes a head and its body one by one, and system calls are most of a server's cost.
+    More than 64 KiB leave at once: only what is sent makes a response wait for a slow reader.
     """
 
     def __init__(

@@ -1,13 +1,18 @@
-"""The shutdown of a process that serves, alike in gateways and workers."""
+"""The shutdown and the heap of a process that serves, alike in gateways and workers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import signal
+import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any
+
+TRIM_INTERVAL_S = 10.0
+"""Trimming takes 2 ms, and as long again to get the pages back that are used again."""
 
 
 class Shutdown:
@@ -57,3 +62,16 @@ async def first_of(
         for wait, given in zip(waits, awaited, strict=True):
             if wait is not given:
                 wait.cancel()
+
+
+def trim_heap() -> None:
+    """Give the system what this process has freed of its heap; takes some milliseconds.
+
+    An allocator keeps what was freed between blocks in use, and the footprint counts it: after a
+    text of a million characters a tokenizer leaves 130 MB behind on Linux.
+    """
+    system = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+        system.malloc_zone_pressure_relief(None, ctypes.c_size_t(0))
+    elif hasattr(system, "malloc_trim"):  # glibc has it, musl has not
+        system.malloc_trim(ctypes.c_size_t(0))

@@ -261,19 +261,24 @@ class ResponseExchange:
 
     async def end(self) -> None:
         """End a response in the background, however its request ended."""
-        if self.log is None:
-            return
+        try:
+            if self.log is not None:
+                await self._end_log(self.log)
+        finally:
+            self._kept = None  # its `hold` leads back here: a cycle of garbage with all bodies
+
+    async def _end_log(self, event_log: EventLog) -> None:
         builder = self.format.builder
         try:
             if self._cancelled and not builder.ended:
                 builder.cancel()
             elif not builder.ended:
-                await self.log.fail(errors.Interrupted(), error_event=self.format.error_event)
+                await event_log.fail(errors.Interrupted(), error_event=self.format.error_event)
             if builder.response["status"] in ("failed", "cancelled"):
                 await self._keep(self.response)
         finally:
-            self.log.attach(None)
-            self.log.close()
+            event_log.attach(None)
+            event_log.close()
             self._service.ended(self)
         if self._viewer is not None:
             await asyncio.wait((self._viewer,), timeout=self._service.view_timeout_s)

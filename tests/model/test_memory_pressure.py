@@ -18,7 +18,6 @@ from tests.support.reference_decoder import assert_matches_reference
 from workers.engine.device import limit_freed_buffers, limit_memory, memory_limit_bytes
 from workers.engine.engine import Engine
 from workers.engine.memory_pressure import (
-    TRIM_INTERVAL_S,
     HeapTrimmer,
     MemoryMonitor,
     MemoryReading,
@@ -27,6 +26,7 @@ from workers.engine.prefix_cache import PrefixCache
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.thread import EngineThread
 from workers.engine.types import Finished, GenerationFailed, MemoryShort
+from workers.lifecycle import TRIM_INTERVAL_S
 
 QUESTIONS = [
     "Count from 1 to 20.",

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx_vlm.models.qwen3_5.qwen3_5  # noqa: F401 - children find it imported
+import mlx_vlm.models.qwen3_5.qwen3_5
 import mlx_vlm.tools  # noqa: F401 - it imports FastAPI, which takes longer than the demo model
 import transformers.models.auto.processing_auto  # noqa: F401 - children find them imported
 

@@ -28,6 +28,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from workers.lifecycle import TRIM_INTERVAL_S, trim_heap
 from workers.protocol import CRITICAL_PRESSURE
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ HIGH_SHARE = 0.85
 CRITICAL_SHARE = 0.95
 READING_INTERVAL_S = 0.2
 """A reading is as old as this at most."""
-TRIM_INTERVAL_S = 10.0
-"""Trimming takes 2 ms, and as long again to get the pages back that are used again."""
 LOWERED_SHARE = 0.8
 """Of the memory that the rows had when an allocation failed, what they get from then on."""
 _RAISED_SHARE = 0.01
@@ -160,19 +159,6 @@ def memory_reader(device_limit_bytes: int) -> ReadMemory:
     except (OSError, AttributeError):
         logger.warning("memory.unreadable", exc_info=True)
     return MemoryReading
-
-
-def trim_heap() -> None:
-    """Give the system what this process has freed of its heap; takes some milliseconds.
-
-    An allocator keeps what was freed between blocks in use, and the footprint counts it: after a
-    text of a million characters a tokenizer leaves 130 MB behind on Linux.
-    """
-    system = ctypes.CDLL(None)
-    if sys.platform == "darwin":
-        system.malloc_zone_pressure_relief(None, ctypes.c_size_t(0))
-    elif hasattr(system, "malloc_trim"):  # glibc has it, musl has not
-        system.malloc_trim(ctypes.c_size_t(0))
 
 
 class HeapTrimmer:

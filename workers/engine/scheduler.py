@@ -33,7 +33,6 @@ from workers.engine.memory_pressure import (
     MemoryMonitor,
     Pressure,
     is_out_of_memory,
-    trim_heap,
 )
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
@@ -54,6 +53,7 @@ from workers.engine.sampler import choose
 from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
 from workers.engine.step_graph import StepGraph
 from workers.engine.tokenizer import PromptRenderer
+from workers.lifecycle import trim_heap
 from workers.protocol import whole_scope
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,9 +10,10 @@ import openai
 import pytest
 
 from gateway.proxy import forward
+from gateway.proxy.context import RequestContext
 from tests.support.gateway_fixtures import Served
 from tests.support.images import data_url, png_header
-from tests.support.running_gateway import RunningGateway, chat_body, status_and_code
+from tests.support.running_gateway import RunningGateway, chat_body, status_and_code, wait_until
 from tests.support.scripted_worker import (
     DONE,
     JOIN_TOKEN,
@@ -199,3 +201,35 @@ def test_f58_requests_with_one_idempotency_key_are_not_deduplicated(served: Serv
     assert [response.result().status_code for response in responses] == [200, 200]
     assert len(served.worker.requests) == 2
     assert "idempotency-key" not in served.worker.requests[0].headers
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat/completions", {"max_tokens": 1}),
+        ("messages", {"max_tokens": 1}),
+        ("responses", {"input": "Hi"}),
+        ("responses", {"input": "Hi", "previous_response_id": f"resp_{0:048}"}),
+        ("responses", {"input": "Hi", "background": True}),
+    ],
+    ids=["chat", "messages", "responses", "an unknown one before", "in the background"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_c16_the_memory_of_an_answered_request_waits_for_no_garbage_collector(
+    shared: Served, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    body = chat_body(stream=stream, **fields)
+    if "input" in fields:
+        del body["messages"]
+
+    def alive() -> bool:
+        return any(isinstance(found, RequestContext) for found in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        response = shared.gateway.client.post(f"/v1/{path}", json=body)
+        assert response.status_code in (200, 400)
+        wait_until(lambda: not alive())
+    finally:
+        gc.enable()

@@ -13,7 +13,6 @@ import pytest
 from tests.support.fake_clock import START_S, FakeClock
 from workers.engine.memory_pressure import (
     READING_INTERVAL_S,
-    TRIM_INTERVAL_S,
     HeapTrimmer,
     LinuxMemory,
     MacMemory,
@@ -22,8 +21,8 @@ from workers.engine.memory_pressure import (
     Pressure,
     is_out_of_memory,
     memory_reader,
-    trim_heap,
 )
+from workers.lifecycle import TRIM_INTERVAL_S, trim_heap
 
 GB = 10**9
 
