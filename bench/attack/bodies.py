@@ -165,7 +165,7 @@ class HostileBodies:
 
     name = "bodies"
     promise = "an answer or an error that is the client's; the worker lives"
-    share = 0.2
+    share = 0.12
 
     async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
         await self._warm_up(target, rng, tally)

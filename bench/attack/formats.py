@@ -198,7 +198,7 @@ class WireFormats:
 
     name = "formats"
     promise = "an answer or an error of the client, in the shape of the route; the worker lives"
-    share = 0.2
+    share = 0.12
 
     async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
         async def one(chance: Random) -> None:

@@ -49,7 +49,7 @@ class LyingAnswers:
 
     name = "lying-workers"
     promise = "a valid answer or an error, never [DONE] behind a truncated stream"
-    share = 0.2
+    share = 0.12
 
     def __init__(self) -> None:
         self._restarting = False

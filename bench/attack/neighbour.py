@@ -24,7 +24,7 @@ from bench.harness.process_cost import resident_bytes
 from bench.harness.processes import end, start
 
 MODEL: Final = "demo"
-_PACE_S: Final = 0.05
+_PACE_S: Final = 0.1
 """It does not wait for an answer before it asks again: a stall counts as often as it is felt."""
 _WARM_UP_S: Final = 2.0
 """The first answers of a process are slow."""
@@ -144,7 +144,7 @@ class Neighbourhood:
         """Record each answer that the neighbour did not get, or not in time, with the input."""
         for tally in tallies:
             for wait in self.waits_beside(tally.name):
-                if wait.status != 200 or wait.waited_s > _STALL_S:
+                if wait.status != 200 or wait.waited_s > self.alone_ms / 1000 + _STALL_S:
                     problem = f"the neighbour got {wait.status} after {wait.waited_s:.1f} s"
                     tally.fail(problem, tally.input_at(wait.sent_s + wait.waited_s))
 

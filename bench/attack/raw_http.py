@@ -105,7 +105,7 @@ class RawHttp:
 
     name = "raw-http"
     promise = "one reading of each request, no hidden one answered"
-    share = 0.28
+    share = 0.22
 
     async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
         ports = (target.gateway_port, target.worker_port)

@@ -267,6 +267,7 @@ class UpstreamConnection(asyncio.Protocol):
                 await self._wait()
         except BaseException:
             self.abort()
+            self._error = None  # its traceback has this frame, and so the body: a cycle
             raise
 
     async def chunk(self) -> bytes:

@@ -225,12 +225,15 @@ class Forwarder:
                         tried |= {lease.candidate.worker_id}
                     if not self._goes_on(error, lease, context, body):
                         raise
-                    failure = error
+                    failure = error.with_traceback(None)  # which has this frame, and so a cycle
                 finally:
                     self._scheduler.release(lease, result, retry_after_s)
                     self._record_prefix_usage(context, lease)
             except _ENDS_RETRIES as error:
-                raise _first_cause(error, failure, begun=context.relayed) from None
+                try:
+                    raise _first_cause(error, failure, begun=context.relayed) from None
+                finally:
+                    failure = None
             finally:
                 if turn is not None:
                     turn.end()

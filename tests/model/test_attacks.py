@@ -6,10 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Metal does not survive a fork")
 def test_a_short_attack_finds_nothing_and_its_sums_are_exact(tmp_path: Path) -> None:
     """The program exits with an error if a promise does not hold."""
     only = [f"--only={name}" for name in ("raw-http", "lying-workers", "lying-reports", "bodies")]

@@ -1,10 +1,13 @@
 """Periodic jobs: they run independently, and a repeated error is logged once."""
 
 import asyncio
+import threading
+from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
+from gateway import assembly
 from gateway.errors import RecordsUnwritable
 from gateway.periodic import Job, periodic_tasks
 from tests.support.running_gateway import RunningGateway, make_settings
@@ -60,3 +63,13 @@ def test_a_gateway_has_one_job_for_each_shared_record(tmp_path, redis, shared) -
         ]
     assert len(names) == len(set(names))
     assert {"job KeyStore.refresh", "job Cordons.refresh", "job PolicyStore.refresh"} <= {*names}
+
+
+def test_a_gateway_gives_back_its_heap_every_ten_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed = threading.Event()
+    monkeypatch.setattr(assembly, "trim_heap", trimmed.set)
+    monkeypatch.setattr(assembly, "TRIM_INTERVAL_S", 0.01)
+    with RunningGateway(make_settings(tmp_path)):
+        assert trimmed.wait(60)

@@ -1,12 +1,15 @@
 """Successful responses: bodies, streams, headers and lists of models."""
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
+from gateway.http import upstream
 from gateway.proxy import forward
 from gateway.proxy.context import RequestContext
 from tests.support.gateway_fixtures import Served
@@ -16,6 +19,7 @@ from tests.support.scripted_worker import (
     DONE,
     JOIN_TOKEN,
     METRICS,
+    Script,
     ScriptedWorker,
     chunk,
     stream_events,
@@ -191,6 +195,18 @@ def test_f58_requests_with_one_idempotency_key_are_not_deduplicated(served: Serv
     assert "idempotency-key" not in served.worker.requests[0].headers
 
 
+@contextlib.contextmanager
+def no_garbage_left() -> Iterator[None]:
+    """Expect that no request of within this context is alive after it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        wait_until(lambda: not any(isinstance(one, RequestContext) for one in gc.get_objects()))
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -210,14 +226,16 @@ def test_c16_the_memory_of_an_answered_request_waits_for_no_garbage_collector(
     if "input" in fields:
         del body["messages"]
 
-    def alive() -> bool:
-        return any(isinstance(found, RequestContext) for found in gc.get_objects())
-
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_left():
         response = shared.gateway.client.post(f"/v1/{path}", json=body)
         assert response.status_code in (200, 400)
-        wait_until(lambda: not alive())
-    finally:
-        gc.enable()
+
+
+def test_c16_nor_does_that_of_a_request_whose_workers_have_failed(
+    gateway: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream.log, "disabled", True)  # pytest keeps records and their errors
+    worker.script = Script(drop=True)
+    gateway.join(worker)
+    with no_garbage_left():
+        assert status_and_code(gateway.chat()) == (502, "worker_lost")
