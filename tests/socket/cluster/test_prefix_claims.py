@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -135,7 +136,7 @@ async def test_a_claim_ages_while_it_is_stored_in_redis(
     first.claim("p", rules=PrefixPolicy(ttl_s=4))
     first.claim("q")
     await first.sync()
-    entries = redis.client.xrange(STREAM)
+    entries: Any = redis.client.xrange(STREAM)
     redis.client.delete(STREAM)
     stored_ms = int(time.time() * 1000) - 5000
     for number, (_, fields) in enumerate(entries):
