@@ -92,6 +92,7 @@ def _folder(item: pytest.Item) -> str:
 def returned_memory() -> Iterator[None]:
     """Return the memory that a module has freed: MLX and glibc keep it."""
     yield
+    gc.collect()
     if "mlx.core" in sys.modules:
         sys.modules["mlx.core"].clear_cache()
     if sys.platform == "linux":

@@ -4,6 +4,7 @@ Tests only send requests to them; a test that breaks a process starts one.
 """
 
 import ctypes
+import gc
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -75,7 +76,9 @@ def prompt_renderer(checkpoint: Checkpoint) -> PromptRenderer:
 
 
 @pytest.fixture
-def make_lane(checkpoint, prompt_renderer) -> Callable[..., LaneScheduler]:
+def make_lane(checkpoint, prompt_renderer) -> Iterator[Callable[..., LaneScheduler]]:
+    """Yield a function that makes a lane; at the end free them all, whose parts refer to it."""
+
     def make(
         name: LaneName = LaneName.TEXT_MTP,
         *,
@@ -108,7 +111,9 @@ def make_lane(checkpoint, prompt_renderer) -> Callable[..., LaneScheduler]:
             clock=clock,
         )
 
-    return make
+    yield make
+    gc.collect()
+    mx.clear_cache()
 
 
 @pytest.fixture
