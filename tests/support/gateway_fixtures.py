@@ -242,7 +242,6 @@ def canary_listener() -> Iterator[CanaryListener]:
 
 MakeGateway = Callable[..., RunningGateway]
 StartGateway = Callable[..., RunningGateway]
-JoinWithHeartbeats = Callable[[RunningGateway], None]
 BreakRedis = Callable[[RedisServer], None]
 
 
