@@ -12,7 +12,7 @@ import pytest
 
 from policies.request.constraint import Constraint, ConstraintKind
 from tests.support.engine_lane import run_until_idle
-from tests.support.openai_requests import picture_body
+from tests.support.openai_requests import picture_body, text_and_cached_tokens, turns_body
 from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings, wait_until
 from tests.support.served_engine import served
 from workers.demo import CHECKPOINT
@@ -39,31 +39,14 @@ class Client:
 
     def cached_tokens(self, path: str, salt: Any, *, again: bool = False) -> int:
         """Send a request; return how much of its prompt was cached."""
-        text = f"At {path}: {self._story}"
-        said = [{"role": "user", "content": text}]
-        if again:
-            said += [{"role": "assistant", "content": self._answers[path]}, *said]
-        fields: dict[str, dict[str, Any]] = {
-            "/v1/chat/completions": {"messages": said, "max_tokens": 4},
-            "/v1/completions": {"prompt": "".join(one["content"] for one in said), "max_tokens": 4},
-            "/v1/messages": {"messages": said, "max_tokens": 4},
-            "/v1/responses": {"input": said, "max_output_tokens": 4, "store": False},
-        }
-        answer = self.post(path, temperature=0, cache_salt=salt, **fields[path]).json()
-        usage = answer["usage"]
-        match path:
-            case "/v1/messages":
-                found, cached = answer["content"][-1]["text"], usage["cache_read_input_tokens"]
-            case "/v1/responses":
-                found = answer["output"][-1]["content"][0]["text"]
-                cached = usage["input_tokens_details"]["cached_tokens"]
-            case _:
-                choice = answer["choices"][0]
-                found = choice["text"] if "text" in choice else choice["message"]["content"]
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
+        question = f"At {path}: {self._story}"
+        turns = [question, self._answers[path], question] if again else [question]
+        fields = turns_body(path, turns, max_tokens=4)
+        answer = self.post(path, temperature=0, cache_salt=salt, **fields)
+        found, cached = text_and_cached_tokens(answer.json())
         if not again:
             assert self._answers.setdefault(path, found) == found, "a salt changes no answer"
-        return int(cached)
+        return cached
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         body = {"model": self._model, **fields}

@@ -180,14 +180,6 @@ def test_what_is_too_large_is_counted_before_it_is_copied(make_lane, ask, caplog
     assert [record.message.split()[0] for record in caplog.records] == ["prefix_cache.too_large"]
 
 
-def test_c8_scopes_share_nothing(make_lane, ask) -> None:
-    lane = make_lane()
-    messages = [{"role": "system", "content": SYSTEM}, user("Tell me a story about a fox.")]
-    cached = [ask(lane, messages, scope=scope).row.cached_tokens for scope in ("a", "b", None, "a")]
-    assert cached[:3] == [0, 0, 0]
-    assert cached[3] > 0
-
-
 def test_a_picture_is_found_by_its_pixels(make_lane, ask) -> None:
     """All pictures of one size have the same tokens."""
     lane = make_lane(LaneName.VLM)

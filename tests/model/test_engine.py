@@ -24,7 +24,6 @@ from workers.engine.types import (
     InvalidGeneration,
     LaneName,
     ModelUnusable,
-    Picture,
     PrefillProgress,
     Prompt,
 )
@@ -34,7 +33,6 @@ ENDLESS = Sampling(
     temperature=0,
     logit_bias=tuple((int(token), float(bias)) for token, bias in SUPPRESS_END_TOKENS.items()),
 )
-RED = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)
 
 
 def make_generation(engine: Engine, question: str = "Hello", **changes: object) -> Generation:

@@ -17,7 +17,7 @@ from tests.support.hostile_checkpoints import HostileCheckpoint, hostile_checkpo
 from tests.support.model_loader import REFUSED, SERVED, ModelLoader, model_loader
 from tests.support.worker_process import run_worker
 from workers.demo import CHECKPOINT
-from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.model import load_checkpoint
 from workers.engine.mtp_head import HeadUnusable
 from workers.engine.sparse_prefill import load_sparse_prefill
 from workers.engine.types import SpecPrefillSettings
@@ -40,6 +40,13 @@ PLACES = [
     ("config.json", {"model_file": "evil.py"}, REFUSED),
     ("config.json", {"model_type": "evil", "auto_map": CONFIGURATION}, REFUSED),
 ]
+in_each_place = pytest.mark.parametrize(
+    ("expected", "places"),
+    [
+        (SERVED, [place[:2] for place in PLACES if place[2] == SERVED]),
+        *((REFUSED, [place[:2]]) for place in PLACES if place[2] == REFUSED),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +68,7 @@ def plant(folder: Path, *places: tuple[str, dict[str, Any]]) -> Path:
     return marker
 
 
-@pytest.mark.parametrize(
-    ("expected", "places"),
-    [
-        (SERVED, [place[:2] for place in PLACES if place[2] == SERVED]),
-        *((REFUSED, [place[:2]]) for place in PLACES if place[2] == REFUSED),
-    ],
-)
+@in_each_place
 def test_c4_no_python_file_of_a_model_folder_runs(loader, tmp_path, expected, places) -> None:
     """CVE-2026-5843 (GHSA-9m9w-53g9-47c4), CVE-2026-22807 (GHSA-2pc9-4j83-qjmr)."""
     marker = plant(tmp_path / "model", *places)
@@ -78,21 +79,15 @@ def test_c4_no_python_file_of_a_model_folder_runs(loader, tmp_path, expected, pl
         assert "never runs the Python files of a model folder" in output
 
 
-@pytest.mark.parametrize(("file", "fields", "expected"), PLACES)
-def test_c4_no_python_file_of_a_draft_model_runs(
-    checkpoint: Checkpoint, tmp_path: Path, file: str, fields: dict[str, Any], expected: int
+@in_each_place
+def test_c4_no_python_file_of_a_draft_model_or_a_head_runs(
+    checkpoint, tmp_path, expected, places
 ) -> None:
-    marker = plant(tmp_path / "draft", (file, fields))
-    sparse = load_sparse_prefill(SpecPrefillSettings(draft=tmp_path / "draft"), checkpoint)
-    assert not marker.exists()
+    marker = plant(tmp_path / "model", *places)
+    sparse = load_sparse_prefill(SpecPrefillSettings(draft=tmp_path / "model"), checkpoint)
     assert (sparse.draft is None) == (expected == REFUSED)
-
-
-@pytest.mark.parametrize(("file", "fields", "_"), PLACES)
-def test_c4_no_python_file_of_a_head_runs(tmp_path, file, fields, _) -> None:
-    marker = plant(tmp_path / "head", (file, fields))
     with contextlib.suppress(HeadUnusable):
-        load_checkpoint(CHECKPOINT, mtp=tmp_path / "head")
+        load_checkpoint(CHECKPOINT, mtp=tmp_path / "model")
     assert not marker.exists()
 
 

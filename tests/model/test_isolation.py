@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import httpx
 import pytest
 
 from gateway.routing.prefix_keys import PrefixHasher
@@ -22,11 +21,10 @@ from gateway.types import Caller, Inspected
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.sections import PrefixPolicy
 from tests.support.engine_lane import GREEDY, RowEvents, run_until_idle
-from tests.support.heartbeats import repeated
-from tests.support.openai_requests import picture_body
+from tests.support.openai_requests import picture_body, text_and_cached_tokens, turns_body
 from tests.support.policies import PolicyAdmin
-from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings
-from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.running_gateway import RunningGateway, bearer_headers
+from tests.support.served_engine import gateway_of
 from tests.support.worker_process import RunningWorker
 from workers.engine.model import Checkpoint
 from workers.engine.prefix_cache import PrefixCache
@@ -290,16 +288,7 @@ class Team(NamedTuple):
         """Return the text, the cached tokens and the id of an answer in any format."""
         client = self.gateway.client
         answer = client.post(path, headers=self.headers, json=body).raise_for_status().json()
-        usage = answer["usage"]
-        if path == "/v1/messages":
-            text = "".join(block["text"] for block in answer["content"])
-            return text, usage["cache_read_input_tokens"], ""
-        if path == "/v1/responses":
-            text = "".join(part["text"] for part in answer["output"][-1]["content"])
-            return text, usage["input_tokens_details"]["cached_tokens"], answer["id"]
-        choice = answer["choices"][0]
-        text = choice["message"]["content"]
-        return text, usage["prompt_tokens_details"]["cached_tokens"], ""
+        return *text_and_cached_tokens(answer), answer["id"] if "output" in answer else ""
 
     def ask(self, model: str, system: str, kind: Kind) -> tuple[Any, int]:
         """Return the choices and the cached tokens of an answer."""
@@ -324,16 +313,10 @@ def teams(
     worker: RunningWorker, folder: Path, isolation: Isolation, *names: str
 ) -> Iterator[list[Team]]:
     """Yield a key of each team at a gateway that the worker has joined."""
-    with RunningGateway(make_settings(folder)) as gateway, contextlib.ExitStack() as stack:
-        path = f"/admin/v1/workers/{worker.worker_id}"
-        token = {"authorization": f"Bearer {JOIN_TOKEN}"}
-
-        def send_heartbeat() -> httpx.Response:
-            report = httpx.get(f"{worker.url}/v1/status", timeout=60).json()["report"]
-            return gateway.client.put(path, headers=token, json=report)
-
-        stack.enter_context(repeated(send_heartbeat))
-        admin = stack.enter_context(PolicyAdmin(gateway.url, gateway.admin_key))
+    with (
+        gateway_of(folder, worker) as gateway,
+        PolicyAdmin(gateway.url, gateway.admin_key) as admin,
+    ):
         patch = json.dumps({"prefix": {"isolation": isolation}})
         admin.patch(patch, content_type="application/merge-patch+json").raise_for_status()
         yield [Team(gateway, bearer_headers(gateway.create_key(team=team))) for team in names]
@@ -375,21 +358,15 @@ def test_c8_no_key_gets_anything_of_a_conversation_of_another_team(
 ) -> None:
     secret = f"At {path}: {SYSTEMS['long']}"
 
-    def body(turns: Sequence[str]) -> dict[str, Any]:
-        roles = ("user", "assistant") * len(turns)
-        said = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
-        fields: dict[str, dict[str, Any]] = {
-            "/v1/chat/completions": {"messages": said, "max_tokens": 8},
-            "/v1/messages": {"messages": said, "max_tokens": 8},
-            "/v1/responses": {"input": said, "max_output_tokens": 8},
-        }
-        return {"model": real_worker.model, "temperature": 0.0, **fields[path]}
+    def body(*turns: str) -> dict[str, Any]:
+        fields = turns_body(path, turns, max_tokens=8)
+        return {"model": real_worker.model, "temperature": 0.0, **fields}
 
     with teams(real_worker, tmp_path, "team", "red", "blue", "green") as (red, blue, green):
-        first = body([secret])
+        first = body(secret)
         text, cached, response_id = red.converse(path, first)
         assert cached == 0
-        again = body([secret, text, QUESTION])
+        again = body(secret, text, QUESTION)
         expected = [green.converse(path, each) for each in (first, again)]
         assert expected[0][1] == 0
         assert red.converse(path, again)[1] > 0, "the conversation is in the cache"

@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.heartbeats import repeated
-from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings, wait_until
-from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.running_gateway import RunningGateway, bearer_headers, wait_until
+from tests.support.served_engine import gateway_of
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
 from workers.protocol import TOKENS_HEADER, TOKENS_LIMIT_HEADER
 
@@ -30,12 +29,8 @@ CALL = {
 def gateway(tmp_path, real_worker, monkeypatch) -> Iterator[RunningGateway]:
     """Run a gateway that the worker of the session has joined."""
     monkeypatch.setattr("gateway.proxy.billing.ANSWER_TOKENS", 256)
-    headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
-    report = httpx.get(f"{real_worker.url}/v1/status", timeout=60).json()["report"]
-    with RunningGateway(make_settings(tmp_path)) as running:
-        path = f"{running.url}/admin/v1/workers/{report['worker_id']}"
-        with repeated(lambda: httpx.put(path, headers=headers, json=report, timeout=60)):
-            yield running
+    with gateway_of(tmp_path, real_worker) as running:
+        yield running
 
 
 def used_tokens(worker: RunningWorker) -> int:

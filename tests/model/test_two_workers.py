@@ -132,16 +132,6 @@ def client_of(fleet: Fleet) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=limits)
 
 
-async def test_two_workers_share_the_load(fleet: Fleet) -> None:
-    async with client_of(fleet) as client, many_streams(client, fleet) as streams:
-        pass
-    # On a busy machine one worker may be measured as slower than the other.
-    shares = Counter(stream.worker for stream in streams)
-    assert shares.keys() == {"a", "b"}
-    assert min(shares.values()) >= STREAMS // 4
-    assert all(stream.complete for stream in streams)
-
-
 async def test_a_worker_without_heartbeats_is_removed_until_its_next_one(fleet: Fleet) -> None:
     """It falls asleep, and its stream goes on at the other worker."""
     async with client_of(fleet) as client, contextlib.AsyncExitStack() as stack:

@@ -135,11 +135,6 @@ async def test_a_stream_has_the_text_and_usage_of_a_complete_answer(chat, stream
     assert chunks[-1].usage == complete.usage
 
 
-async def test_a_stream_without_include_usage_has_no_usage_chunk(stream: Chat) -> None:
-    chunks = await stream(temperature=0, max_tokens=4, stream_options=None)
-    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
-
-
 async def test_an_answer_without_speculation_has_no_metrics(chat: Chat) -> None:
     assert (await chat(max_tokens=4, extra_body={"draft_tokens": 0})).model_extra == {}
 

@@ -243,7 +243,6 @@ def canary_listener() -> Iterator[CanaryListener]:
 
 MakeGateway = Callable[..., RunningGateway]
 StartGateway = Callable[..., RunningGateway]
-JoinWithHeartbeats = Callable[[RunningGateway], None]
 BreakRedis = Callable[[RedisServer], None]
 
 

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,29 @@ def picture_body(
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
     return {"model": model, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def turns_body(path: str, turns: Sequence[str], max_tokens: int) -> dict[str, Any]:
+    """Return the fields of a request of any wire, in which user and assistant speak in turn."""
+    said = [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(turns)]
+    if path == "/v1/completions":
+        return {"prompt": "".join(turns), "max_tokens": max_tokens}
+    if path == "/v1/responses":
+        return {"input": said, "max_output_tokens": max_tokens}
+    return {"messages": said, "max_tokens": max_tokens}
+
+
+def text_and_cached_tokens(answer: dict[str, Any]) -> tuple[str, int]:
+    """Return the text of an answer of any wire, and how much of its prompt was cached."""
+    usage = answer["usage"]
+    if "content" in answer:
+        return answer["content"][-1]["text"], usage["cache_read_input_tokens"]
+    if "output" in answer:
+        text = answer["output"][-1]["content"][0]["text"]
+        return text, usage["input_tokens_details"]["cached_tokens"]
+    (choice,) = answer["choices"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text, usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def send_chat(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) -> ChatResult:

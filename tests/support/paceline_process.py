@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.support.paceline_forks import PacelineFork
-from tests.support.running_gateway import ADMIN_KEY
 from tests.support.worker_process import environment_without_paceline
 
 LISTENS = r"listens on (http://\S+?)\.?$"
@@ -126,15 +125,6 @@ def running_up(folder: Path, *, terminal: bool = False) -> Iterator[UpProcess]:
         "up", "--port", "0", environment={}, folder=folder, terminal=terminal
     ) as process:
         yield UpProcess(process, _state_dir(folder))
-
-
-@contextlib.contextmanager
-def running_gateway_only(folder: Path, *, token: str) -> Iterator[PacelineProcess]:
-    environment = {"PACELINE_JOIN_TOKEN": token, "PACELINE_ADMIN_KEY": ADMIN_KEY}
-    with start_paceline(
-        "gateway", "--port", "0", environment=environment, folder=folder
-    ) as process:
-        yield PacelineProcess(process)
 
 
 def process_environment(folder: Path) -> dict[str, str]:

@@ -187,6 +187,12 @@ class RunningGateway:
         self.use_key(created["secret"])
         return created
 
+    def charged_tokens(self, key: Mapping[str, Any]) -> int:
+        """Return what the usage of a key has of its budget, guesses included."""
+        entry = self.admin.get("/admin/v1/usage").json()["keys"].get(key["id"], {})
+        names = ("prompt_tokens", "completion_tokens", "guessed_tokens")
+        return sum(entry.get(name, 0) for name in names)
+
     def requests_in_flight(self) -> int:
         return self.status()["gateway"]["requests_in_flight"]
 

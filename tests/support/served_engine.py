@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvloop
 from pydantic import SecretStr
 
 from tests.support.gateway_fixtures import remove_settings
+from tests.support.heartbeats import repeated
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.worker_process import RunningWorker
@@ -132,3 +134,18 @@ def gateway_with(folder: Path, engine: RunningEngine) -> Iterator[DemoGateway]:
     with running_gateway(folder) as gateway, served(engine, "demo", join=gateway.url):
         wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
         yield DemoGateway(gateway=gateway, model=engine.card.model)
+
+
+@contextlib.contextmanager
+def gateway_of(folder: Path, worker: RunningWorker) -> Iterator[RunningGateway]:
+    """Run a gateway that a worker has joined which sends no heartbeats itself."""
+    with RunningGateway(make_settings(folder)) as gateway:
+        path = f"/admin/v1/workers/{worker.worker_id}"
+        token = {"authorization": f"Bearer {JOIN_TOKEN}"}
+
+        def send_heartbeat() -> httpx.Response:
+            report = httpx.get(f"{worker.url}/v1/status", timeout=60).json()["report"]
+            return httpx.put(gateway.url + path, headers=token, json=report, timeout=60)
+
+        with repeated(send_heartbeat):
+            yield gateway

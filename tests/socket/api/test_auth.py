@@ -124,7 +124,8 @@ def secrets(gateway_with_keys: RunningGateway) -> dict[str, str]:
 def request_with_key(
     gateway: RunningGateway, method: str, path: str, secret: str | None
 ) -> httpx.Response:
-    headers = {"authorization": f"Bearer {secret}"} if secret else {}
+    scheme = "bearer" if method == "GET" else "Bearer"
+    headers = {"authorization": f"{scheme} {secret}"} if secret else {}
     body = chat_body() if "chat" in path or "explain" in path else {}
     content = None if method == "GET" else body
     return gateway.client.request(method, path, headers=headers, json=content)

@@ -151,20 +151,6 @@ async def test_an_outdated_report_does_not_decrease_counts(open_counters: OpenCo
         assert [report.lanes[0].requests for report in await gateway.store.reports()] == [5]
 
 
-async def test_sums_over_many_boots_are_exact_and_stored_reports_are_bounded(open_counters) -> None:
-    first, second = open_counters(), open_counters()
-    for boot in range(40):
-        await (first, second)[boot % 2].store.store_report(boot_report(f"boot-{boot}", boot))
-        await sync(first, second)
-    await sync(first, second, times=30)
-    for gateway in (first, second, open_counters()):
-        await gateway.sync()
-        reports = await gateway.store.reports()
-        assert sum(report.lanes[0].requests for report in reports) == sum(range(40))
-        assert sum(report.lanes[0].speculation.accepted for report in reports) == 2 * sum(range(40))
-        assert len(reports) <= 17
-
-
 @pytest.mark.parametrize("text", ["nonsense", "[]", '{"updated_ms":1,"totals":[[5,5]]}', "{}"])
 async def test_foreign_data_in_the_hash_is_a_failure_and_no_count(
     redis: RedisServer, open_counters: OpenCounters, text: str

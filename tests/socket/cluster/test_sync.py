@@ -20,12 +20,10 @@ from tests.support.gateway_fixtures import QUICK, MakeClusterGateway, remove_set
 from tests.support.heartbeats import repeated
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.redis_server import RedisServer
-from tests.support.redis_status import remaining
 from tests.support.running_gateway import (
     RunningGateway,
     make_settings,
     running_worker,
-    status_and_code,
     wait_until,
     wait_until_all,
 )
@@ -251,16 +249,6 @@ def test_a_policy_edit_at_one_gateway_applies_at_the_other_with_the_text_of_its_
         assert changed.status_code == 200, changed.text
         wait_until(lambda: reader.etag().strip('"') == changed.json()["etag"])
         assert reader.get(headers={"accept": "application/yaml"}).text == text
-
-
-def test_a_limit_per_minute_applies_over_all_gateways(pair: Pair) -> None:
-    first, second = pair
-    use_keys(pair, requests_a_minute=6, concurrent_requests=5)
-    assert [first.chat().status_code for _ in range(4)] == [200] * 4
-    wait_until(lambda: remaining(second, "requests") == 2)
-    responses = [second.chat() for _ in range(4)]
-    assert [response.status_code for response in responses].count(200) == 2
-    assert status_and_code(responses[-1]) == (429, "requests_a_minute_exceeded")
 
 
 def test_a_concurrency_limit_applies_over_all_gateways(pair, module_worker) -> None:

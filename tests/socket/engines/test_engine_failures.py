@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.gateway_fixtures import MakeGateway
-from tests.support.policies import PolicyAdmin
 from tests.support.running_gateway import RunningGateway, status_and_code
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, event
 from tests.support.static_workers import static_worker
@@ -38,16 +37,6 @@ def test_a_busy_engine_is_waited_for(gateway_of: GatewayOf, worker: ScriptedWork
         responses = list(executor.map(lambda _: gateway.chat(), range(3)))
     assert {response.status_code for response in responses} == {200}
     assert len(worker.requests) >= 4, "one of them was told to come again"
-
-
-def test_an_engine_that_stays_busy_is_said_to_be(gateway_of, worker) -> None:
-    worker.script = BUSY
-    gateway = gateway_of(worker)
-    with PolicyAdmin(gateway.url, gateway.admin_key) as admin:
-        admin.use(pools={"vlm": {"lanes": "vlm", "queue": {"timeout_s": 1.5}}})
-    busy = gateway.chat()
-    assert status_and_code(busy) == (503, "workers_busy")
-    assert "retry-after" in busy.headers
 
 
 def test_a_refusal_in_the_first_event_of_a_stream_is_the_clients(gateway_of, worker) -> None:

@@ -133,6 +133,9 @@ def test_f20_an_ejected_worker_answers_what_the_last_healthy_one_fails(
     worker.script = BROKEN
     gateway_with_worker.join(second_worker)
     chat_until_ejected(gateway_with_worker)
+    worker.script, second_worker.script = Script(), BROKEN
+    answer = gateway_with_worker.chat()
+    assert (answer.status_code, answer.headers["x-paceline-worker"]) == (200, "fake-a")
 
 
 def test_f22_f28_when_all_refuse_connections_each_is_tried_once_and_the_client_gets_retry_after(

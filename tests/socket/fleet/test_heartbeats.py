@@ -77,13 +77,6 @@ def test_an_invalid_field_of_a_heartbeat_is_named_and_breaks_no_page(gateway, wo
         assert gateway.client.get(path).status_code == 200
 
 
-def test_a_second_live_worker_with_the_same_id_gets_409(gateway_with_worker) -> None:
-    other = ScriptedWorker(worker_id="fake-a", boot_id="boot-2")
-    other.socket.close()
-    response = gateway_with_worker.send_heartbeat(other)
-    assert status_and_code(response) == (409, "worker_id_taken")
-
-
 def test_the_gateway_is_ready_and_serves_requests_while_a_worker_neither_starts_nor_drains(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
@@ -123,13 +116,6 @@ def test_two_workers_share_the_load(gateway_with_worker, worker, second_worker) 
         second_worker.resume.set()
         assert {response.result().status_code for response in responses} == {200}
     assert gateway_with_worker.status()["pools"]["vlm"]["in_flight"] == 0
-
-
-def test_without_an_mtp_worker_greedy_text_runs_on_vlm_with_its_reason(gateway, worker) -> None:
-    worker.lanes = ("vlm",)
-    gateway.join(worker)
-    headers = gateway.chat(temperature=0).headers
-    assert (headers["x-paceline-pool"], headers["x-paceline-reason"]) == ("vlm", "no_mtp_worker")
 
 
 def put(gateway: RunningGateway, report: WorkerReport) -> tuple[int, str]:

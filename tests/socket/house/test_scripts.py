@@ -196,9 +196,7 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
     for name in (*FILES, "scripts/pin-images"):
         shutil.copy(ROOT / name, tmp_path / name)
-    docker = tmp_path / "bin" / "docker"
-    docker.write_text(DOCKER)
-    docker.chmod(0o755)
+    add_program(tmp_path / "bin" / "docker", DOCKER)
     return tmp_path
 
 
@@ -255,20 +253,10 @@ def test_without_docker_one_sentence_says_so(project: Path) -> None:
     )
 
 
-WITH_BLAS = Path(__file__).parents[3] / "scripts" / "with-blas"
-PROCESSOR = Path("/proc/cpuinfo")
-
-pytestmark = pytest.mark.skipif(
-    not list(Path("/usr/lib").glob("*/openblas-pthread/libblas.so.3"))
-    or " avx2 " not in PROCESSOR.read_text(),
-    reason="no OpenBLAS, or a processor without a choice of kernels",
-)
-
-
 def kernels(**environment: str) -> str:
     """Return the kernels that OpenBLAS selects in a command that is run with it."""
     process = subprocess.run(
-        [WITH_BLAS, "true"],
+        [ROOT / "scripts" / "with-blas", "true"],
         env={"PATH": "/usr/bin:/bin", "OPENBLAS_VERBOSE": "2", **environment},
         capture_output=True,
         text=True,
@@ -279,6 +267,11 @@ def kernels(**environment: str) -> str:
     return match[1]
 
 
+@pytest.mark.skipif(
+    not list(Path("/usr/lib").glob("*/openblas-pthread/libblas.so.3"))
+    or " avx2 " not in Path("/proc/cpuinfo").read_text(),
+    reason="no OpenBLAS, or a processor without a choice of kernels",
+)
 def test_a_processor_unknown_to_openblas_gets_kernels_of_its_instruction_set_or_those_named() -> (
     None
 ):

@@ -1,7 +1,5 @@
 """Events that are larger than a gateway keeps: no worker is at fault, and the key pays."""
 
-from typing import Any
-
 import pytest
 from openai import InternalServerError, OpenAI
 
@@ -10,6 +8,7 @@ from tests.support.raw_client import stream_error_code
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
+    said,
     status_and_code,
     wait_until,
 )
@@ -25,12 +24,6 @@ REFUSAL = (
 
 def state(gateway: RunningGateway) -> str:
     return str(gateway.status()["workers"]["fake-a"]["state"])
-
-
-def charged(gateway: RunningGateway, key: dict[str, Any]) -> int:
-    entry = gateway.admin.get("/admin/v1/usage").json()["keys"].get(key["id"], {})
-    names = ("prompt_tokens", "completion_tokens", "guessed_tokens")
-    return sum(entry.get(name, 0) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -49,36 +42,25 @@ def test_c23_an_end_that_the_request_has_caused_ejects_nobody_and_costs_the_rese
     key = gateway_with_worker.create_key(tokens_a_day=100_000)
     gateway_with_worker.use_key(key["secret"])
     for number in range(12):
-        body = {"model": "demo", "messages": [{"role": "user", "content": f"{number}"}]}
-        response = gateway_with_worker.client.post(
-            "/v1/chat/completions", json={**body, "stream": True, "max_tokens": 100}
-        )
+        response = gateway_with_worker.chat(**said(f"{number}"), stream=True, max_tokens=100)
         assert stream_error_code(response.content) == code
     assert state(gateway_with_worker) == "ready"
     assert len(worker.requests) + len(second_worker.requests) == 12, "none was tried twice"
-    wait_until(lambda: charged(gateway_with_worker, key) >= 12 * 100)
+    wait_until(lambda: gateway_with_worker.charged_tokens(key) >= 12 * 100)
 
 
 def test_c23_a_refusal_in_an_answer_without_a_stream_costs_the_reservation(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+    gateway_with_worker, worker
 ) -> None:
     """Another refusal comes before the worker has begun, and costs nothing."""
     for code, cost in (("unsupported_value", 0), ("constraint_too_costly", 100)):
         body = b'{"error":{"message":"No.","type":"invalid_request_error","code":"%b"}}'
         worker.script = Script(status=400, body=body % code.encode())
         key = gateway_with_worker.create_key(tokens_a_day=100_000)
-        response = gateway_with_worker.client.post(
-            "/v1/chat/completions",
-            json={
-                "model": "demo",
-                "messages": [{"role": "user", "content": "a"}],
-                "max_tokens": 100,
-            },
-            headers=bearer_headers(key),
-        )
+        response = gateway_with_worker.chat(max_tokens=100, headers=bearer_headers(key))
         assert status_and_code(response) == (400, code)
-        wait_until(lambda key=key, cost=cost: charged(gateway_with_worker, key) >= cost)  # type: ignore[misc]
-        assert bool(charged(gateway_with_worker, key)) == bool(cost)
+        wait_until(lambda key=key, cost=cost: gateway_with_worker.charged_tokens(key) >= cost)  # type: ignore[misc]
+        assert bool(gateway_with_worker.charged_tokens(key)) == bool(cost)
 
 
 def test_c23_one_body_counts_once_at_the_circuit_breaker_of_each_worker(
@@ -92,12 +74,8 @@ def test_c23_one_body_counts_once_at_the_circuit_breaker_of_each_worker(
     assert state(gateway_with_worker) == "ready"
     second_worker.script = Script()
     wait_until(
-        lambda: gateway_with_worker.chat().status_code == 200 and ejected(gateway_with_worker)
+        lambda: gateway_with_worker.chat().is_success and state(gateway_with_worker) == "ejected"
     )
-
-
-def ejected(gateway: RunningGateway) -> bool:
-    return state(gateway) == "ejected"
 
 
 def test_c23_the_client_of_openai_does_not_repeat_a_request_whose_answer_is_too_large(

@@ -158,18 +158,6 @@ def test_a_pool_contains_only_workers_with_its_labels(tmp_path, worker, second_w
         assert 'paceline_pool_slots{pool="vlm"} 4.0' in gateway.client.get("/metrics").text
 
 
-def test_a_pool_runs_no_more_requests_than_its_slots(served: Served, admin: PolicyAdmin) -> None:
-    admin.use(pools={"vlm": {"lanes": "vlm", "slots": 2}})
-    served.worker.script = Script(hang=True)
-    with ThreadPoolExecutor(3) as executor:
-        responses = [executor.submit(served.gateway.chat) for _ in range(3)]
-        wait_until(lambda: served.gateway.status()["pools"]["vlm"]["waiting"] == 1)
-        pool = served.gateway.status()["pools"]["vlm"]
-        assert served.worker.in_flight == pool["slots"] == pool["in_flight"] == 2
-        served.worker.resume.set()
-        assert {response.result().status_code for response in responses} == {200}
-
-
 def test_limits_of_the_policy_limit_requests(served: Served, admin: PolicyAdmin) -> None:
     gateway = served.gateway
     admin.use(limits={"max_tokens": 99})

@@ -291,6 +291,5 @@ def test_f25_a_replacement_worker_gets_409_until_the_old_boot_expires(gateway, w
         gateway.join(first)
         assert gateway.chat().status_code == 200
     assert gateway.chat().status_code == 503
-    assert gateway.send_heartbeat(worker).status_code == 409, (
-        "the old boot owns the id until its heartbeats expire"
-    )
+    refused = gateway.send_heartbeat(worker)
+    assert status_and_code(refused) == (409, "worker_id_taken"), "until its heartbeats expire"

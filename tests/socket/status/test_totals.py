@@ -161,19 +161,6 @@ def test_every_snapshot_is_consistent_while_workers_count(gateway: RunningGatewa
     assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
 
 
-def test_counts_survive_the_restart_of_a_worker(gateway_with_worker, worker) -> None:
-    counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
-    for boot in range(40):
-        worker.boot_id = f"life-{boot}"
-        gateway_with_worker.join_with(worker, lane_report("text-mtp", **counts))
-    status = gateway_with_worker.status()
-    assert (status["mtp"]["drafts"], status["mtp"]["accepted"]) == (120, 120)
-    assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["requests"] == 80
-    assert status["workers"]["fake-a"]["boots"] <= 20
-    metrics = gateway_with_worker.client.get("/metrics").text
-    assert 'num_drafts_total{model_name="demo",worker="fake-a"} 120.0' in metrics
-
-
 def test_an_ended_boot_contributes_only_its_counts(gateway, worker) -> None:
     counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
     busy = lane_report("text-mtp", running=3, waiting=2, **counts)

@@ -5,8 +5,6 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.running_gateway import said
 from tests.support.scripted_engine import (
@@ -16,7 +14,7 @@ from tests.support.scripted_engine import (
     text_events,
     worker_client,
 )
-from tests.support.tool_call_text import cut_at, read_calls
+from tests.support.tool_call_text import read_calls
 from workers.engine.tool_formats import FORMATS
 from workers.server.tool_calls import ToolCallSplitter
 
@@ -51,36 +49,6 @@ def split(
     read = read_calls(FORMATS[family], chunks, tools, limit=limit)
     calls = [(name, json.loads(arguments)) for name, arguments in read.calls]
     return [*([read.content] if read.content else []), *calls]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("plain <b>text</b> \n", ["plain <b>text</b> \n"]),
-        (call_text(3), [("add", {"a": 3})]),
-        ("Adding.\n\n" + call_text(3), ["Adding.", ("add", {"a": 3})]),
-        (call_text(3) + "\n" + call_text(4) + "\n", [("add", {"a": 3}), ("add", {"a": 4})]),
-        (call_text(3).removesuffix("</tool_call>"), [("add", {"a": 3})]),
-        ("<tool_call>nonsense</tool_call>!", ["<tool_call>nonsense</tool_call>!"]),
-        ("see <tool_call>", ["see <tool_call>"]),
-    ],
-)
-def test_text_and_calls_are_separated(text: str, expected: list[Any]) -> None:
-    assert split([text]) == expected
-
-
-@given(cuts=st.sets(st.integers(1, 260)))
-def test_chunk_boundaries_do_not_change_the_result(cuts: set[int]) -> None:
-    text = "Let me <think>. " + call_text(12) + "\n" + call_text(-5) + "\n"
-    assert split(cut_at(text, cuts)) == ["Let me <think>.", ("add", {"a": 12}), ("add", {"a": -5})]
-
-
-@pytest.mark.parametrize("length", range(1, len(call_text(12))))
-def test_a_call_that_a_limit_cuts_leaves_no_markup_in_the_content(length: int) -> None:
-    """A call without a name is left out; arguments end where they are."""
-    read = read_calls(FORMATS["qwen3_coder"], [f"Adding. {call_text(12)[:length]}"], cut=True)
-    assert read.content.rstrip(" <") == "Adding."
-    assert "".join(arguments for _, arguments in read.calls) in ("", "{", '{"a": ', '{"a": 12}')
 
 
 def test_the_id_of_a_call_has_the_form_that_mistral_needs() -> None:

@@ -13,7 +13,6 @@ from gateway.engines.refusals import read_refusal
 from gateway.errors import GatewayError, RefusedByWorker
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document, Readable
-from gateway.protocols.event_stream import StreamScanner
 from gateway.protocols.history import words_for
 from gateway.protocols.messages import MessagesFormat, error_body
 from gateway.protocols.messages.request import to_chat
@@ -506,12 +505,6 @@ def test_a_stop_sequence_is_named_and_usage_tells_the_tokens_of_reasoning() -> N
     for reason, expected in (("END", ("stop_sequence", "END")), (7, ("end_turn", None))):
         message = whole({"content": "a"}, finish_reason="stop", stop_reason=reason)
         assert (message["stop_reason"], message["stop_sequence"]) == expected
-
-
-def test_a_comment_of_a_worker_that_reads_a_prompt_reaches_the_client_with_a_ping() -> None:
-    comment = b": read 2048 of 9000 tokens of the prompt\n\n"
-    scanner = StreamScanner(MessageEncoder(sign, {}), MESSAGES.keep_alive, limit_bytes=4096)
-    assert scanner.feed(comment) == comment + b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 def test_the_events_of_a_stream_come_in_anthropics_order() -> None:

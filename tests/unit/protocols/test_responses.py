@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, ToolUnserved, WorkerLost
+from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, WorkerLost
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document
 from gateway.protocols.history import words_for
@@ -345,13 +345,6 @@ def test_a_search_for_tools_is_a_call_that_the_client_answers() -> None:
         *("created", "in_progress", "output_item.added", "output_item.done", "completed")
     ]
     assert events[3]["item"] == {**item, "call_id": "call0"}
-
-
-def test_a_policy_may_refuse_hosted_tools_by_name() -> None:
-    strict = PolicyDocument.model_validate({**single_pool_policy(), "tools": {"hosted": "refuse"}})
-    with pytest.raises(ToolUnserved) as refused:
-        new_format().inspect(body(tools=[LOOK, {"type": "mcp"}]), strict, FLEET)
-    assert refused.value.param == "tools[1].type"
 
 
 @pytest.mark.parametrize(
