@@ -63,7 +63,7 @@ end
 # Returns the records, or their size where that is more than the gateway has room for.
 _GET = f"""{_FUNCTIONS}
 local found, size = {{}}, 0
-for i = 4, #KEYS do size = size + redis.call('STRLEN', KEYS[i]) end
+for i = 4, #KEYS do size = size + tonumber(redis.call('HGET', sizes, KEYS[i]) or '0') end
 if size > tonumber(ARGV[2]) then return size end
 for i = 4, #KEYS do
   found[i - 3] = redis.call('GET', KEYS[i])
