@@ -27,12 +27,13 @@ from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
+from workers.engine.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import measure_memory
-from workers.engine.model import Checkpoint, Target, load_checkpoint
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
+from workers.engine.target import Target
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 

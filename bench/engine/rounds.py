@@ -30,11 +30,11 @@ from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.engine import Engine, load_engine
-from workers.engine.kv_cache import RowCache, capacity
-from workers.engine.model import KVCache, Target
+from workers.engine.kv_cache import KVCache, RowCache, capacity
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.step_graph import State, StepGraph
+from workers.engine.target import Target
 from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 
 DRAFT_LENGTHS: Final = (0, 1, 2)

@@ -25,7 +25,7 @@ from tests.support.conversation_schedules import ConversationRunner, Conversatio
 from tests.support.lane_schedules import ScheduleRunner
 from tests.support.schedule_rows import ScheduleStats
 from workers.demo import CHECKPOINT
-from workers.engine.model import load_checkpoint
+from workers.engine.checkpoint import load_checkpoint
 from workers.engine.prefix_cache_files import fingerprint
 from workers.engine.tokenizer import PromptRenderer
 

@@ -27,13 +27,14 @@ from tools.demo_model import held_out
 from tools.demo_model.architecture import model_config, new_model
 from tools.demo_model.tokenizer import SPECIAL_TOKENS
 from workers.demo import CHECKPOINT
+from workers.engine.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import measure_memory
-from workers.engine.model import Checkpoint, Target, load_checkpoint
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import SparsePrefill
+from workers.engine.target import Target
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import (
     EngineSettings,

@@ -17,9 +17,9 @@ from typing import Any, Final
 import mlx.core as mx
 
 from policies.request.profile import Sampling
+from workers.engine.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
-from workers.engine.model import Checkpoint, CompiledPasses, load_checkpoint
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.probes import (
     probe_compiled_passes,
@@ -28,6 +28,7 @@ from workers.engine.probes import (
 )
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
+from workers.engine.target import CompiledPasses
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 from workers.engine.windows import FamilyWindow, window_tokens

@@ -28,11 +28,11 @@ from tests.support.served_engine import (
 )
 from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
+from workers.engine.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.detokenizer import TextStream
 from workers.engine.engine import Engine
 from workers.engine.memory import MemoryEstimate
 from workers.engine.memory_pressure import MemoryMonitor
-from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache

@@ -9,8 +9,9 @@ import pytest
 
 from workers.demo import CHECKPOINT
 from workers.engine.adapter import apply_adapter
-from workers.engine.model import Checkpoint, Target, load_checkpoint
+from workers.engine.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.prefix_cache_files import fingerprint
+from workers.engine.target import Target
 from workers.engine.types import ModelUnusable
 
 LAYER = "model.layers.1.self_attn.q_proj"

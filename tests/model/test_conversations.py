@@ -11,10 +11,10 @@ from tests.support.conversation_schedules import ConversationRunner
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_equal_but_for_ties
 from workers.engine import prefix_exchange
-from workers.engine.model import PictureFeatures
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles
 from workers.engine.scheduler import LaneScheduler
+from workers.engine.target import PictureFeatures
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import LaneName, Picture, Prompt
 

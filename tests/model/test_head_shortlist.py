@@ -14,9 +14,10 @@ from tests.support.engine_lane import GREEDY, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
+from workers.engine.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.draft_shortlist import DraftShortlist
 from workers.engine.engine import load_engine
-from workers.engine.head_shortlist import DraftShortlist, use_shortlist_if_faster
-from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.head_shortlist import use_shortlist_if_faster
 from workers.engine.step_graph import StepGraph
 from workers.engine.types import EngineSettings, LaneName
 
@@ -93,32 +94,27 @@ def test_a_draft_is_the_likeliest_token_of_the_shortlist_and_of_the_further_ones
     assert (expected >= 100).any()
 
 
-def test_a_row_adds_the_ends_of_answers_and_the_rare_tokens_of_its_prompt(
-    make_lane: Any, submit: Any, checkpoint: Checkpoint
-) -> None:
+def test_a_row_adds_the_ends_of_answers_and_the_rare_tokens_of_its_prompt(checkpoint) -> None:
     fresh = load_checkpoint(CHECKPOINT)
     shortlist = shortened(fresh)
     assert shortlist is not None
     prompt = [5, 1200, 6, 1201, 1200, 7]
-    row = submit(make_lane(), prompt).row
-    further = shortlist.further(row)
+    further = shortlist.further(prompt)
     assert {token for token in checkpoint.eos if token >= TOKENS} <= {*further}
     assert {1200, 1201} <= {*further}
     assert set(further) & {5, 6, 7} == set()
 
 
-def test_a_row_of_rare_tokens_drafts_over_the_whole_vocabulary(make_lane: Any, submit: Any) -> None:
+def test_a_row_of_rare_tokens_drafts_over_the_whole_vocabulary() -> None:
     shortlist = shortened(load_checkpoint(CHECKPOINT))
     assert shortlist is not None
     shortlist.max_outside = 0.1
-    lane = make_lane()
-    frequent, rare = submit(lane, [50] * 70).row, submit(lane, [1200] * 70).row
-    assert shortlist.covers(frequent)
-    assert not shortlist.covers(rare)
-    rare.answer += [1200] * 64
-    assert shortlist.covers(rare), "its prompt has added the token"
-    rare.answer += [1300] * 7
-    assert not shortlist.covers(rare)
+    frequent, rare = [50] * 70, [1200] * 70
+    assert shortlist.covers(frequent, (), ())
+    assert not shortlist.covers(rare, (), ())
+    answer, further = [1200] * 64, shortlist.further(rare)
+    assert shortlist.covers(rare, answer, further), "its prompt has added the token"
+    assert not shortlist.covers(rare, [*answer, *[1300] * 7], further)
 
 
 def test_the_marks_of_a_tokenizer_count_as_frequent(checkpoint: Checkpoint) -> None:

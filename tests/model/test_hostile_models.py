@@ -17,7 +17,7 @@ from tests.support.hostile_checkpoints import HostileCheckpoint, hostile_checkpo
 from tests.support.model_loader import REFUSED, SERVED, ModelLoader, model_loader
 from tests.support.worker_process import run_worker
 from workers.demo import CHECKPOINT
-from workers.engine.model import load_checkpoint
+from workers.engine.checkpoint import load_checkpoint
 from workers.engine.mtp_head import HeadUnusable
 from workers.engine.sparse_prefill import load_sparse_prefill
 from workers.engine.types import SpecPrefillSettings

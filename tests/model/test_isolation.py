@@ -26,7 +26,7 @@ from tests.support.policies import PolicyAdmin
 from tests.support.running_gateway import RunningGateway, bearer_headers
 from tests.support.served_engine import gateway_of
 from tests.support.worker_process import RunningWorker
-from workers.engine.model import Checkpoint
+from workers.engine.checkpoint import Checkpoint
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles
 from workers.engine.scheduler import LaneScheduler

@@ -7,11 +7,12 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
-from workers.engine.kv_cache import RecurrentCache, RowCache, capacity
-from workers.engine.model import ArraysCache, Checkpoint, KVCache, Target
+from workers.engine.checkpoint import Checkpoint
+from workers.engine.kv_cache import ArraysCache, KVCache, RecurrentCache, RowCache, capacity
 from workers.engine.probes import probe_native_verify
 from workers.engine.prompt_scorer import attention_weights, draft_incompatibility
 from workers.engine.step_graph import State, StepGraph
+from workers.engine.target import Target
 
 TOKENS = list(range(20, 60))
 

@@ -10,8 +10,8 @@ import pytest
 from bench.families.checkpoints import write_checkpoint
 from bench.families.configs import family
 from tests.support.engine_lane import run_until_idle
+from workers.engine.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.engine import load_engine
-from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles
 from workers.engine.prefix_transfer import PrefixQuery, TransferFailed

@@ -21,8 +21,8 @@ from typing import TypeAlias, TypeVar
 import mlx.core as mx
 
 from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
+from workers.engine.checkpoint import Checkpoint
 from workers.engine.detokenizer import TextStream
-from workers.engine.model import Checkpoint
 from workers.engine.prefill import Prefill
 from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache

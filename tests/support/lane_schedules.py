@@ -16,10 +16,10 @@ from policies.request.profile import Sampling
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import is_near_tie, reference_decode
 from tests.support.schedule_rows import ScheduledRow, ScheduleStats
+from workers.engine.checkpoint import Checkpoint
 from workers.engine.detokenizer import TextStream
 from workers.engine.draft_length import RUN_LENGTHS
 from workers.engine.memory import MemoryEstimate
-from workers.engine.model import Checkpoint
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.sampler import SamplingContext, choose

@@ -8,7 +8,7 @@ from mlx_vlm.models.llama import ModelConfig as LlamaConfig
 from mlx_vlm.models.llama.language import LanguageModel as Llama
 
 from workers.engine.kv_cache import RowCache
-from workers.engine.model import Target
+from workers.engine.target import Target
 
 WINDOW_TOKENS = 16
 

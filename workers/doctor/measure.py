@@ -21,12 +21,12 @@ from workers.doctor.report import ROW_TOKENS, Equality, Report, Round, Verify
 from workers.engine.batch import states_of
 from workers.engine.detokenizer import TextStream
 from workers.engine.engine import Engine
-from workers.engine.model import Target
 from workers.engine.probes import batch_caches
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.self_test import QUESTIONS
 from workers.engine.step_graph import StepGraph
+from workers.engine.target import Target
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import (
     Delta,

@@ -8,21 +8,19 @@ head drafts again after one pass over the backlog.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from workers.engine.kv_cache import RowCache, capacity
-from workers.engine.model import KVCache, LayerCache
+from workers.engine.draft_shortlist import DraftShortlist
+from workers.engine.kv_cache import KVCache, LayerCache, RowCache, capacity
 from workers.engine.mtp_head import MtpHead
 from workers.engine.row import Row
-from workers.engine.step_graph import State
+from workers.engine.step_graph import Layers, State
 from workers.engine.windows import FamilyWindow, to_ring
-
-if TYPE_CHECKING:
-    from workers.engine.head_shortlist import DraftShortlist
-    from workers.engine.step import OpenStep
+from workers.protocol import DraftSource
 
 SIZE_CLASSES = (4096, 16384)
 """Slots at which the next class of rows begins."""
@@ -46,6 +44,64 @@ class Unread(NamedTuple):
     """[rows, L, width]."""
     counts: Sequence[int] = ()
     """Of each row, how many of its tokens are of the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStep:
+    """A step whose tokens are not chosen yet; its arrays may still be computed."""
+
+    k: int
+    """Draft length that the lane has chosen for the head."""
+    representative: bool
+    """Whether its duration tells what steps of this k cost."""
+    drafts: mx.array
+    """[rows, L - 1]."""
+    limits: Sequence[int]
+    """Tokens that each row drafts."""
+    head_length: int
+    """Tokens that the head drafts."""
+    sources: Sequence[tuple[DraftSource, ...]]
+    """Where each draft token comes from."""
+    scores: mx.array
+    """[rows, L, vocabulary]."""
+    hidden: mx.array | None
+    """[rows, L, width]."""
+    recurrent: Layers
+    """States of the recurrent layers after the step, or their histories where L > 1."""
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens the step verifies: no row gets more."""
+        return self.scores.shape[1]
+
+    def select(self, indices: Sequence[int]) -> OpenStep:
+        """Return the step without all rows but these."""
+        rows = mx.array(indices, dtype=mx.int32)
+        return replace(
+            self,
+            drafts=self.drafts[rows],
+            limits=[self.limits[index] for index in indices],
+            sources=[self.sources[index] for index in indices],
+            scores=self.scores[rows],
+            hidden=None if self.hidden is None else self.hidden[rows],
+            recurrent=_rows_of(self.recurrent, rows),
+        )
+
+    def compute(self, batch: Batch) -> None:
+        """Start computing everything that finishing the step takes, without waiting."""
+        mx.async_eval(
+            self.scores, self.hidden, self.recurrent, self.drafts,
+            states_of(batch.caches), states_of(batch.head_caches),
+        )  # fmt: skip
+
+
+def _rows_of(layers: Layers, rows: mx.array) -> Layers:
+    return [
+        [tuple(part[rows] for part in slot) for slot in layer]
+        if isinstance(layer, list)
+        else tuple(slot[rows] for slot in layer)
+        for layer in layers
+    ]
 
 
 class Batch:
@@ -135,10 +191,10 @@ class Batch:
 
         None where it drafts over the whole vocabulary, because a row has too many other tokens.
         """
-        if shortlist is None or not all(map(shortlist.covers, self.rows)):
+        if shortlist is None or not all(_covers(shortlist, row) for row in self.rows):
             return mx.zeros((len(self.rows), 0), dtype=mx.int32)
         if self._further is None:
-            self._further = mx.array([*map(shortlist.further, self.rows)], dtype=mx.int32)
+            self._further = mx.array([row.further_tokens for row in self.rows], dtype=mx.int32)
         return self._further
 
     def join(
@@ -254,3 +310,9 @@ def set_states(caches: Sequence[LayerCache], states: State) -> None:
     """Replace the arrays of caches, which copy before they write."""
     for cache, arrays in zip(caches, states, strict=True):
         cache.state = list(arrays)
+
+
+def _covers(shortlist: DraftShortlist, row: Row) -> bool:
+    prompt = row.prompt.tokens
+    row.further_tokens = row.further_tokens or shortlist.further(prompt)
+    return shortlist.covers(prompt, row.answer, row.further_tokens)

@@ -29,20 +29,19 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from workers.engine.batch import Batch, size_class
+from workers.engine.batch import Batch, OpenStep, size_class
+from workers.engine.checkpoint import Checkpoint
 from workers.engine.draft_head import DraftHead
 from workers.engine.draft_length import RUN_LENGTHS, DraftLength, Plan, Run
 from workers.engine.kv_cache import STEP_TOKENS, state_after
 from workers.engine.memory_pressure import is_out_of_memory
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import Checkpoint, Target
 from workers.engine.prefill import Prefill, seed_head
 from workers.engine.prefix_tree import RowState, state_of
 from workers.engine.prompt_lookup import Found, Reliability
 from workers.engine.row import Row
 from workers.engine.sampler import token_logprobs
 from workers.engine.step import (
-    OpenStep,
     StepResult,
     begin_step,
     draft_sources,
@@ -50,6 +49,7 @@ from workers.engine.step import (
     run_uncompiled_step,
 )
 from workers.engine.step_graph import StepGraph
+from workers.engine.target import Target
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import TokenLogprob
 from workers.protocol import DraftSource

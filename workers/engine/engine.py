@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from policies.request.profile import Bypass
 from workers.drain_rate import QueuePlace
 from workers.engine import types
+from workers.engine.checkpoint import Checkpoint, limit_context, load_checkpoint
 from workers.engine.device import (
     compiles_quickly,
     limit_freed_buffers,
@@ -30,7 +31,6 @@ from workers.engine.head_shortlist import use_shortlist_if_faster
 from workers.engine.long_text import in_turn
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.memory_pressure import MemoryMonitor, MemoryReading, Pressure, memory_reader
-from workers.engine.model import Checkpoint, limit_context, load_checkpoint
 from workers.engine.model_folder import refusing
 from workers.engine.mtp_head import HeadUnusable, MtpHead
 from workers.engine.prefill import Prefill

@@ -21,9 +21,9 @@ import mlx.core as mx
 from mlx import nn
 
 from workers.engine.batch import states_of
-from workers.engine.model import Target
 from workers.engine.mtp_head import AssistantHead, MtpHead
 from workers.engine.probes import batch_caches
+from workers.engine.target import Target
 
 logger = logging.getLogger(__name__)
 

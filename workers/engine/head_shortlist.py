@@ -1,128 +1,28 @@
-"""Drafts over a shortlist of frequent tokens, where that pays.
-
-A head multiplies its state by the whole output layer of its model for each token that it drafts,
-which reads as much of a large vocabulary as of the head. Nearly all text consists of the frequent
-tokens (FR-Spec, arXiv 2502.14856), and a tokenizer numbers its tokens by their frequency: the id of
-a byte pair is the rank of its merge. So the shortlist is the first rows of the output layer, which
-takes no copy of them. Each row of a batch adds tokens of its own: marks, which have the last ids,
-and the rarer tokens of its prompt.
-
-The worker measures at its start what a pass over the shortlist saves. That is worth so many missed
-drafts and no more: a row whose text has more tokens outside, of another script for example, drafts
-over the whole vocabulary, and so does the worker if the answers of the self-test have more. No
-answer changes, since the model verifies each draft.
-"""
+"""Give a head a shortlist of frequent tokens where the device drafts faster over it."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import mlx.core as mx
 from mlx import nn
 
 from workers.engine.batch import states_of
+from workers.engine.checkpoint import Checkpoint
+from workers.engine.draft_shortlist import FURTHER_TOKENS, RECENT_TOKENS, DraftShortlist
 from workers.engine.head_precision import MIN_GAIN, draft_pass, measure_s
-from workers.engine.model import Checkpoint, Target
 from workers.engine.mtp_head import AssistantHead
 from workers.engine.probes import batch_caches
-from workers.engine.row import Row
 from workers.engine.step_graph import StepGraph
+from workers.engine.target import Target
 
 logger = logging.getLogger(__name__)
 
 SHORTLIST_TOKENS = 32_768
-FURTHER_TOKENS = 96
-"""Tokens that a row adds."""
-_MARKS = 32
-"""Of these at most, for the ends of answers and other tokens that are no text."""
-_RECENT_TOKENS = 64
-"""Of a row, by which it is judged."""
-_READ_TOKENS = 4096
-"""Of a prompt, from its end, whose rarer tokens are looked for."""
 _MIN_SHARE = 2
 """Factor by which a vocabulary must be larger."""
 _LAYERS = (nn.Linear, nn.Embedding, nn.QuantizedLinear, nn.QuantizedEmbedding)
-
-
-class DraftShortlist:
-    """The frequent tokens of a vocabulary, and the part of the output layer that scores them."""
-
-    def __init__(self, layer: Any, tokens: int, marks: Sequence[int]) -> None:
-        """Take the first `tokens` of an output layer, and of the others these `marks`."""
-        self.tokens = tokens
-        self.saving = 0.0
-        """What a draft over the shortlist saves, as a share of a step with it."""
-        self.max_outside = 1.0
-        """Share of tokens outside the shortlist at which it pays no more."""
-        self._layer = layer
-        self._marks = tuple(dict.fromkeys(mark for mark in marks if mark >= tokens))[:_MARKS]
-        self._first = {name: layer[name][:tokens] for name in _arrays(layer)}
-        mx.eval(self._first)
-
-    def draft(self, hidden: mx.array, further: mx.array) -> mx.array:
-        """Return the likeliest token [rows] of the shortlist and of `further` [rows, n].
-
-        `hidden` is [rows, 1, width].
-        """
-        layer, states = self._layer, hidden[:, 0]
-        first, weights = self._first, {name: layer[name][further] for name in self._first}
-        if "scales" in first:
-            options = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-            scores = mx.quantized_matmul(
-                states,
-                first["weight"],
-                scales=first["scales"],
-                biases=first.get("biases"),
-                transpose=True,
-                **options,
-            )
-            rows = mx.dequantize(
-                weights["weight"], weights["scales"], weights.get("biases"), **options
-            )
-        else:
-            scores, rows = states @ first["weight"].T, weights["weight"]
-        others = (rows.astype(states.dtype) @ states[:, :, None])[..., 0]
-        at = mx.argmax(mx.concatenate([scores, others], axis=-1), axis=-1, keepdims=True)
-        beyond = mx.take_along_axis(further, mx.maximum(at - self.tokens, 0).astype(mx.int32), -1)
-        return mx.where(at < self.tokens, at.astype(mx.int32), beyond)[:, 0]
-
-    def further(self, row: Row) -> Sequence[int]:
-        """Return the tokens that a row adds, `FURTHER_TOKENS` of them."""
-        if not row.further_tokens:
-            rare = Counter(
-                token
-                for token in row.prompt.tokens[-_READ_TOKENS:]
-                if token >= self.tokens and token not in self._marks
-            )
-            room = FURTHER_TOKENS - len(self._marks)
-            found = (*self._marks, *(token for token, _ in rare.most_common(room)))
-            row.further_tokens = (*found, *[0] * (FURTHER_TOKENS - len(found)))
-        return row.further_tokens
-
-    def covers(self, row: Row) -> bool:
-        """Return whether the shortlist pays for a row, by its last tokens.
-
-        Those of its prompt count as they are, since an answer in the same script has others.
-        """
-        answer, further = row.answer[-_RECENT_TOKENS:], self.further(row)
-        missing = sum(token >= self.tokens and token not in further for token in answer)
-        left = _RECENT_TOKENS - len(answer)
-        prompt = row.prompt.tokens[-left:] if left else ()
-        missing += sum(token >= self.tokens and token not in self._marks for token in prompt)
-        return missing <= self.max_outside * (len(answer) + len(prompt))
-
-    def settle(self, acceptance: float, answers: Sequence[int]) -> bool:
-        """Decide by the drafts accepted in the self-test, and its answers, whether it pays.
-
-        A step of V seconds beside its draft yields 1 + a tokens in V + s seconds with the
-        shortlist, and at most 1 + a + u in V + f without, where u is the share of tokens outside.
-        """
-        self.max_outside = (1 + acceptance) * self.saving
-        outside = sum(token >= self.tokens and token not in self._marks for token in answers)
-        return outside <= self.max_outside * len(answers)
 
 
 def use_shortlist_if_faster(
@@ -161,15 +61,11 @@ def use_shortlist_if_faster(
 
 def _step_of(target: Target, graph: StepGraph) -> Callable[[], mx.array]:
     """Return a function that runs one token of one row through the model."""
-    lengths = (_RECENT_TOKENS,)
+    lengths = (RECENT_TOKENS,)
     state, offset = states_of(batch_caches(target, lengths)), mx.array(lengths, dtype=mx.int32)
     token, shift = mx.zeros((1, 1), dtype=mx.int32), mx.zeros_like(offset)
     mx.eval(state)
     return lambda: graph.verify(token, state, offset, shift).scores
-
-
-def _arrays(layer: Any) -> tuple[str, ...]:
-    return tuple(name for name in ("weight", "scales", "biases") if layer.get(name) is not None)
 
 
 def _marks(checkpoint: Checkpoint) -> list[int]:

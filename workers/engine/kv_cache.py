@@ -21,6 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+from mlx_vlm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+
+# Other modules import mlx-vlm's caches from here.
+__all__ = ["ArraysCache", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
 
 MIN_SLOTS = 256
 STEP_TOKENS = 16
@@ -235,3 +239,7 @@ def state_after(history: History, tokens: mx.array, length: int) -> mx.array:
 
 def _spread(array: mx.array, dimensions: int) -> mx.array:
     return array.reshape(*array.shape, *([1] * (dimensions - array.ndim)))
+
+
+LayerCache: TypeAlias = RowCache | KVCache | RotatingKVCache | ChunkedKVCache | ArraysCache
+"""The cache of one layer: that of a batch, or the family's own while a prompt is read."""

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from workers.engine.device import memory_limit_bytes
-from workers.engine.kv_cache import STEP_TOKENS, capacity, capacity_within
-from workers.engine.model import ArraysCache, KVCache, Target
+from workers.engine.kv_cache import STEP_TOKENS, ArraysCache, KVCache, capacity, capacity_within
 from workers.engine.mtp_head import MtpHead
 from workers.engine.prefill_budget import BLOCK_TOKENS
+from workers.engine.target import Target
 from workers.engine.windows import FamilyWindow, recent_tokens, ring_slots, window_tokens
 
 _PROBE_TOKENS = 16

@@ -5,8 +5,8 @@ runs one more layer of its model's own kind, and shares the embeddings and the o
 model (DeepSeek-V3, arXiv 2412.19437, 2.2). All families compute the same, as SGLang does
 (`qwen3_next_mtp.py`, `glm4_moe_nextn.py`, `deepseek_nextn.py`): the head reads hidden states after
 the model's last norm, and its own after its last norm when it drafts on. Their tensors have other
-names: `LAYER_HEADS` is the table of the families whose head is a layer of their own. Some of them
-store copies of what is shared, which are not loaded; a self-test decides whether a head is any good
+names: `layer_heads.py` lists the families whose head is a layer of their own. Some of them store
+copies of what is shared, which are not loaded; a self-test decides whether a head is any good
 (`self_test.py`).
 
 The modules are mlx-vlm's, duck-typed here; `tests/model/test_mtp_heads.py` compares with a pass in
@@ -17,21 +17,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx_vlm.models.base import create_attention_mask
-from mlx_vlm.models.cache import KVCache
-from mlx_vlm.models.deepseek_v3.language import LanguageModel as DeepseekV3Language
-from mlx_vlm.models.gemma4.language import LanguageModel as Gemma4Language
-from mlx_vlm.models.gemma4_text.language import LanguageModel as Gemma4TextLanguage
-from mlx_vlm.models.glm4_moe.language import LanguageModel as Glm4MoeLanguage
-from mlx_vlm.models.glm4_moe_lite.language import LanguageModel as Glm4MoeLiteLanguage
 from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35Language
-from mlx_vlm.models.qwen3_next.language import LanguageModel as Qwen3NextLanguage
 from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
@@ -39,14 +32,12 @@ from safetensors import safe_open
 
 from workers.engine import gemma4
 from workers.engine.device import cast_for_device
-from workers.engine.known_heads import MTP_PREFIX, NEXTN_PREFIX
+from workers.engine.draft_shortlist import DraftShortlist
+from workers.engine.kv_cache import KVCache, LayerCache, RowCache
+from workers.engine.layer_heads import ASSISTED, LAYER_HEADS, LayerHead
 from workers.engine.model_folder import check_folder
+from workers.engine.target import Target
 from workers.terminal import printable
-
-if TYPE_CHECKING:
-    from workers.engine.head_shortlist import DraftShortlist
-    from workers.engine.kv_cache import RowCache
-    from workers.engine.model import LayerCache, Target
 
 logger = logging.getLogger(__name__)
 
@@ -120,24 +111,6 @@ class MtpHead:
         """Return the most likely token [rows] of the shortlist and of `further` [rows, n]."""
         assert self.shortlist is not None
         return self.shortlist.draft(hidden, further)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerHead:
-    """How a family stores a head that is one more of its own layers."""
-
-    prefix: str
-    """What the tensors of the head begin with in a whole checkpoint of so many `layers`."""
-    apart: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What they begin with in the folder of a head alone, by its model type."""
-    parts: Mapping[str, str]
-    """The names of norms and projection, as `_LayerHeadModule` has them."""
-    shared: Sequence[str] = ()
-    """Copies of what the head shares with its model."""
-    options: Mapping[str, Any]
-    """What makes a model of the family consist of the layer of the head."""
-    norms_less_one: bool = False
-    """Whether the publisher stores the weights of norms less one, as the conversions do not."""
 
 
 class AssistantHead(MtpHead):
@@ -215,43 +188,6 @@ class AssistantHead(MtpHead):
         return mx.take_along_axis(tokens, at, axis=-1)[:, 0].astype(mx.int32)
 
 
-_NEXTN = LayerHead(
-    prefix=NEXTN_PREFIX,
-    # mlx_vlm.speculative.drafters.glm4_moe_lite_mtp.split writes such folders.
-    apart={"glm4_moe_lite_mtp": ("model.", "mtp_block.")},
-    parts={
-        "enorm": "pre_fc_norm_embedding",
-        "hnorm": "pre_fc_norm_hidden",
-        "eh_proj": "fc",
-        "shared_head.norm": "norm",
-        "shared_head_norm": "norm",
-    },
-    shared=("embed_tokens", "lm_head", "shared_head.head"),
-    options={"num_hidden_layers": 1, "first_k_dense_replace": 0},
-)
-LAYER_HEADS: Mapping[type, LayerHead] = {
-    Qwen3NextLanguage: LayerHead(
-        prefix=MTP_PREFIX,
-        # mlx_vlm.speculative.drafters.qwen3_5_mtp.split writes such folders.
-        apart={"qwen3_5_mtp": ()},
-        parts={
-            name: name for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        },
-        options={
-            "num_hidden_layers": 1,
-            "full_attention_interval": 1,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-        },
-        norms_less_one=True,
-    ),
-    Glm4MoeLiteLanguage: _NEXTN,
-    Glm4MoeLanguage: _NEXTN,
-    DeepseekV3Language: _NEXTN,
-}
-"""By the class of the language model."""
-ASSISTED = (Gemma4Language, Gemma4TextLanguage)
-"""Language models whose heads are assistants."""
 _NO_ASSISTANT = "the head of this family is an assistant, a repository of its own that --mtp names"
 
 

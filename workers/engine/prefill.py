@@ -10,12 +10,13 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from workers.engine.model import KVCache, LayerCache, PromptEmbedding, Target
+from workers.engine.kv_cache import KVCache, LayerCache
 from workers.engine.mtp_head import MtpHead
 from workers.engine.prefix_cache import MIN_TOKENS, SNAPSHOT_INTERVAL_TOKENS, PrefixCache
 from workers.engine.prefix_tree import Match, RowState, TokenArray, common_length, state_of
 from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.row import Row
+from workers.engine.target import PromptEmbedding, Target
 from workers.engine.types import InvalidGeneration
 
 _SHORT_TURN_TOKENS = 256

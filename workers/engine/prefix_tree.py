@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 
-from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.kv_cache import KVCache, LayerCache, RowCache, capacity
 from workers.engine.kv_quantization import KeysValues, dequantize, quantize, quantized_bytes
-from workers.engine.model import KVCache, LayerCache
 from workers.engine.prefix_cache_files import FileName, HostPrefix, Prefetched
 from workers.engine.windows import FamilyWindow, WindowCache, recent_tokens, restore_window
 

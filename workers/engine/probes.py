@@ -27,13 +27,13 @@ import mlx.core as mx
 import numpy as np
 
 from workers.engine.batch import row_cache, set_states, states_of
-from workers.engine.kv_cache import NoHistory, RowCache
-from workers.engine.model import CompiledPasses, LayerCache, Target
+from workers.engine.kv_cache import LayerCache, NoHistory, RowCache
 from workers.engine.mtp_head import MtpHead
 from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache
 from workers.engine.prefix_transfer import CacheLayout
 from workers.engine.prefix_tree import state_of
 from workers.engine.step_graph import State, StepGraph
+from workers.engine.target import CompiledPasses, Target
 from workers.engine.windows import FamilyWindow, window_tokens
 
 logger = logging.getLogger(__name__)

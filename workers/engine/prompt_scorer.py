@@ -19,8 +19,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from workers.engine.model import Checkpoint, KVCache, LayerCache, Target
+from workers.engine.checkpoint import Checkpoint
+from workers.engine.kv_cache import KVCache, LayerCache
 from workers.engine.spec_prefill import ScoringRange, TokenScores, select
+from workers.engine.target import Target
 
 QUESTION_TOKENS = 24
 """Last tokens of the prompt, which look back too: a question shows what it asks for before any

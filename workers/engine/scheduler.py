@@ -25,6 +25,7 @@ import mlx.core as mx
 from policies.request.profile import Bypass
 from workers.drain_rate import DrainRate, QueuePlace
 from workers.engine import types
+from workers.engine.checkpoint import Checkpoint
 from workers.engine.decoder import Decoder, Outcome, check_device
 from workers.engine.draft_head import DraftHead
 from workers.engine.grammar import allowed_tokens
@@ -35,7 +36,6 @@ from workers.engine.memory_pressure import (
     is_out_of_memory,
 )
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import Checkpoint
 from workers.engine.prefill import (
     Prefill,
     context_of,

@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from workers.engine.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import Checkpoint, Target, load_checkpoint
 from workers.engine.model_folder import refusing
 from workers.engine.prefill import Prefill
 from workers.engine.prompt_scorer import LOOK_AHEAD_TOKENS, PromptScoring, draft_incompatibility
 from workers.engine.spec_prefill import FullPrefillReason, choose_scoring_range
+from workers.engine.target import Target
 from workers.engine.types import ModelUnusable, SpecPrefillSettings
 
 logger = logging.getLogger(__name__)

@@ -13,77 +13,19 @@ and nothing of it is in any count or cache but one row of a pass that was in vai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from workers.engine.batch import Batch, Unread, set_states, states_of
+from workers.engine.batch import Batch, OpenStep, Unread, set_states, states_of
 from workers.engine.grammar import allowed_tokens, given_drafts
-from workers.engine.model import Target
 from workers.engine.sampler import choose
 from workers.engine.step_graph import Layers, StepGraph
+from workers.engine.target import Target
 from workers.protocol import DraftSource
 
 MAX_BACKLOG_STEPS = 32
 """Backlog at which the head reads it even though it drafts nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenStep:
-    """A step whose tokens are not chosen yet; its arrays may still be computed."""
-
-    k: int
-    """Draft length that the lane has chosen for the head."""
-    representative: bool
-    """Whether its duration tells what steps of this k cost."""
-    drafts: mx.array
-    """[rows, L - 1]."""
-    limits: Sequence[int]
-    """Tokens that each row drafts."""
-    head_length: int
-    """Tokens that the head drafts."""
-    sources: Sequence[tuple[DraftSource, ...]]
-    """Where each draft token comes from."""
-    scores: mx.array
-    """[rows, L, vocabulary]."""
-    hidden: mx.array | None
-    """[rows, L, width]."""
-    recurrent: Layers
-    """States of the recurrent layers after the step, or their histories where L > 1."""
-
-    @property
-    def tokens(self) -> int:
-        """Return how many tokens the step verifies: no row gets more."""
-        return self.scores.shape[1]
-
-    def select(self, indices: Sequence[int]) -> OpenStep:
-        """Return the step without all rows but these."""
-        rows = mx.array(indices, dtype=mx.int32)
-        return replace(
-            self,
-            drafts=self.drafts[rows],
-            limits=[self.limits[index] for index in indices],
-            sources=[self.sources[index] for index in indices],
-            scores=self.scores[rows],
-            hidden=None if self.hidden is None else self.hidden[rows],
-            recurrent=_rows_of(self.recurrent, rows),
-        )
-
-    def compute(self, batch: Batch) -> None:
-        """Start computing everything that finishing the step takes, without waiting."""
-        mx.async_eval(
-            self.scores, self.hidden, self.recurrent, self.drafts,
-            states_of(batch.caches), states_of(batch.head_caches),
-        )  # fmt: skip
-
-
-def _rows_of(layers: Layers, rows: mx.array) -> Layers:
-    return [
-        [tuple(part[rows] for part in slot) for slot in layer]
-        if isinstance(layer, list)
-        else tuple(slot[rows] for slot in layer)
-        for layer in layers
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

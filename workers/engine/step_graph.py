@@ -18,9 +18,17 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
-from workers.engine.kv_cache import History, RecurrentCache, RowCache, stack_history, state_after
-from workers.engine.model import CompiledPasses, KVCache, LayerCache, Target
+from workers.engine.kv_cache import (
+    History,
+    KVCache,
+    LayerCache,
+    RecurrentCache,
+    RowCache,
+    stack_history,
+    state_after,
+)
 from workers.engine.mtp_head import AssistantHead, MtpHead
+from workers.engine.target import CompiledPasses, Target
 from workers.engine.windows import FamilyWindow, open_window
 
 P = ParamSpec("P")

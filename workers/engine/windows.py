@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from workers.engine.kv_cache import STEP_TOKENS, RowCache, capacity
-from workers.engine.model import ChunkedKVCache, RotatingKVCache
+from workers.engine.kv_cache import STEP_TOKENS, ChunkedKVCache, RotatingKVCache, RowCache, capacity
 
 FamilyWindow: TypeAlias = RotatingKVCache | ChunkedKVCache
 """The cache of a windowed layer while one prompt is read."""

@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 
 from workers.drain_rate import QueuePlace
 from workers.engine import types
+from workers.engine.checkpoint import ModelFacts, limit_context, read_facts
 from workers.engine.long_text import in_turn
 from workers.engine.memory_pressure import MemoryReading
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import ModelFacts, limit_context, read_facts
 from workers.engine.model_folder import check_folder, forbid_code, refusing
 from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, TransferFailed
 from workers.engine.row import Row, SpeculationCounter
