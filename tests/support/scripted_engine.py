@@ -115,7 +115,9 @@ class ScriptedEngine(NoPrefixCache):
     async def check(self, generation: Generation) -> int:
         return len(generation.prompt.tokens or generation.prompt.text)
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, generation: Generation, prefix_sources: object = ()
+    ) -> AsyncGenerator[Event, None]:
         self.generations.append(generation)
         self._open += 1
         self.started.set()

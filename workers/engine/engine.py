@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import InitVar, dataclass, field, replace
@@ -38,7 +38,13 @@ from workers.engine.prefill_queue import PrefillQueue
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint, model_fingerprint
 from workers.engine.prefix_exchange import PrefixExchange
-from workers.engine.prefix_transfer import CacheLayout, PrefixOffer, PrefixQuery, TransferFailed
+from workers.engine.prefix_transfer import (
+    CacheLayout,
+    PrefixOffer,
+    PrefixQuery,
+    PrefixSource,
+    TransferFailed,
+)
 from workers.engine.probes import (
     probe_cache_layout,
     probe_compiled_passes,
@@ -251,7 +257,9 @@ class Engine:
             prompt = replace(prompt, scope=None)
         return prompt
 
-    async def generate(self, generation: types.Generation) -> AsyncGenerator[types.Event, None]:
+    async def generate(
+        self, generation: types.Generation, prefix_sources: Sequence[PrefixSource] = ()
+    ) -> AsyncGenerator[types.Event, None]:
         """Yield the events of one generation; raise an `EngineError` if it cannot continue.
 
         Closing the generator, or cancelling its task, drops the row within one step.
@@ -281,8 +289,8 @@ class Engine:
             row.prefetched = await asyncio.to_thread(
                 self.prefix_cache.prefetch, prompt.scope, prompt.identity, lambda: row.cancelled
             )
-            if generation.prefix_sources and self.exchange is not None:
-                await self.exchange.fetch(row, lane, generation.prefix_sources)
+            if prefix_sources and self.exchange is not None:
+                await self.exchange.fetch(row, lane, prefix_sources)
             self.thread.submit(lane, row)
             while True:
                 event = await events.get()

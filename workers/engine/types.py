@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from policies.request.constraint import Constraint
 from policies.request.profile import Bypass, Sampling
 from workers.protocol import DraftSource, SamplingDefaults, Speculation, StartStage
-
-if TYPE_CHECKING:
-    from workers.engine.prefix_transfer import PrefixSource
 
 
 class LaneName(StrEnum):
@@ -151,8 +148,6 @@ class Generation:
     """What the client has of the answer already; None for a new one."""
     spec_prefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
     """Whether to read a long prompt sparsely, and how much of it."""
-    prefix_sources: tuple[PrefixSource, ...] = ()
-    """Workers that may have read what the prompt begins with, the best first."""
     further_choice: bool = False
     """Whether another choice of the same request already counts the prompt."""
     bypass: tuple[Bypass, ...] = ()

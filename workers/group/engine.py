@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from workers.engine.long_text import in_turn
 from workers.engine.memory_pressure import MemoryReading
 from workers.engine.metrics import LaneCounters
 from workers.engine.model_folder import check_folder, forbid_code, refusing
-from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, TransferFailed
+from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, PrefixSource, TransferFailed
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.group.checks import check_facts, choose_split, refuse_unsupported, weights_bytes
@@ -213,7 +213,11 @@ class GroupEngine(types.NoPrefixCache):
         self._make_answer(generation, prompt)
         return len(prompt.tokens)
 
-    async def generate(self, generation: types.Generation) -> AsyncGenerator[types.Event, None]:
+    async def generate(
+        self,
+        generation: types.Generation,
+        prefix_sources: Sequence[PrefixSource] = (),  # noqa: ARG002  # a group fetches none
+    ) -> AsyncGenerator[types.Event, None]:
         """Yield the events of one generation; raise an `EngineError` if it cannot continue."""
         if len(self._answers) >= _QUEUE_LIMIT:
             raise types.EngineBusy(_RETRY_AFTER_S)

@@ -150,14 +150,9 @@ async def _response(request: Request, worker: Worker, endpoint: Endpoint) -> Com
     peers: PrefixPeers | None = request.app.state.peers
     sources = peers.sources(request.headers) if peers is not None else ()
     completion = await read_request(
-        request,
-        worker.engine,
-        worker.pictures,
-        endpoint,
-        int(worker.clock()),
-        prefix_sources=sources,
+        request, worker.engine, worker.pictures, endpoint, int(worker.clock())
     )
-    return CompletionResponse(worker, completion)
+    return CompletionResponse(worker, completion, sources)
 
 
 @_generating.post("/v1/embeddings")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from policies.request.pooling import EmbeddingsRequest, RerankRequest
 from workers.drain_rate import QueuePlace
 from workers.engine.memory_pressure import MemoryReading
-from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery
+from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, PrefixSource
 from workers.engine.tool_formats import ToolFormat
 from workers.engine.types import Card, Event, Generation, ModelCard, PoolingCard, Prompt
 from workers.protocol import LaneReport
@@ -132,8 +132,13 @@ class ServingEngine(RunningEngine, Protocol):
     def prompts(self) -> Prompts:
         """The chat template of the model."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
-        """Run one generation; closing the iterator removes its row."""
+    def generate(
+        self, generation: Generation, prefix_sources: Sequence[PrefixSource] = ()
+    ) -> AsyncGenerator[Event, None]:
+        """Run one generation; closing the iterator removes its row.
+
+        `prefix_sources` are workers that may have read what the prompt begins with, the best first.
+        """
 
     def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
         """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""

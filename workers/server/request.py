@@ -23,7 +23,6 @@ from policies.request.fields import read_cache_salt
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.long_text import in_turn
-from workers.engine.prefix_transfer import PrefixSource
 from workers.engine.tool_formats import ToolFormat
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
 from workers.lifecycle import first_of
@@ -95,8 +94,6 @@ async def read_request(
     pictures: PictureMemory,
     endpoint: Endpoint,
     created_s: int,
-    *,
-    prefix_sources: tuple[PrefixSource, ...] = (),
 ) -> CompletionRequest:
     """Read and check a request completely, before any of its generations starts.
 
@@ -110,7 +107,6 @@ async def read_request(
         pictures=pictures,
         endpoint=endpoint,
         created_s=created_s,
-        prefix_sources=prefix_sources,
     )
     return await while_connected(request.receive, checked)
 
@@ -123,7 +119,6 @@ async def _check(
     pictures: PictureMemory,
     endpoint: Endpoint,
     created_s: int,
-    prefix_sources: tuple[PrefixSource, ...],
 ) -> CompletionRequest:
     answer_so_far = body.pop(ANSWER_FIELD, None)
     profile = read_profile(body, endpoint)
@@ -180,7 +175,6 @@ async def _check(
             sparse=False if scores_prompt or given is not None else profile.spec_prefill,
             keep_share=profile.spec_prefill_keep,
         ),
-        prefix_sources=prefix_sources,
         bypass=bypass,
     )
     generations = _one_per_choice(_one_per_prompt(generation, prompts), profile.choices)

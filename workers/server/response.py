@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from policies.request.profile import Endpoint
 from workers.engine import types
+from workers.engine.prefix_transfer import PrefixSource
 from workers.protocol import RUNNING_USAGE_TOKENS
 from workers.server.answer_progress import AnswerProgress
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
@@ -24,7 +25,7 @@ from workers.server.openai_format import (
     render_usage,
     split_entry,
 )
-from workers.server.ports import Json, ServingEngine
+from workers.server.ports import Json
 from workers.server.request import CompletionRequest, while_connected
 from workers.server.runtime import Worker
 from workers.server.tool_calls import ToolCallSplitter
@@ -51,6 +52,9 @@ _KEEPALIVE = b": keepalive\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
+_Generate = Callable[[types.Generation], AsyncGenerator[types.Event, None]]
+
+
 class CompletionResponse(Response):
     """A response that generates while it is sent; a disconnect of the client cancels it.
 
@@ -58,10 +62,13 @@ class CompletionResponse(Response):
     with an error event and without `[DONE]`.
     """
 
-    def __init__(self, worker: Worker, request: CompletionRequest) -> None:
+    def __init__(
+        self, worker: Worker, request: CompletionRequest, prefix_sources: Sequence[PrefixSource]
+    ) -> None:
         super().__init__()
         self._worker = worker
         self._request = request
+        self._generate = partial(worker.engine.generate, prefix_sources=prefix_sources)
         self._writers = [_writer(request, index) for index in range(len(request.generations))]
         self._finished: dict[int, types.Finished] = {}
         self._usages: dict[int, types.Usage] = {}
@@ -100,7 +107,7 @@ class CompletionResponse(Response):
         return {"prompt_tokens": sum(tokens)}
 
     async def _complete(self) -> Json:
-        async with aclosing(events_of(self._worker.engine, self._request.generations)) as events:
+        async with aclosing(events_of(self._generate, self._request.generations)) as events:
             async for index, event in events:
                 if not isinstance(event, types.PrefillProgress):
                     self._entries(index, event)
@@ -109,9 +116,7 @@ class CompletionResponse(Response):
     async def _stream(self, send: Send) -> None:
         stream = EventStream(send, self._request.request_id, self._waiting)
         with stream.kept_alive(self._worker.keepalive_s):
-            async with aclosing(
-                events_of(self._worker.engine, self._request.generations)
-            ) as events:
+            async with aclosing(events_of(self._generate, self._request.generations)) as events:
                 try:
                     await self._relay(events, stream)
                 except ClientStalled:
@@ -330,7 +335,7 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
 
 
 async def events_of(
-    engine: ServingEngine, generations: Sequence[types.Generation]
+    generate: _Generate, generations: Sequence[types.Generation]
 ) -> AsyncGenerator[tuple[int, types.Event], None]:
     """Yield the events of all choices in order of arrival, each with the index of its choice.
 
@@ -338,7 +343,7 @@ async def events_of(
     raised.
     """
     if len(generations) == 1:
-        async with aclosing(_generate(engine, generations[0])) as events:
+        async with aclosing(_until_finished(generate(generations[0]))) as events:
             async for event in events:
                 yield 0, event
         return
@@ -346,7 +351,7 @@ async def events_of(
 
     async def collect(index: int, generation: types.Generation) -> None:
         try:
-            async with aclosing(_generate(engine, generation)) as events:
+            async with aclosing(_until_finished(generate(generation))) as events:
                 async for event in events:
                     queue.put_nowait((index, event))
         except Exception as error:  # noqa: BLE001 - queued, and raised by the reader
@@ -367,11 +372,11 @@ async def events_of(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _generate(
-    engine: ServingEngine, generation: types.Generation
+async def _until_finished(
+    generated: AsyncGenerator[types.Event, None],
 ) -> AsyncGenerator[types.Event, None]:
     """Yield events up to `Finished`; raise if the engine ends without it."""
-    async with aclosing(engine.generate(generation)) as events:
+    async with aclosing(generated) as events:
         async for event in events:
             yield event
             if isinstance(event, types.Finished):
