@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from gateway.routing.prefix_keys import NO_KEYS
-from gateway.routing.select import RoutingRequest, decide
+from gateway.routing.select import Chance, RoutingRequest, decide
 from gateway.routing.view import FleetView
 from gateway.types import NOWHERE
 from policies.document import PolicyDocument
-
-if TYPE_CHECKING:
-    from random import Random
 
 MAX_RECENT_REQUESTS = 10_000
 # A handful takes a millisecond or two: so long the requests of others wait at most.
@@ -47,7 +43,7 @@ class RecentRequests:
         new: PolicyDocument,
         fleet: FleetView,
         *,
-        rng: Random,
+        rng: Chance,
         pause: Callable[[], Awaitable[None]],
     ) -> PoolMoves:
         """Count the requests by their pool under each policy, with this fleet.
@@ -64,7 +60,7 @@ class RecentRequests:
         return moves
 
 
-def _pool(policy: PolicyDocument, request: RoutingRequest, fleet: FleetView, rng: Random) -> str:
+def _pool(policy: PolicyDocument, request: RoutingRequest, fleet: FleetView, rng: Chance) -> str:
     decision = decide(request._replace(policy=policy), fleet, rng, first_only=True)
     return decision.candidates[0].pool if decision.candidates else NOWHERE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import log1p
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from gateway.routing.features import CHECKED, Feature, features_of
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
@@ -23,9 +23,6 @@ from policies.evaluate import match_route
 from policies.request.profile import GENERATING, Bypass, RequestProfile
 from policies.sections import Pool
 from workers.protocol import MTP_LANE, POOLING_LANES
-
-if TYPE_CHECKING:
-    from random import Random
 
 # Reasons of a candidate beside those of `Bypass`.
 ELIGIBLE = "eligible"
@@ -48,6 +45,19 @@ _CHARS_PER_TOKEN = 4
 _TOKENS_PER_IMAGE = 300
 # Scale of the random term by which idle workers are chosen by weight: below any measured cost.
 _TIE_BREAK_S = 1e-9
+
+
+Item = TypeVar("Item")
+
+
+class Chance(Protocol):
+    """Random choices; `random.Random` makes them."""
+
+    def random(self) -> float:
+        """Return a number of [0, 1)."""
+
+    def choice(self, items: Sequence[Item], /) -> Item:
+        """Return one of the items."""
 
 
 class RoutingRequest(NamedTuple):
@@ -118,7 +128,7 @@ _ONLY_LANE = _Ranking(order=(0,), scores_s=(0.0,), cached={})
 
 
 def decide(
-    request: RoutingRequest, fleet: FleetView, rng: Random, *, first_only: bool = False
+    request: RoutingRequest, fleet: FleetView, rng: Chance, *, first_only: bool = False
 ) -> Decision:
     """Rank the lanes that may take a request: pools in the route's order, then by cost.
 
@@ -236,7 +246,7 @@ def _rank(
     profile: RequestProfile,
     fleet: FleetView,
     *,
-    rng: Random,
+    rng: Chance,
     explore: bool,
     first_only: bool,
 ) -> _Ranking:
@@ -282,7 +292,7 @@ def _prompt_tokens(profile: RequestProfile, fleet: FleetView) -> float:
 
 
 def _scores_s(
-    costs: Sequence[LaneCost], pool: Pool, tokens: float, now_s: float, rng: Random
+    costs: Sequence[LaneCost], pool: Pool, tokens: float, now_s: float, rng: Chance
 ) -> list[float]:
     """Return the cost of the request at each lane, by weight, with its whole prefill."""
     if pool.weights:
@@ -297,7 +307,7 @@ def _scores_s(
     ]
 
 
-def _weighted_s(cost: LaneCost, weight: float, tokens: float, now_s: float, rng: Random) -> float:
+def _weighted_s(cost: LaneCost, weight: float, tokens: float, now_s: float, rng: Chance) -> float:
     """Return a score by which a worker of twice the weight gets twice the load."""
     wait_s = max(cost.prefill_until_s - now_s, 0.0)
     # Idle workers get requests by weight too: of exponentially distributed numbers, a worker's is
@@ -335,7 +345,7 @@ def _cached(
     return cached
 
 
-def _unproven(costs: Sequence[LaneCost], now_s: float, rng: Random) -> int | None:
+def _unproven(costs: Sequence[LaneCost], now_s: float, rng: Chance) -> int | None:
     """Choose a lane with a free slot whose worker has not answered for a while, if there is one."""
     unproven = [
         index
@@ -346,7 +356,7 @@ def _unproven(costs: Sequence[LaneCost], now_s: float, rng: Random) -> int | Non
     return rng.choice(unproven) if unproven else None
 
 
-def _order(first: int, scores_s: Sequence[float], rng: Random) -> list[int]:
+def _order(first: int, scores_s: Sequence[float], rng: Chance) -> list[int]:
     """Order all lanes by score, equal ones at random, after the first."""
     throw = rng.random
     tie_breaks = [throw() for _ in scores_s]
