@@ -42,8 +42,8 @@ from policies.request.profile import Endpoint
 from tests.support.histories import History, faults, random_history, rendered
 from tests.support.scripted_engine import CARD
 from workers.demo import CHECKPOINT
-from workers.engine.history_style import BEFORE, IN_TEXT, HistoryStyle
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.text.history_style import BEFORE, IN_TEXT, HistoryStyle
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import InvalidGeneration, LaneName, ModelCard
 from workers.server.errors import as_request_error
 from workers.server.pictures import PictureMemory

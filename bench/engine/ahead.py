@@ -27,14 +27,14 @@ from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
-from workers.engine.detokenizer import TextStream
-from workers.engine.memory import measure_memory
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.target import Target
-from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.lane.memory import measure_memory
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.model.target import Target
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 
 RESULTS: Final = Path(__file__).parents[1] / "results"

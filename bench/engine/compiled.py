@@ -24,11 +24,11 @@ from bench.families.configs import family
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
 from workers.demo import CHECKPOINT
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
-from workers.engine.device import cast_for_device
-from workers.engine.probes import probe_compiled_passes
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.target import CompiledPasses, Target
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.model.device import cast_for_device
+from workers.engine.model.target import CompiledPasses, Target
+from workers.engine.startup.probes import probe_compiled_passes
 
 FAMILY: Final = "Llama 3"
 ROUNDS: Final = 12

@@ -26,7 +26,7 @@ from bench.harness.contenders import OURS
 from bench.harness.servers import Server, running
 from bench.harness.tables import Grid, provenance, write_page
 from workers.demo import CHECKPOINT
-from workers.engine.prefix_cache_files import fingerprint
+from workers.engine.prefix.files import fingerprint
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 PREFIX_CACHE_BYTES: Final = 8 << 20

@@ -28,10 +28,10 @@ from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
-from workers.engine.detokenizer import TextStream
+from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.engine import Engine, load_engine
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.scheduler import LaneScheduler
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.text.detokenizer import TextStream
 from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 from workers.protocol import Speculation
 

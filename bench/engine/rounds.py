@@ -28,13 +28,13 @@ from bench.engine.targets import ceiling
 from bench.harness.tables import Grid
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
-from workers.engine.detokenizer import TextStream
+from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.decode.step_graph import State, StepGraph
 from workers.engine.engine import Engine, load_engine
-from workers.engine.kv_cache import KVCache, RowCache, capacity
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.step_graph import State, StepGraph
-from workers.engine.target import Target
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.model.kv_cache import KVCache, RowCache, capacity
+from workers.engine.model.target import Target
+from workers.engine.text.detokenizer import TextStream
 from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 
 DRAFT_LENGTHS: Final = (0, 1, 2)

@@ -25,9 +25,9 @@ from tests.support.conversation_schedules import ConversationRunner, Conversatio
 from tests.support.lane_schedules import ScheduleRunner
 from tests.support.schedule_rows import ScheduleStats
 from workers.demo import CHECKPOINT
-from workers.engine.checkpoint import load_checkpoint
-from workers.engine.prefix_cache_files import fingerprint
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.model.checkpoint import load_checkpoint
+from workers.engine.prefix.files import fingerprint
+from workers.engine.text.tokenizer import PromptRenderer
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 VARIETY: Final = 8

@@ -27,15 +27,15 @@ from tools.demo_model import held_out
 from tools.demo_model.architecture import model_config, new_model
 from tools.demo_model.tokenizer import SPECIAL_TOKENS
 from workers.demo import CHECKPOINT
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
-from workers.engine.detokenizer import TextStream
-from workers.engine.memory import measure_memory
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.sparse_prefill import SparsePrefill
-from workers.engine.target import Target
-from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.lane.memory import measure_memory
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.sparse_prefill import SparsePrefill
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.model.target import Target
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import (
     EngineSettings,
     Event,

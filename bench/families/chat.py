@@ -18,7 +18,7 @@ from transformers import AddedToken, AutoTokenizer
 from policies.request.profile import Sampling
 from tests.support.tool_call_text import format_name, renderer_of, round_trips, tool_of
 from workers.demo import CHECKPOINT
-from workers.engine.reasoning import (
+from workers.engine.text.reasoning import (
     HARMONY,
     MARKS,
     MarkedReasoning,
@@ -26,7 +26,7 @@ from workers.engine.reasoning import (
     detect_reasoning,
     template_variables,
 )
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import Generation, InvalidGeneration, LaneName, Prompt
 
 CALLS: Final = 20

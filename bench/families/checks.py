@@ -17,21 +17,21 @@ from typing import Any, Final
 import mlx.core as mx
 
 from policies.request.profile import Sampling
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
-from workers.engine.detokenizer import TextStream
-from workers.engine.memory import MemoryEstimate
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.probes import (
+from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.lane.memory import MemoryEstimate
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.model.target import CompiledPasses
+from workers.engine.model.windows import FamilyWindow, window_tokens
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.startup.probes import (
     probe_compiled_passes,
     probe_native_verify,
     probe_shared_rows,
 )
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.target import CompiledPasses
-from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, Generation, LaneName, Prompt
-from workers.engine.windows import FamilyWindow, window_tokens
 from workers.protocol import DraftSource
 
 TIE: Final = 1e-3

@@ -15,7 +15,7 @@ from mlx_vlm.speculative.drafters.gemma4_assistant.config import Gemma4Assistant
 
 from bench.families.checkpoints import VOCABULARY, build
 from bench.families.configs import Family, Json
-from workers.engine.gemma4 import SLIDING
+from workers.engine.model.families.gemma4 import SLIDING
 
 HEAD_FILE: Final = "model-mtp.safetensors"
 _SPREAD: Final = 0.1

@@ -28,18 +28,18 @@ from tests.support.served_engine import (
 )
 from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
-from workers.engine.detokenizer import TextStream
+from workers.engine.decode.memory_pressure import MemoryMonitor
+from workers.engine.decode.prefill import Prefill
+from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.engine import Engine
-from workers.engine.memory import MemoryEstimate
-from workers.engine.memory_pressure import MemoryMonitor
-from workers.engine.prefill import Prefill
-from workers.engine.prefill_queue import PrefillQueue
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
-from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.lane.memory import MemoryEstimate
+from workers.engine.lane.prefill_queue import PrefillQueue
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Generation, LaneName, Prompt
 
 

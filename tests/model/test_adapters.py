@@ -8,10 +8,10 @@ import mlx.core as mx
 import pytest
 
 from workers.demo import CHECKPOINT
-from workers.engine.adapter import apply_adapter
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
-from workers.engine.prefix_cache_files import fingerprint
-from workers.engine.target import Target
+from workers.engine.model.adapter import apply_adapter
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.model.target import Target
+from workers.engine.prefix.files import fingerprint
 from workers.engine.types import ModelUnusable
 
 LAYER = "model.layers.1.self_attn.q_proj"

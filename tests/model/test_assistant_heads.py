@@ -14,11 +14,11 @@ from bench.families.checks import TURN_TOKENS, check_checkpoint
 from bench.families.configs import family
 from bench.families.heads import ASSISTED, write_assistant, write_head
 from policies.request.profile import Sampling
-from workers.engine.batch import row_cache, states_of
-from workers.engine.checkpoint import load_checkpoint
-from workers.engine.mtp_head import AssistantHead, HeadUnusable, load_separate_head
-from workers.engine.step_graph import StepGraph
-from workers.engine.target import Target
+from workers.engine.decode.batch import row_cache, states_of
+from workers.engine.decode.step_graph import StepGraph
+from workers.engine.model.checkpoint import load_checkpoint
+from workers.engine.model.mtp_head import AssistantHead, HeadUnusable, load_separate_head
+from workers.engine.model.target import Target
 from workers.engine.types import Finished
 
 WINDOW = 24

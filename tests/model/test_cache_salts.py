@@ -17,8 +17,8 @@ from tests.support.running_gateway import RunningGateway, bearer_headers, make_s
 from tests.support.served_engine import served
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.target import PictureFeatures
+from workers.engine.model.target import PictureFeatures
+from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import EngineSettings, Prompt
 
 STORY = "The red fox sees the old tree and the blue boat finds the warm stone. " * 9

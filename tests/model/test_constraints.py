@@ -14,11 +14,11 @@ from openai import AsyncOpenAI, OpenAI
 from bench.engine.schemas import ask_each, draw_schemas
 from policies.request.constraint import Constraint, ConstraintKind
 from policies.request.profile import Sampling
-from workers.engine import grammar
-from workers.engine.draft_length import DraftLength
+from workers.engine.decode.draft_length import DraftLength
 from workers.engine.engine import Engine
-from workers.engine.grammar import CACHED_GRAMMARS
-from workers.engine.grammar_trial import ConstraintTrial
+from workers.engine.text import grammar
+from workers.engine.text.grammar import CACHED_GRAMMARS
+from workers.engine.text.grammar_trial import ConstraintTrial
 from workers.engine.types import (
     Delta,
     Finished,

@@ -10,12 +10,12 @@ from policies.request.profile import Sampling
 from tests.support.conversation_schedules import ConversationRunner
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_equal_but_for_ties
-from workers.engine import prefix_exchange
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import PrefixCacheFiles
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.target import PictureFeatures
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.lane import prefix_exchange
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.model.target import PictureFeatures
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.prefix.files import PrefixCacheFiles
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import LaneName, Picture, Prompt
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20

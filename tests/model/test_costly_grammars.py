@@ -9,9 +9,9 @@ import pytest
 from policies.request.constraint import Constraint, ConstraintKind
 from policies.request.profile import Sampling
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
-from workers.engine import grammar
 from workers.engine.engine import Engine
-from workers.engine.grammar_source import LIMITS
+from workers.engine.text import grammar
+from workers.engine.text.grammar_source import LIMITS
 from workers.engine.types import (
     Finished,
     FinishReason,

@@ -8,9 +8,9 @@ from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import assert_matches_reference
-from workers.engine.draft_head import MAX_CONSECUTIVE_ERRORS
-from workers.engine.draft_length import SAMPLES
-from workers.engine.mtp_head import MtpHead
+from workers.engine.decode.draft_head import MAX_CONSECUTIVE_ERRORS
+from workers.engine.decode.draft_length import SAMPLES
+from workers.engine.model.mtp_head import MtpHead
 
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Who are you?"]
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20

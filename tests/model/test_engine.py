@@ -11,7 +11,7 @@ from policies.request.profile import Sampling
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
-from workers.engine.memory import MemoryEstimate
+from workers.engine.lane.memory import MemoryEstimate
 from workers.engine.types import (
     Delta,
     EngineBusy,

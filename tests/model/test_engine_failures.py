@@ -11,9 +11,9 @@ from policies.request.profile import Sampling
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import assert_matches_reference
-from workers.engine.prefill import Prefill, prefill_chunk, start_prefill
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.thread import EngineThread
+from workers.engine.decode.prefill import Prefill, prefill_chunk, start_prefill
+from workers.engine.lane.thread import EngineThread
+from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import (
     EngineStopped,
     Finished,

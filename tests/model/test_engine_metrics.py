@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from workers.engine.draft_length import SAMPLES
+from workers.engine.decode.draft_length import SAMPLES
 
 LONG = "You answer in one short sentence. " * 12
 

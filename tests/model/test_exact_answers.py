@@ -10,8 +10,8 @@ from policies.request.profile import Sampling
 from tests.support.engine_lane import run_until_idle
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.engine.engine import Engine
-from workers.engine.memory import MemoryEstimate
-from workers.engine.scheduler import EXACT_CHUNK_TOKENS
+from workers.engine.lane.memory import MemoryEstimate
+from workers.engine.lane.scheduler import EXACT_CHUNK_TOKENS
 from workers.engine.types import (
     Delta,
     Event,

@@ -16,10 +16,10 @@ import pytest
 from bench.families.checkpoints import FORMATS, write_checkpoint
 from bench.families.checks import TURN_TOKENS, check_checkpoint
 from bench.families.configs import FAMILIES, Family, family
-from workers.engine.checkpoint import load_checkpoint
-from workers.engine.kv_cache import RowCache
-from workers.engine.probes import probe_compiled_passes
-from workers.engine.target import Target
+from workers.engine.model.checkpoint import load_checkpoint
+from workers.engine.model.kv_cache import RowCache
+from workers.engine.model.target import Target
+from workers.engine.startup.probes import probe_compiled_passes
 
 WINDOWED = [one for one in FAMILIES if one.window and not one.processor]
 """Those whose language model is that of another family, but for pictures, are left out."""

@@ -14,10 +14,10 @@ from bench.families.heads import ASSISTED, write_head
 from tests.support.reference_decoder import assert_matches_reference
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
-from workers.engine.checkpoint import load_checkpoint
 from workers.engine.engine import load_engine
-from workers.engine.head_precision import quantise_if_faster
-from workers.engine.mtp_head import MtpHead
+from workers.engine.model.checkpoint import load_checkpoint
+from workers.engine.model.mtp_head import MtpHead
+from workers.engine.startup.head_precision import quantise_if_faster
 from workers.engine.types import EngineSettings, LaneName
 
 

@@ -14,11 +14,11 @@ from tests.support.engine_lane import GREEDY, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
-from workers.engine.draft_shortlist import DraftShortlist
+from workers.engine.decode.step_graph import StepGraph
 from workers.engine.engine import load_engine
-from workers.engine.head_shortlist import use_shortlist_if_faster
-from workers.engine.step_graph import StepGraph
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.model.draft_shortlist import DraftShortlist
+from workers.engine.startup.head_shortlist import use_shortlist_if_faster
 from workers.engine.types import EngineSettings, LaneName
 
 TOKENS = 400

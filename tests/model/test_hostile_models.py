@@ -17,9 +17,9 @@ from tests.support.hostile_checkpoints import HostileCheckpoint, hostile_checkpo
 from tests.support.model_loader import REFUSED, SERVED, ModelLoader, model_loader
 from tests.support.worker_process import run_worker
 from workers.demo import CHECKPOINT
-from workers.engine.checkpoint import load_checkpoint
-from workers.engine.mtp_head import HeadUnusable
-from workers.engine.sparse_prefill import load_sparse_prefill
+from workers.engine.lane.sparse_prefill import load_sparse_prefill
+from workers.engine.model.checkpoint import load_checkpoint
+from workers.engine.model.mtp_head import HeadUnusable
 from workers.engine.types import SpecPrefillSettings
 
 pytestmark = pytest.mark.skipif(
@@ -98,7 +98,7 @@ def test_c4_code_does_not_run_where_a_library_trusts_it(tmp_path: Path) -> None:
     load = "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)"
     script = (
         "import sys; from transformers import AutoTokenizer; "
-        f"from workers.engine.model_folder import forbid_code; forbid_code(); {load}"
+        f"from workers.engine.model.model_folder import forbid_code; forbid_code(); {load}"
     )
     result = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "model")],

@@ -26,12 +26,12 @@ from tests.support.policies import PolicyAdmin
 from tests.support.running_gateway import RunningGateway, bearer_headers
 from tests.support.served_engine import gateway_of
 from tests.support.worker_process import RunningWorker
-from workers.engine.checkpoint import Checkpoint
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import PrefixCacheFiles
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
+from workers.engine.model.checkpoint import Checkpoint
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.prefix.files import PrefixCacheFiles
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import LaneName, Picture, Prompt, SpecPrefillOptions, SpecPrefillSettings
 from workers.protocol import NO_PREFIX
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.support.engine_lane import run_until_idle
 from tests.support.reference_decoder import assert_equal_but_for_ties
-from workers.engine.kv_quantization import dequantize, quantize, quantized_bytes
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import PrefixCacheFiles
-from workers.engine.probes import probe_cache_layout
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.prefix.files import PrefixCacheFiles
+from workers.engine.prefix.kv_quantization import dequantize, quantize, quantized_bytes
+from workers.engine.startup.probes import probe_cache_layout
 from workers.engine.types import Finished
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 8

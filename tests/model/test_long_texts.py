@@ -16,11 +16,11 @@ from tests.support.pooling_checkpoints import write_bert_cross_encoder, write_be
 from tests.support.raw_client import raw_client, request_bytes
 from tests.support.running_gateway import status_and_code, wait_until
 from tests.support.worker_process import RunningWorker
-from workers.engine import long_text
 from workers.engine.engine import Engine
-from workers.engine.long_text import PIECE_CHARS, chars_beyond, in_turn
-from workers.engine.pooling_model import Embedder, load_pooling_model
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.model.pooling_model import Embedder, load_pooling_model
+from workers.engine.text import long_text
+from workers.engine.text.long_text import PIECE_CHARS, chars_beyond, in_turn
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import InvalidGeneration, Prompt
 
 LONG = "The red fox sees the old tree. " * 60_000

@@ -11,11 +11,11 @@ from policies.request.profile import Sampling
 from tests.support.engine_lane import UNLIMITED_MEMORY, run_until_idle
 from tests.support.model_families import tiny_llama_sliding_window
 from tests.support.reference_decoder import assert_equal_but_for_ties, assert_matches_reference
-from workers.engine.batch import row_cache
-from workers.engine.kv_cache import capacity
-from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.scheduler import LaneScheduler
+from workers.engine.decode.batch import row_cache
+from workers.engine.lane.memory import MemoryEstimate, measure_memory
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.model.kv_cache import capacity
+from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import Finished
 
 
@@ -118,7 +118,7 @@ def test_drafting_rows_wait_for_the_memory_of_their_drafts(make_lane, submit) ->
 def test_short_rows_run_beside_a_long_one_of_another_size_class(
     checkpoint, make_lane, submit, monkeypatch
 ) -> None:
-    monkeypatch.setattr("workers.engine.batch.SIZE_CLASSES", (512,))
+    monkeypatch.setattr("workers.engine.decode.batch.SIZE_CLASSES", (512,))
     room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=2500)
     lane = make_lane(memory=room, eos=frozenset())
     prompts = [[20 + i % 700 for i in range(1200)], *[list(range(20, 60))] * 4]
@@ -157,8 +157,8 @@ def test_short_rows_wait_while_a_long_row_would_enlarge_their_batch(make_lane, s
 @pytest.fixture
 def quick_growth(monkeypatch) -> None:
     """Let rows outgrow their slots within seventy tokens, and start them with room for few."""
-    monkeypatch.setattr("workers.engine.kv_cache.MIN_SLOTS", 64)
-    monkeypatch.setattr("workers.engine.scheduler.GROWTH_TOKENS", 16)
+    monkeypatch.setattr("workers.engine.model.kv_cache.MIN_SLOTS", 64)
+    monkeypatch.setattr("workers.engine.lane.scheduler.GROWTH_TOKENS", 16)
 
 
 @pytest.mark.usefixtures("quick_growth")

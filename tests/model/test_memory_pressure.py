@@ -13,16 +13,16 @@ from policies.request.profile import Sampling
 from tests.model.test_engine import collect, make_generation
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
-from workers.engine.device import limit_freed_buffers, limit_memory, memory_limit_bytes
-from workers.engine.engine import Engine
-from workers.engine.memory_pressure import (
+from workers.engine.decode.memory_pressure import (
     HeapTrimmer,
     MemoryMonitor,
     MemoryReading,
 )
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.thread import EngineThread
+from workers.engine.engine import Engine
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.thread import EngineThread
+from workers.engine.model.device import limit_freed_buffers, limit_memory, memory_limit_bytes
+from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import Finished, GenerationFailed, MemoryShort
 from workers.lifecycle import TRIM_INTERVAL_S
 
@@ -277,7 +277,7 @@ async def test_requests_are_refused_from_95_percent_on_and_an_idle_engine_gives_
 def test_freed_buffers_are_given_back_after_a_long_prompt(
     make_lane, ask, device, monkeypatch
 ) -> None:
-    monkeypatch.setattr("workers.engine.scheduler._LONG_PROMPT_TOKENS", 256)
+    monkeypatch.setattr("workers.engine.lane.scheduler._LONG_PROMPT_TOKENS", 256)
     lane = make_lane()
     short, long = ([20 + i % 700 for i in range(tokens)] for tokens in (255, 256))
     for prompt, cleared in ((short, 0), (long, 1)):
@@ -336,7 +336,8 @@ def test_freed_buffers_take_as_much_as_the_weights_at_most(
 def test_an_engine_trims_the_heap_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed, times = threading.Event(), itertools.count(0.0, TRIM_INTERVAL_S)
     monkeypatch.setattr(
-        "workers.engine.thread.HeapTrimmer", lambda: HeapTrimmer(trimmed.set, lambda: next(times))
+        "workers.engine.lane.thread.HeapTrimmer",
+        lambda: HeapTrimmer(trimmed.set, lambda: next(times)),
     )
     thread: EngineThread[None] = EngineThread(lambda: (None, ()))
     thread.start()

@@ -7,12 +7,12 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
-from workers.engine.checkpoint import Checkpoint
-from workers.engine.kv_cache import ArraysCache, KVCache, RecurrentCache, RowCache, capacity
-from workers.engine.probes import probe_native_verify
-from workers.engine.prompt_scorer import attention_weights, draft_incompatibility
-from workers.engine.step_graph import State, StepGraph
-from workers.engine.target import Target
+from workers.engine.decode.prompt_scorer import attention_weights, draft_incompatibility
+from workers.engine.decode.step_graph import State, StepGraph
+from workers.engine.model.checkpoint import Checkpoint
+from workers.engine.model.kv_cache import ArraysCache, KVCache, RecurrentCache, RowCache, capacity
+from workers.engine.model.target import Target
+from workers.engine.startup.probes import probe_native_verify
 
 TOKENS = list(range(20, 60))
 

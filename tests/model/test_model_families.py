@@ -11,10 +11,10 @@ from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.probes import probe_shared_rows
-from workers.engine.self_test import warm_up
-from workers.engine.target import Target
+from workers.engine.model.target import Target
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.startup.probes import probe_shared_rows
+from workers.engine.startup.self_test import warm_up
 from workers.engine.types import EngineSettings, Finished, LaneName, ModelUnusable
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20

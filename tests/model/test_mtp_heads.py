@@ -17,8 +17,8 @@ from bench.families.checkpoints import FORMATS, Format, write_checkpoint
 from bench.families.checks import check_checkpoint
 from bench.families.configs import family
 from bench.families.heads import HEAD_FILE, HEADS, NORMS, write_head
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
-from workers.engine.mtp_head import HeadUnusable, load_own_head
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.model.mtp_head import HeadUnusable, load_own_head
 
 Array = Any
 """Of NumPy, whose types lose the width of most results."""

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import Delta, Finished
 
 

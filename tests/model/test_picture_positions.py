@@ -13,8 +13,8 @@ import pytest
 from mlx_vlm.models import ernie4_5_moe_vl, glm4v, glm_ocr, paddleocr_vl, qwen2_5_vl, qwen3_vl
 
 from tests.support.engine_lane import run_until_idle
-from workers.engine.target import Target
-from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.model.target import Target
+from workers.engine.text.tokenizer import PreparedPrompt
 
 START, PICTURE, END = 1500, 1501, 1502
 PATCHES_HIGH, PATCHES_WIDE = 4, 8

@@ -11,14 +11,14 @@ import pytest
 from policies.request.pooling import EmbeddingsRequest
 from policies.request.profile import Endpoint
 from tests.support.pooling_checkpoints import CONTEXT_TOKENS, write_bert_embedder
-from workers.engine.pooling import Job, PoolingEngine, PoolingLane, PoolingSettings
-from workers.engine.pooling_model import (
+from workers.engine.model.pooling_model import (
     Embedder,
     Floats,
     PoolingModel,
     TokenRow,
     load_pooling_model,
 )
+from workers.engine.pooling import Job, PoolingEngine, PoolingLane, PoolingSettings
 from workers.engine.types import (
     EngineError,
     EngineStopped,

@@ -28,9 +28,9 @@ from tests.support.pooling_reference import (
     unit,
     xlm_roberta_score,
 )
-from workers.engine.model_folder import find_task
+from workers.engine.model.model_folder import find_task
+from workers.engine.model.pooling_model import Embedder, Reranker, TokenRow, load_pooling_model
 from workers.engine.pooling import PoolingEngine, PoolingSettings
-from workers.engine.pooling_model import Embedder, Reranker, TokenRow, load_pooling_model
 from workers.engine.types import ModelUnusable
 
 TEXTS = ("the cat", "paris is the capital of france and berlin is the city of germany", "a")

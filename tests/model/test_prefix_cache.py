@@ -18,16 +18,16 @@ from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
 from workers.demo import CHECKPOINT
-from workers.engine.prefill import context_of
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import (
+from workers.engine.decode.prefill import context_of
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.prefix.files import (
     TTL_S,
     FileName,
     HostPrefix,
     PrefixCacheFiles,
     fingerprint,
 )
-from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import LaneName
 from workers.protocol import PrefixCounts
 
@@ -349,7 +349,7 @@ def test_a_scope_is_dropped_from_memory_and_disk(make_lane, submit, tmp_path) ->
 
 def test_what_is_evicted_next_is_on_disk_before(make_lane, ask, tmp_path, monkeypatch) -> None:
     """Eviction itself writes little: its memory is needed at once."""
-    monkeypatch.setattr("workers.engine.prefix_cache._PENDING_BYTES", 1 << 20)
+    monkeypatch.setattr("workers.engine.prefix.cache._PENDING_BYTES", 1 << 20)
     files = PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
     prefix_cache = PrefixCache(3 << 20, files)
     lane = make_lane(prefix_cache=prefix_cache)

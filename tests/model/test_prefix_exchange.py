@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 from tests.support.images import encode_image
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from tests.support.served_engine import running_engine
-from workers.engine import prefix_exchange
 from workers.engine.engine import Engine
-from workers.engine.prefix_cache_files import FileName, HostPrefix, Prefetched
-from workers.engine.prefix_transfer import (
+from workers.engine.lane import prefix_exchange
+from workers.engine.prefix.files import FileName, HostPrefix, Prefetched
+from workers.engine.prefix.transfer import (
     MAX_TRANSFERS,
     PrefixOffer,
     PrefixQuery,

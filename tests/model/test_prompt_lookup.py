@@ -15,9 +15,9 @@ from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import assert_matches_reference
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
-from workers.engine.draft_head import MAX_CONSECUTIVE_ERRORS
-from workers.engine.draft_length import RUN_LENGTHS
-from workers.engine.prefix_cache import PrefixCache
+from workers.engine.decode.draft_head import MAX_CONSECUTIVE_ERRORS
+from workers.engine.decode.draft_length import RUN_LENGTHS
+from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import EngineSettings, Finished, LaneName, Prompt
 from workers.protocol import DraftSource
 

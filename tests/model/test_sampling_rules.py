@@ -6,7 +6,7 @@ import pytest
 
 from policies.request.profile import Bypass, Sampling
 from tests.support.engine_lane import run_until_idle
-from workers.engine.draft_length import EXPLORATION_STEPS, SAMPLES, DraftLength
+from workers.engine.decode.draft_length import EXPLORATION_STEPS, SAMPLES, DraftLength
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 
 QUESTIONS = [

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from workers.engine.self_test import MIN_STEPS, HeadHealth, check_head, warm_up
+from workers.engine.startup.self_test import MIN_STEPS, HeadHealth, check_head, warm_up
 
 
 class FaultyHead:

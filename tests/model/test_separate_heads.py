@@ -12,10 +12,10 @@ from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
 from safetensors import safe_open
 
 from workers.demo import CHECKPOINT
-from workers.engine.checkpoint import load_checkpoint
 from workers.engine.engine import load_engine
-from workers.engine.known_heads import KNOWN_HEADS, known_head
-from workers.engine.mtp_head import HeadUnusable
+from workers.engine.model.checkpoint import load_checkpoint
+from workers.engine.model.known_heads import KNOWN_HEADS, known_head
+from workers.engine.model.mtp_head import HeadUnusable
 from workers.engine.types import EngineSettings, LaneName, ModelUnusable
 
 HEAD_FILE = "model-mtp.safetensors"

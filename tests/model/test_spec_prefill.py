@@ -8,13 +8,13 @@ import pytest
 
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
-from workers.engine.checkpoint import Checkpoint
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prompt_scorer import PromptScoring
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.sparse_prefill import SparsePrefill, load_sparse_prefill
-from workers.engine.spec_prefill import FullPrefillReason, ScoringRange
-from workers.engine.target import Target
+from workers.engine.decode.prompt_scorer import PromptScoring
+from workers.engine.decode.spec_prefill import FullPrefillReason, ScoringRange
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.sparse_prefill import SparsePrefill, load_sparse_prefill
+from workers.engine.model.checkpoint import Checkpoint
+from workers.engine.model.target import Target
+from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import (
     Finished,
     LaneName,

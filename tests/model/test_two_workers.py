@@ -19,7 +19,7 @@ from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.served_engine import running_gateway, served
 from tests.support.worker_process import RunningWorker, running_worker
 from workers.engine.engine import Engine
-from workers.engine.prefix_cache import MIN_TOKENS
+from workers.engine.prefix.cache import MIN_TOKENS
 
 STREAMS = 12
 QUESTION = "Count from 1 to 60."

@@ -10,14 +10,14 @@ import pytest
 from bench.families.checkpoints import write_checkpoint
 from bench.families.configs import family
 from tests.support.engine_lane import run_until_idle
-from workers.engine.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.engine import load_engine
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles
-from workers.engine.prefix_transfer import PrefixQuery, TransferFailed
-from workers.engine.prefix_tree import state_of
-from workers.engine.probes import probe_cache_layout
-from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.prefix.files import HostPrefix, PrefixCacheFiles
+from workers.engine.prefix.transfer import PrefixQuery, TransferFailed
+from workers.engine.prefix.tree import state_of
+from workers.engine.startup.probes import probe_cache_layout
+from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import EngineSettings, LaneName, ModelUnusable
 
 WINDOW = 40

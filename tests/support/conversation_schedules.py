@@ -21,19 +21,19 @@ from typing import TypeAlias, TypeVar
 import mlx.core as mx
 
 from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
-from workers.engine.checkpoint import Checkpoint
-from workers.engine.detokenizer import TextStream
-from workers.engine.prefill import Prefill
-from workers.engine.prefill_queue import PrefillQueue
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import PrefixCacheFiles
-from workers.engine.prefix_exchange import PrefixExchange
-from workers.engine.prefix_transfer import CacheLayout, PrefixOffer, PrefixQuery
-from workers.engine.probes import probe_cache_layout
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.thread import EngineThread
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.decode.prefill import Prefill
+from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.lane.prefill_queue import PrefillQueue
+from workers.engine.lane.prefix_exchange import PrefixExchange
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.thread import EngineThread
+from workers.engine.model.checkpoint import Checkpoint
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.prefix.files import PrefixCacheFiles
+from workers.engine.prefix.transfer import CacheLayout, PrefixOffer, PrefixQuery
+from workers.engine.startup.probes import probe_cache_layout
+from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 
 Messages: TypeAlias = tuple[dict[str, str], ...]

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from policies.request.profile import Sampling
-from workers.engine.memory import MemoryEstimate
-from workers.engine.row import Row
-from workers.engine.scheduler import LaneScheduler
+from workers.engine.decode.row import Row
+from workers.engine.lane.memory import MemoryEstimate
+from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.types import (
     Delta,
     EngineError,

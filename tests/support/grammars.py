@@ -5,7 +5,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from policies.request.constraint import Constraint, ConstraintKind
-from workers.engine.grammar_source import grammar_source
+from workers.engine.text.grammar_source import grammar_source
 
 
 def matcher(schema: Any) -> LLMatcher:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.server.request import read_messages
 
 NAMES = ("Bravo", "Quebec")

@@ -16,15 +16,15 @@ from policies.request.profile import Sampling
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import is_near_tie, reference_decode
 from tests.support.schedule_rows import ScheduledRow, ScheduleStats
-from workers.engine.checkpoint import Checkpoint
-from workers.engine.detokenizer import TextStream
-from workers.engine.draft_length import RUN_LENGTHS
-from workers.engine.memory import MemoryEstimate
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.sampler import SamplingContext, choose
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.decode.draft_length import RUN_LENGTHS
+from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.decode.sampler import SamplingContext, choose
+from workers.engine.lane.memory import MemoryEstimate
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.model.checkpoint import Checkpoint
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, FinishReason, Generation, LaneName, Prompt
 from workers.protocol import LaneReport
 

@@ -7,8 +7,8 @@ from mlx_vlm.models import qwen2_5_vl, qwen3_vl_moe
 from mlx_vlm.models.llama import ModelConfig as LlamaConfig
 from mlx_vlm.models.llama.language import LanguageModel as Llama
 
-from workers.engine.kv_cache import RowCache
-from workers.engine.target import Target
+from workers.engine.model.kv_cache import RowCache
+from workers.engine.model.target import Target
 
 WINDOW_TOKENS = 16
 

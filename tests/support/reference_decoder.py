@@ -6,7 +6,7 @@ from functools import cache
 import mlx.core as mx
 
 from tests.support.engine_lane import RowEvents
-from workers.engine.checkpoint import Checkpoint
+from workers.engine.model.checkpoint import Checkpoint
 from workers.engine.types import Finished
 
 Pick = Callable[[mx.array, Sequence[int]], int]

@@ -11,9 +11,9 @@ import httpx
 from pydantic import SecretStr
 
 from workers.drain_rate import QueuePlace
-from workers.engine.memory_pressure import MemoryReading
-from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, TransferFailed
-from workers.engine.tool_formats import FORMATS, ToolFormat
+from workers.engine.decode.memory_pressure import MemoryReading
+from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, TransferFailed
+from workers.engine.text.tool_formats import FORMATS, ToolFormat
 from workers.engine.types import (
     Delta,
     Event,

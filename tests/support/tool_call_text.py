@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from workers.demo import CHECKPOINT
-from workers.engine.tokenizer import PromptRenderer
-from workers.engine.tool_formats import FORMATS, ToolFormat, detect_tool_format
+from workers.engine.text.tokenizer import PromptRenderer
+from workers.engine.text.tool_formats import FORMATS, ToolFormat, detect_tool_format
 from workers.engine.types import InvalidGeneration
 from workers.server.tool_arguments import TagReader
 from workers.server.tool_calls import ArgumentsText, ToolCallSplitter

@@ -18,16 +18,16 @@ import mlx.core as mx
 
 from policies.request.profile import Sampling
 from workers.doctor.report import ROW_TOKENS, Equality, Report, Round, Verify
-from workers.engine.batch import states_of
-from workers.engine.detokenizer import TextStream
+from workers.engine.decode.batch import states_of
+from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.decode.step_graph import StepGraph
 from workers.engine.engine import Engine
-from workers.engine.probes import batch_caches
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.self_test import QUESTIONS
-from workers.engine.step_graph import StepGraph
-from workers.engine.target import Target
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.model.target import Target
+from workers.engine.startup.probes import batch_caches
+from workers.engine.startup.self_test import QUESTIONS
+from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import (
     Delta,
     EngineError,

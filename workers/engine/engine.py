@@ -17,48 +17,53 @@ from mlx.utils import tree_flatten
 from policies.request.profile import Bypass
 from workers.drain_rate import QueuePlace
 from workers.engine import types
-from workers.engine.checkpoint import Checkpoint, limit_context, load_checkpoint
-from workers.engine.device import (
+from workers.engine.decode.draft_length import RUN_LENGTHS
+from workers.engine.decode.memory_pressure import (
+    MemoryMonitor,
+    MemoryReading,
+    Pressure,
+    memory_reader,
+)
+from workers.engine.decode.prefill import Prefill
+from workers.engine.decode.row import EventSink, Row, SpeculationCounter
+from workers.engine.decode.sampler import PromptLogprobs
+from workers.engine.decode.step_graph import StepGraph
+from workers.engine.lane.memory import MemoryEstimate, measure_memory
+from workers.engine.lane.prefill_queue import PrefillQueue
+from workers.engine.lane.prefix_exchange import PrefixExchange
+from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.sparse_prefill import load_sparse_prefill
+from workers.engine.lane.thread import EngineThread
+from workers.engine.model.checkpoint import Checkpoint, limit_context, load_checkpoint
+from workers.engine.model.device import (
     compiles_quickly,
     limit_freed_buffers,
     limit_memory,
     memory_limit_bytes,
 )
-from workers.engine.draft_length import RUN_LENGTHS
-from workers.engine.grammar import GrammarCompiler
-from workers.engine.head_precision import Restore, quantise_if_faster
-from workers.engine.head_shortlist import use_shortlist_if_faster
-from workers.engine.long_text import in_turn
-from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.memory_pressure import MemoryMonitor, MemoryReading, Pressure, memory_reader
-from workers.engine.model_folder import refusing
-from workers.engine.mtp_head import HeadUnusable, MtpHead
-from workers.engine.prefill import Prefill
-from workers.engine.prefill_queue import PrefillQueue
-from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint, model_fingerprint
-from workers.engine.prefix_exchange import PrefixExchange
-from workers.engine.prefix_transfer import (
+from workers.engine.model.model_folder import refusing
+from workers.engine.model.mtp_head import HeadUnusable, MtpHead
+from workers.engine.prefix.cache import PrefixCache
+from workers.engine.prefix.files import PrefixCacheFiles, fingerprint, model_fingerprint
+from workers.engine.prefix.transfer import (
     CacheLayout,
     PrefixOffer,
     PrefixQuery,
     PrefixSource,
     TransferFailed,
 )
-from workers.engine.probes import (
+from workers.engine.startup.head_precision import Restore, quantise_if_faster
+from workers.engine.startup.head_shortlist import use_shortlist_if_faster
+from workers.engine.startup.probes import (
     probe_cache_layout,
     probe_compiled_passes,
     probe_native_verify,
     probe_shared_rows,
 )
-from workers.engine.row import EventSink, Row, SpeculationCounter
-from workers.engine.sampler import PromptLogprobs
-from workers.engine.scheduler import LaneScheduler
-from workers.engine.self_test import HeadHealth, check_head, warm_up
-from workers.engine.sparse_prefill import load_sparse_prefill
-from workers.engine.step_graph import StepGraph
-from workers.engine.thread import EngineThread
-from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.startup.self_test import HeadHealth, check_head, warm_up
+from workers.engine.text.grammar import GrammarCompiler
+from workers.engine.text.long_text import in_turn
+from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.protocol import ANSWER_FIELD, LaneReport, StartStage
 
 logger = logging.getLogger(__name__)

@@ -25,17 +25,17 @@ from mlx.utils import tree_flatten
 from policies.request.pooling import EmbeddingsRequest, RerankRequest
 from policies.request.profile import Endpoint
 from workers.engine import types
-from workers.engine.device import limit_freed_buffers, limit_memory, memory_limit_bytes
-from workers.engine.long_text import in_turn
-from workers.engine.memory_pressure import (
+from workers.engine.decode.memory_pressure import (
     MemoryMonitor,
     MemoryReading,
     Pressure,
     memory_reader,
 )
-from workers.engine.metrics import Throughput
-from workers.engine.model_folder import refusing
-from workers.engine.pooling_model import (
+from workers.engine.decode.metrics import Throughput
+from workers.engine.lane.thread import EngineThread
+from workers.engine.model.device import limit_freed_buffers, limit_memory, memory_limit_bytes
+from workers.engine.model.model_folder import refusing
+from workers.engine.model.pooling_model import (
     Embedder,
     Floats,
     PoolingModel,
@@ -43,7 +43,7 @@ from workers.engine.pooling_model import (
     TokenRow,
     load_pooling_model,
 )
-from workers.engine.thread import EngineThread
+from workers.engine.text.long_text import in_turn
 from workers.protocol import LaneReport, StartStage
 
 logger = logging.getLogger(__name__)

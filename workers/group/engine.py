@@ -19,14 +19,14 @@ from transformers import AutoTokenizer
 
 from workers.drain_rate import QueuePlace
 from workers.engine import types
-from workers.engine.checkpoint import ModelFacts, limit_context, read_facts
-from workers.engine.long_text import in_turn
-from workers.engine.memory_pressure import MemoryReading
-from workers.engine.metrics import LaneCounters
-from workers.engine.model_folder import check_folder, forbid_code, refusing
-from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, PrefixSource, TransferFailed
-from workers.engine.row import Row, SpeculationCounter
-from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.decode.memory_pressure import MemoryReading
+from workers.engine.decode.metrics import LaneCounters
+from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.model.checkpoint import ModelFacts, limit_context, read_facts
+from workers.engine.model.model_folder import check_folder, forbid_code, refusing
+from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource, TransferFailed
+from workers.engine.text.long_text import in_turn
+from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.group.checks import check_facts, choose_split, refuse_unsupported, weights_bytes
 from workers.group.hosts import Backend, Hosts, Split
 from workers.group.rank import RankMessage, RankRequest

@@ -229,10 +229,10 @@ class _Answer:
 
 def _find(order: RankOrder) -> tuple[Path, RankFacts]:
     """Return the folder of the model, after its download, and the facts."""
-    from workers.engine.device import memory_limit_bytes  # noqa: PLC0415
-    from workers.engine.memory_pressure import memory_reader  # noqa: PLC0415
-    from workers.engine.model_folder import check_folder, forbid_code  # noqa: PLC0415
-    from workers.engine.prefix_cache_files import model_fingerprint  # noqa: PLC0415
+    from workers.engine.decode.memory_pressure import memory_reader  # noqa: PLC0415
+    from workers.engine.model.device import memory_limit_bytes  # noqa: PLC0415
+    from workers.engine.model.model_folder import check_folder, forbid_code  # noqa: PLC0415
+    from workers.engine.prefix.files import model_fingerprint  # noqa: PLC0415
     from workers.server.model_source import resolve_model  # noqa: PLC0415
 
     forbid_code()
@@ -262,7 +262,7 @@ def _generator(folder: Path, start: RankStart) -> Any:
     from mlx_lm.models.cache import LRUPromptCache  # noqa: PLC0415
     from mlx_lm.server import ModelProvider, ResponseGenerator  # noqa: PLC0415
 
-    from workers.engine.device import cast_for_device  # noqa: PLC0415
+    from workers.engine.model.device import cast_for_device  # noqa: PLC0415
 
     class Provider(ModelProvider):  # type: ignore[misc]
         """Serves the one model of the group, whatever a request names; the name is its scope."""

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policies.request.fields import FieldError
 from policies.request.profile import GENERATING, Endpoint
-from workers.engine.long_text import in_turn
+from workers.engine.text.long_text import in_turn
 from workers.engine.types import EngineError, PoolingCard
 from workers.protocol import (
     CHECKS,

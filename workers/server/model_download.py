@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from workers.engine.known_heads import head_files
+from workers.engine.model.known_heads import head_files
 from workers.engine.types import ModelUnusable
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]

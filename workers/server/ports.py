@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from policies.request.pooling import EmbeddingsRequest, RerankRequest
 from workers.drain_rate import QueuePlace
-from workers.engine.memory_pressure import MemoryReading
-from workers.engine.prefix_transfer import PrefixOffer, PrefixQuery, PrefixSource
-from workers.engine.tool_formats import ToolFormat
+from workers.engine.decode.memory_pressure import MemoryReading
+from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource
+from workers.engine.text.tool_formats import ToolFormat
 from workers.engine.types import Card, Event, Generation, ModelCard, PoolingCard, Prompt
 from workers.protocol import LaneReport
 

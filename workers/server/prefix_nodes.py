@@ -30,8 +30,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from workers.engine.prefix_cache_files import FileName, HostPrefix, Prefetched
-from workers.engine.prefix_transfer import (
+from workers.engine.prefix.files import FileName, HostPrefix, Prefetched
+from workers.engine.prefix.transfer import (
     MAX_TRANSFERS,
     FailureReason,
     PrefixOffer,

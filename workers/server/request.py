@@ -22,8 +22,8 @@ from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS, TEXT_PARTS, rea
 from policies.request.fields import read_cache_salt
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
-from workers.engine.long_text import in_turn
-from workers.engine.tool_formats import ToolFormat
+from workers.engine.text.long_text import in_turn
+from workers.engine.text.tool_formats import ToolFormat
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
 from workers.lifecycle import first_of
 from workers.protocol import (

@@ -23,7 +23,7 @@ import uvloop
 
 from policies.request.profile import Endpoint
 from workers.config_file import InvalidSettings
-from workers.engine.known_heads import known_head
+from workers.engine.model.known_heads import known_head
 from workers.engine.types import (
     Card,
     EngineSettings,
@@ -144,7 +144,7 @@ def load_engine(
     cache_dir, cache_secret = cache
     folder = source.fetch(download)
     # MLX takes seconds to import, and wrong settings and folders are reported before.
-    from workers.engine.model_folder import check_folder, find_task, refusing  # noqa: PLC0415
+    from workers.engine.model.model_folder import check_folder, find_task, refusing  # noqa: PLC0415
 
     with refusing(folder):
         check_folder(folder)

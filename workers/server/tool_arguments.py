@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import regex
 from pydantic_core import from_json
 
-from workers.engine.tool_formats import Tags
+from workers.engine.text.tool_formats import Tags
 from workers.server.ports import Json
 
 _MAX_REFERENCES: Final = 16

@@ -17,7 +17,7 @@ from typing import Final
 
 import regex
 
-from workers.engine.tool_formats import Call, ToolFormat
+from workers.engine.text.tool_formats import Call, ToolFormat
 from workers.server.ports import Json
 from workers.server.tool_arguments import (
     ArgumentsReader,

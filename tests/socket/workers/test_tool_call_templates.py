@@ -15,7 +15,7 @@ from bench.families.chat import check_chat
 from bench.families.configs import FAMILIES
 from tests.support.histories import faults, random_history, rendered
 from tests.support.tool_call_text import format_name, renderer_of, round_trips
-from workers.engine.tool_formats import FORMATS
+from workers.engine.text.tool_formats import FORMATS
 
 SHOWN = {
     "DeepSeek-R1": "deepseek_v3",

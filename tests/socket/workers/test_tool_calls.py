@@ -15,7 +15,7 @@ from tests.support.scripted_engine import (
     worker_client,
 )
 from tests.support.tool_call_text import read_calls
-from workers.engine.tool_formats import FORMATS
+from workers.engine.text.tool_formats import FORMATS
 from workers.server.tool_calls import ToolCallSplitter
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from workers.engine.step_graph import COMPILED_STEPS, Compiled, CompiledSteps
+from workers.engine.decode.step_graph import COMPILED_STEPS, Compiled, CompiledSteps
 
 
 @pytest.fixture(autouse=True)

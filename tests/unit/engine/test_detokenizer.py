@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.detokenizer import TextStream
+from workers.engine.text.detokenizer import TextStream
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:

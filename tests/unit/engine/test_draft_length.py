@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from workers.engine.draft_length import (
+from workers.engine.decode.draft_length import (
     MIN_SAMPLES,
     PROBE_EVERY,
     PROBE_STEPS,

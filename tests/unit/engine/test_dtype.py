@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.engine.checkpoint import choose_dtype
+from workers.engine.model.checkpoint import choose_dtype
 from workers.engine.types import WeightType
 
 F16 = WeightType.FLOAT16

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from workers.demo import CHECKPOINT
-from workers.engine.grammar import Matcher, TokenRules, allowed_tokens
-from workers.engine.grammar_source import LIMITS
-from workers.engine.reasoning import detect_reasoning
+from workers.engine.text.grammar import Matcher, TokenRules, allowed_tokens
+from workers.engine.text.grammar_source import LIMITS
+from workers.engine.text.reasoning import detect_reasoning
 
 FORMS: tuple[Any, ...] = (
     "(ab?)*c?",

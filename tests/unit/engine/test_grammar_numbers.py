@@ -8,7 +8,7 @@ import jsonschema_rs
 import pytest
 
 from tests.support.grammars import matcher, takes
-from workers.engine.lark_text import UnsupportedGrammar
+from workers.engine.text.lark_text import UnsupportedGrammar
 
 BOUNDS = (-1, -0.5, 0, 0.25, 0.75, 1, 1.5, 10, 12.75)
 RANGES = [*itertools.combinations_with_replacement(BOUNDS, 2), (1, 0.75)]

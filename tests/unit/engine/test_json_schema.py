@@ -15,8 +15,8 @@ from pydantic import Base64Str, SecretStr, TypeAdapter
 
 from policies.request.constraint import Constraint, ConstraintKind
 from tests.support.grammars import matcher, takes
-from workers.engine.grammar_source import FUNCTION_TAGS, grammar_source
-from workers.engine.lark_text import UnsupportedGrammar
+from workers.engine.text.grammar_source import FUNCTION_TAGS, grammar_source
+from workers.engine.text.lark_text import UnsupportedGrammar
 
 OPTIONAL: dict[str, Any] = {"type": "object", "properties": {"a": {}, "b": {}}}
 CLOSED = {**OPTIONAL, "additionalProperties": False}

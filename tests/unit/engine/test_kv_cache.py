@@ -1,7 +1,7 @@
 import mlx.core as mx
 import pytest
 
-from workers.engine.kv_cache import MIN_SLOTS, RowCache, capacity
+from workers.engine.model.kv_cache import MIN_SLOTS, RowCache, capacity
 
 
 def filled(lengths: list[int], slots: int = 8, start: float = 0.0) -> RowCache:

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from tests.support.patch_grammar import PATCH
 from workers.demo import CHECKPOINT
-from workers.engine.grammar_source import LIMITS
-from workers.engine.lark_text import UnsupportedGrammar, before_tag, in_json, regex_in_json
+from workers.engine.text.grammar_source import LIMITS
+from workers.engine.text.lark_text import UnsupportedGrammar, before_tag, in_json, regex_in_json
 
 TAG = "</parameter>"
 TAIL = r"\n<\/parameter>\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_clock import START_S, FakeClock
-from workers.engine.memory_pressure import (
+from workers.engine.decode.memory_pressure import (
     READING_INTERVAL_S,
     HeapTrimmer,
     LinuxMemory,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.engine.model_folder import refusing
+from workers.engine.model.model_folder import refusing
 from workers.engine.types import ModelUnusable
 
 

@@ -5,8 +5,13 @@ import random
 
 import pytest
 
-from workers.engine.draft_length import EXPLORATION_STEPS, PROBE_EVERY, PROBE_STEPS, DraftLength
-from workers.engine.prefill_budget import BLOCK_TOKENS, PrefillBudget
+from workers.engine.decode.draft_length import (
+    EXPLORATION_STEPS,
+    PROBE_EVERY,
+    PROBE_STEPS,
+    DraftLength,
+)
+from workers.engine.lane.prefill_budget import BLOCK_TOKENS, PrefillBudget
 
 
 def test_without_other_rows_a_chunk_takes_more_budgets_and_not_more() -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from workers.engine.prefill_queue import MAX_OVERTAKES, PrefillQueue
+from workers.engine.lane.prefill_queue import MAX_OVERTAKES, PrefillQueue
 
 
 @dataclass(eq=False)

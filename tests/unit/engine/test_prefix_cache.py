@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
-from workers.engine.prefix_cache import MIN_TOKENS, PrefixCache
-from workers.engine.prefix_tree import Match, RowState, TokenArray
+from workers.engine.prefix.cache import MIN_TOKENS, PrefixCache
+from workers.engine.prefix.tree import Match, RowState, TokenArray
 
 LAYERS = 2
 SLOTS = 300

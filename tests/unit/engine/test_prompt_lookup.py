@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from workers.engine.prompt_lookup import (
+from workers.engine.decode.prompt_lookup import (
     MAX_TEXT_TOKENS,
     NGRAM_TOKENS,
     Found,

@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from tests.support.grammars import matcher
 from tests.support.schemas import Schema, schemas
-from workers.engine.lark_text import UnsupportedGrammar
+from workers.engine.text.lark_text import UnsupportedGrammar
 
 ANSWERS = 3
 LIMIT_BYTES = 400

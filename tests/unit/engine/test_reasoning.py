@@ -9,7 +9,7 @@ import pytest
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from workers.demo import CHECKPOINT
-from workers.engine.reasoning import (
+from workers.engine.text.reasoning import (
     ANSWERING,
     Part,
     ReasoningState,

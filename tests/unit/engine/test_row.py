@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.request.profile import Sampling
-from workers.engine.detokenizer import TextStream
-from workers.engine.reasoning import NextToken, Part, Reasoning
-from workers.engine.row import DELTA_INTERVAL_S, EventSink, Row, SpeculationCounter
-from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.decode.row import DELTA_INTERVAL_S, EventSink, Row, SpeculationCounter
+from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.reasoning import NextToken, Part, Reasoning
+from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import (
     Delta,
     EngineError,

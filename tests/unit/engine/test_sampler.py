@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from policies.request.profile import Sampling
-from workers.engine.sampler import (
+from workers.engine.decode.sampler import (
     NUCLEUS_TOKENS,
     SamplingContext,
     TokenCounts,

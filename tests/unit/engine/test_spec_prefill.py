@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.spec_prefill import CHUNK_TOKENS, SINK_TOKENS, TAIL_TOKENS, TokenScores, select
+from workers.engine.decode.spec_prefill import (
+    CHUNK_TOKENS,
+    SINK_TOKENS,
+    TAIL_TOKENS,
+    TokenScores,
+    select,
+)
 
 SHARES = st.floats(min_value=0.01, max_value=1.0)
 

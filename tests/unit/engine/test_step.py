@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from workers.engine.batch import OpenStep
+from workers.engine.decode.batch import OpenStep
 from workers.protocol import DraftSource
 
 ROWS = 3

@@ -16,15 +16,15 @@ from transformers import AutoTokenizer
 from policies.request.constraint import strict_tools
 from tests.support.patch_grammar import PATCH
 from workers.demo import CHECKPOINT
-from workers.engine.grammar_source import (
+from workers.engine.text.grammar_source import (
     FUNCTION_TAGS,
     LIMITS,
     RECORDS,
     grammar_source,
     text_source,
 )
-from workers.engine.lark_text import UnsupportedGrammar
-from workers.engine.tool_formats import FORMATS
+from workers.engine.text.lark_text import UnsupportedGrammar
+from workers.engine.text.tool_formats import FORMATS
 from workers.server.tool_arguments import TagReader, argument_types
 
 WEATHER = {

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from policies.request.profile import Sampling
 from tests.support.tool_call_text import read_calls, renderer_of
-from workers.engine.tokenizer import PromptRenderer
-from workers.engine.tool_formats import FORMATS
+from workers.engine.text.tokenizer import PromptRenderer
+from workers.engine.text.tool_formats import FORMATS
 from workers.engine.types import Generation, InvalidGeneration, LaneName, Prompt
 
 # mlx-vlm recognizes Mistral's template by the token that opens a call.

@@ -4,8 +4,14 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from workers.engine.kv_cache import MIN_SLOTS, STEP_TOKENS
-from workers.engine.windows import WindowCache, recent_tokens, restore_window, ring_slots, to_ring
+from workers.engine.model.kv_cache import MIN_SLOTS, STEP_TOKENS
+from workers.engine.model.windows import (
+    WindowCache,
+    recent_tokens,
+    restore_window,
+    ring_slots,
+    to_ring,
+)
 
 WINDOW = 300
 RING = ring_slots(WINDOW)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.call_writers import WRITERS
 from tests.support.tool_call_text import read_calls, tool_of
-from workers.engine.tool_formats import FORMATS, ToolFormat, detect_tool_format
+from workers.engine.text.tool_formats import FORMATS, ToolFormat, detect_tool_format
 from workers.server.tool_calls import FORCED_CALLS
 
 PROSE = 'Tides rise and fall twice a day, said "she", and <b>nobody</b> knows {why} it\'s so.'

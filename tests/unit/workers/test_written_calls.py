@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.call_writers import WRITERS
 from tests.support.tool_call_text import cut_at, read_calls, same_json
-from workers.engine.tool_formats import FORMATS
+from workers.engine.text.tool_formats import FORMATS
 from workers.server.tool_calls import FORCED_CALLS
 
 NAMES = ("add", "get weather", "mcp:files/read", "a.b-c:7 d", "später", "to")

@@ -1,0 +1,1 @@
+"""Decoding: rows, their batch, and its steps."""

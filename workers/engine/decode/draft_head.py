@@ -1,0 +1,68 @@
+"""MTP head of a lane, with its health.
+
+An error of the head costs the affected rows their drafts only: the target decodes without a head.
+After several consecutive errors the head stays off until the worker restarts.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from policies.request.profile import Bypass
+from workers.engine.decode.memory_pressure import is_out_of_memory
+from workers.engine.decode.metrics import LaneCounters
+from workers.engine.decode.row import Row
+from workers.engine.model.mtp_head import MtpHead
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_ERRORS = 3
+
+
+class DraftHead:
+    """The head of a lane; its health is stored in the lane's counters."""
+
+    def __init__(self, head: MtpHead | None, counters: LaneCounters) -> None:
+        self._head = head
+        self._counters = counters
+        self._consecutive_errors = 0
+
+    @property
+    def usable(self) -> MtpHead | None:
+        """Return the head, or None if there is none or it is unhealthy."""
+        return self._head if self._counters.head_healthy else None
+
+    def for_row(self, row: Row) -> MtpHead | None:
+        """Return the head for a row that drafts; None for any other row."""
+        if self.usable is None:
+            self.disable_for(row)
+        return self.usable if row.uses_head else None
+
+    def record_success(self) -> None:
+        """Reset the count of consecutive errors."""
+        self._consecutive_errors = 0
+
+    def record_error(self, error: Exception) -> None:
+        """Count an error; mark the head unhealthy at `MAX_CONSECUTIVE_ERRORS`.
+
+        A failed allocation is not the head's fault.
+        """
+        if is_out_of_memory(error):
+            return
+        self._consecutive_errors += 1
+        logger.error(
+            "mtp_head.failed consecutive_errors=%d", self._consecutive_errors, exc_info=error
+        )
+        if self._consecutive_errors == MAX_CONSECUTIVE_ERRORS:
+            self._counters.head_healthy = False
+
+    def disable_for(self, row: Row) -> None:
+        """Stop drafting for a row that was admitted as drafting, and count the bypass.
+
+        Prompt lookup goes on.
+        """
+        if row.uses_head:
+            row.with_head = False
+            if not row.looks_up:
+                row.draft_tokens = 0
+            self._counters.record_bypass(row, Bypass.HEAD_UNHEALTHY)

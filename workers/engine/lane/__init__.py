@@ -1,0 +1,1 @@
+"""Lanes: which row reads or decodes next, and in which memory."""

@@ -1,0 +1,584 @@
+"""Scheduler of one lane: its queue, its prefills, and the decoding rows.
+
+A step drops cancelled rows, admits what fits, evicts what exceeds the memory, reads prompts for a
+bounded time, and decodes one step of every batch. Only MLX blocks it. An error ends one row; the
+other rows of its batch are requeued, and so is the row with the shortest answer when the rows grow
+beyond the memory. When an allocation fails, all rows of all lanes but the oldest are requeued, and
+all caches are given back; when the memory of the machine is short, caches are given back and rows
+wait (`memory_pressure.py`).
+
+Several prompts are open at once; `prefill_queue.py` says which is read next.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+
+import mlx.core as mx
+
+from policies.request.profile import Bypass
+from workers.drain_rate import DrainRate, QueuePlace
+from workers.engine import types
+from workers.engine.decode.decoder import Decoder, Outcome, check_device
+from workers.engine.decode.draft_head import DraftHead
+from workers.engine.decode.memory_pressure import (
+    MemoryMonitor,
+    Pressure,
+    is_out_of_memory,
+)
+from workers.engine.decode.metrics import LaneCounters
+from workers.engine.decode.prefill import (
+    Prefill,
+    context_of,
+    find_prefix,
+    prefill_chunk,
+    start_prefill,
+)
+from workers.engine.decode.prompt_lookup import PromptLookup
+from workers.engine.decode.row import Row
+from workers.engine.decode.sampler import choose
+from workers.engine.decode.step_graph import StepGraph
+from workers.engine.lane.memory import GROWTH_TOKENS, MemoryEstimate
+from workers.engine.lane.prefill_budget import PrefillBudget
+from workers.engine.lane.prefill_queue import PrefillQueue
+from workers.engine.lane.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
+from workers.engine.model.checkpoint import Checkpoint
+from workers.engine.prefix.cache import MIN_TOKENS, PrefixCache
+from workers.engine.prefix.tree import RowState
+from workers.engine.text.grammar import allowed_tokens
+from workers.engine.text.tokenizer import PromptRenderer
+from workers.lifecycle import trim_heap
+from workers.protocol import whole_scope
+
+logger = logging.getLogger(__name__)
+
+_LONG_PROMPT_TOKENS = 4096
+"""Reading so many tokens leaves freed buffers of many sizes, which no step will use again."""
+_ESTIMATED_ROWS = 64
+"""Queued rows whose cached tokens are counted anew when the prefix cache has grown."""
+EXACT_CHUNK_TOKENS = 256
+"""Chunk of a prompt whose answer must be exact; the measured time changes the size of others."""
+DRAFTABLE_BYPASSES = frozenset(
+    {
+        Bypass.NON_GREEDY_SAMPLING,
+        Bypass.LOGITS_PROCESSORS,
+        Bypass.LOGPROBS,
+        Bypass.MULTIPLE_CHOICES,
+        Bypass.MEDIA,
+    }
+)
+"""Bypass reasons by which a gateway avoids the text-mtp lane, but which no lane needs to avoid.
+
+A sampled row accepts a draft token that equals its own draw; each of several choices is a row; and
+after its prefill a row with pictures is a text row with a position offset."""
+
+
+class LaneScheduler:
+    """Generations of one lane; used by the engine thread only, unless a method says otherwise."""
+
+    def __init__(
+        self,
+        name: types.LaneName,
+        checkpoint: Checkpoint,
+        prompts: PromptRenderer,
+        *,
+        prefix_cache: PrefixCache,
+        siblings: Sequence[LaneScheduler] = (),
+        draft_tokens: int,
+        max_rows: int,
+        prefill_chunk_tokens: int,
+        prefill_budget_s: float,
+        memory: MemoryEstimate,
+        monitor: MemoryMonitor | None = None,
+        sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
+        prefill_queue: PrefillQueue[Prefill] | None = None,
+        graph: StepGraph | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.name = name
+        self.ends = checkpoint.eos
+        """Tokens by which the model ends an answer."""
+        self.counters = LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens)
+        self._target = checkpoint.target
+        head = checkpoint.head if draft_tokens else None
+        self.has_head = head is not None
+        self._head = DraftHead(head, self.counters)
+        self._clock = clock
+        self._prefix_cache = prefix_cache
+        self._siblings = siblings
+        self._max_rows = max_rows
+        self._prefill_budget = PrefillBudget(prefill_chunk_tokens, prefill_budget_s)
+        self._exact_chunk_tokens = min(prefill_chunk_tokens, EXACT_CHUNK_TOKENS)
+        self._memory = memory
+        self._monitor = monitor or MemoryMonitor()
+        self._sparse_prefill = sparse_prefill
+        self._waiting: deque[Row] = deque()
+        self._drain_rate = DrainRate()
+        self._draining = False
+        """Whether rows wait because the lane is full, so that its rate shows."""
+        self._prefill_queue = prefill_queue or PrefillQueue()
+        self._decoder = Decoder(
+            checkpoint, prompts, self._head, self.counters,
+            draft_tokens=draft_tokens, clock=clock,
+            store=self._store_answer, graph=graph,
+        )  # fmt: skip
+
+    @property
+    def looks_up(self) -> bool:
+        """Return whether rows draft by prompt lookup."""
+        return self._decoder.looks_up
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a step has anything to do."""
+        return bool(self._waiting or self.prefills or self.running_rows)
+
+    @property
+    def prefills(self) -> list[Prefill]:
+        """Return the open prefills."""
+        return self._prefill_queue.of(self.name)
+
+    @property
+    def running_rows(self) -> int:
+        """Return the number of decoding rows."""
+        return len(self._decoder.rows)
+
+    @property
+    def waiting_rows(self) -> int:
+        """Return the number of queued rows; safe from any thread."""
+        return len(self._waiting)
+
+    @property
+    def retry_after_s(self) -> float:
+        """Return when a request that the full queue rejects may return; safe from any thread."""
+        waiting, running = len(self._waiting), self._max_rows
+        return self._drain_rate.retry_after_s(waiting, self._clock(), running)
+
+    def queue_place(self, generation: types.Generation) -> QueuePlace | None:
+        """Return the place of a generation in the queue; None if it waits no more.
+
+        Safe from any thread.
+        """
+        waiting = enumerate(tuple(self._waiting), 1)
+        number = next((at for at, row in waiting if row.generation is generation), None)
+        if number is None:
+            return None
+        return self._drain_rate.place(number, self._clock(), self._max_rows)
+
+    @property
+    def _full(self) -> bool:
+        return len(self.prefills) + self.running_rows >= self._max_rows
+
+    def tokens_in_prefill(self, row: Row) -> int:
+        """Return how many tokens of a queued row a prefill will soon add to the prefix cache."""
+        return max((prefill.tokens_for(row) for prefill in self.prefills), default=0)
+
+    def cached_tokens(self, row: Row) -> int:
+        """Return how many tokens of a row are in the prefix cache; safe from any thread."""
+        match = find_prefix(row, self._target, self._head.usable, self._prefix_cache)
+        return match.tokens if match else 0
+
+    def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
+        """Return why a generation must not speculate in this lane; safe from any thread."""
+        if not (self.has_head or self.looks_up):
+            return generation.bypass
+        reasons = tuple(one for one in generation.bypass if one not in DRAFTABLE_BYPASSES)
+        if self.has_head and not self.counters.head_healthy:
+            reasons = (*reasons, Bypass.HEAD_UNHEALTHY)
+        return reasons
+
+    def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
+        """Return the rows with caches, grouped by the batch that they are in or will join."""
+        in_prefill = (prefill.row for prefill in self.prefills)
+        return self._decoder.rows_by_batch(*in_prefill, *newcomers)
+
+    def add(self, row: Row) -> None:
+        """Queue a row."""
+        self.counters.record_bypass(row, *row.bypass)
+        if not self._draining and self._full:
+            self._draining = True
+            self._drain_rate.begin(self._clock())
+        self._waiting.append(row)
+        self._estimate(row)
+        self._update_occupancy()
+
+    def stop_caching(self, scope: str | None) -> None:
+        """Store nothing more of the rows of an isolation scope; None: of all rows."""
+        rows = [*self._waiting, *chain(*self.rows_by_batch())]
+        for row in rows:
+            if scope in (None, whole_scope(row.prompt.scope or "")):
+                row.prompt = replace(row.prompt, scope=None)
+                row.prefetched, row.cacheable = (), False
+                row.lookup, row.looks_up = None, False  # it may hold other prompts of the scope
+        for prefill in self.prefills:
+            if prefill.row.prompt.scope is None:
+                prefill.boundaries = []
+
+    def step(self) -> None:
+        """Drop cancelled rows, read prompts for a while, and decode one step of every row."""
+        self._drop_cancelled()
+        self.relieve()
+        self._admit()
+        self._evict()
+        has_decoded = False
+        if self.prefills:  # the device does nothing else meanwhile, and rows can join
+            has_decoded = self.finish_open_steps()
+            for lane in self._lanes[1:]:
+                lane.finish_open_steps()
+        self._read_prompts()
+        if not has_decoded:
+            for outcome in self._decoder.step(ahead=self.decodes_alone):
+                self._apply(outcome)
+        self._prefill_queue.record_decode(self.name)
+        self._update_occupancy()
+
+    def finish_open_steps(self) -> bool:
+        """Finish the steps that have begun; return whether there were any."""
+        outcomes = list(self._decoder.finish_open_steps())
+        for outcome in outcomes:
+            self._apply(outcome)
+        return bool(outcomes)
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Return whether the device does nothing for any other row than those of this decoder.
+
+        A step that has begun would otherwise count as time of another lane, or of a prompt.
+        """
+        lanes = self._lanes
+        return not any(lane.prefills for lane in lanes) and not any(
+            lane.running_rows for lane in lanes[1:]
+        )
+
+    def relieve(self) -> None:
+        """Give back caches while the memory of the machine is short, once for each reading.
+
+        Freed memory goes first, then as many cached prefixes as exceed the limit.
+        """
+        reading = self._monitor.reading()
+        if reading is self._monitor.relieved or reading.pressure is Pressure.NORMAL:
+            return
+        mx.clear_cache()
+        trim_heap()
+        reading = self._monitor.reading(fresh=True)
+        if reading.pressure is Pressure.CRITICAL:
+            self._give_back(0)
+        elif reading.excess_bytes:
+            self._give_back(max(self._prefix_cache.size_bytes - reading.excess_bytes, 0))
+        self._monitor.relieved = self._monitor.reading(fresh=True)
+
+    def _give_back(self, kept_bytes: int) -> None:
+        """Give back cached prefixes but for `kept_bytes`, features of pictures, and buffers."""
+        self._prefix_cache.evict_to(kept_bytes)
+        self._target.picture_features.drop(None)
+        mx.clear_cache()
+        trim_heap()
+
+    def close(self, reason: types.EngineError) -> None:
+        """End every row with this error, and write the prefix cache to disk."""
+        self._prefix_cache.flush()
+        rows = [*self._waiting, *chain(*self.rows_by_batch())]
+        self._waiting.clear()
+        self._prefill_queue.remove(self.name)
+        self._decoder.clear()
+        for row in rows:
+            self.counters.record_finish(row)
+            row.sink(reason)
+
+    def _drop_cancelled(self) -> None:
+        cancelled = [row for row in self._waiting if row.cancelled]
+        for row in cancelled:
+            self._waiting.remove(row)
+        removed = self._prefill_queue.remove(self.name, lambda prefill: prefill.row.cancelled)
+        cancelled += [prefill.row for prefill in removed]
+        cancelled += self._decoder.remove(lambda row: row.cancelled)
+        for row in cancelled:
+            self.counters.record_finish(row)
+
+    def _admit(self) -> None:
+        """Open prefills of queued rows while there is room.
+
+        A row whose beginning another prefill is about to read waits for it, and holds up nobody. A
+        row that the memory has no room for holds up all behind it, or it would wait for ever. A row
+        alone always starts: the engine has rejected prompts that exceed the memory.
+        """
+        for row in tuple(self._waiting):
+            if self._full:
+                return
+            in_prefill = max(lane.tokens_in_prefill(row) for lane in self._lanes)
+            if in_prefill - row.expected_tokens >= MIN_TOKENS:
+                continue  # in a few steps the prefix cache will have it
+            if self._rows_in_all_lanes and (
+                self._monitor.pressure is not Pressure.NORMAL
+                or self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0
+            ):
+                return  # rows that end will free memory
+            self._waiting.remove(row)
+            if self._draining:
+                self._drain_rate.record(self._clock(), self._max_rows)
+                self._draining = bool(self._waiting)
+            self._open_prefill(row)
+
+    def _open_prefill(self, row: Row) -> None:
+        if row.exact and len(row.answer) > 1:
+            # To read the answer in one pass rounds otherwise than to decode it.
+            self._fail([row], RuntimeError("An exact answer has lost its caches."))
+            return
+        try:
+            head = None if row.exact else self._head.usable
+            prefill = start_prefill(row, self._target, head, self._prefix_cache)
+            if not row.begun and (row.cached_tokens or prefill.boundaries):
+                saved_s = self._prefill_budget.best_case_s(row.cached_tokens)
+                self.counters.record_prefix_lookup(row, saved_s)
+            self._sparse_prefill.start_scoring(prefill, self.counters)
+            self._prefill_queue.add(self.name, prefill)
+        except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
+            self._end_or_requeue([row], error)
+
+    @property
+    def _lanes(self) -> list[LaneScheduler]:
+        """Return this lane and its siblings."""
+        return [self, *(lane for lane in self._siblings if lane is not self)]
+
+    @property
+    def _rows_in_all_lanes(self) -> int:
+        return sum(len(rows) for lane in self._lanes for rows in lane.rows_by_batch())
+
+    def _free_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
+        """Return the bytes that the rows of all lanes leave, each grown by `growth_tokens`."""
+        used_bytes = self._used_bytes(*newcomers, growth_tokens=growth_tokens)
+        return self._monitor.room_bytes(self._memory.room_bytes) - used_bytes
+
+    def _used_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
+        """Return the bytes that the rows of all lanes take, each grown by `growth_tokens`."""
+        batches = self.rows_by_batch(*newcomers)
+        for lane in self._lanes[1:]:
+            batches += lane.rows_by_batch()
+        tokens = [[row.slots_after(growth_tokens) for row in rows] for rows in batches]
+        unread = [prefill.row for lane in self._lanes for prefill in lane.prefills]
+        longest = max((row.slots_used for row in (*unread, *newcomers)), default=0)
+        memory = self._memory
+        used_bytes = memory.batch_cache_bytes(tokens) + memory.reading_bytes(longest)
+        return used_bytes + sum(
+            memory.step_bytes(drafts=row.draft_tokens > 0) for rows in batches for row in rows
+        )
+
+    def _evict(self) -> None:
+        """Preempt rows that together exceed the memory, and evict cached prefixes for the rest."""
+        # One row always stays, so that some answer completes.
+        while (
+            (free_bytes := self._free_bytes()) < 0
+            and self.running_rows
+            and self._rows_in_all_lanes > 1
+        ):
+            self._waiting.appendleft(self._decoder.preempt())
+        self._prefix_cache.evict_to(max(free_bytes, 0))
+
+    def _read_prompts(self) -> None:
+        """Read prompts until the budget of a step is spent, or one needs further steps."""
+        begun_s, spent_s, has_read = self._clock(), 0.0, False
+        decoding = [lane.name for lane in self._lanes if lane.running_rows]
+        budget = partial(self._prefill_budget.chunk_tokens, others_decode=bool(decoding))
+        whole = False
+        while not whole:
+            prefill = self._prefill_queue.next(self.name, decoding)
+            if prefill is None:
+                break
+            chunk_tokens = min(
+                budget(context_tokens=prefill.read_count, spent_s=spent_s),
+                self._memory.max_chunk_tokens(prefill.read_count),
+            )
+            if has_read and chunk_tokens < prefill.next_tokens:
+                break
+            if prefill.row.exact:  # in the same chunks whatever else runs
+                chunk_tokens = self._memory.max_chunk_tokens(prefill.read_count)
+                chunk_tokens = min(chunk_tokens, self._exact_chunk_tokens)
+            self._prefill_queue.record_chunk(prefill)
+            whole = self._advance_prefill(prefill, chunk_tokens)
+            has_read, spent_s = True, self._clock() - begun_s
+        if has_read:
+            self._prefill_queue.end_reading(lane.name for lane in self._lanes)
+
+    def _advance_prefill(self, prefill: Prefill, chunk_tokens: int) -> bool:
+        """Read a chunk of a prompt; return whether it needs further ones of this size."""
+        row, whole = prefill.row, chunk_tokens < prefill.next_tokens
+        try:
+            self._prefill_chunk(prefill, chunk_tokens, whole=whole)
+        except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
+            self._close_prefill(prefill)
+            self._end_or_requeue([row], error)
+            return whole
+        if prefill.complete:
+            self._close_prefill(prefill)
+            if prefill.read_count - row.cached_tokens >= _LONG_PROMPT_TOKENS:
+                mx.clear_cache()
+            if row.finish_reason:
+                self._store_answer(row, prefill.state)
+                self._finish(row)
+            else:
+                self._index(row)
+                self._apply(self._decoder.join(prefill))
+        elif not row.begun:
+            row.sink(
+                types.PrefillProgress(
+                    read_tokens=prefill.read_count, prompt_tokens=len(prefill.read_indices)
+                )
+            )
+        return whole
+
+    def _index(self, row: Row) -> None:
+        """Index what prompt lookup may draft from: the scope's other texts, prompt and answer."""
+        if row.looks_up and row.draft_tokens and row.lookup is None:
+            prompt = row.prompt
+            others = self._prefix_cache.other_texts(prompt.scope, prompt.identity)
+            row.lookup = PromptLookup([*others, prompt.identity])
+            row.lookup.extend(row.answer)
+
+    def _close_prefill(self, prefill: Prefill) -> None:
+        self._prefill_queue.remove(self.name, lambda other: other is prefill)
+
+    def _prefill_chunk(self, prefill: Prefill, chunk_tokens: int, *, whole: bool) -> None:
+        """Read one chunk, or let the draft model score one; choose the first token at the end."""
+        row = prefill.row
+        before, begun_s = prefill.read_count, self._clock()
+        if prefill.scoring is not None:
+            self._sparse_prefill.score_chunk(prefill, chunk_tokens, self.counters)
+            return
+        head_error = prefill_chunk(prefill, self._target, chunk_tokens)
+        duration_s = self._clock() - begun_s
+        tokens = prefill.read_count - before
+        self._prefill_budget.observe(tokens, duration_s, context_tokens=before, whole=whole)
+        self.counters.record_prefill(tokens, duration_s)
+        if head_error is not None:
+            self._head.record_error(head_error)
+            self._head.disable_for(row)
+        self._store_prefix(prefill)
+        if prefill.complete and not row.answer:
+            if row.prompt_logprobs is not None:
+                row.sink(types.PromptScored(logprobs=tuple(row.prompt_logprobs.logprobs)))
+            if not row.max_tokens:
+                row.finish_reason = types.FinishReason.LENGTH
+                return
+            assert prefill.scores is not None
+            allowed = allowed_tokens([row.token_rules(0)], prefill.scores.shape[-1])
+            token = int(choose(prefill.scores, [row.sampling_context()], allowed=allowed).item())
+            self._decoder.append_first_token(row, prefill.scores[0], token)
+
+    def _store_prefix(self, prefill: Prefill) -> None:
+        """Store what has been read up to a boundary."""
+        if prefill.boundaries and prefill.boundaries[0] == prefill.read_count:
+            tokens = prefill.boundaries.pop(0)
+            prefix = prefill.row.prompt.prefix
+            key = prefix.key if prefix and prefix.tokens == tokens else ""
+            self._store(prefill.row, tokens, prefill.state, key)
+
+    def _store_answer(self, row: Row, state: Callable[[], RowState]) -> None:
+        """Store what the caches hold of a row whose answer has ended."""
+        if not row.skipped_tokens:
+            self._store(row, row.context_tokens, state)
+            prompt = row.prompt
+            if row.cacheable and prompt.turn_tokens:
+                turn = prompt.identity[: prompt.turn_tokens]
+                self._prefix_cache.name_turn(prompt.scope, turn, prompt.turn_key)
+
+    def _store(self, row: Row, tokens: int, state: Callable[[], RowState], key: str = "") -> None:
+        if not row.cacheable or self._monitor.pressure is not Pressure.NORMAL:
+            return
+        try:
+            stored = self._prefix_cache.store(
+                row.prompt.scope,
+                context_of(row)[:tokens],
+                state(),
+                room_bytes=max(self._free_bytes(), 0),
+                key=key,
+            )
+            if stored:
+                row.stored_tokens = max(row.stored_tokens, min(tokens, len(row.prompt.tokens)))
+            else:
+                self.counters.record_too_large()
+        except Exception:
+            logger.exception("prefix_cache.store_failed lane=%s", self.name)
+        for waiting in islice(self._waiting, _ESTIMATED_ROWS):
+            self._estimate(waiting)
+
+    def _estimate(self, row: Row) -> None:
+        """Count the tokens of a queued row that are in the prefix cache."""
+        row.expected_tokens = self.cached_tokens(row)
+
+    def _apply(self, outcome: Outcome) -> None:
+        """Finish and fail the rows that ended; requeue the others first in the queue."""
+        for row in outcome.finished:
+            self._finish(row)
+        if outcome.error is not None and is_out_of_memory(outcome.error):
+            self._end_or_requeue([*outcome.requeued, *outcome.failed], outcome.error)
+            return
+        self._waiting.extendleft(reversed(outcome.requeued))
+        if outcome.error is not None:
+            self._fail(outcome.failed, outcome.error)
+
+    def _end_or_requeue(self, rows: list[Row], error: Exception) -> None:
+        """End rows with an error; if an allocation has failed, make room and requeue them.
+
+        All rows of all lanes but the oldest are sent back. A row that fails twice without others
+        has not enough memory by itself, and ends.
+        """
+        if not is_out_of_memory(error):
+            self._fail(rows, error)
+            return
+        others = [row for lane in self._lanes for row in chain(*lane.rows_by_batch())]
+        held = [*rows, *(row for row in others if row not in rows)]
+        logger.warning("lane.out_of_memory lane=%s rows=%d error=%s", self.name, len(held), error)
+        self._monitor.record_failed_allocation(self._used_bytes(*rows))
+        oldest = min(held, key=lambda row: row.arrival)
+        alone = len(held) == 1
+        ended = rows if alone and oldest.starved else []
+        oldest.starved = alone
+        for lane in self._lanes:
+            lane.send_back(oldest, lost=rows if lane is self and not ended else ())
+        self._give_back(0)
+        if ended:
+            self._fail(ended, error)
+
+    def send_back(self, kept: Row, lost: Iterable[Row] = ()) -> None:
+        """Requeue all rows but one, and those whose caches are lost.
+
+        A batch that keeps the one frees the memory of the others in its next step.
+        """
+        prefills = self._prefill_queue.remove(self.name, lambda prefill: prefill.row is not kept)
+        decoding = self._decoder.remove(lambda row: row is not kept)
+        rows = [*lost, *(prefill.row for prefill in prefills), *decoding]
+        self._waiting.extendleft(sorted(rows, key=lambda row: -row.arrival))
+
+    def _finish(self, row: Row) -> None:
+        self._monitor.record_answer(self._memory.room_bytes)
+        # The counts come first: a client may read them as soon as its answer has ended.
+        self.counters.record_finish(row)
+        self._update_occupancy()
+        row.sink(row.finished_event())
+
+    def _fail(self, rows: list[Row], error: Exception) -> None:
+        """End rows with an error; raise if the device can compute nothing any more."""
+        if isinstance(error, types.InvalidGeneration):
+            logger.info("lane.rejected lane=%s rows=%d", self.name, len(rows))
+        else:
+            logger.error("lane.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
+        failed = types.GenerationFailed("The engine failed while it generated this answer.")
+        for row in rows:
+            self.counters.record_finish(row)
+            row.sink(error if isinstance(error, types.InvalidGeneration) else failed)
+        check_device(self._target)
+
+    def _update_occupancy(self) -> None:
+        prefills = self.prefills
+        pending = sum(row.context_tokens - row.expected_tokens for row in self._waiting)
+        pending += sum(prefill.remaining_tokens for prefill in prefills)
+        running = self.running_rows + len(prefills)
+        self.counters.set_occupancy(
+            running=running, waiting=len(self._waiting), pending_prefill_tokens=pending
+        )

@@ -1,0 +1,1 @@
+"""Models of mlx-vlm, their caches and their MTP heads."""

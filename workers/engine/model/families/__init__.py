@@ -1,0 +1,1 @@
+"""Passes of families that mlx-vlm cannot run for several rows."""

@@ -1,0 +1,1 @@
+"""The prefix cache: its tree, its files, and its transfer between workers."""

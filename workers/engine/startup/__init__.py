@@ -1,0 +1,1 @@
+"""What a worker probes and measures of its model before it serves."""

@@ -1,0 +1,462 @@
+"""Chat template: from messages to the text of a prompt, for one checkpoint.
+
+Text of a client may spell a control token: a tokenizer turns `<|im_end|>` into the token that ends
+a message wherever it occurs, so that a client could write the system message, or a picture's
+placeholder without a picture, which breaks a model. Such a spelling is split before the template is
+rendered, and its parts are tokenized apart: the model reads the same characters, and no control
+token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, Final
+
+import jinja2
+
+from workers.engine.text.history_style import CallStyle, HistoryStyle, Message, find_style, joined
+from workers.engine.text.reasoning import effort_variables, template_variables
+from workers.engine.text.tool_formats import ToolFormat, detect_tool_format
+from workers.engine.types import InvalidGeneration
+
+logger = logging.getLogger(__name__)
+
+_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
+# Placeholders that mlx-vlm's processors replace by a picture's tokens wherever they occur: they are
+# no token of any model, but in a message they would become a picture that does not exist.
+_PICTURE_PLACEHOLDERS = frozenset(
+    f"<|{name}placeholder|>" for name in ("", "image_", "video_", "audio_", "minimax_m3_image_")
+)
+_MAX_TEMPLATE_VARIABLES = 64
+# A code point that Unicode reserves as a non-character, so that no text contains it.
+_SEPARATOR = "\ufdd0"
+
+_TOOLS_FIELD = re.compile(r"message(?:\.tools|\[['\"]tools['\"]\])")
+"""Phi-4's template reads the tools from the system message."""
+_CALLED, _ARGUMENT, _RESULT = "Bravo", "Charlie", "Echo"
+
+
+class ChatTemplate:
+    """The chat template of one checkpoint; safe to call from any thread."""
+
+    def __init__(self, processor: Any) -> None:
+        self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._control = ControlTokenEscaper(_control_spellings(self._tokenizer))
+        has_template = getattr(processor, "chat_template", None)
+        self._templated = processor if has_template else self._tokenizer
+        self._continues: dict[str, bool] = {}
+        """Result of `continues` by the template's variables."""
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of this template's tool calls; None if it shows none."""
+        return detect_tool_format(self._template)
+
+    @property
+    def _template(self) -> str:
+        template = getattr(self._templated, "chat_template", None)
+        if isinstance(template, Mapping):  # several by name: one of them renders tools
+            template = template.get("tool_use") or template.get("default")
+        return template or ""
+
+    def template_variables(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        """Return the variables by which the template knows a reasoning effort, and those given.
+
+        Names that the template does not read are left out: they change nothing, and may be
+        arguments of the function that renders it.
+        """
+        efforts = effort_variables(self._template, effort) if effort else {}
+        return {
+            name: self._control.split(value)
+            for name, value in {**efforts, **given}.items()
+            if value is not None and name in template_variables(self._template)
+        }
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Render messages by the checkpoint's chat template, up to the assistant's answer.
+
+        Only the template writes control tokens; their spelling in a message stays text. Without a
+        generation prompt the text ends behind the last message, or within it where the answer is
+        to go on from there.
+        """
+        if not getattr(self._templated, "chat_template", None):
+            raise InvalidGeneration(
+                "messages", "This model has no chat template; use /v1/completions."
+            )
+        arguments = {**self._without_thinking, **(template_kwargs or {})}
+        plain = self._control.split([_for_template(message) for message in messages])
+        if tools:
+            plain = self._with_tools(tools, plain, arguments)
+        else:
+            arguments |= self._functions(())
+        plain = self.history_style.apply(plain, self.tool_format)
+        if continue_final_message:
+            arguments["continue_final_message"] = True
+        try:
+            rendered = self._templated.apply_chat_template(
+                plain, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
+            )
+        except RecursionError as error:
+            raise InvalidGeneration(
+                "messages",
+                "These messages or tools are nested too deeply for the model's chat template.",
+            ) from error
+        except Exception as error:  # a template adds, indexes and calls what a client has sent
+            logger.info("template.rejected", exc_info=error)
+            if continue_final_message:
+                raise InvalidGeneration(
+                    "continue_final_message",
+                    "The model's chat template cannot go on from the last message.",
+                ) from error
+            reason = f": {error}" if isinstance(error, jinja2.TemplateError) else "."
+            raise InvalidGeneration(
+                "messages", f"The model's chat template rejects these messages{reason}"
+            ) from error
+        return str(rendered)
+
+    @cached_property
+    def _without_thinking(self) -> dict[str, Any]:
+        """The variable that leaves out thinking, except for a template that refuses it.
+
+        Thinking takes seconds, so a request has to enable it where the model can do without.
+        """
+        chat, variables = [{"role": "user", "content": "Alpha"}], {"enable_thinking": False}
+        refused = not self._render(chat, **variables) and self._render(chat)
+        return {} if refused else variables
+
+    def _with_tools(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        """Give the tools to the template: to its variable, to its field, or in a message."""
+        known = self._control.split([self._tool(tool) for tool in tools])
+        if functions := self._functions(self._control.split(tools)):
+            arguments |= functions
+            return messages
+        if self._tool_style and "tools" in template_variables(self._template):
+            arguments["tools"] = known
+            return messages
+        listed = [tool["function"] for tool in self._control.split(tools)]
+        if _TOOLS_FIELD.search(self._template):
+            return _with_system(messages, "", tools=json.dumps(listed, ensure_ascii=False))
+        lines = [json.dumps(function, ensure_ascii=False) for function in listed]
+        text = "\n".join(["You can use these functions:", *lines])
+        if self._call_example:
+            text += f"\nTo use them, write:\n{self._call_example}"
+        if self.history_style.system:
+            return _with_system(messages, text)
+        first = messages[0]
+        return [{**first, "content": joined([text, first["content"]])}, *messages[1:]]
+
+    def _functions(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the variables by which Firefunction's template knows tools; empty for others."""
+        names = template_variables(self._template)
+        if "functions" not in names or "tools" in names:
+            return {}
+        listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        return {"functions": listed, "datetime": datetime.now(UTC).date().isoformat()}
+
+    @cached_property
+    def _tool_style(self) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """How the template takes a tool: with which changes, or not at all."""
+        chat = [{"role": "user", "content": "Alpha"}]
+        plain = _tool_for_template(_PROBE_TOOL)
+        for style in (dict, _described, _with_single_types, _described_with_single_types):
+            if self._render(chat, tools=[style(plain)]):
+                return style
+        return None if self._render(chat) else dict
+
+    def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        known = _tool_for_template(tool)
+        return self._tool_style(known) if self._tool_style else known
+
+    @cached_property
+    def history_style(self) -> HistoryStyle:
+        """What the template takes of a history."""
+        style = find_style(self._render_probe, self.tool_format, self._call_style)
+        if style.changes:
+            logger.info("template.histories_changed %s", style.changes)
+        return style
+
+    def _render_probe(self, chat: Sequence[Message], with_tools: bool) -> str:
+        # Some templates render nothing without tools.
+        return self._try_render(chat, [_PROBE_TOOL] if with_tools else None)
+
+    def _call_style(self, base: HistoryStyle) -> CallStyle:
+        """Return how the template takes calls and results: the first way that renders both."""
+        named = self.tool_format is not None and self.tool_format.named_ids
+        rendered = {
+            style: self._render_call(replace(base, calls=style))
+            for style in (
+                CallStyle(named_ids=named),
+                CallStyle(named_ids=named, json_arguments=True),
+            )
+        }
+        shown = [
+            style
+            for style, text in rendered.items()
+            if _CALLED in text and _ARGUMENT in text
+            # Quotes within a text, or within markup, to which a template adds a mapping.
+            if f'\\"{_ARGUMENT}' not in text and f"&#34;{_CALLED}" not in text
+        ]
+        # Python writes a mapping in these quotes where a template expects JSON text.
+        as_json = (style for style in shown if f"'{_ARGUMENT}'" not in rendered[style])
+        style = next(as_json, shown[0] if shown else CallStyle(in_text=True))
+        texts = [rendered[style]] if shown else rendered.values()
+        return replace(
+            style,
+            results_in_text=not any(_RESULT in text for text in texts),
+            short_ids=self.tool_format is not None and self.tool_format.short_ids,
+        )
+
+    @cached_property
+    def _call_example(self) -> str:
+        """A call as the model writes it, for a template that describes no tools; or nothing."""
+        known = self.tool_format
+        if known is None or not known.end:
+            return ""
+        rendered = self._render_call(self.history_style)
+        begin, end = rendered.rfind(known.begin), rendered.rfind(known.end)
+        return rendered[begin : end + len(known.end)] if 0 <= begin < end else ""
+
+    def _render_call(self, style: HistoryStyle) -> str:
+        """Return the rendering of a chat with a call and its result; empty if it is rejected."""
+        call = {"name": _CALLED, "arguments": {_ARGUMENT: "Delta"}}
+        chat: list[Message] = [
+            {"role": "user", "content": "Alpha"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": "abcdefgh1", "name": _CALLED, "content": _RESULT},
+        ]
+        return self._render_probe(style.apply(chat, self.tool_format), with_tools=True)
+
+    def _try_render(
+        self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return a rendering with tools; empty if the template rejects it."""
+        arguments: dict[str, Any] = self._functions(tools or ())
+        if tools and self._tool_style:
+            arguments["tools"] = [self._tool(tool) for tool in tools]
+        return self._render(chat, **arguments)
+
+    def _render(self, chat: Sequence[Message], **arguments: Any) -> str:
+        """Return a rendering; empty if the template rejects it."""
+        try:
+            return str(
+                self._templated.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=True, **arguments
+                )
+            )
+        except Exception as error:
+            logger.debug("template.probe_rejected", exc_info=error)
+            return ""
+
+    def shared_prefix(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text with which every prompt with these system messages and tools begins.
+
+        Two renderings with different user texts agree exactly up to there, with any template
+        (vllm-mlx #714 does the same). Empty without system messages and tools, and with a picture
+        in a system message: its tokens are those of any other picture.
+        """
+        leading = list(takewhile(lambda message: message["role"] == "system", messages))
+        pictured = any(isinstance(message.get("content"), list) for message in leading)
+        if pictured or not (leading or tools):
+            return ""
+        first, second = (
+            self.chat([*leading, {"role": "user", "content": text}], tools, template_kwargs)
+            for text in ("Alpha", "Bravo")
+        )
+        return first[: common_length(first, second)]
+
+    def turn_end(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Return the length of the rendered `text` up to the end of the last message.
+
+        A rendering with a further turn agrees up to there, with any template. One that demands
+        alternating roles gets an answer first; the next prompt of the chat then agrees as far.
+        """
+        answer, question = ({"role": role, "content": "Alpha"} for role in ("assistant", "user"))
+        ends_turn = messages[-1]["role"] == "assistant" or not self.history_style.alternates
+        for further in ([question], [answer, question])[not ends_turn :]:
+            try:
+                longer = self.chat([*messages, *further], tools, template_kwargs)
+            except InvalidGeneration:
+                continue
+            return common_length(text, longer)
+        return 0
+
+    def continues(self, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+        """Return whether the next prompt of a chat begins with this one and its answer.
+
+        It does not where a template leaves out the reasoning of earlier answers, for example.
+        """
+        key = repr(template_kwargs or {})
+        if key not in self._continues:
+            question, answer = (
+                {"role": role, "content": "Alpha"} for role in ("user", "assistant")
+            )
+            try:
+                first = self.chat([question], None, template_kwargs)
+                second = self.chat([question, answer, question], None, template_kwargs)
+                known = second.startswith(f"{first}Alpha")
+            except InvalidGeneration:
+                known = False
+            if len(self._continues) >= _MAX_TEMPLATE_VARIABLES:
+                self._continues.clear()
+            self._continues[key] = known
+        return self._continues[key]
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in the form that templates support: pictures become bare markers."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    content = plain.get("content", "")
+    if isinstance(content, list):
+        content = [
+            {"type": "image"}
+            if part["type"] in _PICTURE_TYPES
+            else {"type": "text", "text": part.get("text", "")}
+            for part in content
+        ]
+        if all(part["type"] == "text" for part in content):
+            content = "".join(part["text"] for part in content)
+    return {**plain, "content": content}
+
+
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "Foxtrot",
+        "parameters": {"properties": {_ARGUMENT: {"type": ["string", "null"]}}},
+    },
+}
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool whose arguments have descriptions, which Command R+'s template reads."""
+    function = tool["function"]
+    properties = {
+        name: {"description": "", **schema} if isinstance(schema, Mapping) else schema
+        for name, schema in function["parameters"]["properties"].items()
+    }
+    parameters = {**function["parameters"], "properties": properties}
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _with_single_types(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool of which each value has one type; Hermes' template takes no list of them."""
+
+    def single(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [single(one) for one in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        plain = {name: single(value) for name, value in schema.items()}
+        kinds = plain.get("type")
+        if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
+            plain["type"] = next((kind for kind in kinds if kind != "null"), "null")
+        return plain
+
+    function = tool["function"]
+    return {**tool, "function": {**function, "parameters": single(function["parameters"])}}
+
+
+def _described_with_single_types(tool: dict[str, Any]) -> dict[str, Any]:
+    return _described(_with_single_types(tool))
+
+
+def _tool_for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that OpenAI's clients may leave out and templates read."""
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    parameters = dict(function.get("parameters", ()))
+    parameters.setdefault("type", "object")
+    parameters.setdefault("properties", {})
+    function.setdefault("description", "")
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _with_system(
+    messages: Sequence[dict[str, Any]], text: str, **fields: Any
+) -> list[dict[str, Any]]:
+    """Add text, and fields for the template, to the system message; add one if there is none."""
+    leading = messages[0] if messages and messages[0]["role"] == "system" else None
+    if leading is None:
+        return [{"role": "system", "content": text, **fields}, *messages]
+    content = joined([leading["content"], text])
+    return [{**leading, "content": content, **fields}, *messages[1:]]
+
+
+class ControlTokenEscaper:
+    """Spellings of the control tokens of one tokenizer."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        known = sorted((spelling for spelling in spellings if len(spelling) > 1), reverse=True)
+        self._any = re.compile("|".join(map(re.escape, known)) or "(?!)")
+
+    def split(self, value: Any) -> Any:
+        """Return the same texts, mappings and lists with every control token split in two."""
+        if isinstance(value, str):
+            return self._any.sub(_split_match, value.replace(_SEPARATOR, ""))
+        if isinstance(value, Mapping):
+            return {self.split(name): self.split(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.split(inner) for inner in value]
+        return value
+
+
+def split_pieces(text: str) -> list[str]:
+    """Return the pieces of a text that are tokenized apart."""
+    return text.split(_SEPARATOR)
+
+
+def _split_match(spelled: re.Match[str]) -> str:
+    return spelled[0][:1] + _SEPARATOR + spelled[0][1:]
+
+
+def _control_spellings(tokenizer: Any) -> set[str]:
+    """Return the tokenizer's special tokens, named or not, and the processors' placeholders."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+    return special | _PICTURE_PLACEHOLDERS
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the number of leading items that two sequences have in common."""
+    common, end = 0, min(len(first), len(second))
+    while common < end:  # slices compare in C: each round halves what is left
+        middle = (common + end + 1) // 2
+        if first[common:middle] == second[common:middle]:
+            common = middle
+        else:
+            end = middle - 1
+    return common

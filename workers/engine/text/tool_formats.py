@@ -1,0 +1,488 @@
+"""Formats of tool calls: how each family of models writes the calls that its template asks for.
+
+A format is a row of a table: what begins and ends a list of calls, and what stands around the name
+and the arguments of one. Arguments have two shapes: one literal (JSON, Python's keyword arguments
+or Gemma's notation), or a text per argument between tags. `workers.server.tool_calls` reads any
+row of the table while its text arrives. mlx-vlm knows many families by their templates; a format
+that only its own parser can read is a row that names the parser.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from re import escape
+from typing import Any, Final
+
+import regex
+
+from policies.request.content import TOOL_NAME
+from workers.engine.text import grammar_source
+
+_NAME: Final = rf"(?P<name>{TOOL_NAME})"
+_SPACE: Final = r"\s*+"
+_STRING: Final = r'"(?:[^"\\]|\\.)*+"'
+_SCALAR: Final = (
+    rf'"(?!(?:tool_)?name"|arguments"|parameters")\w++"\s*+:\s*+(?:{_STRING}|[\w.+-]++)'
+)
+_QUOTED_NAME: Final = r'"(?:(?:tool_)?name|function)"\s*+:\s*+"(?P<name>(?:[^"\\]|\\.)++)"'
+_ARGUMENTS: Final = r'"(?:arguments|parameters)"\s*+:\s*+'
+_LIST: Final = r"[\s\[,;]*+"
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Arguments as elements, each with a name and the text of its value."""
+
+    key: str
+    """Pattern of what precedes a value; its group `key` is the name of the argument, and its group
+    `string`, if it has one, tells whether the value is a text."""
+    end: str
+    """Text that ends a value."""
+    wrap: tuple[str, str] = ("", "")
+    """Texts that may stand around a value, and are no part of it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to write a call, by patterns of what stands before and behind its arguments."""
+
+    head: str
+    """Its group `name` is the function."""
+    tail: str = ""
+    tags: Tags | None = None
+    """None: the arguments are one literal."""
+    bare: bool = False
+    """Whether the call has no arguments."""
+
+    @cached_property
+    def head_pattern(self) -> regex.Pattern[str]:
+        """Return the compiled pattern."""
+        return regex.compile(self.head)
+
+    @cached_property
+    def lead_pattern(self) -> regex.Pattern[str] | None:
+        """Return the pattern of what may precede the name; None if markup does."""
+        lead, found, _ = self.head.partition(_NAME)
+        pattern = regex.compile(lead)
+        return pattern if found and pattern.fullmatch("") else None
+
+    @cached_property
+    def tail_pattern(self) -> regex.Pattern[str]:
+        """Return the compiled pattern; its group `name` is the function if the head has none."""
+        return regex.compile(self.tail)
+
+
+_RECORD_END: Final = rf"\s*+(?:,\s*+{_SCALAR}\s*+)*+\}}"
+RECORDS: Final = (
+    Call(
+        rf"{_LIST}\{{\s*+(?:{_SCALAR}\s*+,\s*+)*+{_QUOTED_NAME}\s*+,\s*+"
+        rf"(?:{_SCALAR}\s*+,\s*+)*+{_ARGUMENTS}",
+        _RECORD_END,
+    ),
+    Call(rf"{_LIST}\{{\s*+(?:{_SCALAR}\s*+,\s*+)*+{_QUOTED_NAME}{_RECORD_END}", bare=True),
+    Call(
+        rf"{_LIST}\{{\s*+{_ARGUMENTS}",
+        rf"\s*+,\s*+{_QUOTED_NAME}{_RECORD_END}",
+    ),
+)
+"""JSON objects with a name and arguments, in either order, alone or in a list."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes its calls."""
+
+    begin: str
+    """Text that begins calls."""
+    end: str = ""
+    """Text that ends them; empty if nothing does."""
+    calls: tuple[Call, ...] = RECORDS
+    """Ways to write one; the first that matches holds."""
+    strays: tuple[Call, ...] = ()
+    """Ways to write one that are not the format's own, most of them without `begin`."""
+    markers: tuple[tuple[str, ...], ...] = ()
+    """Texts by which the format is known: all of any group stand in the chat template."""
+    opened: bool = False
+    """Whether an answer may begin with a call of a known function, without `begin`."""
+    plain: str = ""
+    """Text that begins an answer without a call, and is no part of it."""
+    skip: tuple[str, ...] = ()
+    """Texts between calls."""
+    quote: str = ""
+    """Text around strings, if it is a token of its own."""
+    short_ids: bool = False
+    """Whether the template accepts only ids of nine letters and digits."""
+    named_ids: bool = False
+    """Whether the template writes the id of a call in place of its function."""
+    written: str = ""
+    """One call, for a template that renders none."""
+    parser: str = ""
+    """Name of mlx-vlm's parser, for a format that is not described here."""
+
+    @property
+    def style(self) -> str:
+        """Return the style by which a grammar knows the calls; empty if it cannot write them."""
+        if self.calls == RECORDS and not self.opened and not self.parser:
+            return grammar_source.RECORDS
+        return grammar_source.FUNCTION_TAGS if self.calls[0] == _FUNCTION_TAGS else ""
+
+    @cached_property
+    def spelling(self) -> str:
+        """Return all texts and patterns of the format, in which its special tokens occur."""
+        parts = [self.begin, self.end, self.quote, *self.skip]
+        for call in (*self.calls, *self.strays):
+            parts += [call.head, call.tail]
+            parts += [call.tags.key, call.tags.end] if call.tags else []
+        return "\n".join(parts)
+
+    @cached_property
+    def stop_pattern(self) -> regex.Pattern[str]:
+        """Return the pattern of markup behind a literal, which none holds outside of strings."""
+        marks = [text for text in (self.begin, self.end, *self.skip) if len(text) > 1]
+        tails = {call.tail.removeprefix(_SPACE) for call in (*self.calls, *self.strays)}
+        elements = sorted(tail for tail in tails if tail.startswith("<"))
+        return regex.compile("|".join((*map(escape, marks), *elements)) or "(?!)")
+
+    def is_shown(self, template: str) -> bool:
+        """Return whether a chat template has the markers of the format."""
+        return any(all(marker in template for marker in group) for group in self.markers)
+
+    def has_mark(self, token: str) -> bool:
+        """Return whether a special token is part of the format."""
+        return token in self.spelling or escape(token) in self.spelling
+
+
+def _xml(prefix: str = "") -> Call:
+    """Return a call in elements `invoke` and `parameter`."""
+    return Call(
+        rf'\s*+<{prefix}invoke name="{_NAME}">',
+        rf"\s*+</{prefix}invoke>",
+        Tags(
+            rf'\s*+<{prefix}parameter name="(?P<key>[^"]++)"'
+            r'(?: string="(?P<string>true|false)")?+>',
+            f"</{prefix}parameter>",
+        ),
+    )
+
+
+def _function_tags(wrap: tuple[str, str] = ("", "")) -> Call:
+    """Return a call in elements `function=NAME` and `parameter=KEY`."""
+    return Call(
+        rf"\s*+<function={_NAME}>",
+        r"\s*+</function>",
+        Tags(r"\s*+<parameter=(?P<key>[^>\n]++)>", "</parameter>", wrap),
+    )
+
+
+def _key_tags(prefix: str = "", suffix: str = "") -> Tags:
+    """Return arguments in pairs of elements `arg_key` and `arg_value`."""
+    key, value = f"{prefix}arg_key{suffix}", f"{prefix}arg_value{suffix}"
+    return Tags(rf"\s*+<{key}>(?P<key>[^<]++)</{key}>\s*+<{value}>", f"</{value}>")
+
+
+_FUNCTION_TAGS: Final = _function_tags(("\n", "\n"))
+_MINIMAX_CALL: Final = _xml()
+_ATEM_CALL: Final = _xml("atem:")
+_DSML_CALL: Final = _xml("｜DSML｜")
+_GCML_CALL: Final = _xml("｜GCML｜")
+_SEED_CALL: Final = _function_tags()
+_DEEPSEEK_CALLS: Final = (
+    Call(rf"\s*+<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\s*+```json\s"),
+    Call(rf"\s*+<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>(?=\s*+\{{)"),
+)
+_KIMI_CALL: Final = Call(
+    rf"\s*+<\|tool_call_begin\|>\s*+(?:functions\.)?+{_NAME}(?::\d++)?\s*+"
+    r"<\|tool_call_argument_begin\|>",
+    r"\s*+<\|tool_call_end\|>",
+)
+_MISTRAL_CALL: Final = Call(rf"\s*+{_NAME}(?:\[CALL_ID\]\w++)?+\[ARGS\]")
+_SOLAR_CALL: Final = Call(
+    rf"\s*+<\|tool_call:begin\|>[^<]*+<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>",
+    r"\s*+<\|tool_call:end\|>",
+)
+_GEMMA_STRAY: Final = Call(
+    # Its mark may lack bars and brackets; without any mark, the word stands before the name.
+    r"\s*+(?:<\|?+tool_call\|?+>?+\s*+(?:(?:call)?+\s*+:)?|(?:call|declaration)\s*+:)"
+    rf"\s*+(?:default_api[.:])?+{_NAME}\s*+(?=[{{(])",
+    ">",
+)
+_PYTHON_CALL: Final = Call(rf"[\s\[,]*+{_NAME}(?:\.call)?(?=\()")
+_LLAMA4_MARKS: Final = r"(?:<\|python_(?:start|end)\|>)*+"
+"""What may stand before a call if a tokenizer takes these marks for text."""
+_NEAR: Final = {"qwen3_coder": "naive", "glm47": "hunyuan3_preview"}
+"""Formats by which mlx-vlm knows a template, and those whose markers tell them from these."""
+
+
+def _hunyuan(suffix: str) -> ToolFormat:
+    """Return Hunyuan 3's format, whose tags have a suffix."""
+    call = Call(
+        rf"\s*+<tool_call{suffix}>{_NAME}<tool_sep{suffix}>",
+        rf"\s*+</tool_call{suffix}>",
+        _key_tags(suffix=suffix),
+    )
+    begin, separator = f"<tool_calls{suffix}>", f"<tool_sep{suffix}>"
+    markers = ("<tool_calls", "<tool_sep", suffix) if suffix else (begin, separator)
+    return ToolFormat(begin, f"</tool_calls{suffix}>", (call,), markers=(markers,))
+
+
+FORMATS: Final = {
+    # Families by mlx-vlm's names, which it knows by their templates.
+    "json_tools": ToolFormat("<tool_call>", "</tool_call>", strays=(_FUNCTION_TAGS,)),
+    "qwen3_coder": ToolFormat(
+        "<tool_call>", "</tool_call>", (_FUNCTION_TAGS, *RECORDS), (_FUNCTION_TAGS,)
+    ),
+    "naive": ToolFormat(  # as Qwen's, but line breaks around a value are a part of it
+        "<tool_call>",
+        "</tool_call>",
+        (_SEED_CALL, *RECORDS),
+        (_SEED_CALL,),
+        markers=(("<tool_call>", "<parameter=example_parameter_1>value_1</parameter>"),),
+    ),
+    "glm47": ToolFormat(
+        "<tool_call>",
+        "</tool_call>",
+        (
+            Call(
+                rf"\s*+{_NAME}\s*+(?=<arg_key>|</tool_call>)",
+                r"\s*+(?=</tool_call>)",
+                _key_tags(),
+            ),
+            *RECORDS,
+        ),
+        (_FUNCTION_TAGS,),
+    ),
+    "longcat": ToolFormat(
+        "<longcat_tool_call>",
+        "</longcat_tool_call>",
+        (
+            Call(
+                rf"\s*+{_NAME}\s*+(?=<longcat_arg_key>|</longcat_tool_call>)",
+                r"\s*+(?=</longcat_tool_call>)",
+                _key_tags("longcat_"),
+            ),
+            *RECORDS,
+        ),
+    ),
+    "minimax_m2": ToolFormat(
+        "<minimax:tool_call>", "</minimax:tool_call>", (_MINIMAX_CALL,), (_MINIMAX_CALL,)
+    ),
+    "atem": ToolFormat(
+        "<atem:function_calls>", "</atem:function_calls>", (_ATEM_CALL,), (_ATEM_CALL,)
+    ),
+    "minicpm5": ToolFormat(
+        '<function name="',
+        calls=(
+            Call(
+                rf'{_NAME}">',
+                r"\s*+</function>",
+                Tags(r'\s*+<param name="(?P<key>[^"]++)">', "</param>", wrap=("<![CDATA[", "]]>")),
+            ),
+        ),
+    ),
+    "pythonic": ToolFormat(
+        "<|tool_call_start|>", "<|tool_call_end|>", (_PYTHON_CALL,), skip=("]", ",")
+    ),
+    "cohere2_moe": ToolFormat("<|START_ACTION|>", "<|END_ACTION|>", skip=("]", ",")),
+    "gemma4": ToolFormat(
+        "<|tool_call>",
+        "<tool_call|>",
+        (Call(rf"\s*+(?:(?:call)?+\s*+:)?\s*+(?:default_api[.:])?+{_NAME}\s*+(?=[{{(])"),),
+        (_GEMMA_STRAY,),
+        skip=("</tool_call>",),
+        quote='<|"|>',
+    ),
+    "kimi_k2": ToolFormat(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        (_KIMI_CALL,),
+        (_KIMI_CALL,),
+        named_ids=True,
+        written="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>",
+    ),
+    "mistral": ToolFormat(
+        "[TOOL_CALLS]",
+        calls=(_MISTRAL_CALL, *RECORDS),
+        strays=(_MISTRAL_CALL,),
+        skip=("]",),
+        short_ids=True,
+    ),
+    "harmony": ToolFormat(
+        "<|channel|>",
+        calls=(
+            Call(
+                rf"\w++\s++to=(?:functions\.)?+{_NAME}(?:\s++(?:code|json))?\s*+"
+                r"(?:<\|(?:constrain|channel)\|>[^<]*+)*+<\|message\|>",
+            ),
+        ),
+        skip=("<|call|>",),
+    ),
+    # The others.
+    "functionary_v3.1": ToolFormat(
+        "<function=",
+        calls=(Call(rf"{_NAME}>", r"\s*+</function>"),),
+        markers=(("<function=example_function_name>{",),),
+    ),
+    "functionary_v3.2": ToolFormat(
+        ">>>",
+        calls=(Call(rf"{_NAME}\n(?=\s*+\{{)"),),
+        markers=((">>>${recipient}",),),
+        opened=True,
+        plain="all\n",
+    ),
+    "llama4": ToolFormat(
+        "<|python_end|>",
+        calls=tuple(
+            replace(call, head=_LLAMA4_MARKS + call.head) for call in (*RECORDS, _PYTHON_CALL)
+        ),
+        markers=(("<|python_start|>", "<|python_end|>"),),
+        opened=True,
+        skip=("<|python_end|>", ";", ",", "]"),
+    ),
+    "llama3": ToolFormat(
+        "<|python_tag|>",
+        calls=(*RECORDS, _PYTHON_CALL),
+        markers=(("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
+        opened=True,
+        skip=(";", ",", "]"),
+    ),
+    "deepseek_v3": ToolFormat(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        _DEEPSEEK_CALLS,
+        _DEEPSEEK_CALLS,
+        markers=(("<｜tool▁calls▁begin｜>",),),
+        skip=("```", "<｜tool▁call▁end｜>"),
+        written="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>",
+    ),
+    "deepseek_v3.2": ToolFormat(
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        (_DSML_CALL,),
+        (_DSML_CALL,),
+        markers=(("｜DSML｜", "function_calls"),),
+    ),
+    "deepseek_v4": ToolFormat(
+        "<｜DSML｜tool_calls>",
+        "</｜DSML｜tool_calls>",
+        (_DSML_CALL,),
+        (_DSML_CALL,),
+        markers=(("｜DSML｜", "tool_calls"),),
+    ),
+    "granite": ToolFormat("<|tool_call|>", markers=(("<|tool_call|> followed by",),), skip=("]",)),
+    "phi4": ToolFormat(
+        "<|tool_call|>", "<|/tool_call|>", markers=(("<|tool|>", "<|/tool|>"),), skip=("]",)
+    ),
+    "nemotron": ToolFormat(
+        "<TOOLCALL>", "</TOOLCALL>", markers=(("<TOOLCALL>",),), skip=("]", ",")
+    ),
+    "apriel": ToolFormat(  # and MiniMax M1
+        "<tool_calls>", "</tool_calls>", markers=(("<tool_calls>",),), skip=("]", ",")
+    ),
+    "seed_oss": ToolFormat(
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        (_SEED_CALL,),
+        (_SEED_CALL,),
+        (("<seed:tool_call>",),),
+    ),
+    "gigachat3.5": ToolFormat(
+        "<｜GCML｜tool_calls>",
+        "</｜GCML｜tool_calls>",
+        (_GCML_CALL,),
+        (_GCML_CALL,),
+        markers=(("｜GCML｜", "tool_calls"),),
+    ),
+    "gigachat3.1": ToolFormat("<|function_call|>", markers=(("<|function_call|>",),)),
+    "apertus": ToolFormat(
+        "<|tools_prefix|>",
+        "<|tools_suffix|>",
+        (Call(rf'{_LIST}\{{\s*+"{_NAME}"\s*+:\s*+', r"\s*+\}"),),
+        markers=(("<|tools_prefix|>",),),
+        skip=("]", ","),
+    ),
+    "solar": ToolFormat(
+        "<|tool_calls|>",
+        "<|calls|>",
+        (_SOLAR_CALL,),
+        (_SOLAR_CALL,),
+        markers=(("<|tool_call:begin|>",),),
+    ),
+    "hunyuan3": _hunyuan(":opensource"),
+    "hunyuan3_preview": _hunyuan(""),
+    "kimi_k3": ToolFormat(
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
+        (
+            Call(
+                rf'\s*+<\|open\|>call tool="{_NAME}"[^<]*+<\|sep\|>',
+                r"\s*+<\|close\|>call<\|sep\|>",
+                Tags(
+                    r'\s*+<\|open\|>argument key="(?P<key>[^"]++)" '
+                    r'type="(?P<string>\w++)"<\|sep\|>',
+                    "<|close|>argument<|sep|>",
+                ),
+            ),
+        ),
+        markers=(("<|open|>", "<|sep|>", "argument"),),
+    ),
+}
+"""Formats by family; those that mlx-vlm does not know follow in the order of their search."""
+
+
+def detect_tool_format(template: str) -> ToolFormat | None:
+    """Return the format of a chat template's calls; None if the template shows none."""
+    from mlx_vlm.tools import SPECS  # noqa: PLC0415  # takes seconds, and only an engine needs it
+
+    matching = [spec for spec in SPECS if spec.matches(template)]
+    best: Any = max(matching, key=lambda spec: spec.priority, default=None)
+    if best is not None and best.priority > 0:
+        near = FORMATS.get(_NEAR.get(str(best.name), ""))
+        return near if near and near.is_shown(template) else _format_of(str(best.name))
+    for known in FORMATS.values():
+        if known.is_shown(template):
+            return known
+    if best is not None:
+        return _format_of(str(best.name))
+    hermes = FORMATS["json_tools"]
+    return hermes if hermes.begin in template and hermes.end in template else None
+
+
+def write_calls(functions: Sequence[Mapping[str, Any]], tool_format: ToolFormat | None) -> str:
+    """Return calls as a model of this format writes them, or in JSON if the table cannot tell."""
+    if tool_format is not None and tool_format.calls == (_PYTHON_CALL,):
+        calls = []
+        for one in functions:
+            arguments = (f"{key}={value!r}" for key, value in one["arguments"].items())
+            calls.append(f"{one['name']}({', '.join(arguments)})")
+        return f"{tool_format.begin}[{', '.join(calls)}]{tool_format.end}"
+    if tool_format is not None and tool_format.written:
+        written = (
+            tool_format.written.format(
+                index=index,
+                name=one["name"],
+                arguments=json.dumps(one["arguments"], ensure_ascii=False),
+            )
+            for index, one in enumerate(functions)
+        )
+        return f"{tool_format.begin}{''.join(written)}{tool_format.end}"
+    records = json.dumps(
+        [{"name": one["name"], "arguments": one["arguments"]} for one in functions],
+        ensure_ascii=False,
+    )
+    if tool_format is not None and tool_format.calls == RECORDS and not tool_format.opened:
+        return f"{tool_format.begin}{records}{tool_format.end}"
+    return records
+
+
+def _format_of(name: str) -> ToolFormat:
+    if name in FORMATS:
+        return FORMATS[name]
+    from mlx_vlm.tools import load_tool_module  # noqa: PLC0415  # as above
+
+    module = load_tool_module(name)
+    return ToolFormat(module.tool_call_start, module.tool_call_end, parser=name)
