@@ -22,6 +22,7 @@ COPY locks/gateway.txt /src/locks/
 RUN uv pip install --require-hashes --requirement /src/locks/gateway.txt --no-deps
 COPY pyproject.toml README.md LICENSE /src/
 COPY gateway /src/gateway
+COPY paceline /src/paceline
 COPY policies /src/policies
 COPY workers /src/workers
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /src \

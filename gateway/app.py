@@ -46,8 +46,8 @@ from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.responses import ResponsesService
 from gateway.proxy.token_count import TokenCounter
+from paceline.error_messages import message_of
 from policies.document import PolicyInvalid
-from policies.error_messages import message_of
 
 _DATA_PATHS = ("/v1/", "/v2/")
 

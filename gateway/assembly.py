@@ -58,9 +58,9 @@ from gateway.storage.records import FileRecords, Records
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
+from paceline.http import CHECK_S
+from paceline.lifecycle import TRIM_INTERVAL_S, Shutdown, first_of, trim_heap
 from policies.document import PolicyDocument, PolicyInvalid, Problem
-from workers.http import CHECK_S
-from workers.lifecycle import TRIM_INTERVAL_S, Shutdown, first_of, trim_heap
 
 if TYPE_CHECKING:
     from gateway.telemetry.tracing import Traces

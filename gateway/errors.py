@@ -1,6 +1,6 @@
 """The errors of a gateway as one tree of classes, and the one place that renders them.
 
-`workers.http` sends three more before there is a request: `NotHttp` 400, `HeadTooSlow` 408 and
+`paceline.http` sends three more before there is a request: `NotHttp` 400, `HeadTooSlow` 408 and
 `HeadTooLarge` 431.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pydantic_core import to_json
 
 from gateway.types import Headers
-from workers.protocol import ApiError
+from paceline.protocol import ApiError
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@\[\]-]{0,99}")
 _PLAIN_CODE = re.compile(r"[a-z_]{1,64}")

@@ -20,9 +20,9 @@ from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_secrets, ensure_secrets, local_url
 from gateway.errors import StartupError
 from gateway.http.downstream import DownstreamProtocol
-from workers.addresses import base_url, is_loopback
-from workers.http import Server, raise_open_file_limit
-from workers.lifecycle import Shutdown
+from paceline.addresses import base_url, is_loopback
+from paceline.http import Server, raise_open_file_limit
+from paceline.lifecycle import Shutdown
 
 Result = TypeVar("Result")
 _BACKLOG = 2048

@@ -15,7 +15,7 @@ from pydantic_core import from_json, to_json
 
 from gateway import errors
 from gateway.types import RawBody
-from policies.request.json_pieces import encode_pieces
+from paceline.request.json_pieces import encode_pieces
 
 _UNCHECKED_BYTES = 64 * 1024
 _SMALL_BYTES = 4 * 1024

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-from policies.request.profile import Priority, RequestProfile
+from paceline.request.profile import Priority, RequestProfile
 
 WorkerBoot = tuple[str, str]
 """A worker id and its boot id: the memory of a worker is lost when its process ends."""

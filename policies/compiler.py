@@ -17,7 +17,7 @@ from operator import attrgetter, xor
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from policies.request.profile import RequestProfile
+from paceline.request.profile import RequestProfile
 from policies.routes import Range, Route, When
 from policies.sections import ModelPolicy
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_orig
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from paceline.error_messages import closest, message_of
+from paceline.names import NAME_PATTERN, ModelName, Name
+from paceline.request.profile import Priority
 from policies.base import Section
 from policies.compiler import CompiledPolicy, compile_document
-from policies.error_messages import closest, message_of
-from policies.names import NAME_PATTERN, ModelName, Name
-from policies.request.profile import Priority
 from policies.routes import Route, When
 from policies.sections import (
     Limits,

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
-from policies.compiler import ANONYMOUS, CallerAttributes, MatchInput
-from policies.document import PolicyDocument
-from policies.request.profile import (
+from paceline.request.profile import (
     OPENAI_DEFAULTS,
     Bypass,
     RequestProfile,
     Sampling,
     bypass_reasons,
 )
+from policies.compiler import ANONYMOUS, CallerAttributes, MatchInput
+from policies.document import PolicyDocument
 from policies.routes import Route
 
 # The one alias that follows the fleet, for clients that accept any model.

@@ -15,8 +15,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from paceline.names import ModelName, Name
 from policies.base import NonEmptySection, OneOrMore, Section, Text, as_list
-from policies.names import ModelName, Name
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 MediaKind = Literal["image", "video", "audio", "file"]

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from paceline.names import Label, ModelName, Name
+from paceline.request.content import PICTURES_LIMIT, PIXELS_LIMIT
+from paceline.request.fields import FieldError
+from paceline.request.profile import Endpoint, RequestProfile
 from policies.base import NonEmptySection, OneOrMore, Section
-from policies.names import Label, ModelName, Name
-from policies.request.content import PICTURES_LIMIT, PIXELS_LIMIT
-from policies.request.fields import FieldError
-from policies.request.profile import Endpoint, RequestProfile
 from policies.routes import MEDIA_KINDS, MediaKind
 
 

@@ -21,10 +21,10 @@ import httpx
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
-from workers.addresses import WILDCARDS, base_url
-from workers.http import certificate_authorities, system_error
-from workers.lifecycle import first_of
-from workers.protocol import PROTOCOL, WorkerReport, speaks
+from paceline.addresses import WILDCARDS, base_url
+from paceline.http import certificate_authorities, system_error
+from paceline.lifecycle import first_of
+from paceline.protocol import PROTOCOL, WorkerReport, speaks
 
 log = logging.getLogger(__name__)
 

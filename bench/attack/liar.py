@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from bench.attack.lies import head
+from paceline.protocol import WorkerReport
 from tests.support.scripted_worker import chunk, lane_report
-from workers.protocol import WorkerReport
 
 MODEL: Final = "liar"
 """The name of the model and of the worker."""

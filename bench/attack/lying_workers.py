@@ -13,8 +13,8 @@ from bench.attack.formats import MESSAGES, RESPONSES
 from bench.attack.http_client import CHAT, chat, chat_body, connection, encode, request, send
 from bench.attack.liar import LATE, MODEL, report
 from bench.attack.lies import CANARY, LIES, damaged
+from paceline.protocol import WorkerReport
 from tests.support.hostile_checkpoints import VALUES
-from workers.protocol import WorkerReport
 
 _PATHS: Final = (CHAT, MESSAGES, RESPONSES)
 """The worker is asked for a chat whatever the client sends."""

@@ -37,8 +37,8 @@ from gateway.event_loop import run
 from gateway.protocols.openai import CHAT
 from gateway.routing.view import FleetView
 from gateway.strict_json import parse
+from paceline.request.profile import Endpoint
 from policies.document import default_policy
-from policies.request.profile import Endpoint
 from tests.support.histories import History, faults, random_history, rendered
 from tests.support.scripted_engine import CARD
 from workers.demo import CHECKPOINT

@@ -25,7 +25,7 @@ from rich.progress import track
 from bench.families.checkpoints import build
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.lane.memory import measure_memory

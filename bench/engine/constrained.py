@@ -19,8 +19,8 @@ from rich.console import Console
 
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
-from policies.request.constraint import Constraint, ConstraintKind
-from policies.request.profile import Sampling
+from paceline.request.constraint import Constraint, ConstraintKind
+from paceline.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.types import Delta, EngineSettings, Finished, Generation, LaneName, Prompt

@@ -29,9 +29,9 @@ from bench.engine.chat_turns import SENTENCE
 from bench.harness.blas import preload
 from bench.harness.processes import end, inherited, start
 from bench.harness.tables import Grid, Target, provenance, targets, write_page
+from paceline.protocol import READY_PREFIX, SCOPE_HEADER, SOURCES_HEADER
 from workers.demo import CHECKPOINT
 from workers.engine.types import EngineSettings
-from workers.protocol import READY_PREFIX, SCOPE_HEADER, SOURCES_HEADER
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "move.md"
 SIZES: Final = (1000, 8000)

@@ -26,14 +26,14 @@ from rich.console import Console
 from bench.engine.measurements import LONG
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
-from policies.request.profile import Sampling
+from paceline.protocol import Speculation
+from paceline.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.engine import Engine, load_engine
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
-from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 ROWS: Final = (1, 4, 8)

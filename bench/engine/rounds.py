@@ -26,7 +26,7 @@ from bench.engine.bare import Bare, Rollback, Round
 from bench.engine.measurements import LONG, STREAMS
 from bench.engine.targets import ceiling
 from bench.harness.tables import Grid
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.decode.step_graph import State, StepGraph

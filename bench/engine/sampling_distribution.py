@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.harness.tables import Grid
-from policies.request.profile import Sampling
+from paceline.protocol import Speculation
+from paceline.request.profile import Sampling
 from tools.demo_model.world import SYSTEM_OPENINGS
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.types import Delta, EngineSettings, Finished, Generation, LaneName, Prompt
-from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 TOKENS: Final = 7

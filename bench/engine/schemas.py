@@ -19,8 +19,8 @@ from typing import Any
 import jsonschema_rs
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from policies.request.constraint import Constraint, ConstraintKind
-from policies.request.profile import Sampling
+from paceline.request.constraint import Constraint, ConstraintKind
+from paceline.request.profile import Sampling
 from tests.support.schemas import Schema, keywords, schemas
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine

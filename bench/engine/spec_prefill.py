@@ -22,7 +22,8 @@ from rich.progress import track
 
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import MISSING, Grid, provenance, write_page
-from policies.request.profile import Sampling
+from paceline.protocol import Speculation
+from paceline.request.profile import Sampling
 from tools.demo_model import held_out
 from tools.demo_model.architecture import model_config, new_model
 from tools.demo_model.tokenizer import SPECIAL_TOKENS
@@ -45,7 +46,6 @@ from workers.engine.types import (
     SpecPrefillOptions,
     SpecPrefillSettings,
 )
-from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 PROMPT_TOKENS: Final = (1024, 2048, 4096)

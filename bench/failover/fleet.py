@@ -25,9 +25,9 @@ import httpx
 
 from bench.attack.stack import ADMIN_KEY, JOIN_TOKEN, fixed_port, gateway_part, wait_until_up
 from bench.failover.streams import body_of, has_text
+from paceline.protocol import PROGRESS_HEADER
 from tests.support.failover_fleet import CHAT
 from workers.demo import CHECKPOINT
-from workers.protocol import PROGRESS_HEADER
 
 AS_GATEWAY: Final = {
     "authorization": f"Bearer {JOIN_TOKEN}",

@@ -17,8 +17,8 @@ from bench.failover.streams import (
     near_tie,
     stream_and_fail,
 )
+from paceline.protocol import ANSWER_FIELD, TOKENS_LINE
 from tests.support.failover_fleet import Answer
-from workers.protocol import ANSWER_FIELD, TOKENS_LINE
 
 WORKERS: Final = ("a", "b")
 _EVENTS: Final = 30

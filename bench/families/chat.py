@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from transformers import AddedToken, AutoTokenizer
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from tests.support.tool_call_text import format_name, renderer_of, round_trips, tool_of
 from workers.demo import CHECKPOINT
 from workers.engine.text.reasoning import (

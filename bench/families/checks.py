@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from policies.request.profile import Sampling
+from paceline.protocol import DraftSource
+from paceline.request.profile import Sampling
 from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.lane.memory import MemoryEstimate
 from workers.engine.lane.scheduler import LaneScheduler
@@ -32,7 +33,6 @@ from workers.engine.startup.probes import (
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, Generation, LaneName, Prompt
-from workers.protocol import DraftSource
 
 TIE: Final = 1e-3
 """Two scores that are closer are a tie, which the order of summation may decide either way."""

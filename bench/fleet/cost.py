@@ -22,9 +22,9 @@ from gateway.fleet.registry import WorkerRegistry
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixEnd, PrefixKeys
 from gateway.routing.select import RoutingRequest, decide
+from paceline.protocol import LaneReport, WorkerReport
+from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.document import default_policy
-from policies.request.profile import Endpoint, RequestProfile, Sampling
-from workers.protocol import LaneReport, WorkerReport
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "fleet_cost.md"
 _INTRODUCTION: Final = """\

@@ -19,9 +19,9 @@ from gateway.routing.prefix_affinity import ExpectedReuse, PrefixIndex
 from gateway.routing.prefix_keys import PrefixEnd, PrefixKeys
 from gateway.routing.select import RoutingRequest, decide
 from gateway.types import Usage
+from paceline.protocol import MAX_REPORTED_PREFIXES, LaneReport, WorkerReport
+from paceline.request.profile import Endpoint, RequestProfile
 from policies.document import default_policy
-from policies.request.profile import Endpoint, RequestProfile
-from workers.protocol import MAX_REPORTED_PREFIXES, LaneReport, WorkerReport
 
 _MODEL = "demo"
 _CHARS_PER_TOKEN = 4

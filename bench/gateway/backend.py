@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final, cast
 
 from gateway.event_loop import run
-from workers.protocol import PROGRESS_HEADER, TOKENS_LINE, LaneReport, WorkerReport
+from paceline.protocol import PROGRESS_HEADER, TOKENS_LINE, LaneReport, WorkerReport
 
 MODEL: Final = "canned"
 WORDS: Final = 64

@@ -28,7 +28,7 @@ from gateway.cluster.redis import RedisClient
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixEnd, PrefixHasher, PrefixKeys
 from gateway.types import Caller, Inspected, Usage
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.request.profile import Endpoint, RequestProfile
 from policies.sections import PrefixPolicy
 from tests.support.redis_server import RedisServer
 

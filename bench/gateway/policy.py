@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 
 from bench.harness.tables import Grid
+from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument, default_policy, read_policy
 from policies.evaluate import match_route
-from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS, MINUTES_OF_WEEK
 
 ROUTES: Final = (10, 50, 200)

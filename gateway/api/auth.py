@@ -30,7 +30,7 @@ from gateway.proxy.billing import count_request
 from gateway.proxy.handler import ProxyHandler
 from gateway.strict_json import parse
 from gateway.types import RawBody
-from workers.protocol import MAX_REPORT_BYTES
+from paceline.protocol import MAX_REPORT_BYTES
 
 DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"
 """The security schemes in the published OpenAPI."""

@@ -36,10 +36,10 @@ from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.strict_json import Pieces, encode_body, parse
 from gateway.types import Inspected
+from paceline.request.profile import Endpoint
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model
-from policies.request.profile import Endpoint
 
 _EMBEDDINGS_ALONE = {"encoding_format", "dimensions"}
 router = data_router("/v1/route/explain")

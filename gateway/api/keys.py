@@ -16,7 +16,7 @@ from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures, ref, ta
 from gateway.assembly import Gateway
 from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown, RevocationUnstored
-from policies.error_messages import message_of
+from paceline.error_messages import message_of
 
 router = admin_router("/admin/v1/keys", body_limit_bytes=64 * 1024)
 _BODY = (*FOR_ADMINS, *STORED, *WITH_BODY)

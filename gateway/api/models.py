@@ -14,8 +14,8 @@ from gateway.assembly import Gateway
 from gateway.auth.api_keys import ApiKey
 from gateway.engines.openai import OpenAIEngine
 from gateway.errors import ModelUnknown
+from paceline.request.profile import Endpoint
 from policies.evaluate import ANY_MODEL, resolve_model, sampling_defaults
-from policies.request.profile import Endpoint
 
 router = data_router("/v1/models")
 _ANTHROPIC = "anthropic-version"

@@ -20,11 +20,11 @@ from gateway.protocols.messages import MESSAGES_PATH
 from gateway.protocols.openai import ANSWER_FIELDS
 from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.client import PRIORITY_HEADER
-from policies.request.profile import GENERATING, Endpoint, Priority
-from policies.request.schema import request_schema
+from paceline.http import HeadTooLarge, HeadTooSlow, NotHttp
+from paceline.protocol import ApiError
+from paceline.request.profile import GENERATING, Endpoint, Priority
+from paceline.request.schema import request_schema
 from policies.schema import policy_schema
-from workers.http import HeadTooLarge, HeadTooSlow, NotHttp
-from workers.protocol import ApiError
 
 JSON = "application/json"
 Responses = dict[int | str, dict[str, Any]]

@@ -33,8 +33,8 @@ from gateway.proxy.handler import inspect
 from gateway.proxy.kept_items import KeptItems, named_items
 from gateway.proxy.responses import FOLLOWER_BYTES, ResponsesService
 from gateway.strict_json import encode_body, parse
+from paceline.request.fields import FieldError
 from policies.evaluate import ANY_MODEL
-from policies.request.fields import FieldError
 
 _KEPT = (
     *(*FOR_CLIENTS, errors.ResponseUnknown, errors.FieldInvalid, errors.RecordsUnwritable),

@@ -24,7 +24,7 @@ from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
 from gateway.status.render import worker_state
 from gateway.storage.counters import GONE_WORKERS
-from workers.protocol import EARLIER_BOOTS, PROTOCOL, WorkerReport, speaks
+from paceline.protocol import EARLIER_BOOTS, PROTOCOL, WorkerReport, speaks
 
 PREFIX = "/admin/v1/workers"
 heartbeats = worker_router(PREFIX)

@@ -12,8 +12,8 @@ from gateway.auth.rate_limits import RateLimiter
 from gateway.auth.records import KeyRecord, digest_of
 from gateway.errors import KeyRefused, ModelUnknown
 from gateway.types import Caller, Inspected
+from paceline.request.profile import Priority
 from policies.document import PolicyDocument, Problem
-from policies.request.profile import Priority
 
 STATIC_KEY_ID = "static"
 """The id of PACELINE_API_KEY, a key without limits that is not stored."""

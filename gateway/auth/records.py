@@ -15,8 +15,8 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
-from policies.names import ModelName, Name
-from policies.request.profile import Priority
+from paceline.names import ModelName, Name
+from paceline.request.profile import Priority
 
 SECRET_PREFIX = "pk-"  # noqa: S105  # the prefix of every secret
 _SHOWN_CHARS = 8

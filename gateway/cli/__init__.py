@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from gateway.cli.commands import COMPLETION_VARIABLE, PROGRAM, paceline
-from workers.command_line import describe_usage_error
+from paceline.command_line import describe_usage_error
 
 
 class CommandError(Exception):
@@ -62,6 +62,6 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _terminal_line(message: object) -> str:
-    from workers.terminal import printable  # noqa: PLC0415  # loads `logging`: not for `--help`
+    from paceline.terminal import printable  # noqa: PLC0415  # loads `logging`: not for `--help`
 
     return printable(f"{PROGRAM}: {message}")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from gateway.cli import CommandError
 from gateway.cli.client import connect, file_problem, read_text
 from gateway.cli.explain import BECAUSE
-from policies.request.content import PICTURE_LIMIT_BYTES, PictureInvalid, read_size
-from workers.terminal import printable
+from paceline.request.content import PICTURE_LIMIT_BYTES, PictureInvalid, read_size
+from paceline.terminal import printable
 
 if TYPE_CHECKING:
     import httpx

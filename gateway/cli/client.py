@@ -23,8 +23,8 @@ from gateway.cli import CommandError
 from gateway.config.settings import load_settings
 from gateway.config.startup_checks import local_url, secret_file
 from gateway.types import fits_header
-from workers.addresses import WILDCARDS, is_loopback
-from workers.terminal import printable
+from paceline.addresses import WILDCARDS, is_loopback
+from paceline.terminal import printable
 
 if TYPE_CHECKING:
     import httpx

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gateway.loadgen import json_object
-from workers.command_line import CONTEXT, Command, doctor_command, seconds_from, worker_command
+from paceline.command_line import CONTEXT, Command, doctor_command, seconds_from, worker_command
 
 if TYPE_CHECKING:
     from gateway.config.settings import Settings
@@ -40,7 +40,7 @@ class _Group(click.Group):
 
 def _run(module: str, function: str, given: dict[str, Any]) -> int:
     """Import the module of a command and call its function."""
-    from workers.terminal import configure_logging  # noqa: PLC0415  # not for help
+    from paceline.terminal import configure_logging  # noqa: PLC0415  # not for help
 
     configure_logging(logging.WARNING, "%(asctime)s %(levelname)s %(name)s %(message)s")
     command = getattr(importlib.import_module(f"gateway.cli.{module}"), function)

@@ -11,7 +11,7 @@ from gateway import event_loop
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import local_url, secret_source
 from gateway.server import Listening, serve, settle_interpreter
-from workers.lifecycle import Shutdown
+from paceline.lifecycle import Shutdown
 
 _UNKEYED = (
     "No API key exists yet: the gateway serves this machine only, without a key. Create the first "

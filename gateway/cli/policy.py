@@ -23,7 +23,7 @@ from gateway.cli.client import (
     print_output,
     read_text,
 )
-from workers.terminal import printable
+from paceline.terminal import printable
 
 _PATH = "/admin/v1/policy"
 # The first line of what `show` prints: `apply` reads from it which version was edited.

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cli.client import Gateway, GatewayUnavailable, connect, plain_table, print_json
-from workers.terminal import printable
+from paceline.terminal import printable
 
 _WATCH_TIMEOUT_S = 5.0
 _LOAD = ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step")

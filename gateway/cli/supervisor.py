@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from workers.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress
+from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress
 
 REFUSALS = frozenset((ExitCode.SETTINGS, ExitCode.MODEL, ExitCode.NOT_ADMITTED))
 """Exit codes of a worker that would fail again: settings, model, join token."""

@@ -28,10 +28,10 @@ from gateway.config.settings import Settings
 from gateway.config.startup_checks import local_url, secret_source
 from gateway.server import Listening, settle_interpreter
 from gateway.server import serve as serve_gateway
-from workers.addresses import base_url, is_loopback
-from workers.lifecycle import Shutdown
-from workers.protocol import StartProgress
-from workers.terminal import TERMINAL_VARIABLE, StartDisplay, printable
+from paceline.addresses import base_url, is_loopback
+from paceline.lifecycle import Shutdown
+from paceline.protocol import StartProgress
+from paceline.terminal import TERMINAL_VARIABLE, StartDisplay, printable
 
 _REQUEST_TIMEOUT_S = 2.0
 _JOIN_POLL_S = 0.05

@@ -17,7 +17,7 @@ from gateway.cluster.redis import RedisClient
 from gateway.cluster.shared_hash import SharedHash
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.storage.counters import CounterKey, TakePending
-from workers.protocol import WorkerReport
+from paceline.protocol import WorkerReport
 
 _SUM = "earlier"
 _FOLD_AFTER_MS = 3_600_000

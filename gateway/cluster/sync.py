@@ -20,7 +20,7 @@ from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.periodic import Work
 from gateway.routing.prefix_affinity import PrefixIndex
-from workers.protocol import WorkerReport
+from paceline.protocol import WorkerReport
 
 # After one missed heartbeat, the gateway that gets them may be gone, or Redis.
 _PROBE_AFTER_S = 3.0

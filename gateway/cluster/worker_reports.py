@@ -22,7 +22,7 @@ from gateway.storage.counters import (
     sum_name,
     sum_reports,
 )
-from workers.protocol import EARLIER_BOOTS, Count, WorkerReport
+from paceline.protocol import EARLIER_BOOTS, Count, WorkerReport
 
 # The argument maps the names of boots to updates; all fields of an update are optional:
 # {"report": text, "progress": number, "heartbeat_age_ms": number, "left": true}

@@ -11,8 +11,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import StartupError
-from workers.config_file import InvalidSettings, load_layered
-from workers.protocol import KEEPALIVE_S
+from paceline.config_file import InvalidSettings, load_layered
+from paceline.protocol import KEEPALIVE_S
 
 
 def _origin(value: str) -> str:

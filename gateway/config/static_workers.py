@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gateway.errors import StartupError
 from gateway.types import MAX_ENGINE_MODELS, EngineKind, fits_header
-from policies.names import Label, ModelName, Name
-from workers.addresses import BaseUrl
-from workers.protocol import MAX_LABELS, MAX_LANES
+from paceline.addresses import BaseUrl
+from paceline.names import Label, ModelName, Name
+from paceline.protocol import MAX_LABELS, MAX_LANES
 
 if TYPE_CHECKING:
     # A command that only asks a gateway reads no policy, and starts in half the time.

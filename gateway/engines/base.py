@@ -17,8 +17,8 @@ from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.view import NO_MODELS, TAKES_ALL, ModelView
 from gateway.strict_json import Pieces
 from gateway.types import MAX_ENGINE_MODELS
-from policies.names import MODEL_PATTERN
-from workers.protocol import NO_PREFIX, NodeSource, Speculation, WorkerReport
+from paceline.names import MODEL_PATTERN
+from paceline.protocol import NO_PREFIX, NodeSource, Speculation, WorkerReport
 
 _MODEL_NAME = re.compile(MODEL_PATTERN)
 # Reading weights from the disk of a Mac, and the start of a model whose size is unknown.

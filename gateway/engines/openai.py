@@ -26,7 +26,7 @@ from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.view import ModelView
 from gateway.strict_json import Pieces, encode_body, size_of
-from workers.protocol import WorkerReport
+from paceline.protocol import WorkerReport
 
 # What a request asks of Paceline alone. Other engines answer without these fields all the same; the
 # description of a custom tool tells the model its grammar.

@@ -25,8 +25,7 @@ from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
 from gateway.strict_json import Pieces, encode_body, size_of
-from policies.request.fields import CACHE_SALT
-from workers.protocol import (
+from paceline.protocol import (
     KEYS_HEADER,
     NO_PREFIX,
     SCOPE_HEADER,
@@ -34,6 +33,7 @@ from workers.protocol import (
     TOKENS_LIMIT_HEADER,
     WorkerReport,
 )
+from paceline.request.fields import CACHE_SALT
 
 _NO_PICTURES = frozenset((Feature.IMAGE,))
 REPORT_PATH = "/v1/status"

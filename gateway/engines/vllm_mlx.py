@@ -15,7 +15,7 @@ from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
 from gateway.types import Drafts
-from workers.protocol import Speculation
+from paceline.protocol import Speculation
 
 _METADATA = "generation_metadata"
 """Of an answer with something to tell, else null."""

@@ -20,8 +20,8 @@ from gateway.fleet.health import read_bounded
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.periodic import Job
 from gateway.storage.counters import CounterStore
-from workers.http import certificate_authorities
-from workers.protocol import MTP_LANE, LaneReport, WorkerReport
+from paceline.http import certificate_authorities
+from paceline.protocol import MTP_LANE, LaneReport, WorkerReport
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import bisect
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from policies.request.profile import Priority
+from paceline.request.profile import Priority
 
 WEIGHTS = {Priority.INTERACTIVE: 16, Priority.DEFAULT: 4, Priority.BULK: 1}
 

@@ -19,8 +19,8 @@ from gateway.fleet.registry import WorkerRegistry
 from gateway.periodic import SharedRuns
 from gateway.storage.counters import CounterStore
 from gateway.strict_json import Pieces, size_of
-from workers.http import certificate_authorities, system_error
-from workers.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
+from paceline.http import certificate_authorities, system_error
+from paceline.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from gateway.errors import CacheNotCleared, WorkerUnknown
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.types import Caller, WorkerBoot
+from paceline.protocol import MAX_DELETED_SCOPES, PREFIX_FILES_TTL_S, WorkerReport
 from policies.sections import PrefixPolicy
-from workers.protocol import MAX_DELETED_SCOPES, PREFIX_FILES_TTL_S, WorkerReport
 
 log = logging.getLogger(__name__)
 _MARGIN_S = 86_400.0

@@ -17,10 +17,10 @@ from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView, WorkerView
 from gateway.storage.counters import MAX_WORKERS
 from gateway.types import WorkerBoot
-from policies.request.profile import Sampling
+from paceline.addresses import is_loopback
+from paceline.protocol import CRITICAL_PRESSURE, MAX_SOURCES, LaneReport, NodeSource, WorkerReport
+from paceline.request.profile import Sampling
 from policies.sections import Pool
-from workers.addresses import is_loopback
-from workers.protocol import CRITICAL_PRESSURE, MAX_SOURCES, LaneReport, NodeSource, WorkerReport
 
 log = logging.getLogger(__name__)
 

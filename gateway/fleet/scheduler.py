@@ -26,9 +26,9 @@ from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.routing.view import FleetView
 from gateway.types import Caller
+from paceline.drain_rate import DrainRate, QueuePlace
+from paceline.request.profile import bypass_reasons
 from policies.document import PolicyDocument
-from policies.request.profile import bypass_reasons
-from workers.drain_rate import DrainRate, QueuePlace
 
 PROBE_S = 5.0
 """A busy worker refuses a request at once: one that has not in this time has taken it."""

@@ -12,7 +12,7 @@ from gateway.routing.cost import Throughput, throughput_of
 from gateway.routing.select import Candidate
 from gateway.routing.view import LaneView, ModelView, WorkerView
 from gateway.types import WorkerBoot
-from workers.protocol import WorkerReport
+from paceline.protocol import WorkerReport
 
 HEARTBEAT_TIMEOUT_S = 7.0
 """Three missed heartbeats: a worker that dies is out of the fleet within ten seconds."""

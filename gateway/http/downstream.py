@@ -20,8 +20,8 @@ from gateway import errors
 from gateway.protocols.event_stream import comment_of
 from gateway.protocols.openai import CHAT, WireFormat
 from gateway.types import Header, Headers, RawBody
-from workers.http import BoundedProtocol, encode_head
-from workers.protocol import REQUEST_ID
+from paceline.http import BoundedProtocol, encode_head
+from paceline.protocol import REQUEST_ID
 
 PIECE_BYTES = 64 * 1024
 """A client that does not read makes the gateway hold a copy of one piece of a response."""

@@ -24,8 +24,8 @@ import httptools
 
 from gateway import errors
 from gateway.strict_json import Pieces, size_of
-from workers.http import certificate_authorities
-from workers.protocol import TOKENS_HEADER
+from paceline.http import certificate_authorities
+from paceline.protocol import TOKENS_HEADER
 
 log = logging.getLogger(__name__)
 

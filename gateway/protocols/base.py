@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.errors import GatewayError
-from policies.request.profile import Endpoint
+from paceline.request.profile import Endpoint
 
 
 class AnswerMalformed(ValueError):

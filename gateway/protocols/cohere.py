@@ -18,8 +18,8 @@ from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
 from gateway.types import NO_CALLER, Caller, Inspected
+from paceline.request.profile import Endpoint
 from policies.document import PolicyDocument
-from policies.request.profile import Endpoint
 
 _DOCUMENT_TOKENS = 4096
 """Cohere's default of `max_tokens_per_doc`."""

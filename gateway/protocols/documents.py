@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from policies.request.content import (
+from paceline.request.content import (
     MEDIA_KINDS,
     PICTURES_LIMIT,
     PIXELS_LIMIT,

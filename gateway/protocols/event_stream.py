@@ -17,7 +17,7 @@ from pydantic_core import from_json, to_json
 from gateway.protocols.base import AnswerMalformed, StreamEncoder
 from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
 from gateway.types import Drafts, Header, Usage
-from workers.protocol import (
+from paceline.protocol import (
     MAX_DRAFT_TOKENS,
     MORE_LINE,
     TOKENS_LINE,

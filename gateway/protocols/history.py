@@ -12,14 +12,14 @@ from typing import Any
 from urllib.parse import quote
 
 from gateway.protocols.documents import DocumentUnreadable, Readable, pdf_of, words_for_pdf
-from policies.request.content import (
+from paceline.request.content import (
     MEDIA_KINDS,
     TEXT_PARTS,
     PictureInvalid,
     read_size,
     source_of,
 )
-from policies.request.fields import FieldError
+from paceline.request.fields import FieldError
 
 Json = dict[str, Any]
 

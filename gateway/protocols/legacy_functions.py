@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.request.fields import FieldError
+from paceline.request.fields import FieldError
 
 _FIELDS = ("functions", "function_call")
 

@@ -18,13 +18,13 @@ from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import ITEMS_LIMIT, encode_json
 from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
+from paceline.request.compatibility import NEUTRAL
+from paceline.request.constraint import TOOL_GRAMMARS
+from paceline.request.fields import CACHE_SALT, FieldError
+from paceline.request.parser import read_profile
+from paceline.request.profile import GENERATING, Endpoint, RequestProfile
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
-from policies.request.compatibility import NEUTRAL
-from policies.request.constraint import TOOL_GRAMMARS
-from policies.request.fields import CACHE_SALT, FieldError
-from policies.request.parser import read_profile
-from policies.request.profile import GENERATING, Endpoint, RequestProfile
 from policies.sections import apply_limits
 
 Message = Mapping[str, Any]

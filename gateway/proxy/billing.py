@@ -13,8 +13,8 @@ from gateway import errors
 from gateway.auth.rate_limits import RateLimiter, Reservation
 from gateway.http.downstream import ClientDisconnected
 from gateway.types import NOTHING, Spent, Usage
-from policies.request.profile import RequestProfile
-from workers.protocol import RUNNING_USAGE_TOKENS
+from paceline.protocol import RUNNING_USAGE_TOKENS
+from paceline.request.profile import RequestProfile
 
 ANSWER_TOKENS = 1024
 """Reserved for a response whose length neither the request nor the model limits."""

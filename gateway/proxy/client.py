@@ -10,9 +10,9 @@ from gateway.auth.api_keys import ApiKey
 from gateway.errors import FieldInvalid
 from gateway.http.downstream import header
 from gateway.types import Caller
+from paceline.request.profile import Priority
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
-from policies.request.profile import Priority
 
 PRIORITY_HEADER = "x-paceline-priority"
 # No policy can match a longer one, and the attributes of recent requests are stored.

@@ -16,9 +16,9 @@ from gateway.routing.select import Decision, RoutingRequest
 from gateway.strict_json import Pieces, with_fields
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Inspected, Outcome, Spent
+from paceline.protocol import NodeSource
+from paceline.request.profile import RequestProfile
 from policies.document import PolicyDocument
-from policies.request.profile import RequestProfile
-from workers.protocol import NodeSource
 
 if TYPE_CHECKING:
     from gateway.protocols.base import StreamEncoder

@@ -33,9 +33,9 @@ from gateway.proxy.responses import AnswerWriter
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
 from gateway.strict_json import Pieces, footprint_bytes, size_of, with_fields
 from gateway.types import UNUSED, Headers
-from policies.request.fields import CACHE_SALT
-from policies.request.profile import GENERATING
-from workers.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER, TOKENS_LINE
+from paceline.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER, TOKENS_LINE
+from paceline.request.fields import CACHE_SALT
+from paceline.request.profile import GENERATING
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from gateway.protocols.openai import WireFormat
 from gateway.proxy.billing import estimate
 from gateway.strict_json import Pieces
 from gateway.types import Inspected
-from workers.protocol import MAX_COUNT, TOKENIZE_PATH
+from paceline.protocol import MAX_COUNT, TOKENIZE_PATH
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from workers.protocol import LaneReport, WorkerReport
+from paceline.protocol import LaneReport, WorkerReport
 
 # Speed of a mid-range Mac, for workers that have not measured theirs.
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0

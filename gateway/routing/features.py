@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.request.profile import Endpoint, RequestProfile
 
 
 class Feature(StrEnum):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from gateway.routing.prefix_keys import KEY_BYTES, MAX_PROMPT_ENDS, PrefixEnd, PrefixKeys
 from gateway.routing.view import CachedPrefix, FleetView
 from gateway.types import Usage, WorkerBoot
+from paceline.protocol import WorkerReport
 from policies.sections import PrefixPolicy
-from workers.protocol import WorkerReport
 
 MAX_ENDS = 1_000_000
 """Claimed ends of prompts: four turns and the system prompt of 200,000 conversations."""

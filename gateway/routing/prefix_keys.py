@@ -16,11 +16,11 @@ from pydantic_core import to_json
 
 from gateway.strict_json import Pieces, encode_body
 from gateway.types import Caller, Inspected
-from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS
-from policies.request.json_pieces import json_bytes
-from policies.request.profile import RequestProfile
+from paceline.protocol import salted_scope
+from paceline.request.content import MEDIA_KINDS, MESSAGE_TEXTS
+from paceline.request.json_pieces import json_bytes
+from paceline.request.profile import RequestProfile
 from policies.sections import PrefixPolicy
-from workers.protocol import salted_scope
 
 KEY_BYTES = 8
 """A collision costs time and no answer, because workers compare tokens."""

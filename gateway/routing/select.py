@@ -17,12 +17,12 @@ from gateway.routing.view import (
     LaneCost,
     LaneView,
 )
+from paceline.protocol import MTP_LANE, POOLING_LANES
+from paceline.request.profile import GENERATING, Bypass, RequestProfile
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import match_route
-from policies.request.profile import GENERATING, Bypass, RequestProfile
 from policies.sections import Pool
-from workers.protocol import MTP_LANE, POOLING_LANES
 
 # Reasons of a candidate beside those of `Bypass`.
 ELIGIBLE = "eligible"

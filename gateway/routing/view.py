@@ -23,8 +23,8 @@ from gateway.routing.cost import (
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
-from policies.request.profile import GENERATING, Endpoint, Sampling
-from workers.protocol import POOLING_LANES, LaneReport
+from paceline.protocol import POOLING_LANES, LaneReport
+from paceline.request.profile import GENERATING, Endpoint, Sampling
 
 
 @dataclass(slots=True)

@@ -21,9 +21,9 @@ from gateway.storage.counters import CounterKey, sum_lanes
 from gateway.telemetry import engine_counts, stats
 from gateway.telemetry.speculation_and_reuse import alarm_of
 from gateway.types import Outcome
+from paceline import protocol
 from policies.document import PolicyDocument
 from policies.sections import Pool
-from workers import protocol
 
 DEFAULT_WINDOW = "5m"
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})(s|m)")

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from workers.protocol import EARLIER_BOOTS, LaneReport, WorkerReport
+from paceline.protocol import EARLIER_BOOTS, LaneReport, WorkerReport
 
 CounterKey = tuple[str, ...]
 """The name of a counter, from general to special: ("decisions", "vlm", "pictures", "media")."""

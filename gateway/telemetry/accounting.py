@@ -22,7 +22,7 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import LaneKey, LaneStats, LaneTotals
 from gateway.types import NOWHERE, UNUSED, Outcome
-from policies.request.profile import Bypass
+from paceline.request.profile import Bypass
 
 # Some dozens are in use. A client that causes more only makes the counters flush earlier.
 _LABELS_LIMIT = 2048

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from gateway.storage.counters import CounterKey
-from workers.protocol import (
+from paceline.protocol import (
     MAX_DRAFT_TOKENS,
     LaneReport,
     PrefixCounts,

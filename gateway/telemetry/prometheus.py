@@ -24,7 +24,7 @@ from gateway.storage.counters import CounterKey
 from gateway.telemetry import engine_counts
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import BOUNDS_S, LaneKey, LaneStats, LogHistogram, cumulative
-from workers import protocol
+from paceline import protocol
 
 _SHOWN_S = tuple(bound for bound in BOUNDS_S if f"{bound:e}"[:3] in ("1.0", "2.5", "5.0"))
 _MICROSECONDS_UP = tuple(bound for bound in _SHOWN_S if bound <= 1)

@@ -24,7 +24,7 @@ from gateway.http.downstream import header
 from gateway.routing.select import Candidate
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Outcome
-from policies.request.profile import GENERATING, Endpoint, RequestProfile
+from paceline.request.profile import GENERATING, Endpoint, RequestProfile
 
 _OPERATIONS = {
     Endpoint.CHAT: "chat",

@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from policies.request.profile import Bypass, Sampling
+from paceline.request.profile import Bypass, Sampling
 from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents, run_until_idle
 from tests.support.lapack import invert_by_lapack
 from tests.support.served_engine import (

@@ -13,7 +13,7 @@ from bench.families.checkpoints import VOCABULARY, write_checkpoint
 from bench.families.checks import TURN_TOKENS, check_checkpoint
 from bench.families.configs import family
 from bench.families.heads import ASSISTED, write_assistant, write_head
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from workers.engine.decode.batch import row_cache, states_of
 from workers.engine.decode.step_graph import StepGraph
 from workers.engine.model.checkpoint import load_checkpoint

@@ -10,7 +10,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from policies.request.constraint import Constraint, ConstraintKind
+from paceline.request.constraint import Constraint, ConstraintKind
 from tests.support.engine_lane import run_until_idle
 from tests.support.openai_requests import picture_body, text_and_cached_tokens, turns_body
 from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings, wait_until

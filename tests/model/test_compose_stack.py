@@ -7,12 +7,12 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from paceline.protocol import READY_PREFIX
 from tests.support.compose_file import SECRETS
 from tests.support.compose_stack import AS_CLIENT, Stack, gateway_addresses
 from tests.support.openai_requests import send_chat, text_body
 from tests.support.paceline_process import TIMEOUT_S
 from tests.support.running_gateway import wait_until
-from workers.protocol import READY_PREFIX
 
 
 @pytest.fixture(scope="module")

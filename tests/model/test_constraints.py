@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from bench.engine.schemas import ask_each, draw_schemas
-from policies.request.constraint import Constraint, ConstraintKind
-from policies.request.profile import Sampling
+from paceline.request.constraint import Constraint, ConstraintKind
+from paceline.request.profile import Sampling
 from workers.engine.decode.draft_length import DraftLength
 from workers.engine.engine import Engine
 from workers.engine.text import grammar

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from tests.support.conversation_schedules import ConversationRunner
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_equal_but_for_ties
@@ -150,7 +150,7 @@ def test_an_edited_message_costs_at_most_one_interval_more(make_lane, ask, monke
     The grown one keeps a snapshot of every turn until memory is short.
     """
     interval = 128
-    for module in ("prefill", "prefix_cache"):
+    for module in ("decode.prefill", "prefix.cache"):
         monkeypatch.setattr(f"workers.engine.{module}.SNAPSHOT_INTERVAL_TOKENS", interval)
     messages = [user("The red fox sees the old tree. " * 20), assistant("Yes. " * 80)]
     messages += [user("What is 2 + 2? " * 4), assistant("It is 4. " * 5)] * 9

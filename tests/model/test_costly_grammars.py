@@ -6,8 +6,8 @@ import json
 import httpx
 import pytest
 
-from policies.request.constraint import Constraint, ConstraintKind
-from policies.request.profile import Sampling
+from paceline.request.constraint import Constraint, ConstraintKind
+from paceline.request.profile import Sampling
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
 from workers.engine.engine import Engine
 from workers.engine.text import grammar

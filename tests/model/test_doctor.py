@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.protocol import ExitCode
 from workers.demo import CHECKPOINT
 from workers.doctor.report import Report
-from workers.protocol import ExitCode
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from policies.request.profile import Bypass
+from paceline.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import assert_matches_reference

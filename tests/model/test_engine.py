@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine

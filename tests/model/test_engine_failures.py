@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import assert_matches_reference

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from tests.support.engine_lane import run_until_idle
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.engine.engine import Engine

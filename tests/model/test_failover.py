@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.protocol import ANSWER_FIELD, PROGRESS_HEADER, TOKENS_LINE
 from tests.support.failover_fleet import (
     CHAT,
     CREATED_S,
@@ -19,7 +20,6 @@ from tests.support.failover_fleet import (
 from tests.support.fault_proxy import Fault
 from tests.support.scripted_worker import JOIN_TOKEN
 from workers.engine.engine import Engine
-from workers.protocol import ANSWER_FIELD, PROGRESS_HEADER, TOKENS_LINE
 
 CUTS = (0, 5, 37, 68, 95, 101)
 """Percents of a stream without the lines that tell its tokens, which take some more bytes."""

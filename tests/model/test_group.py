@@ -17,6 +17,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
+from paceline.protocol import NO_PREFIX, SCOPE_HEADER
 from tests.model.test_two_workers import wait_until_joined
 from tests.support.openai_requests import TEXT, text_body
 from tests.support.paceline_process import TIMEOUT_S
@@ -30,7 +31,6 @@ from workers.engine.types import ModelUnusable
 from workers.group.checks import choose_split
 from workers.group.engine import GroupEngine, GroupSettings
 from workers.group.hosts import Backend, Hosts, Split
-from workers.protocol import NO_PREFIX, SCOPE_HEADER
 
 CHAT = "/v1/chat/completions"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx import nn
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from tests.support.engine_lane import GREEDY, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
 from workers.demo import CHECKPOINT

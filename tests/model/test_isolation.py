@@ -18,7 +18,8 @@ import pytest
 
 from gateway.routing.prefix_keys import PrefixHasher
 from gateway.types import Caller, Inspected
-from policies.request.profile import Endpoint, RequestProfile, Sampling
+from paceline.protocol import NO_PREFIX
+from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.sections import PrefixPolicy
 from tests.support.engine_lane import GREEDY, RowEvents, run_until_idle
 from tests.support.openai_requests import picture_body, text_and_cached_tokens, turns_body
@@ -33,7 +34,6 @@ from workers.engine.prefix.cache import PrefixCache
 from workers.engine.prefix.files import PrefixCacheFiles
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import LaneName, Picture, Prompt, SpecPrefillOptions, SpecPrefillSettings
-from workers.protocol import NO_PREFIX
 
 RED = Caller(key="key-1", team="red")
 RED_TOO = Caller(key="key-2", team="red")

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.protocol import TOKENS_HEADER, TOKENS_LIMIT_HEADER
 from tests.support.running_gateway import RunningGateway, bearer_headers, wait_until
 from tests.support.served_engine import gateway_of
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
-from workers.protocol import TOKENS_HEADER, TOKENS_LIMIT_HEADER
 
 BUDGET = 1000
 PATH = "/v1/chat/completions"

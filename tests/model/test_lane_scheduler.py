@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 
-from policies.request.profile import Bypass
+from paceline.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from tests.support.reference_decoder import assert_equal_but_for_ties, assert_matches_reference
 from workers.engine.types import EngineStopped, Finished, FinishReason

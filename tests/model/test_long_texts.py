@@ -11,7 +11,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from policies.request.profile import Endpoint
+from paceline.request.profile import Endpoint
 from tests.support.pooling_checkpoints import write_bert_cross_encoder, write_bert_embedder
 from tests.support.raw_client import raw_client, request_bytes
 from tests.support.running_gateway import status_and_code, wait_until

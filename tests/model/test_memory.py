@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from tests.support.engine_lane import UNLIMITED_MEMORY, run_until_idle
 from tests.support.model_families import tiny_llama_sliding_window
 from tests.support.reference_decoder import assert_equal_but_for_ties, assert_matches_reference

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from policies.request.profile import Sampling
+from paceline.lifecycle import TRIM_INTERVAL_S
+from paceline.request.profile import Sampling
 from tests.model.test_engine import collect, make_generation
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
@@ -24,7 +25,6 @@ from workers.engine.lane.thread import EngineThread
 from workers.engine.model.device import limit_freed_buffers, limit_memory, memory_limit_bytes
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import Finished, GenerationFailed, MemoryShort
-from workers.lifecycle import TRIM_INTERVAL_S
 
 QUESTIONS = [
     "Count from 1 to 20.",

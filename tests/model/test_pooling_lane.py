@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from policies.request.pooling import EmbeddingsRequest
-from policies.request.profile import Endpoint
+from paceline.request.pooling import EmbeddingsRequest
+from paceline.request.profile import Endpoint
 from tests.support.pooling_checkpoints import CONTEXT_TOKENS, write_bert_embedder
 from workers.engine.model.pooling_model import (
     Embedder,

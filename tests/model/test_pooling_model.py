@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from policies.request.profile import Endpoint
+from paceline.request.profile import Endpoint
 from tests.support.pooling_checkpoints import (
     CONTEXT_TOKENS,
     DIMENSIONS,

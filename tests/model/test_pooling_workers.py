@@ -15,6 +15,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from openai.types import CreateEmbeddingResponse
 
+from paceline.protocol import TOKENS_HEADER, TOKENS_LIMIT_HEADER
 from tests.support.maker_types import read_strictly
 from tests.support.pooling_checkpoints import (
     CONTEXT_TOKENS,
@@ -27,7 +28,6 @@ from tests.support.raw_client import raw_client, request_bytes
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.served_engine import ServedWorker, running_gateway, served
-from workers.protocol import TOKENS_HEADER, TOKENS_LIMIT_HEADER
 from workers.server.main import read_settings
 from workers.server.model_source import resolve_model
 from workers.server.ports import RunningEngine

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.request.profile import Bypass
+from paceline.protocol import PrefixCounts
+from paceline.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
 from workers.demo import CHECKPOINT
@@ -29,7 +30,6 @@ from workers.engine.prefix.files import (
 )
 from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import LaneName
-from workers.protocol import PrefixCounts
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 6
 OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 6

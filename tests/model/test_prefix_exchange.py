@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from paceline.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
 from tests.support.images import encode_image
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from tests.support.served_engine import running_engine
@@ -29,7 +30,6 @@ from workers.engine.prefix.transfer import (
     TransferPace,
 )
 from workers.engine.types import Prompt
-from workers.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
 from workers.server.app import create_app
 from workers.server.prefix_nodes import PATH, PrefixPeers
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from policies.request.profile import Bypass, Sampling
+from paceline.protocol import DraftSource
+from paceline.request.profile import Bypass, Sampling
 from tests.support import model_families as families
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
@@ -19,7 +20,6 @@ from workers.engine.decode.draft_head import MAX_CONSECUTIVE_ERRORS
 from workers.engine.decode.draft_length import RUN_LENGTHS
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import EngineSettings, Finished, LaneName, Prompt
-from workers.protocol import DraftSource
 
 QUESTIONS = ("Count from 1 to 20.", "Tell me a story about a fox.", "Hello")
 REPEATED = [40, 41, 42, 43, 44, 45, 46, 47] * 12

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from policies.request.profile import Bypass, Sampling
+from paceline.request.profile import Bypass, Sampling
 from tests.support.engine_lane import run_until_idle
 from workers.engine.decode.draft_length import EXPLORATION_STEPS, SAMPLES, DraftLength
 from workers.engine.types import Finished, Generation, LaneName, Prompt

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from gateway.cli.supervisor import Supervisor
+from paceline.protocol import ExitCode
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.demo import CHECKPOINT
-from workers.protocol import ExitCode
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0

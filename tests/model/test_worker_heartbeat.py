@@ -13,13 +13,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import SecretStr
 
+from paceline.http import certificate_authorities
+from paceline.protocol import PROTOCOL, WorkerReport
 from tests.support.certificates import write_certificate
 from tests.support.compose_stack import gateway_addresses
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from workers import heartbeat
 from workers.heartbeat import Membership, joined, source_address
-from workers.http import certificate_authorities
-from workers.protocol import PROTOCOL, WorkerReport
 from workers.server.runtime import Worker
 
 

@@ -11,6 +11,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.config_file import InvalidSettings
+from paceline.lifecycle import Shutdown
+from paceline.protocol import READY_PREFIX, START_PREFIX
 from tests.support.gateway_fixtures import remove_settings
 from tests.support.scripted_engine import ScriptedEngine, make_worker
 from tests.support.worker_process import (
@@ -21,10 +24,7 @@ from tests.support.worker_process import (
     running_worker,
     worker_process,
 )
-from workers.config_file import InvalidSettings
 from workers.demo import CHECKPOINT
-from workers.lifecycle import Shutdown
-from workers.protocol import READY_PREFIX, START_PREFIX
 from workers.server.main import read_settings
 from workers.server.server import serve
 from workers.server.start import start

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from policies.request import content
-from policies.request.content import PIXELS_LIMIT
+from paceline.request import content
+from paceline.request.content import PIXELS_LIMIT
 from tests.support.images import data_url, encode_image, png_header
 from tests.support.scripted_engine import (
     CARD,

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+from paceline.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
+from paceline.terminal import StartDisplay
 from tests.model.test_worker_heartbeat import Gateway
 from tests.support.model_hub import model_hub
 from tests.support.scripted_engine import serve_app
 from tests.support.worker_process import environment_without_paceline, worker_process
 from workers.demo import CHECKPOINT
-from workers.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
-from workers.terminal import StartDisplay
 
 WAIT_S = 120
 

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.protocol import READY_PREFIX, Speculation, WorkerReport
 from tests.support.served_engine import ServedWorker
 from tests.support.worker_process import RunningWorker
-from workers.protocol import READY_PREFIX, Speculation, WorkerReport
 from workers.server.model_source import resolve_model
 from workers.server.start import announce
 

@@ -1,7 +1,7 @@
 """Reports of boots, with counts for a number of requests."""
 
+from paceline.protocol import WorkerReport
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
-from workers.protocol import WorkerReport
 
 
 def boot_report(boot_id: str, requests: int, model: str = "demo") -> WorkerReport:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from policies.request.parser import read_profile
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.request.parser import read_profile
+from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.images import data_url, png_header
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

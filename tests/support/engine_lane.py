@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from workers.engine.decode.row import Row
 from workers.engine.lane.memory import MemoryEstimate
 from workers.engine.lane.scheduler import LaneScheduler

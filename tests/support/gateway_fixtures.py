@@ -17,6 +17,7 @@ from gateway.assembly import TIMING, Timing
 from gateway.cluster.redis import RedisClient
 from gateway.fleet import health as control
 from gateway.memory_budget import MEMORY_LIMIT_BYTES
+from paceline.http import CHECK_S
 from tests.support.canary_listener import CanaryListener
 from tests.support.fault_proxy import FaultProxy, running_proxy
 from tests.support.heartbeats import send_heartbeats
@@ -25,7 +26,6 @@ from tests.support.policies import PolicyAdmin
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, running_worker, wait_until
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
-from workers.http import CHECK_S
 
 MakeClusterGateway = Callable[..., RunningGateway]
 QUICK = Timing(

@@ -4,7 +4,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from policies.request.constraint import Constraint, ConstraintKind
+from paceline.request.constraint import Constraint, ConstraintKind
 from workers.engine.text.grammar_source import grammar_source
 
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from policies.request.profile import Sampling
+from paceline.protocol import LaneReport
+from paceline.request.profile import Sampling
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import is_near_tie, reference_decode
 from tests.support.schedule_rows import ScheduledRow, ScheduleStats
@@ -26,7 +27,6 @@ from workers.engine.prefix.cache import PrefixCache
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, FinishReason, Generation, LaneName, Prompt
-from workers.protocol import LaneReport
 
 MAX_ANSWER_TOKENS = 40
 GREEDY = Sampling(temperature=0)

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
-from workers.terminal import LogFormatter
+from paceline.terminal import LogFormatter
 
 
 class LogCapture(logging.Handler):

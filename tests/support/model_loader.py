@@ -22,11 +22,11 @@ import mlx_vlm.models.qwen3_5.qwen3_5
 import mlx_vlm.tools  # noqa: F401 - it imports FastAPI, which takes longer than the demo model
 import transformers.models.auto.processing_auto  # noqa: F401 - children find them imported
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
+from paceline.terminal import printable
 from tests.support.lapack import invert_by_lapack
 from workers.engine.engine import Engine
 from workers.engine.types import EngineError, EngineSettings, Generation, ModelUnusable, Prompt
-from workers.terminal import printable
 
 SERVED, REFUSED = 0, 3
 CPU_LIMIT_S = 60

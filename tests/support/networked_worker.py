@@ -6,9 +6,9 @@ import sys
 
 from pydantic import SecretStr
 
+from paceline.lifecycle import Shutdown
 from tests.support.scripted_engine import ScriptedEngine, make_worker
 from workers.heartbeat import Membership, joined
-from workers.lifecycle import Shutdown
 from workers.server.server import serve
 
 

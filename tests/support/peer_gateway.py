@@ -4,8 +4,8 @@ import asyncio
 
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
+from paceline.protocol import WorkerReport
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
-from workers.protocol import WorkerReport
 
 
 def share_heartbeat(redis: RedisServer, report: WorkerReport) -> None:

@@ -1,6 +1,6 @@
 """A sampled and a greedy request, as policies see them."""
 
-from policies.request.profile import Endpoint, RequestProfile, Sampling
+from paceline.request.profile import Endpoint, RequestProfile, Sampling
 
 SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
 GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))

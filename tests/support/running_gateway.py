@@ -20,11 +20,11 @@ from gateway.assembly import TIMING, Timing
 from gateway.config.settings import Settings
 from gateway.event_loop import run
 from gateway.server import Listening, serve
+from paceline.lifecycle import Shutdown
+from paceline.protocol import LaneReport
 from tests.support.fake_clock import MovedClock
 from tests.support.http_server import Request, ServerConnection, serve_connections
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
-from workers.lifecycle import Shutdown
-from workers.protocol import LaneReport
 
 ADMIN_KEY = "the-admin-key-of-all-gateways"
 """The key of gateways that share a Redis; others store one in their state folder."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from paceline.protocol import Speculation
 from tests.support.engine_lane import RowEvents
-from workers.protocol import Speculation
 
 
 @dataclass(slots=True)

@@ -10,13 +10,13 @@ from gateway.fleet.worker import Lease
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
+from paceline.protocol import WorkerReport
+from paceline.request.profile import Priority, RequestProfile
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
-from policies.request.profile import Priority, RequestProfile
 from tests.support.fake_clock import FakeClock
 from tests.support.request_profiles import SAMPLED
 from tests.support.scripted_worker import lane_report
-from workers.protocol import WorkerReport
 
 
 class SchedulerHarness:

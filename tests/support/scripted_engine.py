@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
-from workers.drain_rate import QueuePlace
+from paceline.drain_rate import QueuePlace
+from paceline.http import CHECK_S, Server
+from paceline.protocol import LaneReport, Speculation
 from workers.engine.decode.memory_pressure import MemoryReading
 from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, TransferFailed
 from workers.engine.text.tool_formats import FORMATS, ToolFormat
@@ -26,8 +28,6 @@ from workers.engine.types import (
     Prompt,
     Usage,
 )
-from workers.http import CHECK_S, Server
-from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
 from workers.server.ports import ServingEngine
 from workers.server.runtime import Worker

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from tests.support.http_server import Headers, Request, ServerConnection
-from workers.protocol import (
+from paceline.protocol import (
     ANSWER_FIELD,
     CHECKS,
     PROGRESS_HEADER,
@@ -20,6 +19,7 @@ from workers.protocol import (
     Speculation,
     WorkerReport,
 )
+from tests.support.http_server import Headers, Request, ServerConnection
 
 JOIN_TOKEN = "join-token-of-the-tests"
 FAULT_PATH = "/_fault"

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from paceline.protocol import WorkerReport
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import FAULT_PATH, JOIN_TOKEN, USAGE, ScriptedWorker, lane_report
 from workers.heartbeat import Membership, joined
-from workers.protocol import WorkerReport
 
 _ROOT = Path(__file__).parents[2]
 _FORKS = multiprocessing.get_context("forkserver")

@@ -16,6 +16,7 @@ import pytest
 import uvloop
 from pydantic import SecretStr
 
+from paceline.lifecycle import Shutdown
 from tests.support.gateway_fixtures import remove_settings
 from tests.support.heartbeats import repeated
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
@@ -25,7 +26,6 @@ from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.types import EngineSettings
 from workers.heartbeat import Membership, joined
-from workers.lifecycle import Shutdown
 from workers.server.pictures import PictureMemory
 from workers.server.ports import RunningEngine
 from workers.server.runtime import Worker

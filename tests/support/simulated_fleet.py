@@ -19,11 +19,11 @@ from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import WorkerMetrics, exposition
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Drafts, Inspected, Outcome, Usage
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.protocol import LaneReport, PrefixCounts, Speculation, WorkerReport
+from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.memory_records import MemoryRecords
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 from tests.support.scripted_worker import lane_report
-from workers.protocol import LaneReport, PrefixCounts, Speculation, WorkerReport
 
 K = 2
 """Draft tokens per step."""

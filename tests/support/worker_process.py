@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from paceline.protocol import READY_PREFIX
 from workers.demo import CHECKPOINT
-from workers.protocol import READY_PREFIX
 
 STOP_TIMEOUT_S = 60
 SUPPRESS_END_TOKENS = {"0": -100, "2": -100}

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from workers.command_line import describe_usage_error, doctor_command
-from workers.protocol import ExitCode, StartProgress, StartStage
-from workers.terminal import StartDisplay, configure_logging, printable
+from paceline.command_line import describe_usage_error, doctor_command
+from paceline.protocol import ExitCode, StartProgress, StartStage
+from paceline.terminal import StartDisplay, configure_logging, printable
 
 if TYPE_CHECKING:
     from workers.doctor.report import Report

@@ -16,7 +16,8 @@ from statistics import median
 
 import mlx.core as mx
 
-from policies.request.profile import Sampling
+from paceline.protocol import Speculation
+from paceline.request.profile import Sampling
 from workers.doctor.report import ROW_TOKENS, Equality, Report, Round, Verify
 from workers.engine.decode.batch import states_of
 from workers.engine.decode.row import Row, SpeculationCounter
@@ -36,7 +37,6 @@ from workers.engine.types import (
     InvalidGeneration,
     Prompt,
 )
-from workers.protocol import Speculation
 
 ROWS = (1, 2, 4, 8)
 LENGTHS = (1, 2, 3, 5, 9)

@@ -14,8 +14,9 @@ from functools import partial
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from policies.request.profile import Bypass
-from workers.drain_rate import QueuePlace
+from paceline.drain_rate import QueuePlace
+from paceline.protocol import ANSWER_FIELD, LaneReport, StartStage
+from paceline.request.profile import Bypass
 from workers.engine import types
 from workers.engine.decode.draft_length import RUN_LENGTHS
 from workers.engine.decode.memory_pressure import (
@@ -64,7 +65,6 @@ from workers.engine.startup.self_test import HeadHealth, check_head, warm_up
 from workers.engine.text.grammar import GrammarCompiler
 from workers.engine.text.long_text import in_turn
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.protocol import ANSWER_FIELD, LaneReport, StartStage
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from policies.request.pooling import EmbeddingsRequest, RerankRequest
-from policies.request.profile import Endpoint
+from paceline.protocol import LaneReport, StartStage
+from paceline.request.pooling import EmbeddingsRequest, RerankRequest
+from paceline.request.profile import Endpoint
 from workers.engine import types
 from workers.engine.decode.memory_pressure import (
     MemoryMonitor,
@@ -44,7 +45,6 @@ from workers.engine.model.pooling_model import (
     load_pooling_model,
 )
 from workers.engine.text.long_text import in_turn
-from workers.protocol import LaneReport, StartStage
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from policies.request.constraint import Constraint
-from policies.request.profile import Bypass, Sampling
-from workers.protocol import DraftSource, SamplingDefaults, Speculation, StartStage
+from paceline.protocol import DraftSource, SamplingDefaults, Speculation, StartStage
+from paceline.request.constraint import Constraint
+from paceline.request.profile import Bypass, Sampling
 
 
 class LaneName(StrEnum):

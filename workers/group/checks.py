@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from policies.request.constraint import Constraint
+from paceline.request.constraint import Constraint
 from workers.engine.types import Generation, InvalidGeneration, ModelUnusable
 from workers.group.hosts import Hosts, Split
 from workers.group.rank import RankFacts

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from workers.drain_rate import QueuePlace
+from paceline.drain_rate import QueuePlace
+from paceline.protocol import LaneReport, StartStage
 from workers.engine import types
 from workers.engine.decode.memory_pressure import MemoryReading
 from workers.engine.decode.metrics import LaneCounters
@@ -31,7 +32,6 @@ from workers.group.checks import check_facts, choose_split, refuse_unsupported, 
 from workers.group.hosts import Backend, Hosts, Split
 from workers.group.rank import RankMessage, RankRequest
 from workers.group.ranks import RankRefused, Ranks, RanksDied
-from workers.protocol import LaneReport, StartStage
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from policies.error_messages import message_of
-from workers.config_file import InvalidSettings
+from paceline.config_file import InvalidSettings
+from paceline.error_messages import message_of
 
 MAX_RANKS = 64
 _MAX_FILE_BYTES = 256 * 1024

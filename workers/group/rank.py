@@ -25,8 +25,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from paceline.terminal import configure_logging
 from workers.group.hosts import Backend, Split, free_port
-from workers.terminal import configure_logging
 
 BEAT_S = 1.0
 _VERSIONS = ("paceline", "mlx", "mlx-lm", "transformers")

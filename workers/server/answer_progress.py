@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.protocol import ANSWER_FIELD, MORE_LINE, TOKENS_LINE, DraftSource
 from workers.engine.types import GivenAnswer, TokenStep
-from workers.protocol import ANSWER_FIELD, MORE_LINE, TOKENS_LINE, DraftSource
 from workers.server.errors import BadRequest
 
 _NUMBER = "[0-9]{1,15}"

@@ -15,11 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from policies.request.fields import FieldError
-from policies.request.profile import GENERATING, Endpoint
-from workers.engine.text.long_text import in_turn
-from workers.engine.types import EngineError, PoolingCard
-from workers.protocol import (
+from paceline.protocol import (
     CHECKS,
     MAX_DELETED_SCOPES,
     MAX_PREFIX_NAME_CHARS,
@@ -28,6 +24,10 @@ from workers.protocol import (
     mtp_block,
     whole_scope,
 )
+from paceline.request.fields import FieldError
+from paceline.request.profile import GENERATING, Endpoint
+from workers.engine.text.long_text import in_turn
+from workers.engine.types import EngineError, PoolingCard
 from workers.server import pooling, prefix_nodes
 from workers.server.errors import (
     ModelUnsuited,

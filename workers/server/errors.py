@@ -1,7 +1,7 @@
 """Error responses of a worker.
 
 `as_request_error` translates errors of the engine (`workers.engine.types`) and of the parser
-(`policies.request.fields.FieldError`), so that no response contains the text of a library.
+(`paceline.request.fields.FieldError`), so that no response contains the text of a library.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from policies.request.fields import FieldError
+from paceline.protocol import TOKENS_HEADER, ApiError
+from paceline.request.fields import FieldError
 from workers.engine import types
 from workers.engine.types import EngineBusy, EngineStopped, InvalidGeneration
-from workers.protocol import TOKENS_HEADER, ApiError
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
-from workers.command_line import describe_usage_error, worker_command
-from workers.config_file import InvalidSettings, load_layered
-from workers.protocol import ExitCode
+from paceline.command_line import describe_usage_error, worker_command
+from paceline.config_file import InvalidSettings, load_layered
+from paceline.protocol import ExitCode
+from paceline.terminal import configure_logging, printable
 from workers.server.settings import WorkerSettings
-from workers.terminal import configure_logging, printable
 
 
 def main(arguments: Sequence[str]) -> int:

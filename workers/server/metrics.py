@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from workers.protocol import (
+from paceline.protocol import (
     COUNTERS_BY_SOURCE,
     VLLM_ACCEPTED_PER_POSITION,
     VLLM_COUNTERS,

@@ -9,6 +9,7 @@ from itertools import accumulate
 from math import isnan
 from typing import Any
 
+from paceline.protocol import DraftSource
 from workers.engine.types import (
     Delta,
     Finished,
@@ -18,7 +19,6 @@ from workers.engine.types import (
     TokenLogprob,
     Usage,
 )
-from workers.protocol import DraftSource
 from workers.server.ports import Json
 from workers.server.tool_calls import ArgumentsText, ToolCall, ToolCallSplitter
 

@@ -15,7 +15,7 @@ from typing import Self
 
 from PIL import Image, ImageOps
 
-from policies.request.content import PIXELS_LIMIT, PictureInvalid, content_of
+from paceline.request.content import PIXELS_LIMIT, PictureInvalid, content_of
 from workers.engine.types import Picture
 from workers.server.errors import BadRequest, PictureMemoryFull
 

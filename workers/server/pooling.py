@@ -15,15 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from policies.request.parser import read_profile
-from policies.request.pooling import (
+from paceline.protocol import CHECKS
+from paceline.request.parser import read_profile
+from paceline.request.pooling import (
     EmbeddingsRequest,
     RerankRequest,
     read_embeddings,
     read_rerank,
 )
-from policies.request.profile import Endpoint
-from workers.protocol import CHECKS
+from paceline.request.profile import Endpoint
 from workers.server.errors import BadRequest, ClientLeft, ModelUnsuited, UnknownModel
 from workers.server.ports import PoolingEngine
 from workers.server.request import read_body, request_id_of, token_limit, while_connected

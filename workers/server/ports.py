@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.request.pooling import EmbeddingsRequest, RerankRequest
-from workers.drain_rate import QueuePlace
+from paceline.drain_rate import QueuePlace
+from paceline.protocol import LaneReport
+from paceline.request.pooling import EmbeddingsRequest, RerankRequest
 from workers.engine.decode.memory_pressure import MemoryReading
 from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource
 from workers.engine.text.tool_formats import ToolFormat
 from workers.engine.types import Card, Event, Generation, ModelCard, PoolingCard, Prompt
-from workers.protocol import LaneReport
 
 Json = Any
 """A JSON value; typed loosely at this boundary alone."""

@@ -30,6 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.protocol import MAX_SOURCES, SOURCES_HEADER, Count, NodeSource, Record
 from workers.engine.prefix.files import FileName, HostPrefix, Prefetched
 from workers.engine.prefix.transfer import (
     MAX_TRANSFERS,
@@ -39,7 +40,6 @@ from workers.engine.prefix.transfer import (
     PrefixSource,
     TransferFailed,
 )
-from workers.protocol import MAX_SOURCES, SOURCES_HEADER, Count, NodeSource, Record
 from workers.server.errors import (
     BadRequest,
     BodyTooLarge,

@@ -16,17 +16,9 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from policies.names import MODEL_PATTERN
-from policies.request.constraint import ConstraintKind, read_constraint, strict_tools
-from policies.request.content import MEDIA_KINDS, MESSAGE_TEXTS, TEXT_PARTS, read_prompts, source_of
-from policies.request.fields import read_cache_salt
-from policies.request.parser import read_profile
-from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
-from workers.engine.text.long_text import in_turn
-from workers.engine.text.tool_formats import ToolFormat
-from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
-from workers.lifecycle import first_of
-from workers.protocol import (
+from paceline.lifecycle import first_of
+from paceline.names import MODEL_PATTERN
+from paceline.protocol import (
     ANSWER_FIELD,
     KEYS_HEADER,
     MAX_COUNT,
@@ -40,6 +32,14 @@ from workers.protocol import (
     TOKENS_LIMIT_HEADER,
     salted_scope,
 )
+from paceline.request.constraint import ConstraintKind, read_constraint, strict_tools
+from paceline.request.content import MEDIA_KINDS, MESSAGE_TEXTS, TEXT_PARTS, read_prompts, source_of
+from paceline.request.fields import read_cache_salt
+from paceline.request.parser import read_profile
+from paceline.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
+from workers.engine.text.long_text import in_turn
+from workers.engine.text.tool_formats import ToolFormat
+from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
 from workers.server.answer_progress import read_given
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.pictures import PictureMemory

@@ -12,10 +12,10 @@ from functools import partial
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from policies.request.profile import Endpoint
+from paceline.protocol import RUNNING_USAGE_TOKENS
+from paceline.request.profile import Endpoint
 from workers.engine import types
 from workers.engine.prefix.transfer import PrefixSource
-from workers.protocol import RUNNING_USAGE_TOKENS
 from workers.server.answer_progress import AnswerProgress
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
 from workers.server.openai_format import (

@@ -10,7 +10,7 @@ from typing import Generic
 
 from typing_extensions import TypeVar
 
-from workers.protocol import (
+from paceline.protocol import (
     KEEPALIVE_S,
     MAX_REPORTED_PREFIXES,
     PROTOCOL,

@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from policies.names import Label
-from workers.addresses import WILDCARDS, is_loopback
-from workers.config_file import InvalidSettings, check_private, make_private
+from paceline.addresses import WILDCARDS, is_loopback
+from paceline.config_file import InvalidSettings, check_private, make_private
+from paceline.names import Label
+from paceline.protocol import MAX_LABELS
 from workers.engine.types import LaneName, WeightType
 from workers.group.hosts import Backend, Split
-from workers.protocol import MAX_LABELS
 
 logger = logging.getLogger(__name__)
 

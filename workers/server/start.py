@@ -21,8 +21,11 @@ from typing import Any
 
 import uvloop
 
-from policies.request.profile import Endpoint
-from workers.config_file import InvalidSettings
+from paceline.config_file import InvalidSettings
+from paceline.lifecycle import Shutdown, first_of
+from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress, StartStage
+from paceline.request.profile import Endpoint
+from paceline.terminal import StartDisplay, printable
 from workers.engine.model.known_heads import known_head
 from workers.engine.types import (
     Card,
@@ -35,15 +38,12 @@ from workers.engine.types import (
 )
 from workers.group.hosts import Hosts
 from workers.heartbeat import Membership, NotAdmitted, advertised_url, joined, wait_for_gateway
-from workers.lifecycle import Shutdown, first_of
-from workers.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress, StartStage
 from workers.server.model_source import ModelSource, resolve_adapter, resolve_model
 from workers.server.pictures import PictureMemory
 from workers.server.ports import RunningEngine
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
 from workers.server.settings import KvBits, WorkerSettings, default_worker_id, prefix_cache_on_disk
-from workers.terminal import StartDisplay, printable
 
 _START_INTERVAL_S = 0.2
 _EXIT_CODES: dict[type[Exception], ExitCode] = {

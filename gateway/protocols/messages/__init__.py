@@ -33,11 +33,11 @@ from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
 from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
+from paceline.request.compatibility import IGNORED, NEUTRAL
+from paceline.request.fields import FieldError, read_cache_salt
+from paceline.request.parser import HONOURED_FIELDS
+from paceline.request.profile import Endpoint
 from policies.document import PolicyDocument
-from policies.request.compatibility import IGNORED, NEUTRAL
-from policies.request.fields import FieldError, read_cache_salt
-from policies.request.parser import HONOURED_FIELDS
-from policies.request.profile import Endpoint
 
 MESSAGES_PATH = "/v1/messages"
 _ERROR_TYPES = {

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from policies.request.fields import FieldError
+from paceline.request.fields import FieldError
 
 Json = dict[str, Any]
 Message = Mapping[str, Any]

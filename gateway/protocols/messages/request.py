@@ -11,8 +11,8 @@ from gateway.protocols.history import named, unreadable_pdf, words_for
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
 from gateway.strict_json import ITEMS_LIMIT, encode_text
-from policies.request.fields import CACHE_SALT, FieldError, Fields
-from policies.request.profile import REASONING_EFFORTS
+from paceline.request.fields import CACHE_SALT, FieldError, Fields
+from paceline.request.profile import REASONING_EFFORTS
 
 Json = dict[str, Any]
 

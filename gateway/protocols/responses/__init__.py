@@ -26,8 +26,8 @@ from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
 from gateway.types import NO_CALLER, Caller, Header, Inspected
+from paceline.request.fields import FieldError, read_cache_salt
 from policies.document import PolicyDocument
-from policies.request.fields import FieldError, read_cache_salt
 
 RESPONSES_PATH = "/v1/responses"
 _REASONING = b"reasoning"

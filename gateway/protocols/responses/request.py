@@ -30,9 +30,9 @@ from gateway.protocols.responses.tools import (
     read_tools,
 )
 from gateway.strict_json import ITEMS_LIMIT, encode_text
-from policies.request.constraint import TOOL_GRAMMARS
-from policies.request.fields import CACHE_SALT, FieldError, Fields
-from policies.request.profile import REASONING_EFFORTS
+from paceline.request.constraint import TOOL_GRAMMARS
+from paceline.request.fields import CACHE_SALT, FieldError, Fields
+from paceline.request.profile import REASONING_EFFORTS
 
 Json = dict[str, Any]
 Item = Mapping[str, Any]

@@ -15,7 +15,7 @@ from gateway.protocols.event_stream import read_usage
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.protocols.responses.tools import custom_input
 from gateway.strict_json import encode_json
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 
 Json = dict[str, Any]
 Event = Json

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
-from policies.request.fields import FieldError
+from paceline.request.fields import FieldError
 
 Json = dict[str, Any]
 

@@ -25,11 +25,11 @@ from schemathesis.core.result import Ok
 
 from gateway.app import create_app
 from gateway.protocols import PROXY_PATHS
-from policies.request.compatibility import IGNORED, NEUTRAL
-from policies.request.fields import FieldError
-from policies.request.parser import HONOURED_FIELDS, read_profile
-from policies.request.profile import Endpoint
-from policies.request.schema import request_schema
+from paceline.request.compatibility import IGNORED, NEUTRAL
+from paceline.request.fields import FieldError
+from paceline.request.parser import HONOURED_FIELDS, read_profile
+from paceline.request.profile import Endpoint
+from paceline.request.schema import request_schema
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.gateway_routes import PAGE, PUBLIC, route_paths
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from policies.request.profile import Bypass
+from paceline.request.profile import Bypass
 from tests.support.page_files import FOLDERS, PAGES, page_files, page_path
 from tests.support.running_gateway import RunningGateway, make_settings
 

@@ -17,6 +17,7 @@ from gateway.assembly import TIMING
 from gateway.cli import main
 from gateway.errors import StartupError
 from gateway.server import serve
+from paceline.lifecycle import Shutdown
 from tests.support.fake_clock import MovedClock
 from tests.support.log_capture import LogCapture
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
@@ -29,7 +30,6 @@ from tests.support.running_gateway import (
     wait_until,
 )
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker
-from workers.lifecycle import Shutdown
 
 
 def edit_keys(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:

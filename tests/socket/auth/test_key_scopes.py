@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyTerms, new_key
 from gateway.errors import KeyRefused
-from policies.request.profile import Priority
+from paceline.request.profile import Priority
 from tests.support.rate_limit_model import ALL_LIMITS
 from tests.support.running_gateway import (
     RunningGateway,

@@ -9,6 +9,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from paceline.protocol import RUNNING_USAGE_TOKENS, TOKENS_HEADER, TOKENS_LIMIT_HEADER
 from tests.support.heartbeats import repeated
 from tests.support.raw_client import leave_once
 from tests.support.running_gateway import (
@@ -21,7 +22,6 @@ from tests.support.running_gateway import (
     wait_until,
 )
 from tests.support.scripted_worker import DONE, USAGE, Script, ScriptedWorker, event, lane_report
-from workers.protocol import RUNNING_USAGE_TOKENS, TOKENS_HEADER, TOKENS_LIMIT_HEADER
 
 PROMPT_TOKENS = 16 + -(-len("Say a word.") // 3)
 """Reserved for the prompt of `chat_body`."""

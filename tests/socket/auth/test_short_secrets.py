@@ -18,9 +18,9 @@ from gateway.assembly import TIMING
 from gateway.errors import StartupError
 from gateway.proxy import handler
 from gateway.server import serve
+from paceline.lifecycle import Shutdown
 from tests.support.fake_clock import FakeClock, MovedClock
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
-from workers.lifecycle import Shutdown
 
 LONG = SecretStr("twenty characters is")
 

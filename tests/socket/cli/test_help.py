@@ -10,9 +10,9 @@ import pytest
 
 from gateway.cli import main
 from gateway.cli.commands import paceline
-from policies.request.profile import Priority
+from paceline.command_line import worker_command
+from paceline.request.profile import Priority
 from tests.support.paceline_forks import PIPES, PacelineFork
-from workers.command_line import worker_command
 from workers.server.settings import WorkerSettings
 
 # Each of them takes a tenth of a second of CPU time or more to import.

@@ -11,9 +11,9 @@ from pydantic import SecretStr
 from gateway.cli.supervisor import Supervisor
 from gateway.cli.up import _WorkerRunner
 from gateway.server import Listening
+from paceline.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
 from tests.support.running_gateway import make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
-from workers.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
 
 
 def message(

@@ -14,11 +14,11 @@ from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 from gateway.event_loop import run
 from gateway.server import serve
+from paceline.lifecycle import Shutdown
 from tests.support.gateway_fixtures import MakeClusterGateway, OpenRedis
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
-from workers.lifecycle import Shutdown
 
 SHORT_S = 0.05
 """A deadline."""

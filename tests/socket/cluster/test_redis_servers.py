@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
+from paceline.protocol import EARLIER_BOOTS
 from tests.support.certificates import write_certificate
 from tests.support.fault_proxy import running_proxy
 from tests.support.gateway_fixtures import QUICK, StartGateway
@@ -30,7 +31,6 @@ from tests.support.running_gateway import (
     wait_until_all,
 )
 from tests.support.scripted_worker import ScriptedWorker
-from workers.protocol import EARLIER_BOOTS
 
 ROOT = Path(__file__).parents[3]
 ACL = re.findall(r"^user paceline .*$", (ROOT / "docs/redis.md").read_text(), re.MULTILINE)[0]

@@ -8,11 +8,11 @@ import pytest
 from gateway.cluster import worker_reports
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.storage.counters import MAX_BOOTS
+from paceline.protocol import WorkerReport
 from tests.support.boot_reports import boot_report
 from tests.support.gateway_fixtures import MakeClusterGateway, OpenRedis
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import wait_until
-from workers.protocol import WorkerReport
 
 BOOTS = "paceline:{workers}:boots"
 DAMAGED: tuple[dict[str, Any], ...] = (

@@ -14,11 +14,11 @@ from gateway.config.settings import Settings
 from gateway.errors import StartupError
 from gateway.event_loop import run
 from gateway.server import serve
+from paceline.lifecycle import Shutdown
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.static_workers import static_worker
-from workers.lifecycle import Shutdown
 
 
 @pytest.fixture(autouse=True)

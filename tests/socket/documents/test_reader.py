@@ -14,7 +14,7 @@ from gateway.documents import reader as reading
 from gateway.documents.reader import DocumentReader, ReaderLimits
 from gateway.memory_budget import MemoryBudget
 from gateway.protocols.documents import Document
-from policies.request.content import read_size
+from paceline.request.content import read_size
 from tests.support.pdfs import base64_pdf, encrypted_pdf, endless_pdf, inflated_pdf, pdf
 
 HURRIED = """

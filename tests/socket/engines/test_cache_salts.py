@@ -8,11 +8,11 @@ import pytest
 
 from gateway.engines.llama_cpp import LlamaCpp
 from gateway.engines.paceline import PacelineGateway
+from paceline.protocol import KEYS_HEADER, MAX_PREFIX_NAME_CHARS, SCOPE_HEADER, whole_scope
 from tests.support.policies import gateway_with_policy
 from tests.support.running_gateway import RunningGateway, bearer_headers
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.static_workers import static_worker
-from workers.protocol import KEYS_HEADER, MAX_PREFIX_NAME_CHARS, SCOPE_HEADER, whole_scope
 
 SALT = "tenant 1 of the proxy"
 TEXT = "The red fox sees the old tree. " * 20

@@ -17,11 +17,11 @@ from gateway.fleet import health
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.storage.counters import MemoryCounters
+from paceline.protocol import PROTOCOL, WorkerReport
 from tests.support.fault_proxy import Fault, FaultProxy, running_proxy
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from tests.support.static_workers import static_worker
-from workers.protocol import PROTOCOL, WorkerReport
 
 BEARER = {"authorization": f"Bearer {JOIN_TOKEN}"}
 

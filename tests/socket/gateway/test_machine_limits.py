@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from paceline.http import OPEN_FILES
 from tests.support.gateway_process import running_gateway_process
 from tests.support.running_gateway import chat_body, wait_until
 from tests.support.scripted_worker import ScriptedWorker
-from workers.http import OPEN_FILES
 
 GATEWAY = Path(__file__).parents[3] / "gateway"
 WALL_CLOCK_READERS = {

@@ -19,6 +19,7 @@ from gateway.config.startup_checks import StoredSecret, ensure_secrets, secret_f
 from gateway.errors import StartupError
 from gateway.server import Listening, serve
 from gateway.storage import disk_thread
+from paceline.lifecycle import Shutdown
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.gateway_process import running_gateway_process
 from tests.support.paceline_process import LISTENS, PacelineProcess, start_paceline
@@ -30,7 +31,6 @@ from tests.support.running_gateway import (
     wait_until,
 )
 from tests.support.scripted_worker import DONE, ScriptedWorker
-from workers.lifecycle import Shutdown
 
 
 def test_f35_a_draining_gateway_finishes_streams_and_rejects_new_requests(

@@ -12,8 +12,8 @@ import pytest
 from gateway.config.startup_checks import check_state, ensure_secrets
 from gateway.errors import StartupError
 from gateway.server import serve
+from paceline.lifecycle import Shutdown
 from tests.support.running_gateway import make_settings
-from workers.lifecycle import Shutdown
 from workers.server.main import read_settings
 from workers.server.settings import prefix_cache_on_disk
 

@@ -17,10 +17,10 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from gateway.assembly import Timing
+from paceline import http
+from paceline.http import PIPELINE_LIMIT, TRAILERS_LIMIT, TRAILERS_LIMIT_BYTES, BoundedProtocol
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
-from workers import http
-from workers.http import PIPELINE_LIMIT, TRAILERS_LIMIT, TRAILERS_LIMIT_BYTES, BoundedProtocol
 
 CHUNKED = b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 _PIECES = 1000

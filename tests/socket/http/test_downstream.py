@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from paceline.http import HeadTooLarge
 from tests.support.gateway_fixtures import MakeGateway, Served
 from tests.support.raw_client import (
     PATH,
@@ -19,7 +20,6 @@ from tests.support.raw_client import (
 )
 from tests.support.running_gateway import RunningGateway, said, status_and_code
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, stream_events
-from workers.http import HeadTooLarge
 
 OFTEN = {"check_s": 0.05}
 GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"

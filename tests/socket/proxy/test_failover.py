@@ -11,6 +11,7 @@ import pytest
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.proxy import forward
+from paceline.protocol import ANSWER_FIELD, PROGRESS_HEADER
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
@@ -23,7 +24,6 @@ from tests.support.scripted_worker import (
     stream_events,
     told_events,
 )
-from workers.protocol import ANSWER_FIELD, PROGRESS_HEADER
 
 Workers = tuple[ScriptedWorker, ScriptedWorker]
 TOKENS = ("one", " two", " three")

@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.fleet import health as control
 from gateway.status.model import schema
 from gateway.telemetry.stats import MAX_WINDOW_S
+from paceline.protocol import Speculation, WorkerReport
 from tests.support.fault_proxy import Fault
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
-from workers.protocol import Speculation, WorkerReport
 
 MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
 MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}

@@ -21,9 +21,9 @@ from gateway.storage.counters import (
     CounterStore,
     MemoryCounters,
 )
+from paceline.protocol import LaneReport
 from tests.support.boot_reports import boot_report
 from tests.support.redis_server import TEST_DEADLINE_S
-from workers.protocol import LaneReport
 
 
 class StoreUnderTest(NamedTuple):

@@ -16,7 +16,7 @@ import yaml
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from policies.request.profile import Bypass
+from paceline.request.profile import Bypass
 from tests.support.gateway_fixtures import cause_traffic, gateway_of_module
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import Script, ScriptedWorker

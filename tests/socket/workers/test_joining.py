@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 from pydantic import SecretStr
 
+from paceline.protocol import PROTOCOL, ExitCode
 from tests.support.fault_proxy import running_proxy
 from tests.support.http_server import Request, ServerConnection
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.worker_process import run_worker
 from workers.heartbeat import NotAdmitted, wait_for_gateway
-from workers.protocol import PROTOCOL, ExitCode
 
 TOKEN = SecretStr(JOIN_TOKEN)
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.drain_rate import QueuePlace
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
-from workers.drain_rate import QueuePlace
 from workers.engine.types import Delta, GenerationFailed, PrefillProgress
 from workers.server.response import EventStream
 

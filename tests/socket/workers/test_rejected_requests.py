@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from policies.request.profile import Bypass
+from paceline.request.profile import Bypass
 from tests.support.scripted_engine import ScriptedEngine, StubPrompts, text_events, worker_client
 from workers.engine.types import LaneName
 from workers.server import request

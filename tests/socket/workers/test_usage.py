@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from paceline.protocol import RUNNING_USAGE_TOKENS
 from tests.support.scripted_engine import ScriptedEngine, worker_client
 from workers.engine.types import Delta, Event, Finished, FinishReason, Usage
-from workers.protocol import RUNNING_USAGE_TOKENS
 
 TOKENS = 100
 

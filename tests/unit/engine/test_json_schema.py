@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import Base64Str, SecretStr, TypeAdapter
 
-from policies.request.constraint import Constraint, ConstraintKind
+from paceline.request.constraint import Constraint, ConstraintKind
 from tests.support.grammars import matcher, takes
 from workers.engine.text.grammar_source import FUNCTION_TAGS, grammar_source
 from workers.engine.text.lark_text import UnsupportedGrammar

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.lifecycle import TRIM_INTERVAL_S, trim_heap
 from tests.support.fake_clock import START_S, FakeClock
 from workers.engine.decode.memory_pressure import (
     READING_INTERVAL_S,
@@ -20,7 +21,6 @@ from workers.engine.decode.memory_pressure import (
     is_out_of_memory,
     memory_reader,
 )
-from workers.lifecycle import TRIM_INTERVAL_S, trim_heap
 
 GB = 10**9
 

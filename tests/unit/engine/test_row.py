@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.request.profile import Sampling
+from paceline.protocol import DraftSource
+from paceline.request.profile import Sampling
 from workers.engine.decode.row import DELTA_INTERVAL_S, EventSink, Row, SpeculationCounter
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.reasoning import NextToken, Part, Reasoning
@@ -20,7 +21,6 @@ from workers.engine.types import (
     SourcedToken,
     TokenLogprob,
 )
-from workers.protocol import DraftSource
 
 END = 0
 

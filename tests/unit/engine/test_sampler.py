@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from workers.engine.decode.sampler import (
     NUCLEUS_TOKENS,
     SamplingContext,

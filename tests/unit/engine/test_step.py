@@ -5,8 +5,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from paceline.protocol import DraftSource
 from workers.engine.decode.batch import OpenStep
-from workers.protocol import DraftSource
 
 ROWS = 3
 SOURCES = [(DraftSource.HEAD,) * 2, (DraftSource.LOOKUP,), ()]

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
-from policies.request.constraint import strict_tools
+from paceline.request.constraint import strict_tools
 from tests.support.patch_grammar import PATCH
 from workers.demo import CHECKPOINT
 from workers.engine.text.grammar_source import (

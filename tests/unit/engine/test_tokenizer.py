@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from tests.support.tool_call_text import read_calls, renderer_of
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.text.tool_formats import FORMATS

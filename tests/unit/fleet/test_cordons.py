@@ -7,11 +7,11 @@ from gateway.fleet.cordons import Cordons
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.routing.select import Candidate
+from paceline.protocol import WorkerReport
 from tests.support.fake_clock import FakeClock
 from tests.support.memory_records import MemoryRecords
 from tests.support.scheduler_harness import worker_report
 from tests.support.scripted_worker import lane_report
-from workers.protocol import WorkerReport
 
 
 def report(running: int) -> WorkerReport:

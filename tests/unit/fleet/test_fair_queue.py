@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.fair_queue import WEIGHTS, FairQueue
-from policies.request.profile import Priority
+from paceline.request.profile import Priority
 
 INTERACTIVE, DEFAULT, BULK = Priority
 

@@ -11,12 +11,12 @@ from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, same_routing
 from gateway.routing.select import Candidate
 from gateway.routing.view import LaneView
 from gateway.storage.counters import MAX_WORKERS
+from paceline.protocol import MAX_SOURCES, WorkerReport
 from policies.sections import Pool
 from tests.support.fake_clock import START_S, FakeClock
 from tests.support.scheduler_harness import worker_report
 from tests.support.scripted_worker import lane_report
 from tests.support.static_workers import watched_engine
-from workers.protocol import MAX_SOURCES, WorkerReport
 
 
 def report(boot_id: str = "1", url: str = "http://mac:9200", **changes: Any) -> WorkerReport:

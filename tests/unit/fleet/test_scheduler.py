@@ -17,9 +17,9 @@ from gateway.fleet.circuit_breaker import BASE_EJECTION_S, MAX_FAILURES, Attempt
 from gateway.routing.features import Feature
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
+from paceline.request.profile import Priority
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument
-from policies.request.profile import Priority
 from tests.support.fake_clock import START_S
 from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED

@@ -9,10 +9,10 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from gateway.auth.records import KeyTerms
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError, LimitReached, WorkerError
-from policies.request.parser import HONOURED_FIELDS
-from policies.request.profile import Endpoint
-from workers.http import NotHttp
-from workers.protocol import ApiError
+from paceline.http import NotHttp
+from paceline.protocol import ApiError
+from paceline.request.parser import HONOURED_FIELDS
+from paceline.request.profile import Endpoint
 from workers.server.errors import RequestError
 from workers.server.settings import WorkerSettings
 
@@ -85,7 +85,11 @@ def test_the_page_on_settings_names_exactly_the_settings_of_gateway_and_worker()
 
 def test_the_page_on_headers_names_exactly_the_headers_of_paceline() -> None:
     documented = set(re.findall(r"`(x-paceline-[a-z-]+)`", (REFERENCE / "headers.md").read_text()))
-    sources = (*ROOT.glob("gateway/**/*.py"), *ROOT.glob("workers/**/*.py"))
+    sources = (
+        file
+        for folder in ("gateway", "paceline", "workers")
+        for file in ROOT.glob(f"{folder}/**/*.py")
+    )
     text = "".join(file.read_text() for file in sources)
     assert documented == set(re.findall(r'b?"(x-paceline-[a-z-]+)"', text))
 

@@ -1,6 +1,6 @@
 """Certificate authorities that gateways and workers trust when they connect to each other."""
 
-from workers.http import certificate_authorities
+from paceline.http import certificate_authorities
 
 COMPANY_CA = """\
 -----BEGIN CERTIFICATE-----

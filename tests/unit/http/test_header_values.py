@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocols.event_stream import comment_of
-from workers.http import encode_head
+from paceline.http import encode_head
 
 
 @given(st.lists(st.text(st.characters(max_codepoint=200))))

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from policies.request.compatibility import NEUTRAL
-from policies.request.constraint import read_constraint
-from policies.request.fields import FieldError
-from policies.request.parser import HONOURED_FIELDS, read_profile
-from policies.request.profile import Endpoint
+from paceline.request.compatibility import NEUTRAL
+from paceline.request.constraint import read_constraint
+from paceline.request.fields import FieldError
+from paceline.request.parser import HONOURED_FIELDS, read_profile
+from paceline.request.profile import Endpoint
 from tests.support.chat_bodies import read_chat
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.request.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import match_route
-from policies.request.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
 from policies.routes import DAYS, MEDIA_KINDS
 from tests.support.policies import DEFAULT_ROUTE, make_policy
 

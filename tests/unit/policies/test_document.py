@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from paceline.request.profile import Priority
 from policies.document import PolicyInvalid, default_policy, parse_policy, read_policy
-from policies.request.profile import Priority
 from policies.routes import Spill
 from policies.sections import Queue
 

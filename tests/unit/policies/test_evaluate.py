@@ -2,9 +2,9 @@
 
 import pytest
 
+from paceline.request.profile import Bypass, RequestProfile, Sampling
 from policies.document import default_policy
 from policies.evaluate import match_route, resolve_model, sampling_defaults
-from policies.request.profile import Bypass, RequestProfile, Sampling
 from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 

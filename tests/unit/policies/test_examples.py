@@ -7,11 +7,11 @@ import pytest
 
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
+from paceline.request.fields import FieldError
+from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument, parse_policy
 from policies.evaluate import sampling_defaults
-from policies.request.fields import FieldError
-from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.sections import apply_limits
 from tests.support.scripted_worker import lane_report
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from policies.request import content
-from policies.request.content import PictureInvalid, content_of, read_size
+from paceline.request import content
+from paceline.request.content import PictureInvalid, content_of, read_size
 from tests.support.images import data_url, encode_image, png_header
 
 

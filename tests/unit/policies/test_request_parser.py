@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.request.content import PICTURES_LIMIT
-from policies.request.fields import FieldError
-from policies.request.parser import read_profile
-from policies.request.profile import Endpoint
+from paceline.request.content import PICTURES_LIMIT
+from paceline.request.fields import FieldError
+from paceline.request.parser import read_profile
+from paceline.request.profile import Endpoint
 from tests.support.chat_bodies import (
     PICTURE,
     TOOL,

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from policies.request.fields import FieldError
-from policies.request.parser import read_profile
-from policies.request.profile import Bypass, Endpoint, Sampling, bypass_reasons
+from paceline.request.fields import FieldError
+from paceline.request.parser import read_profile
+from paceline.request.profile import Bypass, Endpoint, Sampling, bypass_reasons
 from tests.support.chat_bodies import PICTURE, TOOL, read_chat, read_content_parts
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner
 from gateway.protocols.openai import CHAT, OpenAIStreamEncoder
+from paceline.protocol import ANSWER_FIELD, DraftSource
 from tests.support.scripted_worker import DONE, chunk, usage_chunk
 from workers.engine.types import TokenStep
-from workers.protocol import ANSWER_FIELD, DraftSource
 from workers.server.answer_progress import AnswerProgress as WorkerProgress
 from workers.server.answer_progress import GivenStream, read_given
 from workers.server.errors import BadRequest

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.protocols.messages.context_management import CLEARED, edit_messages
-from policies.request.fields import FieldError
+from paceline.request.fields import FieldError
 
 TOOL_USES = "clear_tool_uses_20250919"
 THINKING = "clear_thinking_20251015"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from gateway.protocols.event_stream import StreamScanner, StreamState
 from gateway.protocols.openai import CHAT, OpenAIStreamEncoder
 from gateway.types import Drafts, Usage
+from paceline.protocol import MAX_DRAFT_TOKENS
 from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
-from workers.protocol import MAX_DRAFT_TOKENS
 
 
 def scanner_of(

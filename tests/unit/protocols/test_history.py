@@ -6,7 +6,7 @@ import pytest
 
 from gateway.protocols.documents import Document, Readable, words_for_pdf
 from gateway.protocols.history import readable, words_for
-from policies.request.fields import FieldError
+from paceline.request.fields import FieldError
 from tests.support.images import data_url, png_header
 
 UNKNOWN = {"type": "new, kind", "x": 1}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.protocols.legacy_functions import as_function_call, with_tools
-from policies.request.fields import FieldError
+from paceline.request.fields import FieldError
 
 FUNCTION = {"name": "look", "parameters": {"type": "object"}}
 CALL = {"name": "look", "arguments": '{"at": "a"}'}

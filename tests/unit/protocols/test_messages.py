@@ -19,7 +19,7 @@ from gateway.protocols.messages.request import to_chat
 from gateway.protocols.messages.response import MessageEncoder
 from gateway.protocols.sealing import Sealer
 from gateway.strict_json import encode_json
-from policies.request.fields import FieldError
+from paceline.request.fields import FieldError
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values

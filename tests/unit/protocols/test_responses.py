@@ -15,8 +15,8 @@ from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.responses.request import check_items
 from gateway.protocols.sealing import Sealer
 from gateway.routing.view import FleetView
+from paceline.request.fields import FieldError
 from policies.document import PolicyDocument
-from policies.request.fields import FieldError
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 from gateway import strict_json
 from gateway.errors import BodyNotJson
 from gateway.strict_json import encode_body, encode_json, parse
-from policies.request import json_pieces
+from paceline.request import json_pieces
 from tests.support.json_values import VALUES
 
 TEXT_PIECES = st.sampled_from(

@@ -34,7 +34,7 @@ from gateway.proxy.billing import (
     reserved_tokens,
 )
 from gateway.types import UNUSED, Spent, Usage
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.rate_limit_model import ALL_LIMITS, NOON
 
 PROFILE = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, max_tokens=6)

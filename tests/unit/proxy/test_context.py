@@ -13,8 +13,8 @@ from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.select import Candidate, Decision, RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
+from paceline.request.profile import Endpoint, RequestProfile
 from policies.document import default_policy
-from policies.request.profile import Endpoint, RequestProfile
 from tests.support.prefix_claims import system_prompt
 
 NOW_S = 1_000_000.0

@@ -15,14 +15,14 @@ from gateway.fleet.worker import Lease
 from gateway.routing.cost import UNMEASURED, draft_loss_share, load_cost_s, throughput_of
 from gateway.routing.select import Candidate, RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
+from paceline.protocol import WorkerReport
+from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.document import PolicyDocument, default_policy
-from policies.request.profile import Endpoint, RequestProfile, Sampling
 from tests.support.fake_clock import FakeClock
 from tests.support.policies import make_policy
 from tests.support.prefix_claims import cached_at
 from tests.support.scheduler_harness import worker_report
 from tests.support.scripted_worker import lane_report
-from workers.protocol import WorkerReport
 
 POLICY = default_policy()
 LONG = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=16_000)

@@ -8,8 +8,8 @@ import pytest
 from gateway.routing.features import FIELDS, Feature, features_of
 from gateway.routing.select import Decision, RoutingRequest, decide
 from gateway.routing.view import LaneView, ModelView, WorkerView
+from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.document import default_policy
-from policies.request.profile import Endpoint, RequestProfile, Sampling
 from tests.support.fleet_views import fleet_view, worker_view
 from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED

@@ -24,6 +24,7 @@ from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import LaneView, WorkerView
 from gateway.types import Usage, WorkerBoot
+from paceline.protocol import WorkerReport
 from policies.document import default_policy
 from policies.sections import PrefixPolicy
 from tests.support.fake_clock import START_S, FakeClock
@@ -41,7 +42,6 @@ from tests.support.prefix_claims import (
 from tests.support.request_profiles import SAMPLED
 from tests.support.scheduler_harness import worker_report
 from tests.support.scripted_worker import lane_report
-from workers.protocol import WorkerReport
 
 MINI = ("mini", "1")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gateway.protocols.openai import normalise
 from gateway.routing.prefix_keys import MAX_PROMPT_ENDS, NO_KEYS, PrefixHasher, PrefixKeys
 from gateway.types import Caller, Inspected
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.request.profile import Endpoint, RequestProfile
 from policies.sections import PrefixPolicy
 from tests.support.images import data_url
 from tests.support.prefix_claims import RULES

@@ -7,9 +7,9 @@ from random import Random
 from gateway.routing.replay import MAX_RECENT_REQUESTS, PoolMoves, RecentRequests
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
+from paceline.request.profile import bypass_reasons
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument, default_policy
-from policies.request.profile import bypass_reasons
 from tests.support.fleet_views import fleet_view, worker_view
 from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED

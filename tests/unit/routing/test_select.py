@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gateway.routing.select import Decision, RoutingRequest, decide
 from gateway.routing.view import LaneView, WorkerView
+from paceline.request.profile import Bypass, Endpoint, RequestProfile, Sampling
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument, default_policy
-from policies.request.profile import Bypass, Endpoint, RequestProfile, Sampling
 from tests.support.fleet_views import fleet_view, worker_view
 from tests.support.policies import DEFAULT_ROUTE, make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED

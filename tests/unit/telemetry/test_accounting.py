@@ -9,7 +9,7 @@ from gateway.telemetry import accounting
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Inspected, Usage
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.memory_records import MemoryRecords
 
 

@@ -13,7 +13,7 @@ from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.speculation_and_reuse import Alarm, alarm_of
 from gateway.telemetry.stats import SnapshotHistory
 from gateway.types import Drafts, Inspected, Outcome, Usage
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.fake_clock import FakeClock
 from tests.support.memory_records import MemoryRecords
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.drain_rate import DrainRate, QueuePlace
+from paceline.drain_rate import DrainRate, QueuePlace
 
 
 def drained_each(interval_s: float, requests: int) -> DrainRate:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from workers.config_file import InvalidSettings
+from paceline.config_file import InvalidSettings
 from workers.group.checks import check_facts
 from workers.group.hosts import Backend, Hosts
 from workers.group.rank import RankFacts

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.storage.counters import sum_reports
-from workers.protocol import (
+from paceline.protocol import (
     MAX_COUNT,
     PROTOCOL,
     LaneReport,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.addresses import is_loopback
+from paceline.config_file import InvalidSettings
 from tests.support.scheduler_harness import worker_report
-from workers.addresses import is_loopback
-from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
 from workers.heartbeat import advertised_url
 from workers.server.main import read_settings

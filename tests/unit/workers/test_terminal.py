@@ -13,8 +13,8 @@ from string import Formatter
 
 import pytest
 
-from workers import terminal
-from workers.terminal import TERMINAL_VARIABLE, configure_logging, printable
+from paceline import terminal
+from paceline.terminal import TERMINAL_VARIABLE, configure_logging, printable
 
 
 @pytest.mark.parametrize("character", ["\0", "\x1b", "\r", "\x7f", "\x9b", "\u202e", "\u2066"])
@@ -72,7 +72,9 @@ def test_f82_a_fault_is_logged_by_type_and_place_without_its_words(
 def test_f82_no_line_of_the_log_has_the_words_of_any_error_there_is() -> None:
     """What `except Exception` catches may quote a prompt; its type tells enough."""
     root = Path(__file__).parents[3]
-    files = [*(root / "gateway").rglob("*.py"), *(root / "workers").rglob("*.py")]
+    files = [
+        file for name in ("gateway", "paceline", "workers") for file in (root / name).rglob("*.py")
+    ]
     wrong = [
         f"{file.relative_to(root)}:{call.lineno}"
         for file in files
@@ -138,7 +140,9 @@ def logging_configured(level: int, **variables: str) -> Iterator[None]:
 def test_each_sentence_names_the_fields_of_its_log_line() -> None:
     """A sentence with another field would be shown in the words of a machine."""
     root = Path(__file__).parents[3]
-    files = [*(root / "gateway").rglob("*.py"), *(root / "workers").rglob("*.py")]
+    files = [
+        file for name in ("gateway", "paceline", "workers") for file in (root / name).rglob("*.py")
+    ]
     sources = "".join(file.read_text() for file in files)
     for event, sentence in terminal._SENTENCES.items():
         fields = {name for _, name, _, _ in Formatter().parse(sentence) if name} - {"text"}

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from paceline.protocol import DraftSource
 from workers.engine.decode.row import Row
 from workers.engine.decode.step_graph import Layers, State
 from workers.engine.model.draft_shortlist import DraftShortlist
 from workers.engine.model.kv_cache import KVCache, LayerCache, RowCache, capacity
 from workers.engine.model.mtp_head import MtpHead
 from workers.engine.model.windows import FamilyWindow, to_ring
-from workers.protocol import DraftSource
 
 SIZE_CLASSES = (4096, 16384)
 """Slots at which the next class of rows begins."""

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from paceline.protocol import DraftSource
 from workers.engine.decode.batch import Batch, OpenStep, size_class
 from workers.engine.decode.draft_head import DraftHead
 from workers.engine.decode.draft_length import RUN_LENGTHS, DraftLength, Plan, Run
@@ -52,7 +53,6 @@ from workers.engine.model.target import Target
 from workers.engine.prefix.tree import RowState, state_of
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import TokenLogprob
-from workers.protocol import DraftSource
 
 
 @dataclass(slots=True, kw_only=True)

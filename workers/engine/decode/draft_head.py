@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from policies.request.profile import Bypass
+from paceline.request.profile import Bypass
 from workers.engine.decode.memory_pressure import is_out_of_memory
 from workers.engine.decode.metrics import LaneCounters
 from workers.engine.decode.row import Row

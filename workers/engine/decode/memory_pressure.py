@@ -28,8 +28,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from workers.lifecycle import TRIM_INTERVAL_S, trim_heap
-from workers.protocol import CRITICAL_PRESSURE
+from paceline.lifecycle import TRIM_INTERVAL_S, trim_heap
+from paceline.protocol import CRITICAL_PRESSURE
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from policies.request.profile import Bypass
+from paceline.protocol import LaneReport, PrefixCounts, SpecPrefillCounts, Speculation, TimeSaved
+from paceline.request.profile import Bypass
 from workers.engine.decode.row import Row
 from workers.engine.types import LaneName
-from workers.protocol import LaneReport, PrefixCounts, SpecPrefillCounts, Speculation, TimeSaved
 
 _DECAY = 0.8
 """Weight of the past against one more measurement."""

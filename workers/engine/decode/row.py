@@ -9,7 +9,8 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
-from policies.request.profile import Bypass
+from paceline.protocol import ANSWER_FIELD, RUNNING_USAGE_TOKENS, DraftSource, Speculation
+from paceline.request.profile import Bypass
 from workers.engine import types
 from workers.engine.decode.prompt_lookup import Found, PromptLookup
 from workers.engine.decode.sampler import PromptLogprobs, SamplingContext, TokenCounts
@@ -18,7 +19,6 @@ from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.grammar import Matcher, TokenRules
 from workers.engine.text.reasoning import ANSWERING, Part, Reasoning
 from workers.engine.text.tokenizer import PreparedPrompt
-from workers.protocol import ANSWER_FIELD, RUNNING_USAGE_TOKENS, DraftSource, Speculation
 
 EventSink = Callable[[types.Event | types.EngineError], None]
 DELTA_INTERVAL_S = 0.01

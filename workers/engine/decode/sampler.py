@@ -12,7 +12,7 @@ from math import nan
 
 import mlx.core as mx
 
-from policies.request.profile import Sampling
+from paceline.request.profile import Sampling
 from workers.engine.types import ScoredToken, TokenLogprob
 
 NUCLEUS_TOKENS = 2048

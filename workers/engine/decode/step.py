@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from paceline.protocol import DraftSource
 from workers.engine.decode.batch import Batch, OpenStep, Unread, set_states, states_of
 from workers.engine.decode.sampler import choose
 from workers.engine.decode.step_graph import Layers, StepGraph
 from workers.engine.model.target import Target
 from workers.engine.text.grammar import allowed_tokens, given_drafts
-from workers.protocol import DraftSource
 
 MAX_BACKLOG_STEPS = 32
 """Backlog at which the head reads it even though it drafts nothing."""

@@ -22,8 +22,10 @@ from itertools import chain, islice
 
 import mlx.core as mx
 
-from policies.request.profile import Bypass
-from workers.drain_rate import DrainRate, QueuePlace
+from paceline.drain_rate import DrainRate, QueuePlace
+from paceline.lifecycle import trim_heap
+from paceline.protocol import whole_scope
+from paceline.request.profile import Bypass
 from workers.engine import types
 from workers.engine.decode.decoder import Decoder, Outcome, check_device
 from workers.engine.decode.draft_head import DraftHead
@@ -53,8 +55,6 @@ from workers.engine.prefix.cache import MIN_TOKENS, PrefixCache
 from workers.engine.prefix.tree import RowState
 from workers.engine.text.grammar import allowed_tokens
 from workers.engine.text.tokenizer import PromptRenderer
-from workers.lifecycle import trim_heap
-from workers.protocol import whole_scope
 
 logger = logging.getLogger(__name__)
 

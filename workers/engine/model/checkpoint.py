@@ -15,13 +15,13 @@ from mlx_vlm.utils import load
 from pydantic import ValidationError
 from transformers import AutoConfig
 
+from paceline.protocol import SamplingDefaults
 from workers.engine.model.adapter import apply_adapter
 from workers.engine.model.device import cast_for_device
 from workers.engine.model.model_folder import check_folder, forbid_code
 from workers.engine.model.mtp_head import MtpHead, load_own_head, load_separate_head
 from workers.engine.model.target import Target
 from workers.engine.types import ModelUnusable, WeightType
-from workers.protocol import SamplingDefaults
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from policies.request.profile import Endpoint
+from paceline.request.profile import Endpoint
+from paceline.terminal import printable
 from workers.engine.types import ModelUnusable
-from workers.terminal import printable
 
 _MAX_REASON_CHARS = 300
 _LAYERS = re.compile(r"(layers?|depths?|blocks?|stages?)$")

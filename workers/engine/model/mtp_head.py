@@ -30,6 +30,7 @@ from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
 from safetensors import safe_open
 
+from paceline.terminal import printable
 from workers.engine.model.device import cast_for_device
 from workers.engine.model.draft_shortlist import DraftShortlist
 from workers.engine.model.families import gemma4
@@ -37,7 +38,6 @@ from workers.engine.model.kv_cache import KVCache, LayerCache, RowCache
 from workers.engine.model.layer_heads import ASSISTED, LAYER_HEADS, LayerHead
 from workers.engine.model.model_folder import check_folder
 from workers.engine.model.target import Target
-from workers.terminal import printable
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from mlx_vlm.reranker_loader import load_sequence_classification_model
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from policies.request.pooling import Input
-from policies.request.profile import Endpoint
+from paceline.request.pooling import Input
+from paceline.request.profile import Endpoint
 from workers.engine.model.device import cast_for_device
 from workers.engine.model.model_folder import DECODERS, ENCODERS, check_folder, forbid_code
 from workers.engine.text.long_text import PIECE_CHARS, chars_beyond

@@ -27,6 +27,7 @@ from mlx_vlm.models.qwen3_next.language import LanguageModel as Qwen3NextLanguag
 from mlx_vlm.models.qwen3_vl.language import LanguageModel as Qwen3VlLanguage
 from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLanguage
 
+from paceline.protocol import whole_scope
 from workers.engine.model.families import gemma4, lfm2, llama4, qwen3_next
 from workers.engine.model.kv_cache import (
     ArraysCache,
@@ -38,7 +39,6 @@ from workers.engine.model.kv_cache import (
     RowCache,
 )
 from workers.engine.model.layer_heads import ASSISTED, LAYER_HEADS
-from workers.protocol import whole_scope
 
 # Families that return the positions of a prompt with pictures along with its embeddings,
 _ReturnsPositions = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage

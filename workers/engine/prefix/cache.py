@@ -25,9 +25,9 @@ from heapq import nlargest
 
 import numpy as np
 
+from paceline.protocol import whole_scope
 from workers.engine.prefix.files import FileName, Prefetched, PrefixCacheFiles
 from workers.engine.prefix.tree import Match, Node, PendingRun, RowState, TokenArray, from_host
-from workers.protocol import whole_scope
 
 logger = logging.getLogger(__name__)
 

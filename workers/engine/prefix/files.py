@@ -32,7 +32,7 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from workers.protocol import PREFIX_FILES_TTL_S, whole_scope
+from paceline.protocol import PREFIX_FILES_TTL_S, whole_scope
 
 logger = logging.getLogger(__name__)
 

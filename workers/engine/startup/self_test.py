@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from policies.request.profile import Bypass, Sampling
+from paceline.protocol import Speculation
+from paceline.request.profile import Bypass, Sampling
 from workers.engine.decode.row import EventSink, Row, SpeculationCounter
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.text.detokenizer import TextStream
@@ -24,7 +25,6 @@ from workers.engine.types import (
     ModelUnusable,
     Prompt,
 )
-from workers.protocol import Speculation
 
 QUESTIONS = (
     "Count from 1 to 40.",

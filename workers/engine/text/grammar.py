@@ -26,13 +26,13 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from policies.request.constraint import TOOL_GRAMMARS, Constraint, ConstraintKind
+from paceline.protocol import whole_scope
+from paceline.request.constraint import TOOL_GRAMMARS, Constraint, ConstraintKind
 from workers.engine.text.grammar_source import LIMITS, Vocabulary
 from workers.engine.text.grammar_trial import STACK_BYTES, ConstraintRejected, ConstraintTrial
 from workers.engine.text.reasoning import ANSWERING, NextToken, ReasoningState
 from workers.engine.text.tokenizer import token_bytes
 from workers.engine.types import InvalidGeneration
-from workers.protocol import whole_scope
 
 logger = logging.getLogger(__name__)
 

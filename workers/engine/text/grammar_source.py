@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from policies.request.constraint import Constraint, ConstraintKind, text_argument
+from paceline.request.constraint import Constraint, ConstraintKind, text_argument
 from workers.engine.text.json_schema import (
     ANNOTATIONS,
     REFERENCES_LIMIT,

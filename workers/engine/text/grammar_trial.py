@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer
 
-from policies.request.constraint import Constraint, ConstraintKind
+from paceline.request.constraint import Constraint, ConstraintKind
 from workers.engine.text.grammar_source import (
     LIMITS,
     Vocabulary,

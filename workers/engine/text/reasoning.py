@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import jinja2
 from jinja2 import meta
 
-from policies.request.profile import REASONING_EFFORTS
+from paceline.request.profile import REASONING_EFFORTS
 from workers.engine.text.detokenizer import TextStream
 
 MARKS = (

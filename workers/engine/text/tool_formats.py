@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import regex
 
-from policies.request.content import TOOL_NAME
+from paceline.request.content import TOOL_NAME
 from workers.engine.text import grammar_source
 
 _NAME: Final = rf"(?P<name>{TOOL_NAME})"

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.request.fields import FieldError, Fields
-from policies.request.json_pieces import json_bytes
-from policies.request.profile import Endpoint
+from paceline.request.fields import FieldError, Fields
+from paceline.request.json_pieces import json_bytes
+from paceline.request.profile import Endpoint
 
 PICTURES_LIMIT = 32
 """The maximum number of pictures in one request."""

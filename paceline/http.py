@@ -27,8 +27,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from workers.lifecycle import first_of
-from workers.protocol import ApiError, header_value
+from paceline.lifecycle import first_of
+from paceline.protocol import ApiError, header_value
 
 TRAILERS_LIMIT_BYTES = 8 * 1024
 """Also of the extensions of a chunk: of all that a body holds beside its data, in one go."""

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.request.compatibility import read_ignored
-from policies.request.constraint import (
+from paceline.request.compatibility import read_ignored
+from paceline.request.constraint import (
     CONSTRAINT_FIELDS,
     TOOL_GRAMMARS,
     call_fields,
@@ -19,10 +19,10 @@ from policies.request.constraint import (
     check_tool_grammars,
     read_constraint,
 )
-from policies.request.content import PROMPTS_LIMIT, TOOL_NAME, read_content
-from policies.request.fields import FieldError, Fields, read_cache_salt
-from policies.request.json_pieces import json_bytes
-from policies.request.pooling import (
+from paceline.request.content import PROMPTS_LIMIT, TOOL_NAME, read_content
+from paceline.request.fields import FieldError, Fields, read_cache_salt
+from paceline.request.json_pieces import json_bytes
+from paceline.request.pooling import (
     EMBEDDINGS_FIELDS,
     RERANK_FIELDS,
     embeddings_profile,
@@ -30,7 +30,7 @@ from policies.request.pooling import (
     read_rerank,
     rerank_profile,
 )
-from policies.request.profile import (
+from paceline.request.profile import (
     OPENAI_DEFAULTS,
     REASONING_EFFORTS,
     Endpoint,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from workers.protocol import StartProgress
+    from paceline.protocol import StartProgress
 
 _MARK = "\N{REPLACEMENT CHARACTER}"
 # C0 but for tab and line feed, DEL and C1, and the marks that change the direction of text.

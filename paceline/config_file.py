@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConfigSettingsSource
 
-from policies.error_messages import closest, message_of
+from paceline.error_messages import closest, message_of
 
 _DEFAULT_FILE = Path("paceline.yaml")
 _NO_ALIASES: Mapping[str, str] = {}

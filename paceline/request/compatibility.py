@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from policies.request.fields import FieldError
-from policies.request.profile import Endpoint
+from paceline.request.fields import FieldError
+from paceline.request.profile import Endpoint
 
 IGNORED = frozenset(
     # of OpenAI: for its accounts and caches, or a hint to its own models

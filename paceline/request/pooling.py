@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from policies.request.content import are_tokens
-from policies.request.fields import FieldError, Fields
-from policies.request.profile import Endpoint, RequestProfile
+from paceline.request.content import are_tokens
+from paceline.request.fields import FieldError, Fields
+from paceline.request.profile import Endpoint, RequestProfile
 
 INPUTS_LIMIT = 2048
 """The maximum number of texts of one request, and of documents; OpenAI allows as many."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from policies.request.fields import FieldError, Fields
+from paceline.request.fields import FieldError, Fields
 
 CONSTRAINT_FIELDS = frozenset(
     "response_format structured_outputs guided_json guided_regex guided_choice "

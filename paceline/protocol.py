@@ -17,9 +17,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from policies.names import PRINTABLE, Label, ModelName, Name
-from policies.request.profile import Endpoint, Sampling
-from workers.addresses import BaseUrl
+from paceline.addresses import BaseUrl
+from paceline.names import PRINTABLE, Label, ModelName, Name
+from paceline.request.profile import Endpoint, Sampling
 
 PROTOCOL = 1
 """Number of this protocol. It grows by one with each change that an older side misunderstands."""

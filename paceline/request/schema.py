@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from policies.request.compatibility import IGNORED, neutral_values
-from policies.request.content import PROMPTS_LIMIT, ROLES
-from policies.request.fields import CACHE_SALT, CACHE_SALT_CHARS, Default, Fields
-from policies.request.parser import HONOURED_FIELDS, read_profile
-from policies.request.pooling import ENCODINGS, INPUTS_LIMIT
-from policies.request.profile import REASONING_EFFORTS, Endpoint
+from paceline.request.compatibility import IGNORED, neutral_values
+from paceline.request.content import PROMPTS_LIMIT, ROLES
+from paceline.request.fields import CACHE_SALT, CACHE_SALT_CHARS, Default, Fields
+from paceline.request.parser import HONOURED_FIELDS, read_profile
+from paceline.request.pooling import ENCODINGS, INPUTS_LIMIT
+from paceline.request.profile import REASONING_EFFORTS, Endpoint
 
 _TEXT = {"type": "string", "minLength": 1}
 _MINIMAL_BODIES: Mapping[Endpoint, Mapping[str, Any]] = {

@@ -1,0 +1,1 @@
+"""What gateways and workers share; it imports neither, nor policies."""
