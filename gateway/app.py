@@ -44,8 +44,8 @@ from gateway.protocols import WIRE_FORMATS
 from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat, error_body
 from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.handler import ProxyHandler
-from gateway.proxy.responses import ResponsesService
 from gateway.proxy.token_count import TokenCounter
+from gateway.responses.exchange import ResponsesService
 from paceline.error_messages import message_of
 from policies.document import PolicyInvalid
 

@@ -18,16 +18,8 @@ from tenacity import AsyncRetrying, retry_if_exception_cause_type, stop_after_de
 from gateway.auth.api_keys import ApiKeys, missing_pools
 from gateway.auth.key_store import KeyStore
 from gateway.auth.usage_store import UsageStore
-from gateway.cluster.counters import SharedCounters
-from gateway.cluster.expiring import SharedExpiringRecords
-from gateway.cluster.join_token import SharedJoinToken
-from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
-from gateway.cluster.recent_errors import SharedErrors
-from gateway.cluster.records import RedisRecords
-from gateway.cluster.redis import ADMIN_DEADLINE_S, DEADLINE_S, RedisClient
 from gateway.cluster.sync import ClusterSync, PeerWorkers
-from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.settings import Settings
@@ -51,10 +43,15 @@ from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixHasher
 from gateway.routing.replay import RecentRequests
-from gateway.storage.counters import CounterStore, MemoryCounters
-from gateway.storage.expiring import ExpiringRecords, MemoryRecords
-from gateway.storage.recent_errors import RecentErrors
-from gateway.storage.records import FileRecords, Records
+from gateway.state.counters import CounterStore, MemoryCounters
+from gateway.state.expiring import ExpiringRecords, MemoryRecords, SharedExpiringRecords
+from gateway.state.join_token import SharedJoinToken
+from gateway.state.prefix_claims import SharedPrefixClaims
+from gateway.state.recent_errors import RecentErrors, SharedErrors
+from gateway.state.records import FileRecords, Records, RedisRecords
+from gateway.state.redis import ADMIN_DEADLINE_S, DEADLINE_S, RedisClient
+from gateway.state.shared_counters import SharedCounters
+from gateway.state.worker_reports import SharedWorkerReports
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory

@@ -23,10 +23,10 @@ from bench.gateway.contenders import gateway_parser
 from bench.harness.process_cost import resident_bytes
 from bench.harness.tables import Grid, Target, provenance, write_page
 from bench.harness.tables import targets as targets_grid
-from gateway.cluster.prefix_claims import SharedPrefixClaims
-from gateway.cluster.redis import RedisClient
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixEnd, PrefixHasher, PrefixKeys
+from gateway.state.prefix_claims import SharedPrefixClaims
+from gateway.state.redis import RedisClient
 from gateway.types import Caller, Inspected, Usage
 from paceline.request.profile import Endpoint, RequestProfile
 from policies.sections import PrefixPolicy

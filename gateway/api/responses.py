@@ -30,8 +30,8 @@ from gateway.protocols.responses.request import (
     read_items,
 )
 from gateway.proxy.handler import inspect
-from gateway.proxy.kept_items import KeptItems, named_items
-from gateway.proxy.responses import FOLLOWER_BYTES, ResponsesService
+from gateway.responses.exchange import FOLLOWER_BYTES, ResponsesService
+from gateway.responses.kept_items import KeptItems, named_items
 from gateway.strict_json import encode_body, parse
 from paceline.request.fields import FieldError
 from policies.evaluate import ANY_MODEL

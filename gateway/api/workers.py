@@ -22,8 +22,8 @@ from gateway.errors import (
 )
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
+from gateway.state.counters import GONE_WORKERS
 from gateway.status.render import worker_state
-from gateway.storage.counters import GONE_WORKERS
 from paceline.protocol import EARLIER_BOOTS, PROTOCOL, WorkerReport, speaks
 
 PREFIX = "/admin/v1/workers"

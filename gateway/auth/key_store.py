@@ -12,7 +12,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict
 from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyRecord, KeyTerms, new_key
 from gateway.errors import KeyIsRevoked, KeyUnknown, RecordsUnwritable, RevocationUnstored
-from gateway.storage.records import RecordReader, Records, RecordTable
+from gateway.state.records import RecordReader, Records, RecordTable
 
 log = logging.getLogger(__name__)
 

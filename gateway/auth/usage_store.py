@@ -15,7 +15,7 @@ from gateway.auth.usage import (
     rows_by_day,
     sum_by,
 )
-from gateway.storage.records import Records
+from gateway.state.records import Records
 from gateway.types import UNUSED, Caller, Spent, Usage
 
 _KIND = "usage"

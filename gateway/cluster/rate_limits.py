@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pydantic import TypeAdapter
 
 from gateway.auth.rate_limits import AdmittedTotals, RateLimiter
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.shared_hash import NOW
 from gateway.errors import RecordsUnwritable
+from gateway.state.redis import RedisClient
+from gateway.state.shared_hash import NOW
 
 _KEYS = ["paceline:{rate_limits}:admitted", "paceline:{rate_limits}:gateways"]
 _ALIVE_MS = 5_000

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.cluster.join_token import SharedJoinToken
 from gateway.cluster.rate_limits import SharedRateLimits
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.worker_reports import SharedWorkerReports, boot_name
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.periodic import Work
 from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.state.join_token import SharedJoinToken
+from gateway.state.redis import RedisClient
+from gateway.state.worker_reports import SharedWorkerReports, boot_name
 from paceline.protocol import WorkerReport
 
 # After one missed heartbeat, the gateway that gets them may be gone, or Redis.

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason
 from gateway.errors import RecordsUnwritable, StartupError
-from gateway.storage.disk_thread import DiskThread
-from gateway.storage.records import FileRecords
+from gateway.state.disk_thread import DiskThread
+from gateway.state.records import FileRecords
 from policies.document import PolicyInvalid, Problem, default_text
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from gateway.config.policy_versions import (
 )
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
-from gateway.storage.records import RecordReader, Records, RecordTable
+from gateway.state.records import RecordReader, Records, RecordTable
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
-from gateway.storage.records import exclusive_writer, replace_file
+from gateway.state.records import exclusive_writer, replace_file
 from gateway.types import fits_header
 from paceline.addresses import base_url, is_loopback
 from paceline.config_file import NotPrivate, check_private, make_private

@@ -16,7 +16,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict
 from gateway.errors import WorkerUnknown
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
-from gateway.storage.records import RecordReader, Records, RecordTable
+from gateway.state.records import RecordReader, Records, RecordTable
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from gateway.engines.base import EngineSilent, EngineUnusable
 from gateway.errors import EngineListed, EngineUnknown, FieldInvalid, StartupError, WorkerIdTaken
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry
-from gateway.storage.counters import GONE_WORKERS, MAX_WORKERS
-from gateway.storage.records import RecordReader, Records, RecordTable
+from gateway.state.counters import GONE_WORKERS, MAX_WORKERS
+from gateway.state.records import RecordReader, Records, RecordTable
 
 log = logging.getLogger(__name__)
 

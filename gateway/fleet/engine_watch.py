@@ -19,7 +19,7 @@ from gateway.errors import WorkerIdTaken
 from gateway.fleet.health import read_bounded
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.periodic import Job
-from gateway.storage.counters import CounterStore
+from gateway.state.counters import CounterStore
 from paceline.http import certificate_authorities
 from paceline.protocol import MTP_LANE, LaneReport, WorkerReport
 

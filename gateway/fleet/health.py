@@ -17,7 +17,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from gateway.engines.paceline import REPORT_PATH, PacelineWorker
 from gateway.fleet.registry import WorkerRegistry
 from gateway.periodic import SharedRuns
-from gateway.storage.counters import CounterStore
+from gateway.state.counters import CounterStore
 from gateway.strict_json import Pieces, size_of
 from paceline.http import certificate_authorities, system_error
 from paceline.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport

@@ -15,7 +15,7 @@ from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing
 from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView, WorkerView
-from gateway.storage.counters import MAX_WORKERS
+from gateway.state.counters import MAX_WORKERS
 from gateway.types import WorkerBoot
 from paceline.addresses import is_loopback
 from paceline.protocol import CRITICAL_PRESSURE, MAX_SOURCES, LaneReport, NodeSource, WorkerReport

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gateway.protocols.base import StreamEncoder
     from gateway.protocols.event_stream import AnswerProgress
     from gateway.protocols.openai import WireFormat
-    from gateway.proxy.responses import ResponseExchange
+    from gateway.responses.exchange import ResponseExchange
     from gateway.telemetry.tracing import Trace
 
 FAILOVERS_HEADER = b"x-paceline-failovers"

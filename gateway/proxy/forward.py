@@ -29,8 +29,8 @@ from gateway.protocols.event_stream import AnswerProgress, StreamScanner, Stream
 from gateway.proxy.context import RequestContext
 from gateway.proxy.keep_alive import KeepAlive
 from gateway.proxy.quarantine import Quarantine
-from gateway.proxy.responses import AnswerWriter
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
+from gateway.responses.exchange import AnswerWriter
 from gateway.strict_json import Pieces, footprint_bytes, size_of, with_fields
 from gateway.types import UNUSED, Headers
 from paceline.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER, TOKENS_LINE

@@ -37,7 +37,7 @@ from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
-from gateway.proxy.responses import AnswerWriter, ResponseExchange
+from gateway.responses.exchange import AnswerWriter, ResponseExchange
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_body, footprint_bytes, parse
 from gateway.types import Caller, Headers, Inspected, RawBody

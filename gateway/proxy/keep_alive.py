@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Self
 
-from gateway.proxy.responses import AnswerWriter
+from gateway.responses.exchange import AnswerWriter
 from gateway.types import Header
 
 # So long after a worker has begun, an error still has a status of its own, and the head still

@@ -16,8 +16,8 @@ from gateway.errors import FieldInvalid
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import WorkerState
 from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.state.counters import CounterKey, sum_lanes
 from gateway.status import model
-from gateway.storage.counters import CounterKey, sum_lanes
 from gateway.telemetry import engine_counts, stats
 from gateway.telemetry.speculation_and_reuse import alarm_of
 from gateway.types import Outcome

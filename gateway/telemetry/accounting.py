@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from gateway.auth.usage_store import UsageStore
 from gateway.errors import is_plain_name
 from gateway.routing.prefix_affinity import ISOLATED
-from gateway.storage.counters import CounterKey
-from gateway.storage.recent_errors import MAX_TEXT_CHARS, ErrorRecord, RecentErrors
+from gateway.state.counters import CounterKey
+from gateway.state.recent_errors import MAX_TEXT_CHARS, ErrorRecord, RecentErrors
 from gateway.telemetry import engine_counts, speculation_and_reuse
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord

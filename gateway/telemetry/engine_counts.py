@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from gateway.storage.counters import CounterKey
+from gateway.state.counters import CounterKey
 from paceline.protocol import (
     MAX_DRAFT_TOKENS,
     LaneReport,

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gateway.storage.counters import CounterKey
+from gateway.state.counters import CounterKey
 from gateway.telemetry import engine_counts
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import BOUNDS_S, LaneKey, LaneStats, LogHistogram, cumulative

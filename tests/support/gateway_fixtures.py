@@ -14,9 +14,9 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.assembly import TIMING, Timing
-from gateway.cluster.redis import RedisClient
 from gateway.fleet import health as control
 from gateway.memory_budget import MEMORY_LIMIT_BYTES
+from gateway.state.redis import RedisClient
 from paceline.http import CHECK_S
 from tests.support.canary_listener import CanaryListener
 from tests.support.fault_proxy import FaultProxy, running_proxy

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gateway.storage.records import TextsByKind
+from gateway.state.records import TextsByKind
 
 
 class MemoryRecords:

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.worker_reports import SharedWorkerReports
+from gateway.state.redis import RedisClient
+from gateway.state.worker_reports import SharedWorkerReports
 from paceline.protocol import WorkerReport
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 

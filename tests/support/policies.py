@@ -12,7 +12,7 @@ import yaml
 from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.policy_versions import Attribution, Proposal, Reason
 from gateway.config.static_workers import StaticWorker
-from gateway.storage.records import Records
+from gateway.state.records import Records
 from policies.document import PolicyDocument, read_policy
 from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until

@@ -8,13 +8,13 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.auth.usage_store import UsageStore
-from gateway.cluster.counters import SharedCounters
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.routing.select import Candidate, Decision
+from gateway.state.counters import CounterStore, MemoryCounters
+from gateway.state.recent_errors import RecentErrors
+from gateway.state.redis import RedisClient
+from gateway.state.shared_counters import SharedCounters
+from gateway.state.worker_reports import SharedWorkerReports
 from gateway.status.render import mtp_status
-from gateway.storage.counters import CounterStore, MemoryCounters
-from gateway.storage.recent_errors import RecentErrors
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import WorkerMetrics, exposition
 from gateway.telemetry.request_record import RequestRecord

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from gateway.cluster.counters import SharedCounters
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.errors import RecordsUnwritable
-from gateway.storage.counters import CounterKey
+from gateway.state.counters import CounterKey
+from gateway.state.redis import RedisClient
+from gateway.state.shared_counters import SharedCounters
+from gateway.state.worker_reports import SharedWorkerReports
 from tests.support.boot_reports import boot_report
 from tests.support.gateway_fixtures import OpenRedis
 from tests.support.redis_server import RedisServer

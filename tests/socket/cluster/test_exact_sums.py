@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.storage.counters import MAX_BOOTS
+from gateway.state.counters import MAX_BOOTS
 from gateway.telemetry.prometheus import GatewayMetrics, exposition
 from tests.support.simulated_fleet import SimulatedGateway, SimulatedRedisGateway, Simulation
 

@@ -6,11 +6,10 @@ import os
 
 import pytest
 
-from gateway.cluster.expiring import SharedExpiringRecords
-from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
 from gateway.protocols.sealing import Sealer
-from gateway.storage.expiring import RECORD_LIMIT_BYTES, TTL_S
+from gateway.state.expiring import RECORD_LIMIT_BYTES, TTL_S, SharedExpiringRecords
+from gateway.state.redis import RedisClient
 from tests.support.gateway_fixtures import OpenRedis
 from tests.support.redis_server import RedisServer
 

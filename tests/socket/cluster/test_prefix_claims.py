@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gateway.cluster import shared_stream
-from gateway.cluster.prefix_claims import SharedPrefixClaims
-from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
 from gateway.routing.prefix_affinity import MAX_PENDING_CLAIMS, NOTHING_EXPECTED, PrefixIndex
+from gateway.state import shared_stream
+from gateway.state.prefix_claims import SharedPrefixClaims
+from gateway.state.redis import RedisClient
 from gateway.types import Usage
 from policies.sections import PrefixPolicy
 from tests.support.gateway_fixtures import OpenRedis

@@ -8,8 +8,8 @@ import pytest
 
 from gateway.auth.rate_limits import DAY_S, RateLimiter, day_of
 from gateway.cluster.rate_limits import SharedRateLimits
-from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
+from gateway.state.redis import RedisClient
 from tests.support.gateway_fixtures import OpenRedis
 from tests.support.rate_limit_model import ALL_LIMITS, NOON, START_S
 from tests.support.redis_server import RedisServer

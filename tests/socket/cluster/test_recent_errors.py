@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from gateway.cluster.recent_errors import SharedErrors
-from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
-from gateway.storage.recent_errors import MAX_ERRORS, ErrorRecord, RecentErrors
+from gateway.state.recent_errors import MAX_ERRORS, ErrorRecord, RecentErrors, SharedErrors
+from gateway.state.redis import RedisClient
 from tests.support.gateway_fixtures import OpenRedis
 from tests.support.redis_server import RedisServer
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.records import RedisRecords
-from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, WriteUnconfirmed
+from gateway.state.records import RedisRecords
+from gateway.state.redis import RedisClient
 from tests.support.gateway_fixtures import OpenRedis
 from tests.support.redis_server import TEST_DEADLINE_S, RedisServer
 

@@ -9,11 +9,11 @@ import pytest
 from pydantic import SecretStr
 from redis.exceptions import ResponseError
 
-from gateway.cluster.join_token import SharedJoinToken
-from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 from gateway.event_loop import run
 from gateway.server import serve
+from gateway.state.join_token import SharedJoinToken
+from gateway.state.redis import RedisClient
 from paceline.lifecycle import Shutdown
 from tests.support.gateway_fixtures import MakeClusterGateway, OpenRedis
 from tests.support.redis_server import RedisServer

@@ -15,16 +15,15 @@ import pytest
 from redis.exceptions import OutOfMemoryError
 
 from gateway.assembly import build_gateway
-from gateway.cluster.expiring import SharedExpiringRecords
-from gateway.cluster.prefix_claims import SharedPrefixClaims
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.shares import CLAIMS, FREE, KEPT
 from gateway.errors import Overloaded, RecordsUnwritable
 from gateway.memory_budget import MemoryBudget
 from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
-from gateway.storage import records as storage_records
-from gateway.storage.expiring import OVERHEAD_BYTES, TTL_S, MemoryRecords
+from gateway.state import records as storage_records
+from gateway.state.expiring import OVERHEAD_BYTES, TTL_S, MemoryRecords, SharedExpiringRecords
+from gateway.state.prefix_claims import SharedPrefixClaims
+from gateway.state.redis import RedisClient
+from gateway.state.shares import CLAIMS, FREE, KEPT
 from tests.socket.cluster.test_redis_servers import may_use, valkey
 from tests.support.compose_file import SECRETS, read_compose
 from tests.support.fake_clock import FakeClock

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
+from gateway.state.redis import RedisClient
 from paceline.protocol import EARLIER_BOOTS
 from tests.support.certificates import write_certificate
 from tests.support.fault_proxy import running_proxy

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from gateway.cluster.shared_hash import SharedHash
 from gateway.errors import RecordsUnwritable
+from gateway.state.shared_hash import SharedHash
 from tests.support.gateway_fixtures import OpenRedis
 from tests.support.redis_server import RedisServer
 

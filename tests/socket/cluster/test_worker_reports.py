@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gateway.cluster import worker_reports
-from gateway.cluster.worker_reports import SharedWorkerReports
-from gateway.storage.counters import MAX_BOOTS
+from gateway.state import worker_reports
+from gateway.state.counters import MAX_BOOTS
+from gateway.state.worker_reports import SharedWorkerReports
 from paceline.protocol import WorkerReport
 from tests.support.boot_reports import boot_report
 from tests.support.gateway_fixtures import MakeClusterGateway, OpenRedis

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from gateway.cluster.records import RedisRecords
-from gateway.cluster.redis import RedisClient
 from gateway.config import policy_file
 from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
 from gateway.config.policy_store import POLICY_KIND, open_policy_store
 from gateway.config.policy_versions import PolicyVersion, Proposal, Reason
+from gateway.state.records import RedisRecords
+from gateway.state.redis import RedisClient
 from tests.support.memory_records import MemoryRecords
 from tests.support.policies import (
     AUTHOR_ANN,

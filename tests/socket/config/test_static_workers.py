@@ -23,7 +23,7 @@ from gateway.engines.openai import OpenAIEngine
 from gateway.errors import StartupError
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry
-from gateway.storage.counters import MemoryCounters
+from gateway.state.counters import MemoryCounters
 from policies.document import default_policy
 from tests.support.policies import gateway_with_policy
 from tests.support.running_gateway import (

@@ -16,7 +16,7 @@ from gateway.engines.paceline import PacelineWorker
 from gateway.fleet import health
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
-from gateway.storage.counters import MemoryCounters
+from gateway.state.counters import MemoryCounters
 from paceline.protocol import PROTOCOL, WorkerReport
 from tests.support.fault_proxy import Fault, FaultProxy, running_proxy
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until

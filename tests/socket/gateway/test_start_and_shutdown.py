@@ -18,7 +18,7 @@ from gateway.config.settings import Settings
 from gateway.config.startup_checks import StoredSecret, ensure_secrets, secret_file
 from gateway.errors import StartupError
 from gateway.server import Listening, serve
-from gateway.storage import disk_thread
+from gateway.state import disk_thread
 from paceline.lifecycle import Shutdown
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.gateway_process import running_gateway_process

@@ -174,7 +174,7 @@ def test_a_conversation_keeps_its_items_in_their_order(shared: Served) -> None:
 
 
 def test_a_conversation_has_at_most_10000_items(shared_gateway, monkeypatch) -> None:
-    monkeypatch.setattr("gateway.proxy.kept_items.ITEMS_LIMIT", 2)
+    monkeypatch.setattr("gateway.responses.kept_items.ITEMS_LIMIT", 2)
     client, item = shared_gateway.client, {"items": said("Hi")["messages"]}
     made = client.post("/v1/conversations", json=item).json()
     path = f"/v1/conversations/{made['id']}/items"

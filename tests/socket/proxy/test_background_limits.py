@@ -10,7 +10,7 @@ import pytest
 from gateway import errors
 from gateway.app import create_app
 from gateway.http.downstream import CancelScope
-from gateway.proxy.responses import EventLog, LogLimits, ResponseExchange, ResponsesService
+from gateway.responses.exchange import EventLog, LogLimits, ResponseExchange, ResponsesService
 from gateway.routing.view import FleetView
 from policies.document import PolicyDocument
 from tests.support.maker_types import read_event

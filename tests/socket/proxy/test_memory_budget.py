@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.proxy.responses import EventLog
+from gateway.responses.exchange import EventLog
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.pdfs import base64_pdf, pdf
 from tests.support.raw_client import open_socket, raw_client, read_stream, request_bytes

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.cluster.counters import SharedCounters
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.worker_reports import SharedWorkerReports
-from gateway.storage.counters import (
+from gateway.state.counters import (
     GONE_WORKERS,
     MAX_BOOTS,
     MAX_MODELS,
@@ -21,6 +18,9 @@ from gateway.storage.counters import (
     CounterStore,
     MemoryCounters,
 )
+from gateway.state.redis import RedisClient
+from gateway.state.shared_counters import SharedCounters
+from gateway.state.worker_reports import SharedWorkerReports
 from paceline.protocol import LaneReport
 from tests.support.boot_reports import boot_report
 from tests.support.redis_server import TEST_DEADLINE_S

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.records import RedisRecords
-from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
-from gateway.storage import disk_thread
-from gateway.storage.records import FileRecords, Records, replace_file
+from gateway.state import disk_thread
+from gateway.state.records import FileRecords, Records, RedisRecords, replace_file
+from gateway.state.redis import RedisClient
 from tests.support.memory_records import MemoryRecords
 from tests.support.redis_server import TEST_DEADLINE_S
 
@@ -52,7 +51,7 @@ def test_concurrent_writers_of_several_processes_lose_no_record(tmp_path: Path) 
     path = tmp_path / "state.json"
     program = (
         "import asyncio, sys; from pathlib import Path\n"
-        "from gateway.storage.records import FileRecords\n"
+        "from gateway.state.records import FileRecords\n"
         "async def add():\n"
         "    for i in range(60):\n"
         "        await FileRecords(Path(sys.argv[1])).add('keys', f'other-{i}', '1')\n"
@@ -128,7 +127,7 @@ def test_l7_a_disk_that_hangs_stops_neither_other_threads_nor_the_end_of_the_pro
     program = (
         "import asyncio, sys; from pathlib import Path\n"
         "from gateway.errors import RecordsUnwritable, WriteUnconfirmed\n"
-        "from gateway.storage import disk_thread; from gateway.storage.records import FileRecords\n"
+        "from gateway.state import disk_thread; from gateway.state.records import FileRecords\n"
         "disk_thread.TIMEOUT_S = 0.01\n"
         "async def main():\n"
         "    records, failures = FileRecords(Path(sys.argv[1])), []\n"

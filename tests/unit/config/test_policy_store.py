@@ -18,7 +18,7 @@ from gateway.config import policy_versions
 from gateway.config.policy_store import POLICY_KIND, PolicyStore, open_policy_store
 from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason, is_new
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
-from gateway.storage.records import FileRecords
+from gateway.state.records import FileRecords
 from policies.diff import merge_patch
 from policies.document import (
     PolicyDocument,

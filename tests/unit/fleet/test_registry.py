@@ -10,7 +10,7 @@ from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, MAX_KNOWN_MODELS, Worke
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, same_routing
 from gateway.routing.select import Candidate
 from gateway.routing.view import LaneView
-from gateway.storage.counters import MAX_WORKERS
+from gateway.state.counters import MAX_WORKERS
 from paceline.protocol import MAX_SOURCES, WorkerReport
 from policies.sections import Pool
 from tests.support.fake_clock import START_S, FakeClock

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.memory_budget import MemoryBudget
-from gateway.proxy.responses import EventLog
+from gateway.responses.exchange import EventLog
 
 EVENT = b"event: response.output_text.delta\ndata: {}\n\n"
 LARGE = b"event: response.completed\ndata: " + b"x" * 300_000 + b"\n\n"

@@ -12,9 +12,9 @@ from gateway.memory_budget import MemoryBudget
 from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.protocols.sealing import Sealer
-from gateway.proxy import kept_items
-from gateway.proxy.kept_items import KeptItems, new_id
-from gateway.storage.expiring import MemoryRecords
+from gateway.responses import kept_items
+from gateway.responses.kept_items import KeptItems, new_id
+from gateway.state.expiring import MemoryRecords
 from tests.support.fake_clock import FakeClock
 
 

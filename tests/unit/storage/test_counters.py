@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.storage.counters import progress
+from gateway.state.counters import progress
 from tests.support.scheduler_harness import worker_report
 from tests.support.scripted_worker import lane_report
 

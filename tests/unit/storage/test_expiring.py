@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.memory_budget import MemoryBudget
-from gateway.storage.expiring import OVERHEAD_BYTES, RECORD_LIMIT_BYTES, TTL_S, MemoryRecords
+from gateway.state.expiring import OVERHEAD_BYTES, RECORD_LIMIT_BYTES, TTL_S, MemoryRecords
 from tests.support.fake_clock import FakeClock
 
 

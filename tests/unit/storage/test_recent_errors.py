@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from gateway.storage.recent_errors import MAX_ERRORS, ErrorRecord, RecentErrors
+from gateway.state.recent_errors import MAX_ERRORS, ErrorRecord, RecentErrors
 
 
 def error(number: int, code: str = "invalid_value", key: str = "") -> ErrorRecord:

@@ -4,7 +4,7 @@ import pytest
 
 from gateway.auth.usage_store import UsageStore
 from gateway.routing.select import Candidate
-from gateway.storage.recent_errors import RecentErrors
+from gateway.state.recent_errors import RecentErrors
 from gateway.telemetry import accounting
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.request_record import RequestRecord

@@ -7,7 +7,7 @@ import pytest
 from gateway.auth.usage_store import UsageStore
 from gateway.routing.prefix_affinity import EVICTED, ISOLATED
 from gateway.routing.select import Candidate
-from gateway.storage.recent_errors import RecentErrors
+from gateway.state.recent_errors import RecentErrors
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.speculation_and_reuse import Alarm, alarm_of

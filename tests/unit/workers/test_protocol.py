@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gateway.storage.counters import sum_reports
+from gateway.state.counters import sum_reports
 from paceline.protocol import (
     MAX_COUNT,
     PROTOCOL,

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.shared_hash import SharedHash
-from gateway.cluster.worker_reports import SharedWorkerReports
-from gateway.storage.counters import CounterKey, TakePending
+from gateway.state.counters import CounterKey, TakePending
+from gateway.state.redis import RedisClient
+from gateway.state.shared_hash import SharedHash
+from gateway.state.worker_reports import SharedWorkerReports
 from paceline.protocol import WorkerReport
 
 _SUM = "earlier"

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Json, ValidationError
 
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.shared_hash import SharedHash
-from gateway.storage.counters import (
+from gateway.state.counters import (
     GONE_WORKERS,
     MAX_BOOTS,
     MAX_WORKERS,
@@ -22,6 +20,8 @@ from gateway.storage.counters import (
     sum_name,
     sum_reports,
 )
+from gateway.state.redis import RedisClient
+from gateway.state.shared_hash import SharedHash
 from paceline.protocol import EARLIER_BOOTS, Count, WorkerReport
 
 # The argument maps the names of boots to updates; all fields of an update are optional:

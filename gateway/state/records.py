@@ -2,6 +2,12 @@
 
 The operations are few, and Redis can do each one in one step. A file has one writer at a time, also
 among several gateways of one machine, and is replaced as a whole.
+
+Admins' records in Redis, with a copy in the state folder for times without Redis.
+
+No edit but a revocation is written to the copy: without Redis nothing else can be edited, and the
+last known records stay valid. So a revoked key stays revoked over a restart. Records that Redis has
+lost are restored by the gateways that still have them.
 """
 
 from __future__ import annotations
@@ -9,16 +15,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
+import re
 import secrets
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
-from gateway.storage.disk_thread import DiskThread
+from gateway.state.disk_thread import DiskThread
+from gateway.state.redis import RedisClient
+from gateway.state.shared_hash import NOW
+from gateway.state.shares import EVEN_IF_FULL
 
 Texts = dict[str, str]
 """The JSON text of each record by its name, oldest first."""
@@ -270,3 +282,218 @@ def exclusive_writer(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+# One hash for each kind: name -> [order, record], and in the empty field the revision, which grows
+# with every change, and the time when the hash was created. Revisions are at least the time in
+# milliseconds, so that a hash that was lost and created again has a later one.
+_REVISE = f"""{NOW}{EVEN_IF_FULL}
+local function revise()
+  local stored = redis.call('HGET', KEYS[1], '') or ''
+  local last = tonumber(string.match(stored, '^%d+') or '0')
+  local created = string.match(stored, ' (%d+)$') or string.format('%.0f', now)
+  local revision = string.format('%.0f', math.max(now, last + 1))
+  redis.call('HSET', KEYS[1], '', revision .. ' ' .. created)
+  return revision
+end
+"""
+_READ = """
+local revision = redis.call('HGET', KEYS[1], '') or ''
+if revision ~= '' and revision == ARGV[1] then return {revision, {}} end
+return {revision, redis.call('HGETALL', KEYS[1])}
+"""
+_WRITE = f"""{_REVISE}
+local name, record, edit = ARGV[1], ARGV[2], ARGV[3]
+local stored = redis.call('HGET', KEYS[1], name)
+if stored and edit == 'add' then return 0 end
+local order = stored and string.match(stored, '^%[(%d+),')
+local revision = revise()
+redis.call('HSET', KEYS[1], name, '[' .. (order or revision) .. ',' .. record .. ']')
+return 1
+"""
+_REMOVE = f"""{_REVISE}
+if redis.call('HDEL', KEYS[1], ARGV[1]) == 1 then revise() end
+return 1
+"""
+_RESTORE = f"""{_REVISE}
+local changed = false
+for i = 1, #ARGV, 2 do
+  if redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then changed = true end
+end
+if changed then revise() end
+return redis.call('HGET', KEYS[1], '')
+"""
+_RECORD = re.compile(r"\[(\d+),(.*)\]", re.DOTALL)
+
+
+class _Record(NamedTuple):
+    order: int
+    text: str
+
+
+class _Copy(NamedTuple):
+    """The records of one kind in memory."""
+
+    records: Mapping[str, _Record]
+    revision: str = ""
+    """Empty: the next read is complete."""
+    reconnections: int = -1
+    """Those of the client when the copy was complete."""
+    current: bool = False
+    """Read from Redis by this process, not from the file."""
+    created: str = ""
+    """When the hash was created; empty: not known."""
+
+
+class RedisRecords:
+    """The records that all gateways share; edits raise `RecordsUnwritable`."""
+
+    remote = True
+
+    def __init__(self, redis: RedisClient, folder: Path) -> None:
+        self._redis = redis
+        self._read, self._write, self._remove, self._restore = (
+            redis.script(lua) for lua in (_READ, _WRITE, _REMOVE, _RESTORE)
+        )
+        self._file = folder / f"shared-{redis.address_digest}.json"
+        self._copies = defaultdict(lambda: _Copy({}), _read_copies(self._file))
+        self._held: defaultdict[str, dict[str, _Record]] = defaultdict(dict)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._writing: asyncio.Task[None] | None = None
+        self._file_is_outdated = False
+        self._disk = DiskThread("copy of records")
+
+    def is_current(self, kind: str) -> bool:
+        """Return whether this process has read the kind from Redis."""
+        return kind in self._copies and self._copies[kind].current
+
+    async def all(self, kind: str) -> Mapping[str, str]:
+        """Return all records of a kind by name, oldest first; from the copy without Redis."""
+        if not self._redis.unreachable:
+            reading = asyncio.create_task(self._refresh(kind), name=f"read records of {kind}")
+            if self.is_current(kind):
+                await self._redis.wait_for_admin(reading)
+            else:
+                await reading  # a start needs records, however long it takes
+        return self._texts(kind)
+
+    async def add(self, kind: str, name: str, text: str) -> bool:
+        """Store a new record; return False if the name exists."""
+        return bool(await self._redis.write(lambda: self._write([_key(kind)], [name, text, "add"])))
+
+    async def replace(self, kind: str, name: str, text: str) -> None:
+        """Store a record in place of the one of that name."""
+        await self._redis.write(lambda: self._write([_key(kind)], [name, text, "replace"]))
+
+    async def remove(self, kind: str, name: str) -> None:
+        """Remove a record."""
+        await self._redis.write(lambda: self._remove([_key(kind)], [name]))
+
+    def hold(self, kind: str, name: str, text: str) -> None:
+        """Return a record from now on, and add it once Redis takes it."""
+        orders = (record.order for record in self._copies[kind].records.values())
+        self._held[kind][name] = _Record(max(orders, default=0) + 1, text)
+        self._update_file()
+
+    async def _refresh(self, kind: str) -> None:
+        """Read a kind; one read after another, so that no older one is stored last."""
+        async with self._locks[kind]:
+            with contextlib.suppress(RecordsUnwritable):  # `RedisClient` reports it
+                await self._read_changes(kind)
+
+    async def _read_changes(self, kind: str) -> None:
+        """Update the copy, and restore the records that Redis has lost."""
+        part, copy = f"records of {kind}", self._copies[kind]
+        held = dict(self._held[kind])
+        known = "" if held else copy.revision
+        reconnections = self._redis.reconnections
+        revision, stored = await self._redis.call(part, lambda: self._ask(kind, known))
+        if stored is None:
+            self._copies[kind] = copy._replace(reconnections=reconnections, current=True)
+            return
+        # A record that is missing behind a new connection, in an older hash or in one that was
+        # created again, was lost; otherwise it was removed.
+        lost = {name: one for name, one in held.items() if name not in stored}
+        older = _number(revision) < _number(copy.revision)
+        created = revision.partition(" ")[2]
+        if reconnections != copy.reconnections or older or copy.created not in ("", created):
+            lost |= {name: one for name, one in copy.records.items() if name not in stored}
+        records = {**lost, **stored}
+        # Valid from here on, even if the restore fails.
+        self._copies[kind] = _Copy(
+            records, "", copy.reconnections, created=copy.created, current=True
+        )
+        if lost:
+            pairs: list[str] = []
+            for name, record in lost.items():
+                pairs += [name, f"[{record.order},{record.text}]"]
+            restored = await self._redis.call(part, lambda: self._restore([_key(kind)], pairs))
+            created = restored.partition(" ")[2]
+            log.warning("redis.records_restored kind=%s records=%d", kind, len(lost))
+        # After a restore, read all again: another gateway may have written since.
+        for name in held:
+            self._held[kind].pop(name, None)
+        revision = "" if lost else revision
+        self._copies[kind] = _Copy(records, revision, reconnections, created=created, current=True)
+        if records != copy.records:
+            self._update_file()
+
+    async def _ask(self, kind: str, revision: str) -> tuple[str, dict[str, _Record] | None]:
+        """Return the latest revision and, if it is another, all records."""
+        latest, flat = await self._read([_key(kind)], [revision])
+        if revision and latest == revision:
+            return latest, None
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return latest, {name: _from_redis(text) for name, text in pairs if name}
+
+    def _texts(self, kind: str) -> Texts:
+        records = {**self._held[kind], **self._copies[kind].records}
+        in_order = sorted(records.items(), key=lambda item: item[1].order)
+        return {name: record.text for name, record in in_order}
+
+    def _update_file(self) -> None:
+        self._file_is_outdated = True
+        if self._writing is None or self._writing.done():
+            # In a task of its own: a slow disk must not delay a revocation.
+            self._writing = asyncio.create_task(self._write_copy(), name="copy of records")
+
+    async def _write_copy(self) -> None:
+        """Write the copies to the file, for a start without Redis."""
+        while self._file_is_outdated:
+            self._file_is_outdated = False
+            texts = {kind: self._texts(kind) for kind in self._copies}
+            try:
+                await self._disk.run(functools.partial(self._write_file, texts))
+            except (OSError, ValueError) as error:
+                log.warning("redis.copy_not_written error=%s", type(error).__name__)
+
+    def _write_file(self, texts: TextsByKind) -> None:
+        with exclusive_writer(self._file):
+            write_file(self._file, texts)
+
+
+def _key(kind: str) -> str:
+    return f"paceline:{{{kind}}}:records"
+
+
+def _number(revision: str) -> int:
+    return int(revision.partition(" ")[0] or 0)
+
+
+def _from_redis(text: str) -> _Record:
+    """Parse a value; a foreign one becomes a JSON string, which is no valid record of any kind."""
+    match = _RECORD.fullmatch(text)
+    return _Record(int(match[1]), match[2]) if match else _Record(0, json.dumps(text))
+
+
+def _read_copies(file: Path) -> dict[str, _Copy]:
+    """Read the copies from the file; an unreadable one counts as empty."""
+    try:
+        kinds = read_file(file)
+    except (OSError, ValueError):
+        log.warning("redis.copy_unreadable file=%s", file)
+        kinds = {}
+    return {
+        kind: _Copy({name: _Record(order, texts[name]) for order, name in enumerate(texts)})
+        for kind, texts in kinds.items()
+    }

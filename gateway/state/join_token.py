@@ -9,8 +9,8 @@ import contextlib
 import functools
 import hashlib
 
-from gateway.cluster.redis import OtherJoinToken, RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
+from gateway.state.redis import OtherJoinToken, RedisClient
 
 _KEY = "paceline:{join_token}:digest"
 _EXPIRE_MS = 10_000

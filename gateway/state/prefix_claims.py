@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.shared_stream import SharedStream, StreamEntry
-from gateway.cluster.shares import CLAIMS
 from gateway.routing.prefix_affinity import (
     MAX_PENDING_CLAIMS,
     PrefixClaim,
     PrefixIndex,
 )
+from gateway.state.redis import RedisClient
+from gateway.state.shared_stream import SharedStream, StreamEntry
+from gateway.state.shares import CLAIMS
 
 _MAX_ENTRIES = 200_000
 """One for each turn."""

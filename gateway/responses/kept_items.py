@@ -18,7 +18,7 @@ from gateway.inspection_thread import InspectionThread
 from gateway.memory_budget import MemoryHold
 from gateway.protocols.responses.items import known_fields
 from gateway.protocols.responses.request import Item, Json, ResponsesRequest
-from gateway.storage.expiring import ExpiringRecords
+from gateway.state.expiring import ExpiringRecords
 from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body, footprint_bytes
 
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gateway.cluster.redis import RedisClient
-from gateway.cluster.shared_hash import NOW
-from gateway.cluster.shares import MEMORY
+from gateway.state.redis import RedisClient
+from gateway.state.shared_hash import NOW
+from gateway.state.shares import MEMORY
 
 # Returns the time, from which the ids of entries show their age, and the next entries behind the
 # last one that was read.

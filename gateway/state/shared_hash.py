@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from redis.commands.core import AsyncScript
 
-from gateway.cluster.redis import RedisClient
+from gateway.state.redis import RedisClient
 
 _HASH_FIELDS = frozenset(("created_ms", "folds"))
 """They describe the hash itself: a new hash is another hash, and each fold removes a field."""

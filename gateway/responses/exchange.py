@@ -25,7 +25,7 @@ from gateway.memory_budget import MemoryHold
 from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.responses.request import Json, ResponsesRequest
-from gateway.proxy.kept_items import KeptItems, new_id
+from gateway.responses.kept_items import KeptItems, new_id
 from gateway.types import Header
 
 log = logging.getLogger(__name__)

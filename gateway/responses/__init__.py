@@ -1,0 +1,1 @@
+"""The Responses API: its exchange, and the items that conversations keep."""

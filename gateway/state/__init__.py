@@ -1,0 +1,1 @@
+"""Kept state: each concept with two back ends, memory with files, and Redis."""
