@@ -1,1 +1,1 @@
-"""The worker: the MLX engine, its HTTP server, and its protocol with gateways."""
+"""The worker: the MLX engine, its HTTP server, and its heartbeats to gateways."""

@@ -82,6 +82,8 @@ def _router(
     body_limit_bytes: int | None,
 ) -> APIRouter:
     class GuardedRoute(APIRoute):
+        """Checks within the route and not in a middleware, so that 404 and 405 come before 401."""
+
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handler = super().get_route_handler()
 

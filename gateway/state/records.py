@@ -3,11 +3,9 @@
 The operations are few, and Redis can do each one in one step. A file has one writer at a time, also
 among several gateways of one machine, and is replaced as a whole.
 
-Admins' records in Redis, with a copy in the state folder for times without Redis.
-
-No edit but a revocation is written to the copy: without Redis nothing else can be edited, and the
-last known records stay valid. So a revoked key stays revoked over a restart. Records that Redis has
-lost are restored by the gateways that still have them.
+Beside Redis the state folder has a copy for times without it. Only a revocation is written to the
+copy: nothing else can be edited then, and the last known records stay valid. So a revoked key stays
+revoked over a restart. Gateways restore the records that Redis has lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The record of a finished request, from which accounting, access log and traces are written."""
+"""The record of a finished request, from which accounting, access log and traces are written.
+
+It is here because these may not import `proxy`, which makes it.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def traced_chat(gateway: RunningGateway, headers: dict[str, str]) -> list[str]:
 def files_of_the_page() -> set[str]:
     """Return the files that `docs/architecture.md` names for one request."""
     page = (ROOT.parent / "docs/architecture.md").read_text()
-    section = page[page.index("A streamed chat with") : page.index("The same in four steps")]
+    section = page[page.index("A streamed chat with") : page.index("At the worker,")]
     return set(re.findall(r"`([\w/]+\.py)`", section))
 
 
