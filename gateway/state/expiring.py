@@ -1,8 +1,9 @@
 """Records that clients create and that expire: responses and conversations, each of one owner.
 
-In Redis a client may continue at any gateway. These records have a share of its memory, within which
-the owner with the most gives way. They are compressed and sealed with the join token, so Redis holds
-no text of a conversation. A request that continues one waits for Redis, within the deadline.
+In Redis a client may continue at any gateway. These records have a share of its memory, within
+which the owner with the most gives way. They are compressed and sealed with the join token, so
+Redis holds no text of a conversation. A request that continues one waits for Redis, within the
+deadline.
 """
 
 from __future__ import annotations

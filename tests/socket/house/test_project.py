@@ -106,7 +106,7 @@ def test_the_wheel_contains_the_shipped_policies_and_the_demo_model(tmp_path: Pa
     page |= {"gateway/pages/admin/index.html", "gateway/pages/vendor/uplot/LICENSE"}
     assert {"policies/schema.json", *policies, *checkpoint, *page} <= packed
     assert {name.split("/")[0] for name in packed if ".dist-info/" not in name} == {
-        *("gateway", "policies", "workers")
+        *("gateway", "paceline", "policies", "workers")
     }
 
 
