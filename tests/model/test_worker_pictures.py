@@ -66,9 +66,7 @@ async def test_a_picture_is_rotated_by_its_exif_orientation() -> None:
         data_url(bytes(600)),
     ],
 )
-async def test_an_invalid_picture_is_rejected_with_its_field(
-    monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
+async def test_an_invalid_picture_is_rejected_with_its_field(monkeypatch, url) -> None:
     monkeypatch.setattr(content, "PICTURE_LIMIT_BYTES", 599)
     with pytest.raises(BadRequest) as rejected:
         await PictureMemory().decode([(FIELD, url)])

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -27,9 +26,7 @@ LONG = SecretStr("twenty characters is")
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 @pytest.mark.parametrize("listens", [{"host": "0.0.0.0"}, {"admin_host": "0.0.0.0"}], ids=str)
-async def test_c24_a_short_key_does_not_listen_beyond_loopback(
-    tmp_path: Path, name: str, listens: dict[str, Any]
-) -> None:
+async def test_c24_a_short_key_does_not_listen_beyond_loopback(tmp_path, name, listens) -> None:
     keys = {"api_key": LONG, "admin_key": SecretStr(LONG.get_secret_value()[::-1])}
     keys[name] = SecretStr("nineteen characters")
     settings = make_settings(tmp_path, admin_port=0, **keys).model_copy(update=listens)
@@ -71,9 +68,7 @@ def test_c25_wrong_secrets_of_an_address_wait_ever_longer_and_right_ones_never(
     assert len(waits) == 40, "neither a request without a secret nor a right one waits"
 
 
-def test_c25_wrong_secrets_that_wait_take_no_place_of_a_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c25_wrong_secrets_that_wait_take_no_place_of_a_request(tmp_path, monkeypatch) -> None:
     """Many at a time, from the address of a team with a right key."""
     released, guesses = threading.Event(), 6
     waits: list[float] = []

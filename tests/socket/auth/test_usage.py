@@ -97,9 +97,7 @@ def test_usage_of_all_processes_adds_up(entries: list[tuple[str, Caller, int, in
 
 @settings(max_examples=40)
 @given(ENTRIES, st.data())
-def test_an_interrupted_compaction_counts_no_request_twice(
-    entries: list[tuple[str, Caller, int, int]], data: st.DataObject
-) -> None:
+def test_an_interrupted_compaction_counts_no_request_twice(entries, data) -> None:
     texts = stored_records(entries)
     before = totals(texts)
     for _ in range(2):
@@ -177,9 +175,7 @@ def row_of(usage: dict[str, Any], key: str) -> dict[str, Any]:
     return dict(match)
 
 
-def test_usage_is_reported_by_key_and_by_team_as_json_and_csv(
-    gateway_with_worker: RunningGateway,
-) -> None:
+def test_usage_is_reported_by_key_and_by_team_as_json_and_csv(gateway_with_worker) -> None:
     gateway = gateway_with_worker
     for name, team, times in (("Eve", "", 1), ("Bob", "lab", 1), ("Ann", "lab", 2)):
         key = gateway.use_new_key(name=name, team=team)
@@ -243,9 +239,7 @@ def test_an_aborted_stream_is_reported_with_guessed_tokens_which_count_against_a
         ("?from=2026-02-02&to=2026-02-01", "from"),
     ],
 )
-def test_an_invalid_query_parameter_is_named(
-    module_gateway: RunningGateway, query: str, param: str
-) -> None:
+def test_an_invalid_query_parameter_is_named(module_gateway, query, param) -> None:
     response = module_gateway.admin.get(f"/admin/v1/usage{query}")
     assert status_and_code(response) == (400, "invalid_value")
     assert response.json()["error"]["param"] == param

@@ -41,9 +41,7 @@ async def test_gateways_with_one_token_read_each_others_records_and_no_one_else_
     assert not await mine.delete("ann", NAME)
 
 
-async def test_a_record_is_replaced_only_while_it_is_the_one_that_was_read(
-    client: RedisClient,
-) -> None:
+async def test_a_record_is_replaced_only_while_it_is_the_one_that_was_read(client) -> None:
     kept = records(client)
     assert not await kept.put("ann", NAME, b"two", replaces=b"one")
     assert await kept.put("ann", NAME, b"one")
@@ -52,9 +50,7 @@ async def test_a_record_is_replaced_only_while_it_is_the_one_that_was_read(
     assert await kept.get("ann", [NAME]) == [b"two"]
 
 
-async def test_the_records_used_longest_ago_make_room(
-    client: RedisClient, redis: RedisServer
-) -> None:
+async def test_the_records_used_longest_ago_make_room(client, redis) -> None:
     kept = records(client)
     for index in range(40):
         await kept.put("ann", f"resp_{index}", os.urandom(100))

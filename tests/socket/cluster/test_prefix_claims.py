@@ -125,9 +125,7 @@ async def test_a_gateway_reads_all_claims_after_a_reconnect(two_indexes, redis) 
     assert second.workers("q") == {LAPTOP}
 
 
-async def test_a_claim_ages_while_it_is_stored_in_redis(
-    two_indexes: Pair, redis: RedisServer
-) -> None:
+async def test_a_claim_ages_while_it_is_stored_in_redis(two_indexes, redis) -> None:
     first, late = two_indexes
     first.claim("p", rules=PrefixPolicy(ttl_s=4))
     first.claim("q")

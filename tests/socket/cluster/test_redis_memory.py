@@ -252,9 +252,7 @@ def records(client: RedisClient, limit_bytes: int = MEMORY_BYTES) -> SharedExpir
     return SharedExpiringRecords(client, Sealer(b"token"), limit_bytes=limit_bytes)
 
 
-async def test_f26_a_large_record_is_read_only_if_there_is_memory_for_it(
-    client: RedisClient,
-) -> None:
+async def test_f26_a_large_record_is_read_only_if_there_is_memory_for_it(client) -> None:
     kept, memory = records(client), MemoryBudget(4_000_000)
     large = os.urandom(1_000_000)
     assert await kept.put("ann", "a", large)
@@ -291,9 +289,7 @@ async def test_c27_a_record_that_does_not_fit_any_more_stays_as_it_was(client: R
     assert await kept.delete("ann", "a")
 
 
-async def test_c26_tiny_records_count_with_all_that_they_take(
-    client: RedisClient, small: RedisServer
-) -> None:
+async def test_c26_tiny_records_count_with_all_that_they_take(client, small) -> None:
     kept = records(client)
     assert await kept.put("ann", "before", b"x")
     before = used_bytes(small)
@@ -302,9 +298,7 @@ async def test_c26_tiny_records_count_with_all_that_they_take(
     assert used_bytes(small) - before < 2000 * OVERHEAD_BYTES
 
 
-async def test_c26_many_small_records_give_way_to_a_large_one(
-    client: RedisClient, small: RedisServer
-) -> None:
+async def test_c26_many_small_records_give_way_to_a_large_one(client, small) -> None:
     kept = records(client, 4_000_000)
     for number in range(3400):
         await kept.put("ann", str(number), b"x")
@@ -383,9 +377,7 @@ def test_c26_the_redis_of_docker_compose_has_room_for_all_that_gateways_keep() -
     assert int(options["--maxmemory"].removesuffix("mb")) * KEPT >= 256
 
 
-async def test_c27_a_gateway_without_redis_deletes_kept_responses_at_their_time(
-    tmp_path: Path,
-) -> None:
+async def test_c27_a_gateway_without_redis_deletes_kept_responses_at_their_time(tmp_path) -> None:
     clock = FakeClock()
     gateway = await build_gateway(make_settings(tmp_path), replace(QUICK, clock=clock))
     async with gateway.exit_stack:

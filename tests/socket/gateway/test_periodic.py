@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
@@ -65,9 +64,7 @@ def test_a_gateway_has_one_job_for_each_shared_record(tmp_path, redis, shared) -
     assert {"job KeyStore.refresh", "job Cordons.refresh", "job PolicyStore.refresh"} <= {*names}
 
 
-def test_a_gateway_gives_back_its_heap_every_ten_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gateway_gives_back_its_heap_every_ten_seconds(tmp_path, monkeypatch) -> None:
     trimmed = threading.Event()
     monkeypatch.setattr(assembly, "trim_heap", trimmed.set)
     monkeypatch.setattr(assembly, "TRIM_INTERVAL_S", 0.01)

@@ -165,9 +165,7 @@ def test_f35_after_sigterm_readyz_returns_503_and_requests_succeed_during_lame_d
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_f36_a_second_signal_ends_the_gateway_at_once(
-    tmp_path: Path, worker: ScriptedWorker, second: signal.Signals
-) -> None:
+def test_f36_a_second_signal_ends_the_gateway_at_once(tmp_path, worker, second) -> None:
     worker.script.hang_after = 2
     with running_gateway_process(tmp_path, worker, LAME_DUCK_S="600") as (gateway, client):
         with begun_chat(client) as read:

@@ -62,9 +62,7 @@ def test_heartbeats_through_nginx_go_to_one_gateway(nginx: NginxClient) -> None:
     assert not any(nginx.stack.ready("gateway", host) for host in nginx.dns.addresses)
 
 
-def test_a_stream_is_relayed_without_buffering_and_a_disconnect_reaches_the_worker(
-    nginx: NginxClient,
-) -> None:
+def test_a_stream_is_relayed_without_buffering_and_a_disconnect_reaches_the_worker(nginx) -> None:
     nginx.worker.script.hang_after = 3
     with nginx.joined():
         with nginx.stream() as response:
@@ -177,9 +175,7 @@ def test_c12_a_large_body_without_a_key_is_refused_by_its_head(
         ("/admin/v1/workers/x", "content-length: 1000000", b" " * 999_999),
     ],
 )
-def test_c12_no_body_lies_on_the_disk_of_nginx(
-    nginx: NginxClient, path: str, length: str, piece: bytes
-) -> None:
+def test_c12_no_body_lies_on_the_disk_of_nginx(nginx, path, length, piece) -> None:
     """No address can hold places of others, since there are none."""
     used_bytes = nginx.machine.used_bytes()
     key = f"authorization: {AS_CLIENT['authorization']}"

@@ -69,9 +69,7 @@ def test_c16_small_requests_are_answered_while_a_large_body_is_inspected(
     assert large.result().status_code == 200
 
 
-def test_a_large_body_reaches_its_worker_whole(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_a_large_body_reaches_its_worker_whole(gateway_with_worker, worker) -> None:
     key = gateway_with_worker.create_key(tokens_a_minute=20_000_000)
     gateway_with_worker.use_key(key["secret"])
     texts = ["word " * 500_000, '"\n\u20ac' * 200_000, *["medium " * 20_000] * 9, ""]
@@ -83,9 +81,7 @@ def test_a_large_body_reaches_its_worker_whole(
     assert sent["max_tokens"], "the limit of a key adds it to the encoded body"
 
 
-def test_large_bodies_are_inspected_one_at_a_time(
-    gateway_with_worker: RunningGateway, held: HeldThread, send: Callable[..., Any]
-) -> None:
+def test_large_bodies_are_inspected_one_at_a_time(gateway_with_worker, held, send) -> None:
     first, second = (send(gateway_with_worker, LARGE) for _ in range(2))
     wait_until(lambda: gateway_with_worker.requests_in_flight() == 2 and held.parsed > 0)
     assert gateway_with_worker.chat().status_code == 200
@@ -94,9 +90,7 @@ def test_large_bodies_are_inspected_one_at_a_time(
     assert [one.result().status_code for one in (first, second)] == [200, 200]
 
 
-def test_c16_a_key_pays_for_a_large_body_before_it_is_inspected(
-    gateway_with_worker: RunningGateway, held: HeldThread
-) -> None:
+def test_c16_a_key_pays_for_a_large_body_before_it_is_inspected(gateway_with_worker, held) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(requests_a_minute=1)["secret"])
     held.release.set()
     assert status_and_code(gateway_with_worker.chat(**MANY)) == (400, "invalid_value")
@@ -114,9 +108,7 @@ def test_c16_a_key_pays_for_a_large_body_before_it_is_inspected(
         ("/v1/route/explain", MANY),
     ],
 )
-def test_a_request_has_at_most_10000_messages(
-    gateway_with_worker: RunningGateway, path: str, body: dict[str, Any]
-) -> None:
+def test_a_request_has_at_most_10000_messages(gateway_with_worker, path, body) -> None:
     refused = gateway_with_worker.client.post(path, content=json.dumps(body))
     assert refused.status_code == 400
     assert "10000" in refused.json()["error"]["message"]
@@ -140,9 +132,7 @@ def test_c16_conversations_are_shed_as_requests(tmp_path: Path, worker: Scripted
                 assert status_and_code(refused) == (503, "gateway_overloaded")
 
 
-def test_c16_kept_items_have_the_fields_of_their_type_alone(
-    gateway_with_worker: RunningGateway,
-) -> None:
+def test_c16_kept_items_have_the_fields_of_their_type_alone(gateway_with_worker) -> None:
     part = {"type": "input_text", "text": "Hi", "padding": [[]] * 9}
     made = converse(gateway_with_worker, [part], padding=[[]] * 9).json()
     path = f"/v1/conversations/{made['id']}/items"
@@ -154,9 +144,7 @@ def test_c16_kept_items_have_the_fields_of_their_type_alone(
     assert item.keys() == {"id", "type", "role", "content", "status"}
 
 
-def test_c16_a_conversation_has_the_bounds_of_a_body(
-    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c16_a_conversation_has_the_bounds_of_a_body(gateway_with_worker, monkeypatch) -> None:
     """Many bodies within the bounds would else make one record that takes long to read."""
     made = converse(gateway_with_worker, "word " * 20_000).json()
     bounds = [(marks, limit if marks != b"," else 20, name) for marks, limit, name in BOUNDS]

@@ -147,9 +147,7 @@ def test_c7_a_gateway_at_half_of_its_limit_of_requests_delays_no_rejection(
     assert [gateway.chat().status_code for _ in range(2)] == [200, 429]
 
 
-def test_c7_the_number_of_clients_with_counted_rejections_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_c7_the_number_of_clients_with_counted_rejections_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(overload, "_REJECTED_CLIENTS", 2)
     pacer = RejectionPacer(FakeClock())
     assert [pacer.delay_s("a") for _ in range(101)][-1] > 0

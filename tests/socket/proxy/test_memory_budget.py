@@ -61,9 +61,7 @@ def small(make_gateway: MakeGateway, worker: ScriptedWorker) -> Iterator[Running
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_f26_each_route_sheds_a_body_for_which_there_is_no_memory(
-    small: RunningGateway, path: str, body: dict[str, Any]
-) -> None:
+def test_f26_each_route_sheds_a_body_for_which_there_is_no_memory(small, path, body) -> None:
     if path != "/v1/conversations":
         body = {"model": "demo", **body}
     of_anthropic = path.startswith("/v1/messages")
@@ -90,9 +88,7 @@ def half_a_body(gateway: RunningGateway, size_bytes: int) -> Iterator[None]:
         yield
 
 
-def test_f26_bodies_that_never_end_shed_what_short_requests_refer_to(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_f26_bodies_that_never_end_shed_what_short_requests_refer_to(make_gateway, worker) -> None:
     gateway = make_gateway(worker, memory_limit_bytes=4_000_000)
     client = gateway.client
     items = [{"role": "user", "content": TEXT}]
@@ -119,9 +115,7 @@ def test_f26_bodies_that_never_end_shed_what_short_requests_refer_to(
     wait_until(lambda: gateway.memory_held_bytes() == 0)
 
 
-def test_f26_a_client_that_holds_the_most_leaves_room_for_another(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_f26_a_client_that_holds_the_most_leaves_room_for_another(make_gateway, worker) -> None:
     gateway = make_gateway(worker, memory_limit_bytes=SMALL)
     keys = [gateway.create_key()["secret"] for _ in range(2)]
     large = request_bytes(b" " * 310_000, path="/v1/conversations", secret=keys[0])
@@ -170,9 +164,7 @@ def test_f26_a_client_that_leaves_gives_its_memory_back(
     wait_until(lambda: small.memory_held_bytes() == 0)
 
 
-def test_f26_a_revoked_key_gives_its_memory_back(
-    small: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_f26_a_revoked_key_gives_its_memory_back(small, worker) -> None:
     worker.script = Script(hang=True)
     key, other = small.create_key(), small.create_key()
     with raw_client(small) as client:

@@ -122,9 +122,7 @@ WEBP = b"RIFF\0\0\0\0WEBP" + riff_chunk(b"VP8X", bytes(10))
         ),
     ],
 )
-def test_l16_the_largest_of_canvas_and_frames_counts(
-    content: bytes, kind: str, size: tuple[int, int]
-) -> None:
+def test_l16_the_largest_of_canvas_and_frames_counts(content, kind, size) -> None:
     """Decoders differ in which they show, and a policy must not be told the smaller one."""
     assert read_size(data_url(content, kind)) == size
 

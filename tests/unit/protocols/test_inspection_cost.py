@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,9 +74,7 @@ def called(index: int) -> list[dict[str, Any]]:
         (messages, "messages", lambda n: [one for at in range(n // 2) for one in called(at)]),
     ],
 )
-def test_c16_inspection_is_linear(
-    wire_format: Callable[[], WireFormat], field: str, build: Callable[[int], list[Any]]
-) -> None:
+def test_c16_inspection_is_linear(wire_format, field, build) -> None:
     """Sixteen times as many parts take at most 40 times the CPU: caches and noise need some."""
 
     def cpu_s(parts: int) -> float:

@@ -45,9 +45,7 @@ JSON_TEXTS: st.SearchStrategy[str] = st.recursive(
     ],
     ids=["lists", "braces in texts", "numbers", "escapes", "wide characters"],
 )
-def test_c16_a_body_has_bounds_on_what_is_slow_to_parse(
-    item: bytes | str, most: int, name: str
-) -> None:
+def test_c16_a_body_has_bounds_on_what_is_slow_to_parse(item, most, name) -> None:
     """They count text too: telling it from structure would take as long as parsing."""
     one = item if isinstance(item, bytes) else item.encode()
 
@@ -106,9 +104,7 @@ def test_a_large_body_is_parsed_as_a_small_one(text: str, at: int, other: str | 
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_c16_no_call_takes_megabytes_of_a_large_body(
-    value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c16_no_call_takes_megabytes_of_a_large_body(value, monkeypatch) -> None:
     """Else it would hold up other requests, as no other thread runs meanwhile."""
     sizes: list[int] = []
 

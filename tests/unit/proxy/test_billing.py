@@ -71,9 +71,7 @@ def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
         (RefusedByWorker(400, "too long", param=None, code=None), Spent(), Spent()),
     ],
 )
-def test_the_outcome_decides_the_cost(
-    failure: BaseException | None, unreported: Spent, reported: Spent
-) -> None:
+def test_the_outcome_decides_the_cost(failure, unreported, reported) -> None:
     assert cost_of(PROFILE, UNUSED, failure) == unreported
     assert cost_of(PROFILE, Usage(5, 2, 1), failure) == reported
 

@@ -32,9 +32,7 @@ async def keep(kept: KeptItems, given: ResponsesRequest, status: str = "complete
     return str(response["id"])
 
 
-async def test_a_request_goes_on_from_conversations_within_a_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_request_goes_on_from_conversations_within_a_limit(monkeypatch) -> None:
     memory = MemoryBudget()
     kept = KeptItems(
         MemoryRecords(FakeClock(), memory), lambda: 0.0, InspectionThread(), memory.hold("ann")

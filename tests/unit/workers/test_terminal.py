@@ -33,9 +33,7 @@ def test_c18_no_log_line_has_a_control_character(capsys: pytest.CaptureFixture[s
     assert "\x1b" not in logged
 
 
-def test_f82_a_fault_is_logged_by_type_and_place_without_its_words(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_f82_a_fault_is_logged_by_type_and_place_without_its_words(capsys) -> None:
     words = "canary-words-of-a-person"
 
     def fail() -> None:
