@@ -1,4 +1,7 @@
-"""A client that disconnects cancels its generations, streamed or not."""
+"""A client that disconnects cancels its generations, streamed or not.
+
+`test_client_disconnect.py` does so with a real engine, behind a gateway.
+"""
 
 import asyncio
 import json
