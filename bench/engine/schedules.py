@@ -12,6 +12,7 @@ import logging
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,9 +22,8 @@ from rich.console import Console
 
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, write_page
-from tests.support.conversation_schedules import ConversationRunner, ConversationStats
+from tests.support.conversation_schedules import ConversationRunner
 from tests.support.lane_schedules import ScheduleRunner
-from tests.support.schedule_rows import ScheduleStats
 from workers.demo import CHECKPOINT
 from workers.engine.model.checkpoint import load_checkpoint
 from workers.engine.prefix.files import fingerprint
@@ -35,7 +35,7 @@ PROGRESS_INTERVAL: Final = 100
 CACHE_BYTES: Final = 4 << 20
 
 
-def run_schedules(model: Path, seed: int, count: int) -> ScheduleStats:
+def run_schedules(model: Path, seed: int, count: int) -> ScheduleRunner:
     """Run schedules; raise AssertionError with the number of a schedule that fails."""
     checkpoint = load_checkpoint(model)
     schedules = ScheduleRunner(checkpoint, PromptRenderer(checkpoint.processor), seed, VARIETY)
@@ -47,12 +47,12 @@ def run_schedules(model: Path, seed: int, count: int) -> ScheduleStats:
             raise AssertionError(f"schedule {number} of seed {seed}: {error}") from error
         if (number + 1) % PROGRESS_INTERVAL == 0:
             elapsed_s = time.perf_counter() - started_s
-            progress = f"{number + 1} schedules, {schedules.stats.rows} rows, {elapsed_s:.0f} s"
+            progress = f"{number + 1} schedules, {schedules.stats['rows']} rows, {elapsed_s:.0f} s"
             sys.stderr.write(progress + "\n")
-    return schedules.stats
+    return schedules
 
 
-def run_conversations(model: Path, seed: int, tokens: int) -> ConversationStats:
+def run_conversations(model: Path, seed: int, tokens: int) -> Counter[str]:
     """Answer random conversations; raise AssertionError at a token that is not the likeliest."""
     checkpoint = load_checkpoint(model)
     prompts = PromptRenderer(checkpoint.processor)
@@ -64,23 +64,23 @@ def run_conversations(model: Path, seed: int, tokens: int) -> ConversationStats:
             runner.close()
 
 
-def conversation_table(stats: ConversationStats) -> Grid:
+def conversation_table(stats: Counter[str]) -> Grid:
     """Return the statistics of the conversations."""
     lines = (
-        ("answer tokens, each the likeliest of a new pass over prompt and answer", stats.tokens),
-        ("... with another token equally likely within 1e-4", stats.ties),
-        ("answers", stats.rows),
-        ("... to a chat that forks from an earlier turn", stats.forks),
-        ("... to a chat with a changed message", stats.edits),
-        ("... to a chat without a former message", stats.cuts),
-        ("... cancelled", stats.cancelled),
-        ("evictions of a part of the cache", stats.evictions),
-        ("restarts", stats.restarts),
-        ("prompt tokens", stats.prompt_tokens),
-        ("... found in the cache", stats.cached_tokens),
-        ("... read from disk", stats.disk_tokens),
-        ("... from another engine", stats.moved_tokens),
-        ("draft tokens", stats.drafted_tokens),
+        ("answer tokens, each the likeliest of a new pass over prompt and answer", stats["tokens"]),
+        ("... with another token equally likely within 1e-4", stats["ties"]),
+        ("answers", stats["rows"]),
+        ("... to a chat that forks from an earlier turn", stats["forks"]),
+        ("... to a chat with a changed message", stats["edits"]),
+        ("... to a chat without a former message", stats["cuts"]),
+        ("... cancelled", stats["cancelled"]),
+        ("evictions of a part of the cache", stats["evictions"]),
+        ("restarts", stats["restarts"]),
+        ("prompt tokens", stats["prompt tokens"]),
+        ("... found in the cache", stats["cached tokens"]),
+        ("... read from disk", stats["disk tokens"]),
+        ("... from another engine", stats["moved tokens"]),
+        ("draft tokens", stats["drafted tokens"]),
     )
     return Grid(
         title="Random conversations over the prefix caches of two engines",
@@ -89,22 +89,22 @@ def conversation_table(stats: ConversationStats) -> Grid:
     )
 
 
-def table(stats: ScheduleStats) -> Grid:
+def table(schedules: ScheduleRunner) -> Grid:
     """Return the statistics of the schedules."""
-    counts = stats.speculation
+    stats, counts = schedules.stats, schedules.speculation
     lines = (
-        ("schedules", stats.schedules),
-        ("rows, each equal to its replay", stats.rows),
-        ("... of them with sampling or penalties", stats.with_rules),
-        ("... cancelled", stats.cancelled),
-        ("... ended by a stop string", stats.ended_by_string),
-        ("... ended by the end token", stats.ended_by_token),
-        ("... ended by their limit", stats.ended_by_limit),
-        ("... ended inside a draft", stats.ended_in_draft),
-        ("... started from a cached prefix", stats.from_prefix_cache),
-        ("... continued plainly after an error of the head", stats.without_head),
-        ("... different from the replay at a tie within float noise", stats.near_ties),
-        ("tokens, each counted", stats.tokens),
+        ("schedules", stats["schedules"]),
+        ("rows, each equal to its replay", stats["rows"]),
+        ("... of them with sampling or penalties", stats["with rules"]),
+        ("... cancelled", stats["cancelled"]),
+        ("... ended by a stop string", stats["ended by string"]),
+        ("... ended by the end token", stats["ended by token"]),
+        ("... ended by their limit", stats["ended by limit"]),
+        ("... ended inside a draft", stats["ended in draft"]),
+        ("... started from a cached prefix", stats["from prefix cache"]),
+        ("... continued plainly after an error of the head", stats["without head"]),
+        ("... different from the replay at a tie within float noise", stats["near ties"]),
+        ("tokens, each counted", stats["tokens"]),
         ("verifies", counts.steps),
         ("draft tokens attempted", counts.drafted),
         ("... accepted", counts.accepted),

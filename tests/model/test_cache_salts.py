@@ -1,6 +1,5 @@
 """Prompts of another `cache_salt` share nothing at the real engine; deletion finds them all."""
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from paceline.request.constraint import Constraint, ConstraintKind
 from tests.support.engine_lane import run_until_idle
 from tests.support.openai_requests import picture_body, text_and_cached_tokens, turns_body
 from tests.support.running_gateway import RunningGateway, bearer_headers, make_settings, wait_until
@@ -157,17 +155,3 @@ def test_c8_a_running_row_with_a_salt_stores_nothing_once_its_scope_is_deleted(
         lane.stop_caching(deleted)
         run_until_idle(lane)
         assert bool(cache.size_bytes) == (deleted == "blue")
-
-
-async def test_c8_salts_get_a_team_no_more_turns_of_the_compiler(engine: Engine) -> None:
-    """Each would otherwise be a team of its own, as `test_constraints.py` has them (N2)."""
-    done: list[str] = []
-
-    async def compile_one(scope: str, number: int) -> None:
-        constraint = Constraint(ConstraintKind.JSON, {"const": f"{scope} {number}"}, "guided_json")
-        await engine.grammars.matcher(constraint, scope=f"{scope}.{number}")
-        done.append(scope)
-
-    reds = [compile_one("red", number) for number in range(12)]
-    await asyncio.gather(*reds, compile_one("blue", 0))
-    assert done.index("blue") <= 2

@@ -399,12 +399,15 @@ async def test_n1_a_constraint_that_explodes_is_refused_and_delays_no_later_one(
         await engine.grammars.matcher(constraint)
 
 
-async def test_n2_constraints_of_one_team_delay_those_of_another_by_two(engine: Engine) -> None:
+@pytest.mark.parametrize("salted", [False, True])
+async def test_n2_constraints_of_one_team_delay_those_of_another_by_two(engine, salted) -> None:
+    """Whatever the salts of the team (C8), each of which has a scope of its own."""
     done: list[str] = []
 
-    async def compile_one(scope: str, number: int) -> None:
-        await engine.grammars.matcher(schema({"const": f"{scope} {number}"}), scope=scope)
-        done.append(scope)
+    async def compile_one(team: str, number: int) -> None:
+        form = schema({"const": f"{team} {number} {salted}"})
+        await engine.grammars.matcher(form, scope=f"{team}.{number}" if salted else team)
+        done.append(team)
 
     reds = [compile_one("red", number) for number in range(12)]
     await asyncio.gather(*reds, compile_one("blue", 0))

@@ -177,7 +177,8 @@ def test_what_is_too_large_is_counted_before_it_is_copied(make_lane, ask, caplog
         ask(lane, messages)
     assert prefix_cache.size_bytes == 0
     assert lane.counters.report().prefix.too_large == 4, "two ends of a message, two of an answer"
-    assert [record.message.split()[0] for record in caplog.records] == ["prefix_cache.too_large"]
+    warned = [one.message.split()[0] for one in caplog.records if one.name.startswith("workers")]
+    assert warned == ["prefix_cache.too_large"]
 
 
 def test_a_picture_is_found_by_its_pixels(make_lane, ask) -> None:
@@ -241,11 +242,10 @@ def test_any_schedule_of_conversations_gets_the_likeliest_tokens(
     stats = conversations.run(tokens)
     conversations.close()
 
-    covered = (stats.forks, stats.edits, stats.cuts, stats.evictions, stats.cancelled)
-    assert min(*covered, stats.restarts) > 0, "every kind of event occurs"
-    assert min(stats.drafted_tokens, stats.cached_tokens, stats.disk_tokens) > 0
-    assert stats.moved_tokens > 0
-    assert stats.ties <= stats.tokens // 500
+    events = ("forks", "edits", "cuts", "evictions", "cancelled", "restarts")
+    tokens_of = ("drafted tokens", "cached tokens", "disk tokens", "moved tokens")
+    assert min(stats[kind] for kind in (*events, *tokens_of)) > 0, "every kind of event occurs"
+    assert stats["ties"] <= stats["tokens"] // 500
 
 
 def test_a_chat_goes_on_after_a_restart_and_after_its_eviction(make_lane, ask, tmp_path) -> None:

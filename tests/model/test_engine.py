@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import aclosing
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -23,7 +22,6 @@ from workers.engine.types import (
     Generation,
     InvalidGeneration,
     LaneName,
-    ModelUnusable,
     PrefillProgress,
     Prompt,
 )
@@ -154,23 +152,3 @@ async def test_a_full_queue_rejects_at_once_and_a_stop_ends_all_with_the_reason(
     assert not small.alive
     with pytest.raises(EngineStopped):
         await collect(small, endless)
-
-
-def test_a_directory_without_a_model_is_unusable(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnusable, match="cannot be loaded"):
-        Engine.start(EngineSettings(model=tmp_path, served_name="nothing"))
-
-
-def test_a_lane_that_promises_drafts_and_has_none_prevents_the_start(tmp_path: Path) -> None:
-    for file in CHECKPOINT.iterdir():
-        if file.name != "model-mtp.safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    index = tmp_path / "model.safetensors.index.json"
-    index.unlink(missing_ok=True)
-
-    with pytest.raises(ModelUnusable, match="mtp"):
-        Engine.start(
-            EngineSettings(
-                model=tmp_path, served_name="none", lanes=(LaneName.TEXT_MTP,), draft_tokens=0
-            )
-        )

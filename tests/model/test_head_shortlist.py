@@ -1,6 +1,5 @@
 """Drafts over the frequent tokens of a vocabulary, where that pays."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from mlx import nn
 
 from paceline.request.profile import Sampling
+from tests.model.test_head_precision import durations
 from tests.support.engine_lane import GREEDY, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
 from workers.demo import CHECKPOINT
@@ -27,18 +27,8 @@ QUESTIONS = ("Count from 1 to 20.", "Tell me a story about a fox.", "Hello")
 SAMPLED = Sampling(temperature=1.0, top_p=0.95)
 
 
-def durations(*seconds: float) -> Callable[[Callable[[], mx.array]], float]:
-    """Return a clock of a draft, of one over the shortlist, and of a step; each is computed."""
-    times = iter(seconds)
-
-    def measure(compute: Callable[[], mx.array]) -> float:
-        mx.eval(compute())
-        return next(times)
-
-    return measure
-
-
 def shortened(checkpoint: Checkpoint, *seconds: float) -> DraftShortlist | None:
+    """Try a shortlist; a draft, one over the shortlist, and a step take these times."""
     graph = StepGraph(checkpoint.target, checkpoint.head)
     return use_shortlist_if_faster(
         checkpoint, graph, tokens=TOKENS, measure=durations(*seconds or (9.0, 1.0, 1.0))

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
-from tests.support.reference_decoder import assert_equal_but_for_ties, assert_matches_reference
-from workers.engine.types import EngineStopped, Finished, FinishReason
+from tests.support.reference_decoder import assert_matches_reference
+from workers.engine.types import Finished, FinishReason
 
 QUESTIONS = [
     "Hello",
@@ -47,15 +47,6 @@ def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
     assert [result.row.speculation.total() for result in actual] == [
         result.row.speculation.total() for result in expected
     ]
-
-
-def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_lane, submit) -> None:
-    prompt = [20 + i % 700 for i in range(333)]
-    single_chunk, small_chunks = make_lane(chunk_tokens=512), make_lane(chunk_tokens=64)
-    results = [submit(lane, prompt, max_tokens=24) for lane in (single_chunk, small_chunks)]
-    run_until_idle(single_chunk, small_chunks)
-
-    assert_equal_but_for_ties(checkpoint, prompt, *(result.row.answer for result in results))
 
 
 def test_a_full_lane_measures_when_a_rejected_request_may_return(make_lane, submit) -> None:
@@ -206,49 +197,6 @@ def test_a_stop_string_inside_a_draft_shortens_its_step(make_lane, ask) -> None:
     assert cut_drafts
 
 
-def test_a_stop_string_ends_the_answer_before_it(make_lane, ask) -> None:
-    lane = make_lane()
-    uncut = ask(lane, "Count from 1 to 20.")
-    stop = uncut.text[len(uncut.text) // 2 :][:3]
-    cut = ask(lane, "Count from 1 to 20.", stop=(stop,))
-
-    assert cut.text == uncut.text[: uncut.text.index(stop)]
-    assert cut.end.reason is FinishReason.STOP
-    assert cut.end.usage.completion_tokens == len(cut.row.answer) < len(uncut.row.answer)
-
-
-def test_each_token_comes_from_a_step_or_from_the_prefill(make_lane, submit) -> None:
-    lane = make_lane()
-    results = [submit(lane, question) for question in QUESTIONS]
-    run_until_idle(lane)
-
-    for result in results:
-        counts = result.end.speculation
-        ended_inside_a_draft = 1 + counts.steps + counts.accepted - len(result.row.answer)
-        # The last step of a row with room for only one token drafts nothing.
-        assert -1 <= ended_inside_a_draft <= 1
-        assert counts.drafted == counts.accepted + counts.rejected + counts.errors
-        assert sum(counts.histogram) == counts.steps
-        assert sum(j * n for j, n in enumerate(counts.histogram)) == counts.accepted
-        assert len(result.end.steps) == counts.steps
-        assert sum(step.drafted for step in result.end.steps) == counts.drafted
-        assert sum(step.accepted for step in result.end.steps) == counts.accepted
-
-
-def test_the_counters_of_a_lane_are_the_sums_of_its_answers(make_lane, submit) -> None:
-    lane = make_lane()
-    results = [submit(lane, question) for question in QUESTIONS]
-    run_until_idle(lane)
-    report = lane.counters.report()
-
-    assert report.requests == len(results)
-    assert report.completion_tokens == sum(len(result.row.answer) for result in results)
-    assert report.prompt_tokens == sum(len(result.row.prompt.tokens) for result in results)
-    assert report.speculation.steps == sum(result.end.speculation.steps for result in results)
-    assert report.speculation.accepted == sum(result.end.speculation.accepted for result in results)
-    assert (report.running, report.waiting) == (0, 0)
-
-
 def test_several_choices_count_their_prompt_once(make_lane, submit, ask) -> None:
     lane = make_lane()
     first = submit(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,))
@@ -270,13 +218,3 @@ def test_only_the_row_with_an_invalid_prompt_fails(make_lane, submit) -> None:
 
     assert isinstance(healthy.end, Finished)
     assert type(failing.end).__name__ == "GenerationFailed"
-
-
-def test_closing_a_lane_ends_every_row_with_the_reason(make_lane, submit) -> None:
-    lane = make_lane(max_rows=1)
-    results = [submit(lane, "Tell me a story.") for _ in range(3)]
-    lane.step()
-    lane.close(EngineStopped("over"))
-
-    assert all(isinstance(result.end, EngineStopped) for result in results)
-    assert not lane.busy

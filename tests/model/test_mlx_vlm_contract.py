@@ -27,28 +27,6 @@ def test_the_row_cache_has_no_attribute_at_which_the_model_splits_the_batch() ->
     assert RowCache.left_padding is None
 
 
-def test_a_hybrid_checkpoint_has_one_cache_per_layer_of_two_kinds(checkpoint) -> None:
-    kinds = {type(cache) for cache in checkpoint.target.new_caches()}
-
-    assert kinds == {KVCache, ArraysCache}
-    assert checkpoint.target.supports_batching
-
-
-def test_recurrent_caches_have_the_methods_for_joins_removals_and_rollbacks() -> None:
-    for name in ("extend", "filter", "state", "update_window", "update_recurrent", "advance"):
-        assert hasattr(ArraysCache, name), name
-
-
-def test_the_language_model_accepts_positions_and_returns_hidden_states(checkpoint) -> None:
-    hidden = checkpoint.target.forward(
-        mx.array([TOKENS]), checkpoint.target.new_caches(), positions(0, len(TOKENS))
-    )
-
-    width = checkpoint.target.language.model.embed_tokens.weight.shape[1]
-    assert hidden.shape == (1, len(TOKENS), width)
-    assert checkpoint.target.scores(hidden, last=1).shape == (1, 1, checkpoint.vocabulary)
-
-
 def test_scores_of_hidden_states_equal_the_logits_of_the_model(checkpoint: Checkpoint) -> None:
     target = checkpoint.target
     actual = target.scores(
@@ -146,19 +124,6 @@ def test_a_family_whose_layers_record_no_history_is_detected(checkpoint, monkeyp
     monkeypatch.setattr(RecurrentCache, "update_window", window_without_history)
 
     assert not probe_native_verify(checkpoint.target)
-
-
-def test_the_head_has_the_modules_that_the_lane_calls(checkpoint: Checkpoint) -> None:
-    head = checkpoint.head
-    assert head is not None
-    width = checkpoint.target.language.model.embed_tokens.weight.shape[1]
-
-    state = head.forward(
-        mx.array([[5]]), mx.zeros((1, 1, width)), head.new_caches(), positions(0, 1)
-    )
-
-    assert state.shape == (1, 1, width)
-    assert head.draft(state).shape == (1,)
 
 
 def test_no_call_depends_on_the_positions_that_the_model_stores(checkpoint, make_lane, ask) -> None:

@@ -12,10 +12,9 @@ from tests.support.failing_model import FailingPart
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
 from workers.engine.model.target import Target
-from workers.engine.prefix.cache import PrefixCache
 from workers.engine.startup.probes import probe_shared_rows
 from workers.engine.startup.self_test import warm_up
-from workers.engine.types import EngineSettings, Finished, LaneName, ModelUnusable
+from workers.engine.types import EngineSettings, LaneName, ModelUnusable
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox."]
@@ -62,7 +61,6 @@ def check_answers(lane: Any, submit: Any, target: Target) -> None:
         (families.tiny_llama, True),
         (families.tiny_llama_sliding_window, True),
         (families.tiny_qwen2_5_vl, True),
-        (families.tiny_qwen3_vl_moe, True),
         (families.tiny_unbatched, False),
     ],
 )
@@ -70,10 +68,7 @@ def test_rows_share_a_forward_pass_only_if_that_changes_no_scores(family, shared
     assert probe_shared_rows(family(1000)) is shared
 
 
-@pytest.mark.parametrize(
-    "family",
-    [families.tiny_llama_sliding_window, families.tiny_qwen3_vl_moe, families.tiny_unbatched],
-)
+@pytest.mark.parametrize("family", [families.tiny_llama_sliding_window, families.tiny_unbatched])
 def test_rows_get_the_answers_of_their_family(make_family_lane, submit, checkpoint, family) -> None:
     target = family(checkpoint.vocabulary)
     target.supports_batching = probe_shared_rows(target)
@@ -87,22 +82,6 @@ def test_a_row_that_cannot_join_a_batch_is_answered_with_the_caches_of_its_famil
     target = families.tiny_unbatched(checkpoint.vocabulary)
     assert target.supports_batching, "not probed yet"
     check_answers(make_family_lane(target), submit, target)
-
-
-def test_a_shared_prefix_is_cached_with_its_sliding_windows(
-    make_family_lane, ask, checkpoint
-) -> None:
-    prefix_cache = PrefixCache(1 << 30)
-    target = families.tiny_llama_sliding_window(checkpoint.vocabulary)
-    lane = make_family_lane(target, prefix_cache=prefix_cache)
-    for question in QUESTIONS:
-        result = ask(lane, question, system=SYSTEM, max_tokens=ANSWER_TOKENS)
-        prefix = result.row.prompt.prefix
-        assert prefix is not None
-        assert isinstance(result.end, Finished)
-        assert result.row.answer == greedy(target, list(result.row.prompt.tokens))
-        known = question != QUESTIONS[0]
-        assert result.end.usage.cached_tokens == (prefix.tokens if known else 0)
 
 
 def test_a_model_that_stores_the_positions_of_one_row_has_one_slot(checkpoint, monkeypatch) -> None:

@@ -106,11 +106,7 @@ def test_selecting_every_token_gives_exactly_the_full_answer(
 
 
 def test_rows_in_a_batch_with_a_sparse_row_get_the_same_answers(sparse_lane, submit, ask) -> None:
-    def answer_in_new_lane(question: str) -> list[int]:
-        lane = sparse_lane()
-        result = ask(lane, question)
-        return list(result.row.answer)
-
+    alone = [ask(sparse_lane(), question).row.answer for question in (LONG, *QUESTIONS)]
     lane = sparse_lane(chunk_tokens=64)
     early = [submit(lane, question) for question in QUESTIONS[:2]]
     lane.step()
@@ -118,10 +114,7 @@ def test_rows_in_a_batch_with_a_sparse_row_get_the_same_answers(sparse_lane, sub
     late = ask(lane, QUESTIONS[2])
 
     assert sparse.row.skipped_tokens
-    assert sparse.row.answer == answer_in_new_lane(LONG)
-    assert [result.row.answer for result in [*early, late]] == [
-        answer_in_new_lane(question) for question in QUESTIONS
-    ]
+    assert [result.row.answer for result in (sparse, *early, late)] == alone
 
 
 def test_other_rows_continue_while_a_prompt_is_scored(sparse_lane, submit) -> None:

@@ -110,14 +110,6 @@ def test_status_shows_lanes_workers_and_acceptance(up: UpProcess, paceline: Pace
     assert json.loads(paceline("status", "--json", beside=up))["gateway"]["ready"] is True
 
 
-def test_explain_prints_the_pool_of_a_request(up, paceline, tmp_path) -> None:
-    for temperature, pool in ((0, "text-mtp"), (1, "vlm")):
-        request = tmp_path / "request.json"
-        request.write_text(json.dumps(text_body(up.model, temperature=temperature)))
-        explained = paceline("explain", str(request), "--json", beside=up)
-        assert json.loads(explained)["pool"] == pool
-
-
 def test_c3_a_newcomer_gets_a_link_creates_a_key_and_ends_all_with_ctrl_c(
     tmp_path: Path, paceline: Paceline
 ) -> None:

@@ -141,30 +141,17 @@ async def test_models_lists_the_served_model(real_worker: RunningWorker) -> None
     assert unknown.status_code == 404
 
 
-@pytest.fixture
-def start_lines(real_worker: ServedWorker, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return what a worker prints once it is ready, before the line for programs."""
-    announce(real_worker.worker, resolve_model(""), gateway_url="")
-    *lines, ready = capsys.readouterr().out.splitlines()
-    assert ready.startswith(READY_PREFIX)
-    return lines
-
-
-def test_the_output_names_the_toy_model_in_one_line(start_lines: list[str]) -> None:
-    (line,) = (line for line in start_lines if "toy model" in line)
-    assert "--model" in line
-
-
-def test_a_worker_that_joins_nobody_says_so(start_lines: list[str]) -> None:
-    (line,) = (line for line in start_lines if "Not joined to any gateway" in line)
-    assert "--join http://GATEWAY:8000 --token TOKEN" in line
-
-
-def test_the_last_line_before_ready_contains_model_lanes_memory_and_draft_tokens(
-    real_worker: RunningWorker, start_lines: list[str]
+def test_a_worker_without_a_gateway_says_so_and_what_it_serves_before_its_ready_line(
+    real_worker: ServedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = start_lines[-1]
-    assert real_worker.model in line
-    assert "text-mtp and vlm share one copy of the weights" in line
-    assert "MB in use" in line
-    assert "It drafts 2 tokens ahead." in line
+    announce(real_worker.worker, resolve_model(""), gateway_url="")
+    *lines, last, ready = capsys.readouterr().out.splitlines()
+    assert ready.startswith(READY_PREFIX)
+    (toy,) = (line for line in lines if "toy model" in line)
+    assert "--model" in toy
+    (alone,) = (line for line in lines if "Not joined to any gateway" in line)
+    assert "--join http://GATEWAY:8000 --token TOKEN" in alone
+    assert real_worker.model in last
+    assert "text-mtp and vlm share one copy of the weights" in last
+    assert "MB in use" in last
+    assert "It drafts 2 tokens ahead." in last

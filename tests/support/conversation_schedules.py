@@ -11,6 +11,7 @@ each place.
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
@@ -51,26 +52,6 @@ QUESTIONS = (
     "What is 2 + 2?",
     "Name three fruits. " + "The old tree sees the red fox. " * 12,
 )
-
-
-@dataclass(slots=True, kw_only=True)
-class ConversationStats:
-    """Counts of everything that a run has covered."""
-
-    rows: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    forks: int = 0
-    edits: int = 0
-    cuts: int = 0
-    evictions: int = 0
-    restarts: int = 0
-    disk_tokens: int = 0
-    moved_tokens: int = 0
-    cancelled: int = 0
-    drafted_tokens: int = 0
-    ties: int = 0
 
 
 class _SameThread(EngineThread[None]):
@@ -137,7 +118,8 @@ class ConversationRunner:
         *,
         longest_answer: int = 200,
     ) -> None:
-        self.stats = ConversationStats()
+        self.stats: Counter[str] = Counter()
+        """What the conversations covered, by the names in `bench.engine.schedules`."""
         self._folders = [folder / name for name in ("one", "two")]
         for each in self._folders:
             each.mkdir(mode=0o700)
@@ -161,13 +143,13 @@ class ConversationRunner:
             for folder in self._folders
         ]
 
-    def run(self, tokens: int) -> ConversationStats:
+    def run(self, tokens: int) -> Counter[str]:
         """Answer until so many tokens are checked; raise `AssertionError` at a wrong one."""
         for batch in itertools.count(1):
-            if self.stats.tokens >= tokens:
+            if self.stats["tokens"] >= tokens:
                 break
             if batch % 3 == 0:
-                self.stats.restarts += 1
+                self.stats["restarts"] += 1
                 self.close()
                 self._start()
             if batch % 2 == 0:
@@ -182,7 +164,7 @@ class ConversationRunner:
                 if self._rng.random() < 0.02:
                     self._rng.choice(rows)[2].row.cancelled = True
                 if self._rng.random() < 0.01:
-                    self.stats.evictions += 1
+                    self.stats["evictions"] += 1
                     engine.cache.evict_to(int(self._rng.random() * engine.cache.size_bytes))
             for one in self._engines:
                 assert one.cache.size_bytes == sum(node.size_bytes for node in one.cache._nodes())
@@ -203,14 +185,14 @@ class ConversationRunner:
         scope, messages = self._chats[-1] if rng.random() < 0.6 else rng.choice(self._chats)
         turns = [at for at, message in enumerate(messages) if message["role"] == "user"]
         if rng.random() < 0.25:
-            stats.forks += 1
+            stats["forks"] += 1
             messages = messages[: rng.choice(turns)]
         elif rng.random() < 0.25:
-            stats.edits += 1
+            stats["edits"] += 1
             at = rng.choice(turns)
             messages = (*messages[:at], self._question(), *messages[at + 1 :])
         elif rng.random() < 0.3:
-            stats.cuts += 1
+            stats["cuts"] += 1
             messages = messages[:1] + messages[3:] if len(messages) > 3 else messages
         while sum(len(message["content"]) for message in messages) > MAX_CONTEXT_CHARS:
             messages = messages[: len(messages) // 2]
@@ -258,17 +240,21 @@ class ConversationRunner:
 
     def _check(self, result: RowEvents) -> None:
         row, stats = result.row, self.stats
-        stats.rows += 1
-        stats.cancelled += result.end is None
-        stats.prompt_tokens += len(row.prompt.tokens)
-        stats.cached_tokens += row.cached_tokens
-        stats.disk_tokens += row.cached_kinds.get("disk", 0)
-        stats.moved_tokens += row.cached_kinds.get("moved", 0)
-        stats.tokens += len(row.answer)
-        stats.drafted_tokens += row.speculation.total().drafted
+        stats.update(
+            {
+                "rows": 1,
+                "cancelled": result.end is None,
+                "prompt tokens": len(row.prompt.tokens),
+                "cached tokens": row.cached_tokens,
+                "disk tokens": row.cached_kinds.get("disk", 0),
+                "moved tokens": row.cached_kinds.get("moved", 0),
+                "tokens": len(row.answer),
+                "drafted tokens": row.speculation.total().drafted,
+            }
+        )
         assert result.end is None or isinstance(result.end, Finished), result.end
         if row.answer:
-            stats.ties += check_greedy(self._checkpoint, row.prompt.tokens, row.answer)
+            stats["ties"] += check_greedy(self._checkpoint, row.prompt.tokens, row.answer)
 
 
 def check_greedy(checkpoint: Checkpoint, prompt: tuple[int, ...], answer: list[int]) -> int:

@@ -7,20 +7,20 @@ that of its prompt alone, and its counts must add up after every step.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from paceline.protocol import LaneReport
+from paceline.protocol import LaneReport, Speculation
 from paceline.request.profile import Sampling
+from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import is_near_tie, reference_decode
-from tests.support.schedule_rows import ScheduledRow, ScheduleStats
 from workers.engine.decode.draft_length import RUN_LENGTHS
 from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.decode.sampler import SamplingContext, choose
-from workers.engine.lane.memory import MemoryEstimate
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint
 from workers.engine.prefix.cache import PrefixCache
@@ -29,7 +29,6 @@ from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, FinishReason, Generation, LaneName, Prompt
 
 MAX_ANSWER_TOKENS = 40
-GREEDY = Sampling(temperature=0)
 RULES = (
     Sampling(temperature=0.8, top_p=0.95),
     Sampling(temperature=1.3, top_k=40, presence_penalty=0.7),
@@ -48,6 +47,48 @@ SETTINGS = (
 )
 
 
+@dataclass(eq=False, kw_only=True)
+class ScheduledRow(RowEvents):
+    """A row of a schedule, with its counts after the last step."""
+
+    stop: tuple[str, ...]
+    k: int
+    """Tokens that the head drafts."""
+    longest: int
+    """The longest draft."""
+    last_tokens: int = 0
+    last: Speculation = field(default_factory=Speculation)
+    ended_in_draft: bool = False
+
+    def check_step(self) -> None:
+        """Check that the counts of the last step add up."""
+        total = self.row.speculation.total()
+        new = len(self.row.answer) - self.last_tokens
+        if self.last_tokens == 0 and new:
+            new -= 1  # the prefill chose it, and no step
+        steps, errors = total.steps - self.last.steps, total.errors - self.last.errors
+        drafted, accepted = total.drafted - self.last.drafted, total.accepted - self.last.accepted
+        new_steps = self.row.speculation.steps[self.last.steps :]
+        self.last_tokens, self.last = len(self.row.answer), total
+        assert total.drafted == total.accepted + total.rejected + total.errors
+        assert sum(total.histogram) == total.steps
+        assert sum(count * n for count, n in enumerate(total.histogram)) == total.accepted
+        assert errors <= self.longest
+        assert new or not errors or not steps, "a step that failed alone has added nothing"
+        drafted -= errors  # the next step may fail before the host reads the one that succeeded
+        if steps:
+            assert new_steps == [(drafted, accepted)]
+            assert 1 <= drafted <= self.longest
+            assert sum(total.drafted_by_source.values()) == total.drafted
+            assert sum(total.accepted_by_source.values()) == total.accepted
+            assert accepted <= drafted
+            self.ended_in_draft = bool(self.row.finish_reason) and new == accepted
+            assert new == accepted + 1 or self.ended_in_draft
+        else:
+            assert (new_steps, accepted, drafted) == ([], 0, 0)
+            assert new in (0, 1)
+
+
 class ScheduleRunner:
     """Runner of schedules on a few lanes, one after another, with their statistics."""
 
@@ -55,7 +96,9 @@ class ScheduleRunner:
         self, checkpoint: Checkpoint, prompts: PromptRenderer, seed: int, variety: int = 1
     ) -> None:
         """Draw `variety` prompts of each length; a replay of each costs as much as a schedule."""
-        self.stats = ScheduleStats()
+        self.stats: Counter[str] = Counter()
+        """What the schedules covered, by the names in `bench.engine.schedules`."""
+        self.speculation = Speculation()
         self._checkpoint = checkpoint
         self._prompts = prompts
         self._seed = seed
@@ -87,11 +130,7 @@ class ScheduleRunner:
             while remaining and rng.random() < join_probability:
                 remaining -= 1
                 schedule.append(self._submit(lane, rng))
-            running = [
-                scheduled
-                for scheduled in schedule
-                if scheduled.end is None and not scheduled.row.cancelled
-            ]
+            running = [one for one in schedule if one.end is None and not one.row.cancelled]
             if running and rng.random() < 0.02:
                 rng.choice(running).row.cancelled = True
             lane.step()
@@ -101,14 +140,14 @@ class ScheduleRunner:
         for scheduled in schedule:
             self._check(scheduled)
         self._check_sums(before, lane.counters.report(), schedule)
-        self.stats.schedules += 1
+        self.stats["schedules"] += 1
 
     def _check(self, scheduled: ScheduledRow) -> None:
         row, stats = scheduled.row, self.stats
         answer = row.answer
         expected, text, reason = self._expected(scheduled)
         if row.cancelled and scheduled.end is None:
-            stats.cancelled += 1
+            stats["cancelled"] += 1
             expected = expected[: len(answer)]
         else:
             assert isinstance(scheduled.end, Finished), scheduled.end
@@ -120,23 +159,31 @@ class ScheduleRunner:
                 "a row with sampling rules differs from its replay"
             )
             assert is_near_tie(self._checkpoint, row.prompt.tokens, answer, expected)
-            stats.near_ties += 1
-        stats.rows += 1
-        stats.with_rules += row.generation.sampling != GREEDY
-        stats.ended_by_limit += row.finish_reason is FinishReason.LENGTH
-        stats.ended_by_string += row.text.stopped
-        stats.ended_by_token += row.finish_reason is FinishReason.STOP and not row.text.stopped
-        stats.ended_in_draft += scheduled.ended_in_draft
-        stats.from_prefix_cache += row.cached_tokens > 0
-        stats.without_head += scheduled.k > 0 and not row.uses_head
-        stats.tokens += len(answer)
-        stats.speculation += row.speculation.total()
+            stats["near ties"] += 1
+        ended, by_string = row.finish_reason, row.text.stopped
+        stats.update(
+            {
+                "rows": 1,
+                "with rules": row.generation.sampling != GREEDY,
+                "ended by limit": ended is FinishReason.LENGTH,
+                "ended by string": by_string,
+                "ended by token": ended is FinishReason.STOP and not by_string,
+                "ended in draft": scheduled.ended_in_draft,
+                "from prefix cache": row.cached_tokens > 0,
+                "without head": scheduled.k > 0 and not row.uses_head,
+                "tokens": len(answer),
+            }
+        )
+        self.speculation += row.speculation.total()
 
     def _check_sums(
         self, before: LaneReport, after: LaneReport, schedule: Sequence[ScheduledRow]
     ) -> None:
         rows = [scheduled.row for scheduled in schedule]
         assert after.requests - before.requests == len(rows)
+        assert after.prompt_tokens - before.prompt_tokens == sum(
+            len(row.prompt.tokens) for row in rows
+        )
         assert after.completion_tokens - before.completion_tokens == sum(
             len(row.answer) for row in rows
         )
@@ -239,5 +286,5 @@ class ScheduleRunner:
             max_rows=max_rows,
             prefill_chunk_tokens=chunk_tokens,
             prefill_budget_s=60.0,
-            memory=MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30),
+            memory=UNLIMITED_MEMORY,
         )

@@ -3,7 +3,7 @@
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models import qwen2_5_vl, qwen3_vl_moe
+from mlx_vlm.models import qwen2_5_vl
 from mlx_vlm.models.llama import ModelConfig as LlamaConfig
 from mlx_vlm.models.llama.language import LanguageModel as Llama
 
@@ -45,39 +45,11 @@ def tiny_unbatched(vocabulary: int) -> Target:
 def tiny_qwen2_5_vl(vocabulary: int) -> Target:
     """Make the language model of a family with positions of tokens as an argument."""
     mx.random.seed(0)
-    text = qwen2_5_vl.TextConfig(
-        model_type="qwen2_5_vl", **_sizes(vocabulary), rope_scaling=_positions()
-    )
-    return Target(qwen2_5_vl.LanguageModel(text, _config(qwen2_5_vl, text)))
-
-
-def tiny_qwen3_vl_moe(vocabulary: int) -> Target:
-    """Make the language model of a family whose attention cuts the mask to one row's length."""
-    mx.random.seed(0)
-    text = qwen3_vl_moe.TextConfig(
-        model_type="qwen3_vl_moe",
-        **_sizes(vocabulary),
-        head_dim=16,
-        rope_theta=10_000.0,
-        max_position_embeddings=4096,
-        rope_scaling=_positions(),
-        num_experts=2,
-        num_experts_per_tok=1,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        moe_intermediate_size=16,
-    )
-    return Target(qwen3_vl_moe.LanguageModel(text, _config(qwen3_vl_moe, text)))
-
-
-def _config(family: Any, text: Any) -> Any:
-    return family.ModelConfig(
-        text_config=text, vision_config=family.VisionConfig(), model_type=text.model_type
-    )
-
-
-def _positions() -> dict[str, Any]:
-    return {"type": "default", "mrope_section": [4, 2, 2]}
+    name, positions = "qwen2_5_vl", {"type": "default", "mrope_section": [4, 2, 2]}
+    text = qwen2_5_vl.TextConfig(model_type=name, **_sizes(vocabulary), rope_scaling=positions)
+    vision = qwen2_5_vl.VisionConfig()
+    config = qwen2_5_vl.ModelConfig(text_config=text, vision_config=vision, model_type=name)
+    return Target(qwen2_5_vl.LanguageModel(text, config))
 
 
 def _sizes(vocabulary: int) -> dict[str, Any]:

@@ -175,19 +175,11 @@ def _set_writable(redis: RedisServer) -> None:
     redis.client.replicaof("no", "one")
 
 
-def _kill(redis: RedisServer) -> None:
-    redis.kill()
-
-
-def _start(redis: RedisServer) -> None:
-    redis.start()
-
-
 @pytest.mark.parametrize(
     ("break_redis", "mend_redis", "problem"),
     [
         (_set_read_only, _set_writable, "Redis is a read-only replica."),
-        (_kill, _start, "Redis cannot be reached."),
+        (RedisServer.kill, RedisServer.start, "Redis cannot be reached."),
     ],
 )
 def test_f72_a_revocation_that_redis_does_not_take_holds_at_once_and_is_stored_later(
