@@ -178,7 +178,7 @@ def _picture(size: int) -> str:
 
 
 _TEXTS: Final = ("word and ", "\n\n\n\n", "€", "a", "<|im_end|>", " 1 2 3 4", "{}[]()")
-_TOO_LONG: Final = ("context_length_exceeded", "invalid_request_error")
+_TOO_LONG: Final = ("context_length_exceeded", "invalid_request_error", "invalid_json")
 _PROMPTS: Final[Mapping[str, Callable[[str], dict[str, Any]]]] = {
     CHAT: lambda text: {"messages": [_user(text)], "max_tokens": 1},
     COMPLETIONS: lambda text: {"prompt": text, "max_tokens": 1},
