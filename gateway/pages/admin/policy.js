@@ -106,13 +106,14 @@ async function check() {
   }
 }
 
+const ready = () => dirty() && valid && !conflict;
+
 function state(text, tone = "") {
   byId("check").className = `pill ${tone}`;
   byId("check").textContent = text;
-  const ready = dirty() && valid && !conflict;
-  byId("preview").disabled = !ready;
-  byId("apply-button").disabled = !ready;
-  byId("apply-button").textContent = ready ? `Apply as version ${base.number + 1}` : "Apply";
+  byId("preview").disabled = !ready();
+  byId("apply-button").disabled = !ready();
+  byId("apply-button").textContent = ready() ? `Apply as version ${base.number + 1}` : "Apply";
 }
 
 function showHint(text) {
@@ -242,7 +243,7 @@ byId("preview").addEventListener("click", () =>
       byId("difference").replaceChildren(...difference(effect));
       if (`"${effect.onto.etag}"` !== base.etag) showConflict(await readPolicy());
     } finally {
-      byId("preview").disabled = !(dirty() && valid);
+      byId("preview").disabled = !ready();
     }
   }),
 );
@@ -260,9 +261,10 @@ byId("apply").addEventListener("submit", (event) => {
       await adopt(await readPolicy());
       notice(`Version ${version.number} is active.`);
     } catch (error) {
-      apply.disabled = false;
-      if (error.status === 412) return showConflict(await readPolicy());
-      throw error;
+      if (error.status !== 412) throw error;
+      showConflict(await readPolicy());
+    } finally {
+      apply.disabled = !ready();
     }
   });
 });
