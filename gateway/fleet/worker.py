@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gateway.engines.base import Engine
 from gateway.fleet.circuit_breaker import HEALTHY, CircuitBreaker
-from gateway.routing.cost import Throughput, throughput_of
+from gateway.routing.load_cost import Throughput, throughput_of
 from gateway.routing.select import Candidate
 from gateway.routing.view import LaneView, ModelView, WorkerView
 from gateway.types import WorkerBoot
@@ -25,6 +25,8 @@ class WorkerState:
     report: WorkerReport
     heartbeat_at_s: float
     backend: Engine
+    clock: Callable[[], float]
+    """Monotonic seconds."""
     cordoned: bool
     """An admin has stopped new requests."""
     breaker: CircuitBreaker = HEALTHY
@@ -65,9 +67,9 @@ class WorkerState:
 
     def __post_init__(self) -> None:
         self.answered_at_s = self.prefill_until_s = self.heartbeat_at_s
-        self.update(self.report, self.heartbeat_at_s)
+        self.update(self.report)
 
-    def update(self, report: WorkerReport, now_s: float) -> None:
+    def update(self, report: WorkerReport) -> None:
         """Replace the report and compute what decisions read of it."""
         self.report = report
         self.throughput = throughput_of(report)
@@ -87,28 +89,62 @@ class WorkerState:
             peak = max(in_flight, self.peak_in_flight.get(lane.name, 0))
             self.remote_requests[lane.name] = max(0, lane.running + lane.waiting - peak)
             self.peak_in_flight[lane.name] = in_flight
-        self.prefill_until_s = now_s + pending_tokens * self.throughput.prefill_token_s
+        self.prefill_until_s = self.clock() + pending_tokens * self.throughput.prefill_token_s
 
-    def add_request(self, lane: str, prefill_s: float, now_s: float) -> None:
+    def add_request(self, lane: str, prefill_s: float) -> None:
         """Count a request that is about to be sent, and its prefill."""
         in_flight = self.in_flight[lane] = self.in_flight.get(lane, 0) + 1
         if in_flight > self.peak_in_flight.get(lane, 0):
             self.peak_in_flight[lane] = in_flight
         if prefill_s:
             self.pending_prefill_s += prefill_s
-            self.prefill_until_s = max(self.prefill_until_s, now_s) + prefill_s
+            self.prefill_until_s = max(self.prefill_until_s, self.clock()) + prefill_s
         self._view = None
 
-    def remove_request(self, lane: str, prefill_s: float, now_s: float) -> None:
+    def remove_request(self, lane: str, prefill_s: float) -> None:
         """Remove a request that has ended, and its prefill."""
         self.in_flight[lane] -= 1
         self.pending_prefill_s -= prefill_s
-        self.prefill_until_s = min(self.prefill_until_s, now_s + self.pending_prefill_s)
+        self.prefill_until_s = min(self.prefill_until_s, self.clock() + self.pending_prefill_s)
         self._view = None
 
-    def is_live(self, now_s: float) -> bool:
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Return the time since the last heartbeat."""
+        return self.clock() - self.heartbeat_at_s
+
+    @property
+    def is_live(self) -> bool:
         """Return whether the last heartbeat is recent."""
-        return now_s - self.heartbeat_at_s <= HEARTBEAT_TIMEOUT_S
+        return self.heartbeat_age_s <= HEARTBEAT_TIMEOUT_S
+
+    @property
+    def ejected_for_s(self) -> float:
+        """Return how long it stays ejected; 0 if it is not."""
+        return max(0.0, self.breaker.ejected_until_s - self.clock())
+
+    @property
+    def busy_for_s(self) -> float:
+        """Return how long it stays busy by its own Retry-After; 0 if it is not."""
+        return max(0.0, self.breaker.busy_until_s - self.clock())
+
+    @property
+    def reported_requests(self) -> int:
+        """Return how many requests it has as of its last report, whoever sent them.
+
+        Engines without reports, and workers that are silent for too long, have none.
+        """
+        if not self.backend.sends_reports or not self.is_live:
+            return 0
+        return sum(lane.running + lane.waiting for lane in self.report.lanes)
+
+    @property
+    def eligibility(self) -> tuple[object, ...]:
+        """Return what makes it eligible for requests, by its last report."""
+        report = self.report
+        lanes = [lane.name for lane in report.lanes]
+        models = self.models, self.model_views
+        return report.ready, report.draining, report.labels, lanes, models
 
     @property
     def accepting(self) -> bool:
@@ -166,11 +202,3 @@ class Lease:
     def boot(self) -> WorkerBoot:
         """Return the worker's id and boot."""
         return self.candidate.worker_id, self.state.report.boot_id
-
-
-def same_routing(one: WorkerReport, other: WorkerReport) -> bool:
-    """Return whether two reports of a worker make it eligible for the same requests."""
-    return (
-        (one.ready, one.draining, one.model, one.labels)
-        == (other.ready, other.draining, other.model, other.labels)
-    ) and [lane.name for lane in one.lanes] == [lane.name for lane in other.lanes]

@@ -8,19 +8,19 @@ read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
-from gateway.routing.cost import (
+from gateway.routing.features import Feature
+from gateway.routing.load_cost import (
     FULL_LANE_FACTOR,
     UNMEASURED,
     Throughput,
     draft_loss_share,
     load_cost_s,
 )
-from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
 from paceline.protocol import POOLING_LANES, LaneReport
@@ -101,12 +101,17 @@ class LaneCost:
     """Time of the last answer."""
 
 
+class LaneGroup(NamedTuple):
+    """The lanes of one name that serve one model."""
+
+    costs: tuple[LaneCost, ...] = ()
+    positions: Mapping[str, int] | None = None
+    """The index of each worker, by id; None for a selection or union of such groups."""
+
+
 NO_MODELS: Mapping[str, ModelView] = MappingProxyType({})
 LaneKey = tuple[str, str]
 """Model and name of a lane."""
-LaneCosts = Mapping[LaneKey, tuple[LaneCost, ...]]
-LanePositions = Mapping[LaneKey, Mapping[str, int]]
-"""Index of each worker, by id, in the tuple of `LaneCosts`."""
 
 
 @dataclass(slots=True)
@@ -197,72 +202,69 @@ class CachedPrefix(NamedTuple):
 CachedPrefixes = Mapping[WorkerBoot, CachedPrefix]
 
 
+NOTHING_CACHED: CachedPrefixes = MappingProxyType({})
+
+
 @dataclass(slots=True)
 class FleetView:
     """Snapshot of the fleet for decisions. Construct it with `of`."""
 
-    workers: tuple[WorkerView, ...]
-    """Workers that accept requests."""
+    workers: Mapping[str, WorkerView]
+    """Workers that accept requests, by id."""
     known_models: frozenset[str]
     """Models that this gateway has seen served: a restart does not make a model unknown."""
-    lane_costs: LaneCosts
-    positions: LanePositions
-    now_s: float = 0.0
-    """Time of the snapshot, on the clock of `LaneCost`."""
-    cached: CachedPrefixes | None = None
-    """What boots have cached of the request's prompt; None for nothing."""
-    sampling: Mapping[str, Sampling] = field(default_factory=dict)
+    lanes: Mapping[LaneKey, LaneGroup]
+    sampling: Mapping[str, Sampling]
     """Model -> what its workers report as its defaults."""
-    takes_all: bool = True
+    takes_all: bool
     """No worker lacks a feature, so that decisions need not compute those of a request."""
-    untold: frozenset[str] = frozenset()
+    untold: frozenset[str]
     """Models of which some worker does not say where its template takes system messages."""
 
     @classmethod
     def of(
-        cls, workers: tuple[WorkerView, ...], known_models: frozenset[str], now_s: float = 0.0
+        cls,
+        workers: Iterable[WorkerView],
+        known_models: frozenset[str],
+        sampling: Mapping[str, Sampling] = MappingProxyType({}),
     ) -> Self:
         """Return the view of these workers."""
+        by_id = {worker.worker_id: worker for worker in workers}
         grouped: defaultdict[LaneKey, list[LaneCost]] = defaultdict(list)
-        for worker in workers:
+        for worker in by_id.values():
             for model in worker.models:
                 for cost in worker.costs_of(model):
                     grouped[model, cost.ref.lane.name].append(cost)
-        costs = {key: tuple(group) for key, group in grouped.items()}
-        positions = {
-            key: {cost.ref.worker_id: index for index, cost in enumerate(group)}
-            for key, group in costs.items()
+        lanes = {
+            key: LaneGroup(tuple(costs), {one.ref.worker_id: at for at, one in enumerate(costs)})
+            for key, costs in grouped.items()
         }
-        takes_all = not any(view.lacks for worker in workers for view in worker.by_model.values())
-        untold = {model for one in workers if not one.tells_system for model in one.models}
-        return cls(
-            workers,
-            known_models,
-            costs,
-            positions,
-            now_s,
-            takes_all=takes_all,
-            untold=frozenset(untold),
+        takes_all = not any(
+            view.lacks for worker in by_id.values() for view in worker.by_model.values()
         )
+        untold = {model for one in by_id.values() if not one.tells_system for model in one.models}
+        return cls(by_id, known_models, lanes, sampling, takes_all, frozenset(untold))
 
-    def with_cached(self, cached: CachedPrefixes) -> FleetView:
-        """Return the same fleet with what boots have cached of a request's prompt."""
-        return FleetView(
-            self.workers,
-            self.known_models,
-            self.lane_costs,
-            self.positions,
-            self.now_s,
-            cached,
-            self.sampling,
-            self.takes_all,
-            self.untold,
-        )
+    def with_changed(self, changed: Iterable[WorkerView]) -> FleetView:
+        """Return a snapshot in which these workers have changed, but not their models and lanes."""
+        workers, lanes = dict(self.workers), dict(self.lanes)
+        for view in changed:
+            if view.worker_id not in workers:
+                continue
+            workers[view.worker_id] = view
+            for model in view.models:
+                for cost in view.costs_of(model):
+                    key = model, cost.ref.lane.name
+                    costs, positions = lanes[key]
+                    assert positions is not None, "only selections have none"
+                    at = positions[view.worker_id]
+                    lanes[key] = LaneGroup((*costs[:at], cost, *costs[at + 1 :]), positions)
+        return replace(self, workers=workers, lanes=lanes)
 
     @property
     def served_models(self) -> frozenset[str]:
         """Return the models that a worker serves now."""
-        return frozenset([model for model, _ in self.lane_costs])
+        return frozenset([model for model, _ in self.lanes])
 
     def takes(self, model: str, feature: Feature) -> bool:
         """Return whether a lane takes such chats for a model, or no lane serves it now."""
@@ -270,23 +272,21 @@ class FleetView:
             return True
         costs = [
             cost
-            for (served, lane), lanes in self.lane_costs.items()
+            for (served, lane), group in self.lanes.items()
             if served == model and lane not in POOLING_LANES
-            for cost in lanes
+            for cost in group.costs
         ]
         return not costs or any(feature not in cost.ref.lacks for cost in costs)
 
     def models_of(self, endpoint: Endpoint) -> frozenset[str]:
         """Return the models that serve an endpoint now."""
         wanted = None if endpoint in GENERATING else endpoint
-        return frozenset(
-            [model for model, lane in self.lane_costs if POOLING_LANES.get(lane) is wanted]
-        )
+        return frozenset([model for model, lane in self.lanes if POOLING_LANES.get(lane) is wanted])
 
     def endpoints_of(self, model: str) -> frozenset[Endpoint]:
         """Return the endpoints that a model serves now."""
         found: set[Endpoint] = set()
-        for served, lane in self.lane_costs:
+        for served, lane in self.lanes:
             if served == model:
                 pooling = POOLING_LANES.get(lane)
                 found.update(GENERATING if pooling is None else (pooling,))

@@ -14,7 +14,8 @@ from paceline.request.profile import Endpoint, RequestProfile, Sampling, bypass_
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import match_route
-from policies.routes import DAYS, MEDIA_KINDS
+from policies.routes import DAYS
+from policies.sections import MEDIA_KINDS
 from tests.support.policies import DEFAULT_ROUTE, make_policy
 
 PLAIN = RequestProfile(endpoint=Endpoint.CHAT, model="demo", messages=1)

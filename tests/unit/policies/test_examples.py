@@ -64,7 +64,7 @@ def test_an_example_routes_as_its_comments_describe(
     example, profile, attributes, labels, expected
 ) -> None:
     request = RoutingRequest(policy_of(example), profile, attributes)
-    decision = decide(request, fleet(*labels), Random(0))
+    decision = decide(request, fleet(*labels), 0.0, Random(0))
     candidates = ", ".join(f"{one.pool} {one.worker_id}" for one in decision.candidates)
     assert f"{decision.route}: {candidates or 'no worker'}".startswith(expected)
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from gateway.routing.features import FIELDS, Feature, features_of
+from gateway.routing.features import Feature, features_of
 from gateway.routing.select import Decision, RoutingRequest, decide
 from gateway.routing.view import LaneView, ModelView, WorkerView
 from paceline.request.profile import Endpoint, RequestProfile, Sampling
@@ -25,7 +25,7 @@ def engine(name: str, view: ModelView | None = None) -> WorkerView:
 
 
 def decision(profile: RequestProfile, *workers: WorkerView) -> Decision:
-    return decide(RoutingRequest(default_policy(), profile), fleet_view(*workers), Random(1))
+    return decide(RoutingRequest(default_policy(), profile), fleet_view(*workers), 0.0, Random(1))
 
 
 def chosen(profile: RequestProfile, *workers: WorkerView) -> set[str]:
@@ -63,7 +63,7 @@ def test_prescribed_calls_prefer_a_worker_of_a_later_pool() -> None:
     profile = GREEDY._replace(tools=True, call_fields=("tool_choice",))
     pools = {name: {"lanes": [name]} for name in ("vlm", "text-mtp")}
     policy = make_policy([{"name": "all", "to": ["vlm", "text-mtp"]}], pools)
-    found = decide(RoutingRequest(policy, profile), fleet_view(loose, strict), Random(1))
+    found = decide(RoutingRequest(policy, profile), fleet_view(loose, strict), 0.0, Random(1))
     assert [one.worker_id for one in found.candidates] == ["strict", "loose"]
 
 
@@ -99,4 +99,3 @@ def test_each_feature_is_seen_in_a_request(profile: RequestProfile, feature: Fea
 
 def test_a_sampler_field_that_changes_no_greedy_answer_is_no_feature() -> None:
     assert not features_of(GREEDY._replace(sampling=Sampling(temperature=0, top_k=5, min_p=0.5)))
-    assert set(FIELDS) == set(Feature), "each feature names its field"

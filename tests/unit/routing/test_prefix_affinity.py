@@ -3,7 +3,6 @@ routing.
 """
 
 import json
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -313,8 +312,8 @@ def worker_of(worker_boot: WorkerBoot, in_flight: int = 0) -> WorkerView:
 
 def test_a_restarted_worker_holds_no_prefix() -> None:
     fleet = fleet_view(worker_of(("studio", "2")), worker_of(LAPTOP))
-    fleet = replace(fleet, cached=cached_at(STUDIO, tokens=2000))
-    decisions = [decide(REQUEST, fleet, Random(seed)) for seed in range(50)]
+    cached = cached_at(STUDIO, tokens=2000)
+    decisions = [decide(REQUEST, fleet, 0.0, Random(seed), cached) for seed in range(50)]
     assert {one.candidates[0].worker_id for one in decisions} == {"studio", "laptop"}
 
 
@@ -327,9 +326,11 @@ REQUEST = RoutingRequest(default_policy(), SAMPLED)
     seed=st.integers(0, 99),
 )
 def test_holders_change_the_order_of_candidates_and_never_the_set(busy, holders, seed) -> None:
-    plain = fleet_view(*(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy)))
-    marked = replace(plain, cached=cached_at(*((f"mac-{n}", "1") for n in holders)))
-    without, found = (decide(REQUEST, fleet, Random(seed)).candidates for fleet in (plain, marked))
+    fleet = fleet_view(*(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy)))
+    claims = cached_at(*((f"mac-{n}", "1") for n in holders))
+    without, found = (
+        decide(REQUEST, fleet, 0.0, Random(seed), known).candidates for known in ({}, claims)
+    )
     assert {one.worker_id for one in without} == {one.worker_id for one in found}
     cached = {one.worker_id for one in found if one.prefix_cached}
     assert cached <= {f"mac-{n}" for n in holders}

@@ -32,7 +32,7 @@ def decided(
 ) -> Decision:
     """Return the decision for a request on a fleet of these workers."""
     request = RoutingRequest(policy, profile)
-    return decide(request, fleet_view(*workers), rng or Random(0), first_only=first_only)
+    return decide(request, fleet_view(*workers), 0.0, rng or Random(0), first_only=first_only)
 
 
 def first_choice(
@@ -185,7 +185,7 @@ def test_a_route_may_depend_on_the_caller_and_the_time() -> None:
     fleet = fleet_view(labelled_worker("a", "old", busy=1), labelled_worker("b"))
     for minute, expected in ((1, ("night", "a")), (720, ("rest", "b"))):
         caller = CallerAttributes(team="a", minute_of_week=minute)
-        decision = decide(RoutingRequest(policy, SAMPLED, caller), fleet, Random(0))
+        decision = decide(RoutingRequest(policy, SAMPLED, caller), fleet, 0.0, Random(0))
         assert (decision.route, decision.candidates[0].worker_id) == expected
 
 

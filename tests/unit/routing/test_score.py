@@ -1,20 +1,19 @@
 """The cost of a request at each worker, in seconds: queue, prefill, decode, memory and batch."""
 
 from collections import Counter
-from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.circuit_breaker import AttemptResult
-from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.registry import NEVER_S, WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.cost import UNMEASURED, draft_loss_share, load_cost_s, throughput_of
+from gateway.routing.load_cost import UNMEASURED, draft_loss_share, load_cost_s, throughput_of
 from gateway.routing.select import Candidate, RoutingRequest, decide
-from gateway.routing.view import FleetView, LaneView, WorkerView
+from gateway.routing.view import CachedPrefixes, FleetView, LaneView, WorkerView
 from paceline.protocol import WorkerReport
 from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.document import PolicyDocument, default_policy
@@ -57,25 +56,33 @@ def worker(
     return view.at_time(NOW_S + prefill_left_s, answered_at_s)
 
 
+class CachingFleet(NamedTuple):
+    """A fleet, and what its workers have cached of a prompt."""
+
+    view: FleetView
+    cached: CachedPrefixes
+
+
 def fleet_of(
     *workers: WorkerView, holders: str = "", tokens: int = 2000, is_system: bool = True
-) -> FleetView:
+) -> CachingFleet:
     """Return a fleet; `holders` have so many tokens of the prompt cached."""
     cached = cached_at(*((name, "1") for name in holders), tokens=tokens, is_system=is_system)
-    return replace(FleetView.of(workers, frozenset(("demo",))), now_s=NOW_S, cached=cached)
+    return CachingFleet(FleetView.of(workers, frozenset(("demo",))), cached)
 
 
 def candidates_of(
-    profile: RequestProfile, fleet: FleetView, seed: int = 0, policy: PolicyDocument = POLICY
+    profile: RequestProfile, fleet: CachingFleet, seed: int = 0, policy: PolicyDocument = POLICY
 ) -> tuple[Candidate, ...]:
-    request = RoutingRequest(policy, profile)
-    candidates = decide(request, fleet, Random(seed)).candidates
-    best, *_ = decide(request, fleet, Random(seed), first_only=True).candidates
+    view, cached = fleet
+    inputs = RoutingRequest(policy, profile), view, NOW_S
+    candidates = decide(*inputs, Random(seed), cached).candidates
+    best, *_ = decide(*inputs, Random(seed), cached, first_only=True).candidates
     assert best.worker_id == candidates[0].worker_id, "a decision for the first is the same"
     return candidates
 
 
-def worker_order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
+def worker_order(profile: RequestProfile, fleet: CachingFleet, seed: int = 0) -> str:
     return "".join(candidate.worker_id for candidate in candidates_of(profile, fleet, seed))
 
 
@@ -183,10 +190,11 @@ def test_a_cached_prefix_saves_the_time_of_its_prefill_and_no_more() -> None:
 @pytest.mark.parametrize("first_only", [False, True])
 def test_a_single_candidate_reports_whether_it_has_the_prompt_cached(first_only: bool) -> None:
     request = RoutingRequest(POLICY, SHORT)
-    for holders, cached in (("a", True), ("b", False)):
-        fleet = fleet_of(worker("a"), holders=holders)
-        (candidate,) = decide(request, fleet, Random(0), first_only=first_only).candidates
-        assert candidate.prefix_cached is cached
+    for holders, is_cached in (("a", True), ("b", False)):
+        fleet, cached = fleet_of(worker("a"), holders=holders)
+        decision = decide(request, fleet, NOW_S, Random(0), cached, first_only=first_only)
+        (candidate,) = decision.candidates
+        assert candidate.prefix_cached is is_cached
 
 
 @pytest.mark.parametrize(
@@ -215,7 +223,7 @@ def test_a_holder_is_first_until_reading_elsewhere_takes_less_than_waiting(
 def test_the_holder_of_more_turns_is_first_and_each_saves_its_own_tokens() -> None:
     prompt = cached_at(("a", "1"), tokens=500)
     turns = cached_at(("b", "1"), tokens=3500, is_system=False)
-    fleet = replace(fleet_of(*(reads(1000, name) for name in "abc")), cached={**prompt, **turns})
+    fleet = fleet_of(*(reads(1000, name) for name in "abc"))._replace(cached={**prompt, **turns})
     candidates = candidates_of(LONG, fleet)
     found = [(one.worker_id, one.cached_tokens, round(one.prefill_s, 6)) for one in candidates]
     assert found == [("b", 3500, 0.5), ("a", 500, 3.5), ("c", 0, 4.0)]
@@ -315,7 +323,7 @@ def test_rows_of_other_gateways_count_and_rows_of_this_one_count_once(fleet) -> 
     def rows_after(**counts: Any) -> int:
         if counts:
             fleet.heartbeat(report("a", **counts))
-        return fleet.view().workers[0].lane_costs[0].ref.lane.busy_rows
+        return fleet.view().workers["a"].lane_costs[0].ref.lane.busy_rows
 
     leases = [lease_of(fleet) for _ in range(2)]
     assert rows_after(running=2, waiting=3) == 5
@@ -329,8 +337,8 @@ def test_rows_of_other_gateways_count_and_rows_of_this_one_count_once(fleet) -> 
 
 def test_dispatched_prompts_are_read_one_by_one(fleet: WorkerRegistry, clock: FakeClock) -> None:
     def prefill_left_s() -> Any:
-        view = fleet.view()
-        return pytest.approx(max(0.0, view.workers[0].lane_costs[0].prefill_until_s - view.now_s))
+        until_s = fleet.view().workers["a"].lane_costs[0].prefill_until_s
+        return pytest.approx(max(0.0, until_s - clock.now_s))
 
     lease = lease_of(fleet, prefill_s=3.0)
     clock.advance(1)
@@ -361,5 +369,5 @@ def test_a_cached_view_equals_a_new_one(fleet: WorkerRegistry, clock: FakeClock)
         elif lease := fleet.acquire(Candidate("vlm", "vlm", name, "", 0, prefill_s=0.1)):
             leases.append(lease)
         cached = fleet.view()
-        fleet._views.invalidate()
+        fleet._view_until_s = NEVER_S
         assert cached == fleet.view(), step
