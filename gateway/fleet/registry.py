@@ -278,12 +278,12 @@ class WorkerRegistry:
         )
 
     def view_of_all(self) -> FleetView:
-        """Return a snapshot of all workers, also of those that accept no requests now."""
-        views = [worker.view() for worker in self.workers()]
+        """Return all workers for decisions, also those that accept no requests now."""
+        views = [worker.update_view() for worker in self.workers()]
         return FleetView.of(views, self._known_models, self._sampling)
 
     def view(self, without: frozenset[str] = NO_WORKERS) -> FleetView:
-        """Return an immutable snapshot for decisions that excludes the workers `without`."""
+        """Return the available workers for decisions, except `without`."""
         now_s = self._clock()
         if now_s >= self._view_until_s:
             self._expire()
@@ -292,14 +292,11 @@ class WorkerRegistry:
             available_s = [one.breaker.available_at_s for one in workers]
             ends_s = *timeouts_s, *(at_s for at_s in available_s if at_s > now_s)
             self._view_until_s = min(ends_s, default=NEVER_S)
-            views = [worker.view() for worker in workers if self.is_available(worker)]
+            views = [worker.update_view() for worker in workers if self.is_available(worker)]
             self._view = FleetView.of(views, self._known_models, self._sampling)
-        elif self._changed:
-            # An earlier boot of a worker may still have requests.
-            changed = [
-                one for one in self._changed if self._workers.get(one.report.worker_id) is one
-            ]
-            self._view = self._view.with_changed([worker.view() for worker in changed])
+        else:
+            for worker in self._changed:
+                worker.update_view()
         self._changed.clear()
         if without:
             rest = [view for name, view in self._view.workers.items() if name not in without]

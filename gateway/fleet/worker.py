@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.engines.base import Engine
 from gateway.fleet.circuit_breaker import HEALTHY, CircuitBreaker
 from gateway.routing.load_cost import Throughput, throughput_of
 from gateway.routing.select import Candidate
-from gateway.routing.view import LaneView, ModelView, WorkerView
+from gateway.routing.view import WorkerView
 from gateway.types import WorkerBoot
 from paceline.protocol import WorkerReport
 
@@ -59,11 +59,9 @@ class WorkerState:
     """By lane, by the last report."""
     models: tuple[str, ...] = ()
     """The models that it serves, by the last report."""
-    model_views: Mapping[str, ModelView] = field(default_factory=dict)
-    """Those of its models that lack a feature or are not in memory."""
-    _view: WorkerView | None = None
-    _views: dict[tuple[int, ...], WorkerView] = field(default_factory=dict)
-    """Views since the last report by the requests of each lane: the same few recur."""
+    eligibility: tuple[object, ...] = ()
+    """What makes it eligible for requests, by the last report."""
+    view: WorkerView = field(init=False)
 
     def __post_init__(self) -> None:
         self.answered_at_s = self.prefill_until_s = self.heartbeat_at_s
@@ -75,9 +73,22 @@ class WorkerState:
         self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
         self.models = self.backend.models(report)
-        self.model_views = self.backend.model_views(report)
-        self._views.clear()
-        self._view = None
+        by_model = dict(self.backend.model_views(report))
+        tells_system = report.system_inside is not None
+        of_worker = report.ready, report.draining, report.labels, tells_system
+        lanes = [lane.name for lane in report.lanes]
+        eligibility = (*of_worker, lanes, self.models, by_model)
+        if eligibility != self.eligibility:
+            self.eligibility = eligibility
+            self.view = WorkerView.of(
+                report.worker_id,
+                self.models,
+                report.lanes,
+                report.labels,
+                report.boot_id,
+                by_model=by_model,
+                tells_system=tells_system,
+            )
         if not self.backend.sends_reports:
             return
         pending_tokens = 0
@@ -99,14 +110,12 @@ class WorkerState:
         if prefill_s:
             self.pending_prefill_s += prefill_s
             self.prefill_until_s = max(self.prefill_until_s, self.clock()) + prefill_s
-        self._view = None
 
     def remove_request(self, lane: str, prefill_s: float) -> None:
         """Remove a request that has ended, and its prefill."""
         self.in_flight[lane] -= 1
         self.pending_prefill_s -= prefill_s
         self.prefill_until_s = min(self.prefill_until_s, self.clock() + self.pending_prefill_s)
-        self._view = None
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -139,14 +148,6 @@ class WorkerState:
         return sum(lane.running + lane.waiting for lane in self.report.lanes)
 
     @property
-    def eligibility(self) -> tuple[object, ...]:
-        """Return what makes it eligible for requests, by its last report."""
-        report = self.report
-        lanes = [lane.name for lane in report.lanes]
-        models = self.models, self.model_views
-        return report.ready, report.draining, report.labels, lanes, models
-
-    @property
     def accepting(self) -> bool:
         """Return whether it can be reached, and neither it nor an admin refuses new requests."""
         report = self.report
@@ -158,29 +159,17 @@ class WorkerState:
             return self.in_flight.total()
         return self.in_flight.get(lane, 0)
 
-    def view(self) -> WorkerView:
-        """Return a snapshot; the same one until the worker changes."""
-        if self._view is None:
-            occupied = tuple([self.occupied(lane) for lane in self.slots])
-            view = self._views.get(occupied)
-            if view is None:
-                report, remote = self.report, self.remote_requests
-                lanes = [
-                    LaneView.of(lane, self.occupied(lane.name), remote.get(lane.name, 0))
-                    for lane in report.lanes
-                ]
-                view = self._views[occupied] = WorkerView.of(
-                    report.worker_id,
-                    self.models,
-                    lanes,
-                    report.labels,
-                    report.boot_id,
-                    throughput=self.throughput,
-                    by_model=self.model_views,
-                    tells_system=report.system_inside is not None,
-                )
-            self._view = view.at_time(self.prefill_until_s, self.answered_at_s)
-        return self._view
+    def update_view(self) -> WorkerView:
+        """Let decisions see its present load."""
+        self.view.update(
+            self.report.lanes,
+            self.occupied,
+            remote_requests=self.remote_requests,
+            throughput=self.throughput,
+            prefill_until_s=self.prefill_until_s,
+            answered_at_s=self.answered_at_s,
+        )
+        return self.view
 
 
 @dataclass(slots=True, eq=False)

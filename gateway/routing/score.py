@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import log1p
 from typing import NamedTuple, Protocol, TypeVar
 
-from gateway.routing.view import CachedPrefix, CachedPrefixes, LaneCost, LaneGroup, LaneView
+from gateway.routing.view import CachedPrefix, CachedPrefixes, LaneGroup, LaneView
 from paceline.protocol import MTP_LANE
 from paceline.request.profile import RequestProfile
 from policies.sections import Pool
@@ -42,7 +42,7 @@ class Chance(Protocol):
 class ScoredLane(NamedTuple):
     """One lane with its cost for a request."""
 
-    cost: LaneCost
+    lane: LaneView
     score_s: float = 0.0
     """Cost of the request there, by weight."""
     prefill_s: float = 0.0
@@ -50,11 +50,11 @@ class ScoredLane(NamedTuple):
     cached: CachedPrefix | None = None
     """What the worker has cached of the prompt."""
     explored: bool = False
-    """First because its worker has not answered for a while, not because it costs least."""
+    """First because its worker has not answered for a while, not because it lanes least."""
 
 
 def rank(
-    lanes: LaneGroup,
+    group: LaneGroup,
     pool: Pool,
     profile: RequestProfile,
     cached: CachedPrefixes,
@@ -65,14 +65,14 @@ def rank(
     first_only: bool,
 ) -> list[ScoredLane]:
     """Return the lanes of a pool, best first; the best alone where that is enough."""
-    costs = lanes.costs
-    if first_only and len(costs) == 1:
-        ref = costs[0].ref
-        return [ScoredLane(costs[0], cached=cached.get((ref.worker_id, ref.boot_id)))]
+    lanes = group.lanes
+    if first_only and len(lanes) == 1:
+        only = lanes[0]
+        return [ScoredLane(only, cached=cached.get((only.worker_id, only.boot_id)))]
     tokens = _prompt_tokens(profile, cached)
-    scores_s = _scores_s(costs, pool, tokens, now_s, rng)
+    scores_s = _scores_s(lanes, pool, tokens, now_s, rng)
     first = scores_s.index(min(scores_s))
-    saved = _saved(lanes, costs[first].ref.lane.load, cached) if cached else {}
+    saved = _saved(group, lanes[first].load, cached) if cached else {}
     for index, (_, saved_s) in saved.items():
         scores_s[index] -= saved_s
         if scores_s[index] < scores_s[first]:
@@ -83,24 +83,24 @@ def rank(
     explored = None
     # A conversation would be read again elsewhere, which takes far longer than other requests.
     explore = explore and (first not in saved or saved[first][0].is_system)
-    if explore and len(costs) > 1 and rng.random() < _EXPLORED_SHARE:
-        explored = _unproven(costs, now_s, rng)
+    if explore and len(lanes) > 1 and rng.random() < _EXPLORED_SHARE:
+        explored = _unproven(lanes, now_s, rng)
         first = first if explored is None else explored
     order = [first]
-    if not (first_only and is_capable(costs[first].ref.lane)):
+    if not (first_only and is_capable(lanes[first])):
         ranked = sorted([(score_s, rng.random(), at) for at, score_s in enumerate(scores_s)])
         order += [at for _, _, at in ranked if at != first]
     scored = []
     for at in order:
         found, saved_s = saved.get(at, (None, 0.0))
-        prefill_s = tokens * costs[at].prefill_token_s - saved_s
-        scored.append(ScoredLane(costs[at], scores_s[at], prefill_s, found, at == explored))
+        prefill_s = tokens * lanes[at].prefill_token_s - saved_s
+        scored.append(ScoredLane(lanes[at], scores_s[at], prefill_s, found, at == explored))
     return scored
 
 
 def is_capable(lane: LaneView) -> bool:
     """Return whether a lane does what its name says: a speculative one can draft."""
-    return lane.can_draft or lane.name != MTP_LANE
+    return lane.can_draft or lane.report.name != MTP_LANE
 
 
 def _prompt_tokens(profile: RequestProfile, cached: CachedPrefixes) -> float:
@@ -112,63 +112,59 @@ def _prompt_tokens(profile: RequestProfile, cached: CachedPrefixes) -> float:
 
 
 def _scores_s(
-    costs: Sequence[LaneCost], pool: Pool, tokens: float, now_s: float, rng: Chance
+    lanes: Sequence[LaneView], pool: Pool, tokens: float, now_s: float, rng: Chance
 ) -> list[float]:
     """Return the cost of the request at each lane, by weight, with its whole prefill."""
     if pool.weights:
-        return [
-            _weighted_s(cost, pool.weight(cost.ref.labels), tokens, now_s, rng) for cost in costs
-        ]
+        return [_weighted_s(lane, pool.weight(lane.labels), tokens, now_s, rng) for lane in lanes]
     return [
-        cost.load_cost_s + tokens * cost.prefill_token_s
-        if cost.prefill_until_s <= now_s
-        else cost.load_cost_s + tokens * cost.prefill_token_s + cost.prefill_until_s - now_s
-        for cost in costs
+        lane.load_cost_s + tokens * lane.prefill_token_s
+        if lane.prefill_until_s <= now_s
+        else lane.load_cost_s + tokens * lane.prefill_token_s + lane.prefill_until_s - now_s
+        for lane in lanes
     ]
 
 
-def _weighted_s(cost: LaneCost, weight: float, tokens: float, now_s: float, rng: Chance) -> float:
+def _weighted_s(lane: LaneView, weight: float, tokens: float, now_s: float, rng: Chance) -> float:
     """Return a score by which a worker of twice the weight gets twice the load."""
-    wait_s = max(cost.prefill_until_s - now_s, 0.0)
+    wait_s = max(lane.prefill_until_s - now_s, 0.0)
     # Idle workers get requests by weight too: of exponentially distributed numbers, a worker's is
     # the least as often as its weight says.
     tie_break_s = -log1p(-rng.random()) * _TIE_BREAK_S
-    return (cost.load_cost_s + wait_s + tie_break_s) / weight + tokens * cost.prefill_token_s
+    return (lane.load_cost_s + wait_s + tie_break_s) / weight + tokens * lane.prefill_token_s
 
 
 def _saved(
-    lanes: LaneGroup, best_load: float, cached: CachedPrefixes
+    group: LaneGroup, best_load: float, cached: CachedPrefixes
 ) -> dict[int, tuple[CachedPrefix, float]]:
     """Return what workers have cached of the prompt, and the prefill time that each would save.
 
     A worker that is full saves nothing, since waiting there is no gain; neither does one that has
     only the system prompt and is much busier than the best.
     """
-    costs, positions = lanes
+    lanes, positions = group
     worker_ids = [worker_id for worker_id, _ in cached]
     if positions is None:
-        indexes = [at for at, cost in enumerate(costs) if cost.ref.worker_id in worker_ids]
+        indexes = [at for at, lane in enumerate(lanes) if lane.worker_id in worker_ids]
     else:
         indexes = [positions[worker_id] for worker_id in worker_ids if worker_id in positions]
     saved = {}
     for index in indexes:
-        cost = costs[index]
-        found = cached.get((cost.ref.worker_id, cost.ref.boot_id))
+        lane = lanes[index]
+        found = cached.get((lane.worker_id, lane.boot_id))
         if found is None:
             continue
-        lane = cost.ref.lane
         near = not found.is_system or lane.load <= best_load + _MAX_LOAD_LEAD
-        worthwhile = near and lane.in_flight < lane.slots
-        saved[index] = found, found.tokens * cost.prefill_token_s if worthwhile else 0.0
+        worthwhile = near and lane.has_free_slot
+        saved[index] = found, found.tokens * lane.prefill_token_s if worthwhile else 0.0
     return saved
 
 
-def _unproven(costs: Sequence[LaneCost], now_s: float, rng: Chance) -> int | None:
+def _unproven(lanes: Sequence[LaneView], now_s: float, rng: Chance) -> int | None:
     """Choose a lane with a free slot whose worker has not answered for a while, if there is one."""
     unproven = [
         index
-        for index, cost in enumerate(costs)
-        if cost.answered_at_s + _UNPROVEN_AFTER_S < now_s
-        and cost.ref.lane.in_flight < cost.ref.lane.slots
+        for index, lane in enumerate(lanes)
+        if lane.answered_at_s + _UNPROVEN_AFTER_S < now_s and lane.has_free_slot
     ]
     return rng.choice(unproven) if unproven else None

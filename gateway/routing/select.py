@@ -1,4 +1,4 @@
-"""Decide which worker takes a request: pure, from policy, profile and one fleet snapshot."""
+"""Decide which worker takes a request: pure, from policy, profile and the view of a fleet."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def decide(
 ) -> Decision:
     """Rank the lanes that may take a request: pools in the route's order, then by cost.
 
-    `now_s` is by the clock of `LaneCost`. `rng` orders lanes of equal cost, so that one seed always
+    `now_s` is by the clock of the lanes. `rng` orders lanes of equal cost, so that one seed always
     gives one decision. `cached` is what boots have cached of the prompt. A speculative lane that
     cannot speculate now comes last: it answers without drafts if no other lane can. Pools after the
     first with a worker are for spilling. `first_only` ranks the best lane alone: nearly always it
@@ -119,14 +119,14 @@ def decide(
             complete = False
             break
         pool = policy.pools[name]
-        lanes = _pool_lanes(fleet, profile, name, pool, speculation_barred=speculation_barred)
-        if needs and lanes.costs:
-            lacking += [cost.ref.lacks & needs for cost in lanes.costs]
-            lanes, checked = _taking(lanes, needs)
-        if not lanes.costs:
+        group = _pool_lanes(fleet, profile, name, pool, speculation_barred=speculation_barred)
+        if needs and group.lanes:
+            lacking += [lane.model.lacks & needs for lane in group.lanes]
+            group, checked = _taking(group, needs)
+        if not group.lanes:
             continue
         ranked = rank(
-            lanes,
+            group,
             pool,
             profile,
             cached,
@@ -135,11 +135,11 @@ def decide(
             explore=not spill,
             first_only=first_only,
         )
-        complete = complete and len(ranked) == len(lanes.costs)
+        complete = complete and len(ranked) == len(group.lanes)
         if checked:
-            ranked.sort(key=lambda one: not is_capable(one.cost.ref.lane))
+            ranked.sort(key=lambda one: not is_capable(one.lane))
         for scored in ranked:
-            capable = is_capable(scored.cost.ref.lane)
+            capable = is_capable(scored.lane)
             candidate = _candidate(name, scored, bypass, spill=spill and capable)
             (found if capable and not checked else last_resort).append(candidate)
     if found and last_resort:
@@ -151,11 +151,11 @@ def decide(
 
 def _fleet_bypass(fleet: FleetView, model: str) -> tuple[Bypass, ...]:
     """Return why no worker of a model can speculate; empty if one can."""
-    costs = fleet.lanes.get((model, MTP_LANE), LaneGroup()).costs
-    for cost in costs:
-        if cost.ref.lane.can_draft:
+    lanes = fleet.lanes.get((model, MTP_LANE), LaneGroup()).lanes
+    for lane in lanes:
+        if lane.can_draft:
             return ()
-    unhealthy = any(not cost.ref.lane.report.head_healthy for cost in costs)
+    unhealthy = any(not lane.report.head_healthy for lane in lanes)
     return (Bypass.HEAD_UNHEALTHY if unhealthy else Bypass.NO_MTP_WORKER,)
 
 
@@ -173,21 +173,21 @@ def _pool_lanes(
         if (speculation_barred and lane == MTP_LANE) or POOLING_LANES.get(lane) is not wanted:
             continue
         if group := fleet.lanes.get((profile.model, lane)):
-            found = LaneGroup(found.costs + group.costs) if found.costs else group
+            found = LaneGroup(found.lanes + group.lanes) if found.lanes else group
     if pool.workers is None:
         return found
-    accepted = [cost for cost in found.costs if pool.accepts(cost.ref.labels, cost.ref.models)]
+    accepted = [lane for lane in found.lanes if pool.accepts(lane.labels, lane.models)]
     return LaneGroup(tuple(accepted))
 
 
-def _taking(lanes: LaneGroup, needs: frozenset[Feature]) -> tuple[LaneGroup, bool]:
+def _taking(group: LaneGroup, needs: frozenset[Feature]) -> tuple[LaneGroup, bool]:
     """Return the lanes that take these features.
 
     Return also whether they lack one that the gateway checks in the answer.
     """
     for wanted in (needs, needs - CHECKED):
-        if taking := tuple([cost for cost in lanes.costs if not cost.ref.lacks & wanted]):
-            kept = lanes if len(taking) == len(lanes.costs) else LaneGroup(taking)
+        if taking := tuple([lane for lane in group.lanes if not lane.model.lacks & wanted]):
+            kept = group if len(taking) == len(group.lanes) else LaneGroup(taking)
             return kept, wanted is not needs and bool(needs & CHECKED)
     return LaneGroup(), False
 
@@ -195,11 +195,11 @@ def _taking(lanes: LaneGroup, needs: frozenset[Feature]) -> tuple[LaneGroup, boo
 def _candidate(
     pool: str, scored: ScoredLane, bypass: tuple[Bypass, ...], *, spill: bool
 ) -> Candidate:
-    lane, cached = scored.cost.ref.lane, scored.cached
+    lane, cached = scored.lane, scored.cached
     return Candidate(
         pool=pool,
-        lane=lane.name,
-        worker_id=scored.cost.ref.worker_id,
+        lane=lane.report.name,
+        worker_id=lane.worker_id,
         reason=SPILLED if spill else _reason(lane, bypass),
         load=lane.load,
         spill=spill,
@@ -215,7 +215,9 @@ def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
     """Return why the request would go to a lane of its preferred pool."""
     if bypass:
         return bypass[0].value
-    if lane.name != MTP_LANE or not lane.can_draft:
+    if lane.report.name != MTP_LANE or not lane.can_draft:
         return BY_POLICY
     # The lane's measurement for the batch that this request would join.
-    return ELIGIBLE if lane.drafting_pays else Bypass.MTP_NOT_PAYING.value
+    return (
+        ELIGIBLE if lane.report.drafting_pays(lane.busy_rows + 1) else Bypass.MTP_NOT_PAYING.value
+    )

@@ -42,7 +42,7 @@ class Fleet(WorkerRegistry):
     @property
     def lane(self) -> LaneView:
         (worker, *_) = self.view().workers.values()
-        return worker.lane_costs[0].ref.lane
+        return worker.lanes[0]
 
     def hear(self, *worker_ids: str) -> None:
         for worker_id in worker_ids:
@@ -307,15 +307,18 @@ def test_a_report_of_another_boot_changes_nothing(fleet: Fleet) -> None:
     assert fleet.ids == ["mac"]
 
 
-def test_a_view_is_taken_anew_after_a_change_and_else_stays_as_it_was(fleet: Fleet) -> None:
+def test_a_view_is_taken_anew_if_other_workers_are_available_and_else_updated(
+    fleet: Fleet,
+) -> None:
     fleet.heartbeat(report())
     first = fleet.view()
     fleet.clock.advance(0.001)
-    assert fleet.view().workers is first.workers
     fleet.lease()
-    assert fleet.view().workers is not first.workers
+    assert fleet.view() is first
+    assert fleet.lane.in_flight == 1
     fleet.remove("mac")
-    assert first.workers["mac"].lane_costs[0].ref.lane.in_flight == 0
+    assert fleet.view() is not first
+    assert [*first.workers] == ["mac"]
 
 
 def test_a_change_that_may_add_capacity_calls_back_and_a_stale_report_does_not(fleet) -> None:

@@ -21,13 +21,13 @@ from gateway.routing.prefix_affinity import (
 )
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.select import RoutingRequest, decide
-from gateway.routing.view import LaneView, WorkerView
+from gateway.routing.view import WorkerView
 from gateway.types import Usage, WorkerBoot
 from paceline.protocol import WorkerReport
 from policies.document import default_policy
 from policies.sections import PrefixPolicy
 from tests.support.fake_clock import START_S, FakeClock
-from tests.support.fleet_views import fleet_view
+from tests.support.fleet_views import fleet_view, view_of
 from tests.support.prefix_claims import (
     LAPTOP,
     RULES,
@@ -306,8 +306,7 @@ def test_after_thousands_of_boots_the_claims_are_forgotten_once(index, monkeypat
 
 
 def worker_of(worker_boot: WorkerBoot, in_flight: int = 0) -> WorkerView:
-    lane = LaneView.of(lane_report("vlm"), in_flight)
-    return WorkerView.of(worker_boot[0], ("demo",), (lane,), boot_id=worker_boot[1])
+    return view_of(worker_boot[0], lane_report("vlm"), busy=in_flight, boot_id=worker_boot[1])
 
 
 def test_a_restarted_worker_holds_no_prefix() -> None:
