@@ -41,7 +41,7 @@ from policies.document import default_policy
 from tests.support.histories import History, faults, random_history, rendered
 from tests.support.scripted_engine import CARD
 from workers.demo import CHECKPOINT
-from workers.engine.text.history_style import BEFORE, IN_TEXT, HistoryStyle
+from workers.engine.text.template_limits import BEFORE, IN_TEXT, TemplateLimits
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import InvalidGeneration, LaneName, ModelCard
 from workers.server.errors import as_request_error
@@ -75,15 +75,11 @@ _CHANGES: Final = {
     "userless": "a chat without a user gets a message of one",
     "parallel_calls": "each of several calls is followed by its result",
     "user_after_result": "words of the user behind a result are part of it",
-}
-"""Fields of a `HistoryStyle`, as words."""
-_CALL_CHANGES: Final = {
     "json_arguments": "arguments are JSON text",
-    "in_text": "calls are text",
+    "calls_in_text": "calls are text",
     "results_in_text": "results are words of the user",
-    "short_ids": "ids of calls have nine letters",
-    "named_ids": "ids of calls hold the names of functions",
 }
+"""Fields of `TemplateLimits`, as words."""
 _TEXT_CHANGES: Final = {
     BEFORE: "a text beside calls is an answer before them",
     IN_TEXT: "calls beside a text are text",
@@ -260,14 +256,13 @@ async def refusal_table(models: Models) -> Grid:
     return Grid(title, ("message", "templates", "bodies"), rows)
 
 
-def changes_of(style: HistoryStyle) -> str:
+def changes_of(limits: TemplateLimits) -> str:
     """Return in words what is changed of a history for a template."""
-    default = HistoryStyle()
+    default = TemplateLimits()
     changes = [
-        words for name, words in _CHANGES.items() if getattr(style, name) != getattr(default, name)
+        words for name, words in _CHANGES.items() if getattr(limits, name) != getattr(default, name)
     ]
-    changes += [words for name, words in _CALL_CHANGES.items() if getattr(style.calls, name)]
-    changes += [words for place, words in _TEXT_CHANGES.items() if style.text_with_calls == place]
+    changes += [words for place, words in _TEXT_CHANGES.items() if limits.text_with_calls == place]
     return "; ".join(changes) or "nothing"
 
 
@@ -277,7 +272,7 @@ def history_table(models: Models, count: int) -> Grid:
     names: dict[str, list[str]] = {}
     failed: Counter[str] = Counter()
     for name, engine in models.engines.items():
-        changes = changes_of(engine.prompts.history_style)
+        changes = changes_of(engine.prompts.limits)
         names.setdefault(changes, []).append(name)
         failed[changes] += sum(_fails(engine.prompts, history) for history in histories)
     title = f"{count:,} random histories on every template: what was changed"

@@ -118,7 +118,7 @@ class Engine:
             default_max_tokens=self.checkpoint.default_max_tokens,
             sampling=self.checkpoint.sampling,
             constrains_calls=bool(tool_format and tool_format.style),
-            system_inside=self.prompts.history_style.system_inside,
+            system_inside=self.prompts.limits.system_inside,
             spec_prefill=spec_prefill,
         )
 

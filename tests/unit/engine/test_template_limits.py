@@ -106,7 +106,7 @@ TEMPLATES = {
     ),
     "texts alone": (
         refusing_each("m.role not in ('user', 'assistant') or m.tool_calls"),
-        "system=False system_inside=False in_text=True results_in_text=True",
+        "system=False system_inside=False calls_in_text=True results_in_text=True",
     ),
 }
 
@@ -121,7 +121,7 @@ def test_f67_a_history_is_changed_no_further_than_the_template_needs(lacks, capl
             history = random_history(Random(f"unit {number}"))
             assert not faults(history, rendered(renderer, history)), history.messages
     told = [one.getMessage() for one in caplog.records if "histories_changed" in one.getMessage()]
-    assert renderer.history_style.changes == changes
+    assert renderer.limits.changes == changes
     assert len(told) == (lacks != "takes all")
 
 
