@@ -28,14 +28,15 @@ from bench.harness.tables import Grid, provenance, write_page
 from paceline.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.lane.admission import Admission
 from workers.engine.lane.memory import measure_memory
-from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.scheduler import EngineParts, LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.target import Target
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
+from workers.engine.types import Generation, LaneName, LaneSettings, Prompt
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 ROWS: Final = (1, 4, 8)
@@ -45,7 +46,6 @@ ROUNDS: Final = 40
 TURNS: Final = 9
 WARM_UP_ROUNDS: Final = 8
 PROMPT_TOKENS: Final = 24
-_SETTINGS: Final = EngineSettings(model=CHECKPOINT, served_name="demo")
 _ENDLESS: Final = 1 << 20
 
 
@@ -100,17 +100,14 @@ def _filled_lane(
     kind: type[LaneScheduler], checkpoint: Checkpoint, rows: int, k: int
 ) -> tuple[LaneScheduler, list[Row]]:
     prompts = PromptRenderer(checkpoint.processor)
-    lane = kind(
-        LaneName.TEXT_MTP,
-        checkpoint,
-        prompts,
-        prefix_cache=PrefixCache(0),
-        draft_tokens=k,
-        max_rows=max(ROWS),
-        prefill_chunk_tokens=_SETTINGS.prefill_chunk_tokens,
-        prefill_budget_s=_SETTINGS.prefill_budget_s,
-        memory=measure_memory(checkpoint.target, checkpoint.head),
+    memory = measure_memory(checkpoint.target, checkpoint.head)
+    parts = EngineParts(
+        settings=LaneSettings(draft_tokens=k, max_rows=max(ROWS)),
+        checkpoint=checkpoint,
+        prompts=prompts,
+        admission=Admission(checkpoint.target, memory, PrefixCache(0)),
     )
+    lane = kind(LaneName.TEXT_MTP, parts)
     decoding = [_row(lane, prompts, number, k) for number in range(rows)]
     for row in decoding:
         lane.add(row)

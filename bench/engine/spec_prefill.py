@@ -29,8 +29,9 @@ from tools.demo_model.architecture import model_config, new_model
 from tools.demo_model.tokenizer import SPECIAL_TOKENS
 from workers.demo import CHECKPOINT
 from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.lane.admission import Admission
 from workers.engine.lane.memory import measure_memory
-from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.scheduler import EngineParts, LaneScheduler
 from workers.engine.lane.sparse_prefill import SparsePrefill
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.target import Target
@@ -38,10 +39,10 @@ from workers.engine.prefix.cache import PrefixCache
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import (
-    EngineSettings,
     Event,
     Generation,
     LaneName,
+    LaneSettings,
     Prompt,
     SpecPrefillOptions,
     SpecPrefillSettings,
@@ -52,7 +53,6 @@ PROMPT_TOKENS: Final = (1024, 2048, 4096)
 KEEP_SHARES: Final = (0.1, 0.2, 0.3, 0.5, 1.0)
 IN_FULL: Final = SpecPrefillOptions(sparse=False)
 ANSWER_TOKENS: Final = 32
-_SETTINGS: Final = EngineSettings(model=Path(), served_name="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,20 +83,17 @@ class Bench:
     def __init__(self, checkpoint: Checkpoint, draft: Target, draft_tokens: int) -> None:
         self.prompts = PromptRenderer(checkpoint.processor)
         self._draft_tokens = draft_tokens if checkpoint.head else 0
-        self._lane = LaneScheduler(
-            LaneName.TEXT_MTP,
-            checkpoint,
-            self.prompts,
-            prefix_cache=PrefixCache(0),
-            draft_tokens=self._draft_tokens,
-            max_rows=1,
-            prefill_chunk_tokens=_SETTINGS.prefill_chunk_tokens,
-            prefill_budget_s=_SETTINGS.prefill_budget_s,
-            memory=measure_memory(checkpoint.target, checkpoint.head),
+        memory = measure_memory(checkpoint.target, checkpoint.head)
+        parts = EngineParts(
+            settings=LaneSettings(draft_tokens=self._draft_tokens, max_rows=1),
+            checkpoint=checkpoint,
+            prompts=self.prompts,
+            admission=Admission(checkpoint.target, memory, PrefixCache(0)),
             sparse_prefill=SparsePrefill(
                 SpecPrefillSettings(draft=Path()), draft, checkpoint.context_tokens
             ),
         )
+        self._lane = LaneScheduler(LaneName.TEXT_MTP, parts)
 
     def answer(
         self, messages: Sequence[dict[str, Any]], options: SpecPrefillOptions, answer_tokens: int

@@ -19,8 +19,9 @@ import mlx.core as mx
 from paceline.protocol import DraftSource
 from paceline.request.profile import Sampling
 from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.lane.admission import Admission
 from workers.engine.lane.memory import MemoryEstimate
-from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.scheduler import EngineParts, LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.target import CompiledPasses
 from workers.engine.model.windows import FamilyWindow, window_tokens
@@ -32,7 +33,7 @@ from workers.engine.startup.probes import (
 )
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Finished, Generation, LaneName, Prompt
+from workers.engine.types import Finished, Generation, LaneName, LaneSettings, Prompt
 
 TIE: Final = 1e-3
 """Two scores that are closer are a tie, which the order of summation may decide either way."""
@@ -156,11 +157,16 @@ class _Runner:
         self._target = checkpoint.target
         self._answer_tokens = answer_tokens
         self._prompts = PromptRenderer(checkpoint.processor)
-        self._lane = LaneScheduler(
-            LaneName.TEXT_MTP, checkpoint, self._prompts,
-            prefix_cache=PrefixCache(1 << 30), draft_tokens=DRAFT_TOKENS, max_rows=4,
-            prefill_chunk_tokens=_CHUNK_TOKENS, prefill_budget_s=60.0, memory=_MEMORY,
+        parts = EngineParts(
+            settings=LaneSettings(
+                draft_tokens=DRAFT_TOKENS, max_rows=4,
+                prefill_chunk_tokens=_CHUNK_TOKENS, prefill_budget_s=60.0,
+            ),
+            checkpoint=checkpoint,
+            prompts=self._prompts,
+            admission=Admission(checkpoint.target, _MEMORY, PrefixCache(1 << 30)),
         )  # fmt: skip
+        self._lane = LaneScheduler(LaneName.TEXT_MTP, parts)
 
     def answer(self, prompts: Sequence[Sequence[int]]) -> _Answers:
         """Answer prompts at once."""
