@@ -7,13 +7,14 @@ from typing import Any, Final
 
 from paceline.request.profile import Sampling
 from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.lane.admission import Admission
 from workers.engine.lane.memory import MemoryEstimate, measure_memory
-from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.scheduler import EngineParts, LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Generation, LaneName, Prompt, SpecPrefillOptions
+from workers.engine.types import Generation, LaneName, LaneSettings, Prompt, SpecPrefillOptions
 
 _IN_FULL: Final = SpecPrefillOptions()
 
@@ -32,18 +33,18 @@ def lane_of(
     **more: Any,
 ) -> LaneScheduler:
     """Return a lane for text, whose prefix cache keeps nothing unless it has a size."""
-    return kind(
-        LaneName.TEXT_MTP,
-        checkpoint,
-        prompts,
-        prefix_cache=PrefixCache(cache_bytes),
+    settings = LaneSettings(
         draft_tokens=draft_tokens,
         max_rows=max_rows,
         prefill_chunk_tokens=chunk_tokens,
         prefill_budget_s=budget_s,
-        memory=memory or measure_memory(checkpoint.target, checkpoint.head),
-        **more,
     )
+    memory = memory or measure_memory(checkpoint.target, checkpoint.head)
+    admission = Admission(checkpoint.target, memory, PrefixCache(cache_bytes))
+    parts = EngineParts(
+        settings=settings, checkpoint=checkpoint, prompts=prompts, admission=admission, **more
+    )
+    return kind(LaneName.TEXT_MTP, parts)
 
 
 def greedy_row(

@@ -76,7 +76,7 @@ def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator
             engine=engine,
             clock=time.time,
             started_s=time.time(),
-            pictures=PictureMemory.within(engine.memory_limit_bytes()),
+            pictures=PictureMemory.within(engine.state().memory_limit_bytes),
         )
         membership = Membership(
             gateway_url=join,

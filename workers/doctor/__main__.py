@@ -107,9 +107,9 @@ def _examine(named: str, mtp: str, seconds: float) -> Report:
             shares_passes=target.supports_batching,
             verifies_natively=target.native_verify,
             head=card.mtp_unavailable_reason or "drafts",
-            memory_limit_bytes=engine.memory_limit_bytes(),
+            memory_limit_bytes=engine.state().memory_limit_bytes,
             row_bytes=row_bytes(engine),
-            longest_row_tokens=engine.memory.max_row_tokens(),
+            longest_row_tokens=engine.admission.memory.max_row_tokens(),
             peak_bytes=0,
         ),
     )

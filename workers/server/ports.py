@@ -6,16 +6,22 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.drain_rate import QueuePlace
 from paceline.protocol import LaneReport
 from paceline.request.pooling import EmbeddingsRequest, RerankRequest
 from workers.engine.decode.memory_pressure import MemoryReading
 from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource
 from workers.engine.text.tool_formats import ToolFormat
-from workers.engine.types import Card, Event, Generation, ModelCard, PoolingCard, Prompt
+from workers.engine.types import (
+    Card,
+    EngineState,
+    Event,
+    Generation,
+    ModelCard,
+    Pooled,
+    PoolingCard,
+    Prompt,
+)
 
 Json = Any
 """A JSON value; typed loosely at this boundary alone."""
@@ -93,26 +99,11 @@ class RunningEngine(Protocol):
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return one consistent snapshot of all lanes; thread-safe."""
 
-    def memory_bytes(self) -> int:
-        """Return the memory in use by MLX."""
-
-    def memory_limit_bytes(self) -> int:
-        """Return the memory limit of MLX; 0 if unknown."""
-
     def memory_reading(self) -> MemoryReading:
         """Return what the process takes of the memory of this machine."""
 
-    def failed_allocations(self) -> int:
-        """Return how many allocations of the device have failed since the start."""
-
-    def prefix_cache_bytes(self) -> int:
-        """Return the memory in use by the prefix cache."""
-
-    def prefixes(self) -> tuple[str, ...]:
-        """Return the keys of cached prefixes, the most recently used first."""
-
-    def evicted_prefixes(self) -> tuple[str, ...]:
-        """Return the keys of the last evicted prefixes that are not on disk, the last one first."""
+    def state(self) -> EngineState:
+        """Return the memory in use by MLX, and the keys of the prefix cache."""
 
     async def drop_prefixes(self, scope: str | None) -> None:
         """Delete all of an isolation scope from memory and disk; None: of all scopes."""
@@ -150,18 +141,6 @@ class ServingEngine(RunningEngine, Protocol):
         """Return the place of a generation in the queue; None if it waits no more."""
 
 
-class Pooled(Protocol):
-    """The numbers of one request, and the tokens that the model has read."""
-
-    @property
-    def numbers(self) -> NDArray[np.float32]:
-        """[texts or documents, numbers of each]."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all rows, those that the model adds included."""
-
-
 class PoolingEngine(RunningEngine, Protocol):
     """A running embedder or reranker."""
 
@@ -169,11 +148,13 @@ class PoolingEngine(RunningEngine, Protocol):
     def card(self) -> PoolingCard:
         """Description of the loaded model."""
 
-    async def embed(self, request: EmbeddingsRequest, token_limit: int | None = None) -> Pooled:
-        """Return a vector for each text; a cancelled call drops its rows."""
+    async def compute(
+        self, request: EmbeddingsRequest | RerankRequest, token_limit: int | None = None
+    ) -> Pooled:
+        """Return a vector for each text, or a score for each document.
 
-    async def rerank(self, request: RerankRequest, token_limit: int | None = None) -> Pooled:
-        """Return a score for each document; a cancelled call drops its rows."""
+        A cancelled call drops its rows.
+        """
 
     async def check(self, request: EmbeddingsRequest | RerankRequest) -> int:
         """Return the tokens of a request; raise the `EngineError` that its answer would be."""
