@@ -159,12 +159,13 @@ def configure_logging(level: int, line_format: str) -> None:
 
 
 class StartDisplay:
-    """Shows the start of a worker: a bar on a terminal, elsewhere a line now and then."""
+    """Shows a start or a measurement: a bar on a terminal, elsewhere a line now and then."""
 
     LINE_EVERY_S = 8.0
 
-    def __init__(self, output: TextIO | Console) -> None:
+    def __init__(self, output: TextIO | Console, title: str = "Starting") -> None:
         self._output = output
+        self._title = title
         self._bar: Progress | None = None
         self._stage = ""
         self._printed_s = 0.0
@@ -173,7 +174,7 @@ class StartDisplay:
 
     def show(self, progress: StartProgress) -> None:
         """Show how far the start is."""
-        summary = f"Starting: {progress.summary}{self._speed(progress)}"
+        summary = f"{self._title}: {progress.summary}{self._speed(progress)}"
         console = self._console()
         if console.is_terminal and not console.is_dumb_terminal:
             self._show_bar(console, progress, summary)
@@ -219,7 +220,10 @@ class StartDisplay:
         if self._bar is None:
             text = TextColumn("{task.description}", markup=False)
             self._bar = Progress(
-                SpinnerColumn(), text, BarColumn(24), console=console, transient=True
+                *(SpinnerColumn(), text, BarColumn(24)),
+                console=console,
+                transient=True,
+                refresh_per_second=4,  # drawing competes with the start
             )
             self._bar.add_task("", total=None)
         self._bar.update(
