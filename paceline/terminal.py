@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -111,23 +111,18 @@ class _TerminalFormatter(LogFormatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - of `logging`
         """Return the line of a record, which `format` has filled in."""
-        if event := _EVENT.fullmatch(record.message):
-            record.message = _sentence(event[1], event[2], _fields(record))
+        if found := _EVENT.fullmatch(record.message):
+            event, rest = found.groups()
+            fields: dict[str, object] = {}
+            if isinstance(record.args, tuple):
+                fields = dict(zip(_FIELD.findall(str(record.msg)), record.args, strict=False))
+            text = re.sub(r"^(\s*\w+=\S+?(?=[:\s]|$))*[:\s]*", "", rest)
+            try:
+                record.message = _SENTENCES[event].format(**fields, text=text)
+            except LookupError:
+                words = event.replace(".", " ").replace("_", " ").capitalize()
+                record.message = f"{words}:{rest}" if rest else f"{words}."
         return super().formatMessage(record)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, object]:
-    names, values = _FIELD.findall(str(record.msg)), record.args
-    return dict(zip(names, values, strict=False)) if isinstance(values, tuple) else {}
-
-
-def _sentence(event: str, rest: str, fields: Mapping[str, object]) -> str:
-    text = re.sub(r"^(\s*\w+=\S+?(?=[:\s]|$))*[:\s]*", "", rest)
-    try:
-        return _SENTENCES[event].format(**fields, text=text)
-    except LookupError:
-        words = event.replace(".", " ").replace("_", " ").capitalize()
-        return f"{words}:{rest}" if rest else f"{words}."
 
 
 class _ForPeople(logging.Filter):

@@ -271,11 +271,11 @@ def advertised_url(host: str, port: int, gateway_url: str | None) -> str:
     return base_url(host, port)
 
 
-def source_address(address: str, port: int = 9) -> str:
+def source_address(address: str) -> str:
     """Return this machine's address on the route to another; raise OSError without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # selects the route; a datagram socket sends nothing here
+        probe.connect((address, 9))  # selects the route; a datagram socket sends nothing here
         return str(probe.getsockname()[0])
 
 

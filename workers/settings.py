@@ -6,7 +6,6 @@ import errno
 import hmac
 import logging
 import os
-import re
 import secrets
 import socket
 import stat
@@ -232,9 +231,3 @@ def _stored_secret(state: Path) -> bytes:
     if not (secret := path.read_bytes()):
         raise OSError(errno.EINVAL, f"{path} is empty; delete the file to create a new one")
     return secret
-
-
-def default_worker_id(hostname: str, port: int) -> str:
-    """Return a name made of host name and port: stable over restarts, unique on its machine."""
-    short = re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-") or "worker"
-    return f"{short[:50]}-{port}"

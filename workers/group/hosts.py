@@ -7,7 +7,6 @@ a port runs code. So every address of the file must be private, and the ranks li
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
 from collections.abc import Sequence
 from enum import StrEnum
@@ -83,6 +82,11 @@ class Hosts(BaseModel):
     )
     hosts: tuple[Host, ...] = Field(min_length=2, max_length=MAX_RANKS)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _wrap_list(cls, document: object) -> object:
+        return {"hosts": document} if isinstance(document, list) else document
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         loopback = [ipaddress.ip_address(one.ips[0]).is_loopback for one in self.hosts]
@@ -95,17 +99,11 @@ class Hosts(BaseModel):
         """Return the hosts of a file; raise `InvalidSettings` for one that cannot work."""
         try:
             with path.open("rb") as file:
-                document = json.loads(file.read(_MAX_FILE_BYTES))
+                hosts = cls.model_validate_json(file.read(_MAX_FILE_BYTES))
         except OSError as error:
             raise InvalidSettings(
                 f"The host file {path} cannot be read: {error.strerror}."
             ) from None
-        except ValueError:
-            raise InvalidSettings(f"The host file {path} is not JSON.") from None
-        if isinstance(document, list):
-            document = {"hosts": document}
-        try:
-            hosts = cls.model_validate(document)
         except ValidationError as invalid:
             first = invalid.errors()[0]
             where = ".".join(map(str, first["loc"])) or "hosts"

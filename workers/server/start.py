@@ -22,6 +22,7 @@ from typing import Any
 import uvloop
 
 from paceline.lifecycle import Shutdown, first_of
+from paceline.names import name_of_host
 from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartStage
 from paceline.request.profile import Endpoint
 from paceline.settings import InvalidSettings
@@ -43,7 +44,7 @@ from workers.server.pictures import PictureMemory
 from workers.server.ports import RunningEngine
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
-from workers.settings import KvBits, WorkerSettings, default_worker_id, prefix_cache_on_disk
+from workers.settings import KvBits, WorkerSettings, prefix_cache_on_disk
 
 _START_INTERVAL_S = 0.2
 _print = functools.partial(print, flush=True)
@@ -74,7 +75,9 @@ def _run(settings: WorkerSettings) -> int:
     # Bind before the weights load, which may take minutes: a port in use is reported at once.
     with _bind(settings.listening_host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
-        worker_id = settings.id or default_worker_id(socket.gethostname(), port)
+        # Stable over restarts, and unique on its machine.
+        host_name = name_of_host(socket.gethostname()) or "worker"
+        worker_id = settings.id or f"{host_name}-{port}"
         if settings.join:
             wait_for_gateway(settings.join, settings.token, worker_id, _pause_of(settings))
         source = resolve_model(settings.model)

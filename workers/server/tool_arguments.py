@@ -21,6 +21,8 @@ from typing import Final
 import regex
 from pydantic_core import from_json
 
+from workers.engine.text.detokenizer import overlap
+from workers.engine.text.json_schema import resolve
 from workers.engine.text.tool_formats import Tags
 from workers.server.ports import Json
 
@@ -359,12 +361,6 @@ def _escaped(text: str) -> str:
     return _quote(text)[1:-1]
 
 
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that begins `marker`."""
-    sizes = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
-
-
 def _value_of(text: str, types: frozenset[str]) -> str:
     """Return the JSON of an argument that may be no text: its own, Python's, else the text's."""
     stripped = text.strip()
@@ -407,7 +403,7 @@ def _types_of(schema: Json, root: Json, references: int = 0) -> frozenset[str]:
     if not isinstance(schema, Mapping) or references > _MAX_REFERENCES:
         return _ANY
     if "$ref" in schema:
-        return _types_of(_resolve(str(schema["$ref"]), root), root, references + 1)
+        return _types_of(resolve(schema["$ref"], root), root, references + 1)
     named = schema.get("type")
     if named is not None:
         names = named if isinstance(named, list) else [named]
@@ -421,12 +417,3 @@ def _types_of(schema: Json, root: Json, references: int = 0) -> frozenset[str]:
             return frozenset().union(*each) if all(each) else _ANY
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return frozenset().union(*map(_type_of, values)) if isinstance(values, list) else _ANY
-
-
-def _resolve(reference: str, root: Json) -> Json:
-    """Return the target of a reference within the same schema; None for any other reference."""
-    target: Json = root if reference.startswith("#/") else None
-    for step in reference.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        target = target.get(name) if isinstance(target, Mapping) else None
-    return target

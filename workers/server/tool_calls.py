@@ -17,6 +17,7 @@ from typing import Final
 
 import regex
 
+from workers.engine.text.detokenizer import overlap
 from workers.engine.text.tool_formats import Call, ToolFormat
 from workers.server.ports import Json
 from workers.server.tool_arguments import (
@@ -24,7 +25,6 @@ from workers.server.tool_arguments import (
     LiteralReader,
     TagReader,
     argument_types,
-    overlap,
 )
 
 ToolCall = dict[str, Json]

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from paceline.addresses import is_loopback
+from paceline.names import name_of_host
 from paceline.settings import InvalidSettings
 from tests.support.scheduler_harness import worker_report
 from workers.engine.types import LaneName
 from workers.heartbeat import advertised_url
 from workers.server.main import read_settings
-from workers.settings import default_worker_id, prefix_cache_on_disk
+from workers.settings import prefix_cache_on_disk
 
 
 @pytest.fixture(autouse=True)
@@ -122,15 +123,15 @@ def test_the_token_comes_from_a_flag_or_the_environment_and_is_never_printed(mon
 @pytest.mark.parametrize(
     ("hostname", "expected"),
     [
-        ("studio.local", "studio-9200"),
-        ("Anna~s Mac Studio.fritz.box", "Anna-s-Mac-Studio-9200"),
-        ("", "worker-9200"),
-        ("x" * 80, "x" * 50 + "-9200"),
+        ("studio.local", "studio"),
+        ("Anna~s Mac Studio.fritz.box", "Anna-s-Mac-Studio"),
+        ("", ""),
+        ("x" * 80, "x" * 50),
     ],
 )
-def test_the_default_name_is_host_and_port_in_plain_letters(hostname: str, expected: str) -> None:
-    assert default_worker_id(hostname, 9200) == expected
-    assert worker_report(expected, url="http://mac").worker_id == expected
+def test_the_name_of_a_host_has_plain_letters(hostname: str, expected: str) -> None:
+    assert name_of_host(hostname) == expected
+    assert worker_report(f"{expected}9200", url="http://mac").worker_id == f"{expected}9200"
 
 
 def test_a_wildcard_host_advertises_the_address_towards_the_gateway() -> None:
