@@ -28,7 +28,7 @@ from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import MISSING, Grid, provenance, report
 from tests.support.openai_requests import LONG_TEXT, text_body
 from tests.support.worker_process import WorkerProcess, wait_until_ready, worker_process
-from workers.group.hosts import Split
+from workers.settings import Split
 
 _CHAT = "/v1/chat/completions"
 _WITHIN_S = 120.0

@@ -1,24 +1,31 @@
-"""Downloads of models from Hugging Face: checked before they begin, resumed, and verified.
+"""Sources of models: a folder, the demo checkpoint, or a Hugging Face repository.
 
-Before the first byte it is known how much is missing, whether the disk has room for it, whether the
-weights fit into the memory of this machine, and whether the owner of the repository lets this user
-in. What a broken download has left is gone on with. The contents of each new file are compared with
-the digest by which the hub names it.
+Before the first byte of a download it is known how much is missing, whether the disk has room for
+it, whether the weights fit into the memory of this machine, and whether the owner of the repository
+lets this user in. A broken download is resumed. The contents of each new file are compared with the
+digest by which the hub names it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from workers.demo import CHECKPOINT
 from workers.engine.model.known_heads import head_files
 from workers.engine.types import ModelUnusable
 
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
+
+DEMO_NAME = "demo"
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Weights and text files. The engine runs no Python file of a folder that has some."""
 _DUPLICATES = ["original/*", "metal/*", "consolidated*"]
@@ -27,26 +34,55 @@ _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _DISK_MARGIN_BYTES = 1_000_000_000
 """Left free: a full disk harms more than this download."""
 _SHARE_OF_MEMORY = 0.95
-"""Of the memory that the device may use; weights alone that take more leave no room to answer."""
+"""Of the memory that the device may use; weights that take more leave no room to answer."""
 _SHA256_DIGITS = 64
 
 Progress = Callable[[int, int], None]
+"""Called from any thread with the bytes so far, and of all files."""
 
 
-class _FileInfo(Protocol):
-    """What the hub knows of a file, and where the local cache will have it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A local folder or a repository, and the served name of its model."""
 
-    filename: str
-    file_size: int | None
-    local_path: str
-    will_download: bool
+    folder: Path | None
+    """None: the folder is only known after the download."""
+    served_name: str
+    toy: bool = False
+
+    def fetch(self, progress: Progress = lambda *_: None, *, head_only: bool = False) -> Path:
+        """Return the folder, after a download of what is missing; raise `ModelUnusable`.
+
+        With `head_only` a download has no weights but the files with tensors of an MTP head.
+        """
+        return self.folder or download(self.served_name, progress, head_only=head_only)
+
+
+def resolve_model(named: str) -> ModelSource:
+    """Return the source of a model, an MTP head or an adapter; raise `ModelUnusable`.
+
+    The name comes from the settings of the worker, never from a request.
+    """
+    folder = Path(named).expanduser() if named else CHECKPOINT
+    if folder.resolve() == CHECKPOINT.resolve():
+        if not CHECKPOINT.is_dir():
+            raise ModelUnusable("The demo checkpoint is missing; choose a model with --model.")
+        return ModelSource(folder=CHECKPOINT, served_name=DEMO_NAME, toy=True)
+    if folder.is_dir():
+        name = folder.resolve().name
+        if not name.isprintable() or not name:
+            raise ModelUnusable("A model is named as its folder, so the name must be printable.")
+        return ModelSource(folder=folder, served_name=name)
+    if _REPOSITORY.fullmatch(named):
+        return ModelSource(folder=None, served_name=named)
+    raise ModelUnusable(f"'{named}' is neither a folder nor the name of a Hugging Face repository.")
 
 
 def download(repository: str, progress: Progress, *, head_only: bool = False) -> Path:
     """Return the local folder of a repository; raise `ModelUnusable` with the reason if that fails.
 
-    `progress` is called from any thread with the bytes so far, and of all files. With `head_only`
-    it has no weights but the files with tensors of an MTP head.
+    The hub is asked for the missing files first. If it cannot be reached, the download itself looks
+    into the local cache, and says what is wrong.
     """
     # Imported late: a worker with a local folder does not need it.
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
@@ -62,14 +98,20 @@ def download(repository: str, progress: Progress, *, head_only: bool = False) ->
         if head_only:
             names = [_CONFIG, _INDEX]
             names = [*names, *_head_files(Path(fetch()))]
-        missing = _missing_files(fetch)
-        _check_room(repository, missing)
+        missing: Sequence[DryRunFileInfo] = ()
+        try:
+            missing = [file for file in fetch(dry_run=True) if file.will_download]
+        except errors.DryRunError as error:
+            if isinstance(error.__cause__, errors.GatedRepoError | errors.RepositoryNotFoundError):
+                raise error.__cause__ from error
+        if missing:
+            _check_room(repository, missing)
         folder = Path(fetch(tqdm_class=_progress_bars(progress)))
     except (errors.HfHubHTTPError, OSError) as error:
         match error:
             case errors.GatedRepoError():
                 reason = (
-                    "its owner lets in registered users alone. Accept the terms on the model's "
+                    "its owner lets in only registered users. Accept the terms on the model's "
                     "page, then set HF_TOKEN to a token of your account, or run `hf auth login`"
                 )
             case errors.RepositoryNotFoundError():
@@ -93,26 +135,10 @@ def _head_files(folder: Path) -> Sequence[str]:
         return _FILES[:1]  # one file of weights has no index; the engine tells what is damaged
 
 
-def _missing_files(fetch: Callable[..., Any]) -> Sequence[_FileInfo]:
-    """Return the files that a download will fetch; none if the hub cannot be asked.
-
-    The download itself then looks into the local cache, and says what is wrong.
-    """
-    from huggingface_hub import errors  # noqa: PLC0415
-
-    try:
-        files: list[_FileInfo] = fetch(dry_run=True)
-    except errors.DryRunError as error:
-        if isinstance(error.__cause__, errors.GatedRepoError | errors.RepositoryNotFoundError):
-            raise error.__cause__ from error
-        return []
-    return [file for file in files if file.will_download]
-
-
-def _check_room(repository: str, missing: Sequence[_FileInfo]) -> None:
+def _check_room(repository: str, missing: Sequence[DryRunFileInfo]) -> None:
     """Raise `ModelUnusable` if the disk or the memory has no room for what a download fetches."""
-    if not missing:
-        return
+    from workers.engine.model.device import memory_limit_bytes  # noqa: PLC0415 - it takes seconds
+
     needed_bytes = sum(file.file_size or 0 for file in missing)
     disk = next(path for path in Path(missing[0].local_path).parents if path.exists())
     free_bytes = shutil.disk_usage(disk).free - _DISK_MARGIN_BYTES
@@ -134,19 +160,11 @@ def _check_room(repository: str, missing: Sequence[_FileInfo]) -> None:
         )
 
 
-def memory_limit_bytes() -> int:
-    """Return the memory that a model may use: of the device, or else of the machine."""
-    import mlx.core as mx  # noqa: PLC0415 - it takes seconds
-
-    working_set = mx.device_info().get("max_recommended_working_set_size")
-    return int(working_set or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def _verify(repository: str, files: Sequence[_FileInfo]) -> None:
+def _verify(repository: str, files: Sequence[DryRunFileInfo]) -> None:
     """Compare new files with their digests; delete damaged ones, and raise `ModelUnusable`.
 
-    The cache names a large file by the SHA-256 of its contents. A small one is compared by its size
-    alone, which the hub's client does.
+    The cache names a large file by the SHA-256 of its contents. Of a small one only the size is
+    compared, which the hub's client does.
     """
     damaged = []
     for file in files:
@@ -175,8 +193,7 @@ def _progress_bars(progress: Progress) -> type[Any]:
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            silent = {**options, "disable": True}
-            super().__init__(*args, **silent)  # type: ignore[no-untyped-call]
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
             # One bar counts files.
             self._counts_bytes = options.get("unit") == "B"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import os
-import re
 import secrets
 import socket
 import stat
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -18,11 +18,10 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.addresses import WILDCARDS, is_loopback
-from paceline.config_file import InvalidSettings, check_private, make_private
 from paceline.names import Label
+from paceline.private_files import check_private, make_private
 from paceline.protocol import MAX_LABELS
 from workers.engine.types import LaneName, WeightType
-from workers.group.hosts import Backend, Split
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,15 @@ _DEFAULT_HOST = "127.0.0.1"
 _NOT_OF_A_GROUP = frozenset(
     ("task", "lanes", "adapter", "dtype", "draft_tokens", "mtp", "spec_prefill")
 )
+
+
+class Split(StrEnum):
+    """How the ranks of a group divide the model."""
+
+    TENSOR = "tensor"
+    """Every rank has a part of each layer."""
+    PIPELINE = "pipeline"
+    """Every rank has some of the layers."""
 
 
 class KvBits(IntEnum):
@@ -49,54 +57,68 @@ class WorkerSettings(BaseSettings):
         frozen=True,
         populate_by_name=True,
         defer_build=True,  # `load_layered` builds a subclass
+        use_attribute_docstrings=True,  # of flags, and in docs/reference/settings.md
     )
 
     model: str = ""
-    """A folder or a Hugging Face repository; empty: the demo checkpoint."""
+    """Folder or Hugging Face name of a model (default: the demo checkpoint)."""
     task: Literal["generate", "embeddings", "rerank"] | None = None
-    """What the model is served for; None: what its folder tells."""
+    """What the model serves: `generate`, `embeddings` or `rerank` (default: as its folder says)."""
     lanes: Annotated[tuple[LaneName, ...], NoDecode] = (LaneName.TEXT_MTP, LaneName.VLM)
+    """Lanes that it serves, with commas between them (default: `text-mtp,vlm`)."""
     host: str = ""
-    """Empty: loopback, or all addresses if it joins a gateway on another machine."""
+    """Address to listen on, and the one that gateways call (default: loopback, or all addresses
+    with a gateway on another machine, which then gets the address that faces it)."""
     port: int = Field(9200, ge=0, le=65535)
+    """Port to listen on; `0` takes a free one."""
     join: str = ""
-    """URL of the gateway that receives the heartbeats."""
+    """URL of the gateway that receives its heartbeats; of all gateways, if the name has several
+    addresses (default: none)."""
     token: SecretStr | None = Field(None, validation_alias="PACELINE_JOIN_TOKEN")
+    """Join token of that gateway; the variable hides it from `ps`."""
     id: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
+    """Name of the worker (default: host name and port)."""
     labels: Annotated[tuple[Label, ...], NoDecode] = Field((), max_length=MAX_LABELS)
-    """Labels for pools of the policy; comma-separated in the environment."""
+    """Label for the pools of the policy; repeat the flag, or separate labels by commas."""
     adapter: str = ""
-    """A folder or a Hugging Face repository of a LoRA adapter; empty: the model alone."""
+    """Folder or Hugging Face name of a LoRA adapter of the model, as mlx-lm, mlx-vlm or PEFT writes
+    it. The served name is that of the model, `+` and that of the adapter."""
     dtype: WeightType | None = None
-    """Type of the weights that are not quantised; None: as they are stored."""
+    """Type of weights that are not quantised: `float16`, `bfloat16` or `float32` (default: as
+    stored). `auto` takes `float16` on M1 and M2, which compute no `bfloat16`, except for Gemma. A
+    CPU computes in `float32`."""
     context: int | None = Field(None, ge=256, le=1 << 30)
-    """Limit of prompt and answer together, in tokens; None: what the model was trained for."""
+    """Most tokens of prompt and answer together (default: what the model was trained for)."""
     rows: int = Field(8, ge=1, le=64)
-    """Requests that decode together in one lane."""
-    prefill_chunk: int = Field(1024, ge=64, le=65_536)
-    """Tokens of a prompt in one pass while no row decodes."""
+    """Requests that decode together in a lane, 1 to 64."""
     draft_tokens: int = Field(2, ge=0, le=8)
+    """Draft tokens of the MTP head per step, 0 to 8; `0` also switches prompt lookup off."""
     mtp: str = ""
-    """A folder or a Hugging Face repository with an MTP head for the model."""
-    prefix_cache_dir: Path | None = None
-    """Folder that stores the prefix cache across restarts; None: one in the state folder."""
+    """Folder or Hugging Face name of an MTP head for the model, such as
+    `mlx-community/Qwen3.5-4B-MTP-4bit` (default: the model's own)."""
     prefix_cache_bytes: int | None = Field(None, ge=0)
-    """Limit of the prefix cache in memory; None: a share of what the weights leave."""
+    """Size of the prefix cache in memory (default: a quarter of the memory beside the weights).
+    Requests that need the memory get it first."""
     kv_bits: KvBits = KvBits.SIXTEEN
-    """Bits of the keys and values that the prefix cache keeps; 16: as the model computes them."""
+    """Bits of the keys and values in the prefix cache: `16` keeps them as the model computes them;
+    `8` takes about half the memory and disk, for a small error in answers that start from them."""
     prefix_cache_gb: float = Field(20.0, ge=0, le=100_000)
-    """Limit of the prefix cache on disk, in units of a billion bytes; 0 stores nothing there."""
+    """Size of the prefix cache in the folder `prefix-cache` of the state folder, in GB, for all
+    workers of this machine; `0` writes nothing. They write at most four times as much in a day. A
+    folder that is full or read-only is logged once, and only memory then holds the cache."""
     spec_prefill: str = ""
-    """A folder or a Hugging Face repository of a draft model with the same vocabulary."""
+    """Folder or Hugging Face name of a draft model with the same vocabulary, which selects the
+    tokens of long prompts (default: none)."""
     spec_prefill_threshold: int = Field(8192, ge=1)
+    """Tokens from which a prompt is long."""
     spec_prefill_keep: float = Field(0.3, gt=0, le=1)
+    """Share of a long prompt that is read."""
     state_dir: Path = Field(Path("~/.paceline"), validation_alias="PACELINE_STATE_DIR")
-    """Holds the prefix cache, and its secret where there is no join token."""
     group: Path | None = None
-    """Host file of the machines that serve the model together; None: this machine alone."""
-    backend: Backend = Backend.RING
+    """Host file of the machines that serve the model together (default: none)."""
     split: Split | None = None
-    """How they divide the model; None: by tensors where it can be, else by layers."""
+    """How these machines divide the model: `tensor` or `pipeline` (default: `tensor` where the
+    model can, else `pipeline`)."""
     leash: bool = False
     """Shut down when standard input closes, so that no worker outlives its parent process."""
 
@@ -142,8 +164,8 @@ class WorkerSettings(BaseSettings):
     @model_validator(mode="after")
     def _check_group(self) -> Self:
         if self.group is None:
-            if self.model_fields_set & {"backend", "split"}:
-                raise ValueError("--backend and --split are of a group: use --group HOSTS.json")
+            if self.split is not None:
+                raise ValueError("--split is of a group: use --group HOSTS.json")
             return self
         given = self.model_fields_set & _NOT_OF_A_GROUP
         if given:
@@ -175,51 +197,37 @@ class WorkerSettings(BaseSettings):
 def prefix_cache_on_disk(settings: WorkerSettings) -> tuple[Path | None, bytes]:
     """Return the folder of the prefix cache, and the secret that authenticates its files.
 
-    None: memory only. The default folder is of the state folder; if it cannot be used, that is
-    logged. The secret is derived from the join token; without one it is a file of the state folder.
-    Raises `InvalidSettings` if a folder that the owner names cannot be kept from other users.
+    None: memory only, as the settings say, or since other users may write the state folder or it
+    cannot be used, which is logged. The secret is derived from the join token; without one it is a
+    file of the state folder.
     """
+    state = settings.state_dir.expanduser()
+    folder = state / "prefix-cache"
     if not settings.prefix_cache_gb:
         return None, b""
-    given = settings.prefix_cache_dir
-    folder = settings.state_dir.expanduser() / "prefix-cache" if given is None else given
-    try:
-        return folder, _prefix_cache_secret(settings, folder)
-    except InvalidSettings as error:
-        if given is not None:
-            raise
-        logger.warning("prefix_cache.memory_only reason=%s", error)
-        return None, b""
-
-
-def _prefix_cache_secret(settings: WorkerSettings, folder: Path) -> bytes:
     try:
         make_private(folder)
         if stat.S_IMODE(folder.stat().st_mode) != stat.S_IRWXU:
             folder.chmod(stat.S_IRWXU)
         if settings.token is not None:
             token = settings.token.get_secret_value().encode()
-            return hmac.digest(token, b"paceline prefix cache", "sha256")
-        folder = settings.state_dir.expanduser()
-        make_private(folder)
-        path = folder / "prefix-cache-secret"
-        if not path.exists():
-            draft = folder / f".prefix-cache-secret-{os.getpid()}"
-            draft.touch(mode=0o600)
-            draft.write_text(secrets.token_hex(32))
-            draft.replace(path)
-        check_private(path)
-        secret = path.read_bytes()
+            return folder, hmac.digest(token, b"paceline prefix cache", "sha256")
+        return folder, _stored_secret(state)
     except OSError as error:
-        raise InvalidSettings(
-            f"The prefix cache cannot use the folder {folder}: {error.strerror}."
-        ) from error
-    if not secret:
-        raise InvalidSettings(f"{path} is empty. Delete the file to create a new one.")
+        logger.warning("prefix_cache.memory_only folder=%s reason=%s", folder, error.strerror)
+        return None, b""
+
+
+def _stored_secret(state: Path) -> bytes:
+    """Return the secret in the state folder, a new one at the first start; raise `OSError`."""
+    make_private(state)
+    path = state / "prefix-cache-secret"
+    if not path.exists():
+        draft = state / f".prefix-cache-secret-{os.getpid()}"
+        draft.touch(mode=0o600)
+        draft.write_text(secrets.token_hex(32))
+        draft.replace(path)
+    check_private(path)
+    if not (secret := path.read_bytes()):
+        raise OSError(errno.EINVAL, f"{path} is empty; delete the file to create a new one")
     return secret
-
-
-def default_worker_id(hostname: str, port: int) -> str:
-    """Return a name made of host name and port: stable over restarts, unique on its machine."""
-    short = re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-") or "worker"
-    return f"{short[:50]}-{port}"
