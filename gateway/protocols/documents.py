@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from gateway.types import Json
 from paceline.request.content import (
     MEDIA_KINDS,
     PICTURES_LIMIT,
@@ -18,8 +19,6 @@ from paceline.request.content import (
     read_size,
     source_of,
 )
-
-Json = dict[str, Any]
 
 UNREAD = "it was not read"
 _NO_TEXT = "it has no text, and this model sees no pictures"
@@ -49,21 +48,22 @@ class Document(NamedTuple):
         """Return the memory that it takes."""
         return len(self.text) * 4 + sum(map(len, self.pages)) + 1000
 
+    @property
+    def useless(self) -> str:
+        """Return why a model gets nothing of it, as the end of a sentence; empty if it does."""
+        return self.problem or ("" if self.text or self.pages else _NO_TEXT)
+
+    def parts(self, name: object = None) -> list[Json]:
+        """Return the parts of a chat for it."""
+        shown = f" {' '.join(name.split())[:_NAME_CHARS]!r}" if isinstance(name, str) else ""
+        text = f"[The text of the PDF document{shown}, {self.page_count} pages:]\n{self.text}"
+        if not self.whole:
+            text += "\n[The rest of the document is left out.]"
+        pictures = [{"type": "image_url", "image_url": {"url": page}} for page in self.pages]
+        return [{"type": "text", "text": text}, *pictures]
+
 
 NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
-
-
-class AskedPdfs(NamedTuple):
-    """The PDFs of a body, and who is to read them."""
-
-    model: Any = None
-    """The model's name in the body, whatever it is."""
-    pdfs: tuple[str, ...] = ()
-    """Their base64 texts, in their order."""
-
-
-class DocumentUnreadable(ValueError):
-    """A PDF that the model gets nothing of; the message is the end of a sentence."""
 
 
 class Readable(NamedTuple):
@@ -92,25 +92,6 @@ class Readable(NamedTuple):
             except PictureInvalid:
                 return False
         return source is None or kind == "file" or source.startswith("data:")
-
-    def document(self, pdf: str, name: object = None) -> list[Json]:
-        """Return the parts of a chat for a PDF; raise `DocumentUnreadable`."""
-        found = self.documents.get(pdf, Document(problem=UNREAD))
-        if found.problem:
-            raise DocumentUnreadable(found.problem)
-        if not (found.text or found.pages):
-            raise DocumentUnreadable(_NO_TEXT)
-        shown = f" {' '.join(name.split())[:_NAME_CHARS]!r}" if isinstance(name, str) else ""
-        text = f"[The text of the PDF document{shown}, {found.page_count} pages:]\n{found.text}"
-        if not found.whole:
-            text += "\n[The rest of the document is left out.]"
-        pictures = [{"type": "image_url", "image_url": {"url": page}} for page in found.pages]
-        return [{"type": "text", "text": text}, *pictures]
-
-
-def words_for_pdf(problem: str) -> str:
-    """Return the words in place of a PDF that the model gets nothing of."""
-    return f"[Here was a PDF document, which cannot be read: {problem}.]"
 
 
 def pdf_of(block: Mapping[str, Any]) -> str | None:

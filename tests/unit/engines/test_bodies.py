@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.engines import KINDS
-from gateway.routing.features import Feature
+from gateway.routing.features import LACKS, Feature
 
 MLX = ("mlx-lm", "mlx-vlm", "vllm-mlx")
 
@@ -27,13 +27,13 @@ def test_engines_of_mlx_get_no_top_k_of_the_whole_vocabulary_and_no_token_ids(ki
     assert sent(kind, top_k=31_999) == {"top_k": 31_999}
     assert sent(kind, top_k=32_000) == {}
     assert sent(kind, top_k=10**9, seed=None) == {"seed": None}
-    assert {Feature.LOGIT_BIAS, Feature.STOP_TOKENS} <= KINDS[kind].lacks
+    assert {Feature.LOGIT_BIAS, Feature.STOP_TOKENS} <= LACKS[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_paceline_goes_on_from_a_last_message(kind: str) -> None:
     """Others write a new answer behind it, and their clients would never know."""
-    assert (Feature.CONTINUATION in KINDS[kind].lacks) == (kind != "paceline")
+    assert (Feature.CONTINUATION in LACKS[kind]) == (kind != "paceline")
 
 
 def test_mlx_lm_gets_no_negative_seed() -> None:
