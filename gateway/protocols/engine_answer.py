@@ -95,7 +95,8 @@ class EngineAnswer:
 
     def read_chunk(self, frame: Json) -> bool:
         """Give a chunk its form; return whether that has changed it. Raise `AnswerMalformed`."""
-        if changed := frame.get("model", self._model) != self._model:
+        changed: bool = frame.get("model", self._model) != self._model
+        if changed:
             frame["model"] = self._model
             self.renames = True
         for place, choice in enumerate(objects_in(frame, "choices")):
