@@ -96,18 +96,17 @@ class OpenAIEngine(Engine):
     def update(self, state: EngineState) -> None:
         """Replace what is known of the engine."""
         self.state = state
-        by_name = {model.name: model for model in state.models}
-        names = self._names or {name: name for name in by_name}
-        self.names: Mapping[str, str] = {
-            name: listed
-            for name, there in names.items()
-            if (listed := self.listed_as(there, by_name) if by_name else there)
+        self._listed = listed = {model.name: model for model in state.models}
+        names = self._names or {name: name for name in listed}
+        found = {
+            name: self.listed_as(one, listed) if listed else one for name, one in names.items()
         }
+        self.names: Mapping[str, str] = {name: one for name, one in found.items() if one}
         """The models that it has now, by their names in the fleet."""
+        models = {name: self.model(name) for name in self.names}
         self._views = {
             name: ModelView(self.lacks | model.lacks, model.load_s)
-            for name, there in self.names.items()
-            for model in (by_name.get(there, EngineModel(there)),)
+            for name, model in models.items()
             if self.lacks or model.lacks or model.load_s
         }
 
@@ -121,8 +120,7 @@ class OpenAIEngine(Engine):
     def model(self, name: str) -> EngineModel:
         """Return what is known of a model, by its name in the fleet."""
         there = self.names.get(name, name)
-        found = (one for one in self.state.models if one.name == there)
-        return next(found, EngineModel(there))
+        return self._listed.get(there, EngineModel(there))
 
     def models(self, report: WorkerReport) -> tuple[str, ...]:
         """Return the models that the engine has now."""

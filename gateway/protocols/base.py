@@ -71,20 +71,23 @@ def count(value: object, most: int = 2**53) -> int:
     return min(max(value, 0), most) if type(value) is int else 0
 
 
+def call_of(call_id: str, name: str, arguments: str) -> Json:
+    """Return the call of a function in a chat."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 def renamed(error: GatewayError, own_name: Callable[[str], str]) -> GatewayError:
     """Return an error that names a field as its client knows it, in the message too."""
     if error.param is None or (param := own_name(error.param)) == error.param:
         return error
-    for part in (str, _last_name):
-        error.message = error.message.replace(f"'{part(error.param)}'", f"'{part(param)}'")
+    pairs = ((error.param, param), (error.param.rpartition(".")[2], param.rpartition(".")[2]))
+    for chat_name, name in pairs:
+        error.message = error.message.replace(f"'{chat_name}'", f"'{name}'")
     if param not in error.message:
         error.message = f"{param}: {error.message}"
     error.param = param
     return error
-
-
-def _last_name(param: str) -> str:
-    return param.rpartition(".")[2]
 
 
 def encode_event(fields: Json) -> bytes:

@@ -6,6 +6,7 @@ Something else reads the PDFs, before a body is translated: a pure function wait
 from __future__ import annotations
 
 import binascii
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -83,15 +84,18 @@ class Readable(NamedTuple):
     def takes(self, part: Mapping[str, Any]) -> bool:
         """Return whether the model can read a media part, which is valid; none is a link."""
         kind = MEDIA_KINDS[part["type"]]
+        if kind not in self.media or kind == "image":
+            return kind in self.media and pixels_of(part) > 0
         source = source_of(part)[1]
-        if kind not in self.media:
-            return False
-        if kind == "image":
-            try:
-                return bool(read_size(source or ""))
-            except PictureInvalid:
-                return False
         return source is None or kind == "file" or source.startswith("data:")
+
+
+def pixels_of(picture: Mapping[str, Any]) -> int:
+    """Return the size of a picture; 0 if it cannot be read."""
+    try:
+        return math.prod(read_size(source_of(picture)[1] or ""))
+    except PictureInvalid:
+        return 0
 
 
 def pdf_of(block: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic_core import from_json, to_json
 
-from gateway.protocols.base import AnswerMalformed, object_in, objects_in, text_in
+from gateway.protocols.base import AnswerMalformed, call_of, object_in, objects_in, text_in
 from gateway.types import Json
 
 CALLS = "tool_calls"
@@ -227,20 +227,16 @@ class _Calls:
             if ended and not "".join(call.pieces).strip():
                 call.add("{}")
             if call.name:
-                yield from self._pass_on(call)
+                piece, call.sent = "".join(call.pieces[call.sent :]), len(call.pieces)
+                if not call.begun:
+                    call.begun = True
+                    yield {"index": self.open, **call_of(call.id, call.name, piece)}
+                elif piece:
+                    yield {"index": self.open, "function": {"arguments": piece}}
             last = self.open + 1 == len(self.calls)
             if last or not (ended or call.whole):
                 break
             self.open += 1
-
-    def _pass_on(self, call: _Call) -> Iterator[Json]:
-        piece, call.sent = "".join(call.pieces[call.sent :]), len(call.pieces)
-        if not call.begun:
-            call.begun = True
-            function = {"name": call.name, "arguments": piece}
-            yield {"index": self.open, "id": call.id, "type": "function", "function": function}
-        elif piece:
-            yield {"index": self.open, "function": {"arguments": piece}}
 
     def _find(
         self, piece: Mapping[str, Any], name: str, arguments: str, touched: list[_Call]

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from gateway.protocols.base import AnswerMalformed, StreamEncoder, count
+from gateway.protocols.base import AnswerMalformed, StreamEncoder, count, objects_of
 from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
 from gateway.types import Drafts, Header, Usage
 from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, DraftSource, header_value
@@ -80,9 +80,8 @@ class StreamScanner:
     """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
 
     `keep_alive` encodes the comments of a silent engine. `reader` reads the facts as the engine of
-    the stream spells them, and `answer` gives them one form. With
-    `progress`, the scanner cuts the lines that tell tokens off their
-    events, and adds those whose events it passes on.
+    the stream spells them, and `answer` gives them one form. With `progress`, the scanner cuts the
+    lines that tell tokens off their events, and adds those whose events it passes on.
     """
 
     def __init__(
@@ -254,7 +253,7 @@ class StreamScanner:
         choices = frame.get("choices")
         if choices:
             self._check_told()
-        state.read_choices(choices if isinstance(choices, list) else ())
+        state.read_choices(choices)
         if (drafts := self._reader.drafts(frame)) is not None:
             state.drafts = drafts
         usage = self._reader.usage(frame)
@@ -312,12 +311,11 @@ class StreamState:
     error: bytes = b""
     """The event in which the engine sent an error, as JSON; it may quote the prompt."""
 
-    def read_choices(self, choices: Iterable[Any]) -> None:
+    def read_choices(self, choices: object) -> None:
         """Record content and ends."""
-        for choice in choices:
-            if isinstance(choice, dict):
-                self.finished |= bool(choice.get("finish_reason"))
-                self.content_seen |= _has_content(choice)
+        for choice in objects_of(choices):
+            self.finished |= bool(choice.get("finish_reason"))
+            self.content_seen |= _has_content(choice)
 
     @property
     def under_way(self) -> bool:

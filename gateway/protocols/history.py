@@ -7,14 +7,13 @@ what the user says in this turn is refused: that is `new`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from gateway.protocols.documents import UNREAD, Document, Readable, pdf_of
+from gateway.protocols.documents import UNREAD, Document, Readable, pdf_of, pixels_of
 from gateway.types import Json
-from paceline.request.content import MEDIA_KINDS, TEXT_PARTS, PictureInvalid, read_size, source_of
+from paceline.request.content import MEDIA_KINDS, TEXT_PARTS
 from paceline.request.fields import FieldError
 
 _KIND_CHARS = 100
@@ -54,12 +53,6 @@ def message_of(role: str, placed: Sequence[tuple[str, Json]], at: str) -> tuple[
         return {"role": role, "content": texts_of(placed)}, [at]
     parts = [part for _, part in placed]
     return {"role": role, "content": parts}, [at, *(place for place, _ in placed)]
-
-
-def call_of(call_id: str, name: str, arguments: str) -> Json:
-    """Return the call of a function."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
 
 
 def reply_of(texts: Sequence[str], reasoning: Sequence[str], calls: Sequence[Json]) -> Json:
@@ -157,7 +150,7 @@ def _limit_pictures(
     """
     reading = replacements.reading
     found = [
-        (index, place, part, _pixels(part))
+        (index, place, part, pixels_of(part))
         for index, content in _contents(messages)
         for place, part in enumerate(changed.get(index, content))
         if isinstance(part, Mapping) and MEDIA_KINDS.get(str(part.get("type"))) == "image"
@@ -171,13 +164,6 @@ def _limit_pictures(
         if index <= turn or "tool" in roles[max(index - 1, 0) : index + 1]:
             parts = changed.setdefault(index, [*messages[index]["content"]])
             parts[place] = replacements.words(part["type"], f"messages[{index}].content[{place}]")
-
-
-def _pixels(part: Mapping[str, Any]) -> int:
-    try:
-        return math.prod(read_size(source_of(part)[1] or ""))
-    except PictureInvalid:
-        return 0
 
 
 def _readable_parts(

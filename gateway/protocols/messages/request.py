@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.protocols.base import call_of
 from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import (
     Replacements,
-    call_of,
     last_turn,
     message_of,
     named,

@@ -20,7 +20,7 @@ from gateway.protocols.responses.request import (
     read_request,
     to_chat,
 )
-from gateway.protocols.responses.response import ResponseBuilder, ResponseEncoder
+from gateway.protocols.responses.response import ResponseBuilder
 from gateway.protocols.sealing import Sealer
 from gateway.protocols.translation import TranslatingFormat
 from gateway.routing.select import RoutingRequest
@@ -104,9 +104,9 @@ class ResponsesFormat(TranslatingFormat):
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
-    ) -> ResponseEncoder:
+    ) -> ResponseBuilder:
         """Return the encoder of a stream; a comment has the late headers."""
-        return ResponseEncoder(self.builder)
+        return self.builder
 
     def begin_events(self) -> bytes:
         """Return the first events of a response that waits in the background."""

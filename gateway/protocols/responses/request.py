@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gateway.protocols.base import call_of
 from gateway.protocols.documents import Document, Readable, pdf_of, pdfs_in
-from gateway.protocols.history import Replacements, call_of, message_of, reply_of, texts_of
+from gateway.protocols.history import Replacements, message_of, reply_of, texts_of
 from gateway.protocols.responses.tools import (
     TextGrammar,
     ToolSet,

@@ -34,10 +34,11 @@ _REPEATED = (
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
-class ResponseBuilder:
+class ResponseBuilder(StreamEncoder):
     """One response, from its request to its end; each step yields the events that tell of it.
 
-    `response_id` begins with `resp_`; `now_s` returns seconds since 1970; `seal` seals reasoning.
+    The last event is left to the exchange: it must come after the response is kept. `response_id`
+    begins with `resp_`; `now_s` returns seconds since 1970; `seal` seals reasoning.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ResponseBuilder:
         self.response = _response_of(request, response_id, model, sampling, int(now_s()))
         self._numbers = count()
         self.begun = False
-        self.unsent: list[Event] = []
+        self._unsent: list[Event] = []
         """Events of a chunk whose rest is malformed; the client gets them before the error."""
         self._items: list[Json] = self.response["output"]
         self._open: _OpenItem | None = None
@@ -109,6 +110,18 @@ class ResponseBuilder:
             yield from self._read_call(call)
         self._finish_reason = text_in(choice, "finish_reason") or self._finish_reason
 
+    def event(self, event: bytes, frame: Json) -> bytes:
+        """Return the events of one chunk."""
+        for one in self.read(frame, object_in(choice_of(frame), "delta")):
+            self._unsent.append(one)  # a malformed rest leaves them to `fail`
+        encoded = b"".join(map(encode_event, self._unsent))
+        self._unsent.clear()
+        return encoded
+
+    def done(self) -> bytes:
+        """Return the events that end the items of a response."""
+        return b"".join(map(encode_event, self.close()))
+
     def close(self) -> Iterator[Event]:
         """End the items, and set the last status; `final` is the event that tells it."""
         yield from self.begin()
@@ -126,8 +139,8 @@ class ResponseBuilder:
 
     def fail(self, error: errors.GatewayError) -> Iterator[Event]:
         """End the response with an error."""
-        yield from self.unsent
-        self.unsent.clear()
+        yield from self._unsent
+        self._unsent.clear()
         yield from self.begin()
         yield self._event("error", code=error.code, message=error.message, param=error.param)
         self.response["status"] = "failed"
@@ -343,30 +356,6 @@ class _OpenItem:
     def _whole(self, kind: str) -> Event:
         fields = {"output_index": self._index, "item": {**self.item}}
         return self._event(f"response.output_item.{kind}", **fields)
-
-
-class ResponseEncoder(StreamEncoder):
-    """Encodes the chunks of a chat as the events of a response.
-
-    The last event is left to the exchange: it must come after the response is kept.
-    """
-
-    def __init__(self, builder: ResponseBuilder) -> None:
-        self._builder = builder
-
-    def event(self, event: bytes, frame: Json) -> bytes:
-        """Return the events of one chunk."""
-        delta = object_in(choice_of(frame), "delta")
-        events = self._builder.unsent
-        for one in self._builder.read(frame, delta):
-            events.append(one)  # a malformed rest leaves them to `fail`
-        encoded = b"".join(map(encode_event, events))
-        events.clear()
-        return encoded
-
-    def done(self) -> bytes:
-        """Return the events that end the items of a response."""
-        return b"".join(map(encode_event, self._builder.close()))
 
 
 def _response_of(
