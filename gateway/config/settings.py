@@ -111,6 +111,6 @@ def load_settings(config: Path | None = None, **flags: object) -> Settings:
     """Read flags (None: not given), environment and file; raise `StartupError` if invalid."""
     given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return load_layered(Settings, given, config, flag_names={"join_token": "token"})
+        return load_layered(Settings, given, config)
     except InvalidSettings as invalid:
         raise StartupError(str(invalid)) from None

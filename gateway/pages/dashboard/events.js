@@ -1,7 +1,7 @@
 // Reads the status stream: one event per second, over a request that may carry a key.
 
-import { ApiError } from "./client.js";
-import { readEvents } from "./event_stream.js";
+import { ApiError } from "../shared/client.js";
+import { readEvents } from "../shared/event_stream.js";
 
 // Pass each state to `show` until the stream ends; throw an ApiError if the gateway sends an error.
 export async function follow(client, show, signal) {

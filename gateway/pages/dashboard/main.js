@@ -1,24 +1,21 @@
 // The page: sign-in, the status stream, and the parts that show it.
 
-import { ApiClient, isValidKey, ApiError } from "./client.js";
+import { ApiClient, ApiError } from "../shared/client.js";
 import { makeCurves } from "./curves.js";
-import { byId } from "./elements.js";
+import { byId } from "../shared/elements.js";
+import { connectSignIn } from "../shared/sign_in.js";
 import { ErrorList } from "./errors.js";
 import { follow } from "./events.js";
 import { showFacts } from "./facts.js";
 import { workers } from "./fleet.js";
-import { gatewayFacts } from "./gateway.js";
 import { fill, renew } from "./numbers.js";
+import { gateway, positions, reasons, reuse, speeds } from "./panels.js";
 import { Past } from "./past.js";
-import { positions } from "./positions.js";
-import { reasons } from "./reasons.js";
-import { reuse } from "./reuse.js";
-import { speeds } from "./speeds.js";
 import { showTracks } from "./tracks.js";
 import { showProblem, showTrouble, worstState } from "./trouble.js";
 
 // The parts that are rendered for each state, by the id of their element.
-const PARTS = { positions, reuse, reasons, speeds, workers, gateway: gatewayFacts };
+const PARTS = { positions, reuse, reasons, speeds, workers, gateway };
 const AGAIN_MS = [500, 1000, 2000, 5000];
 // A stream that lasted this long resets the delay of reconnecting.
 const LASTED_MS = 3000;
@@ -64,9 +61,9 @@ async function enter() {
 }
 
 // Load the longest window once, so that the charts do not start empty.
-async function lookBack({ window: { max_length_s: longest } }, signal) {
+async function lookBack(signal) {
   try {
-    const answer = await client.request("GET", `/status?window=${Math.floor(longest)}s`, { signal });
+    const answer = await client.request("GET", "/status?window=15m", { signal });
     past.take(await answer.json());
   } catch {
     // The charts then start with the shorter window of the events.
@@ -87,7 +84,7 @@ function draw(state, signal) {
   if (byId("view-line").hidden) {
     show("line");
     curves ??= makeCurves();
-    lookBack(state, signal);
+    lookBack(signal);
   }
   say(...worstState(state));
   document.body.classList.remove("stale");
@@ -101,15 +98,7 @@ function draw(state, signal) {
   fill(byId("view-line"), state);
 }
 
-client.onSignedOut = (shown) => askForKey(shown ? "The gateway does not accept this key, or no longer does." : "");
-byId("sign-out").addEventListener("click", () => askForKey(""));
-byId("sign-in-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const key = byId("key").value.trim();
-  if (!isValidKey(key)) return client.onSignedOut(true);
-  client.storeKey(key);
-  enter();
-});
+connectSignIn(client, { enter, leave: () => askForKey(""), refuse: askForKey });
 // A hidden page makes no requests.
 document.addEventListener("visibilitychange", () => {
   if (!byId("view-sign-in").hidden) return;
