@@ -87,6 +87,10 @@ class Timing:
     redis_admin_deadline_s: float = ADMIN_DEADLINE_S
     check_s: float = CHECK_S
     """Time limits of connections are checked this often."""
+    head_timeout_s: float = 15.0
+    """For the headers of a request."""
+    write_timeout_s: float = 30.0
+    """For a client that leaves sent data unread."""
     memory_limit_bytes: int = MEMORY_LIMIT_BYTES
 
 
