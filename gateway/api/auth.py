@@ -217,10 +217,9 @@ async def _note(value: Annotated[str, _NOTE] = "") -> str:
 
 
 async def _required_note(value: Annotated[str, _NOTE]) -> str:
-    note = _decoded(value, NOTE_HEADER, _NOTE_CHARS)
-    if not note:
-        raise NoteMissing
-    return note
+    if note := await _note(value):
+        return note
+    raise NoteMissing
 
 
 Author = Annotated[str, Depends(_author)]
