@@ -3,9 +3,9 @@
 import { ApiClient, ApiError } from "../shared/client.js";
 import { makeCurves } from "./curves.js";
 import { byId } from "../shared/elements.js";
+import { readEvents } from "../shared/event_stream.js";
 import { connectSignIn } from "../shared/sign_in.js";
 import { ErrorList } from "./errors.js";
-import { follow } from "./events.js";
 import { showFacts } from "./facts.js";
 import { workers } from "./fleet.js";
 import { fill, renew } from "./numbers.js";
@@ -36,6 +36,23 @@ function say(text, tone) {
   byId("live").className = `pill ${tone}`;
 }
 
+// Draw each state of the status stream until it ends: one event per second.
+async function follow(signal) {
+  const response = await client.request("GET", "/status/events", { signal });
+  for await (const event of readEvents(response)) {
+    if (event.startsWith("event: end")) return;
+    const status = JSON.parse(event.slice("data: ".length));
+    if (status.error) throw signedOutError(status.error);
+    draw(status, signal);
+  }
+}
+
+function signedOutError({ code, message }) {
+  if (code !== "invalid_api_key") return new ApiError(503, code, message);
+  client.onSignedOut(client.hasKey);
+  return new ApiError(401, code, message);
+}
+
 // Follow the stream while the page is visible; reconnect when it ends.
 async function enter() {
   leaving?.abort();
@@ -44,7 +61,7 @@ async function enter() {
     const began = Date.now();
     let problem = "The gateway ended the connection.";
     try {
-      await follow(client, (state) => draw(state, signal), signal);
+      await follow(signal);
     } catch (failure) {
       if (signal.aborted || failure.status === 401) return;
       if (!(failure instanceof ApiError)) throw failure;
