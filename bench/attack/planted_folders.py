@@ -21,7 +21,7 @@ from bench.harness.processes import inherited
 from bench.harness.servers import ROOT
 
 _SECRET: Final = "admin-key-of-an-honest-user"
-_COMMANDS: Final = ("keys list", "policy show", "keys create x --yes", "prefix-cache delete --yes")
+_COMMANDS: Final = ("keys list", "policy show", "keys create x", "prefix-cache clear")
 _ELSEWHERE: Final = ("192.0.2.1", "planted.invalid", "192.0.2.1#127.0.0.1", "2001:db8::1")
 _FILES: Final = ("", "admin-key", "join-token", "state.json", "shared-1.json")
 _MODES: Final = (0o777, 0o770, 0o702, 0o1777, 0o666, 0o622, 0o755, 0o700)

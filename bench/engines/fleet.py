@@ -69,7 +69,11 @@ def _try_fleet(gateway: Gateway) -> tuple[str, bool]:
         results = _ask_at_once(gateway, _mixed_bodies(_REQUESTS, seed=26))
         took_s = time.monotonic() - began_s
         workers = gateway.workers()
-    shares = ", ".join(f"{name} {one['recent']['requests']}" for name, one in workers.items())
+    counts = {
+        name: sum(lane["requests"] for lane in one["lanes"].values())
+        for name, one in workers.items()
+    }
+    shares = ", ".join(f"{name} {count}" for name, count in counts.items())
     text = (
         f"{_REQUESTS} mixed requests at once to {len(workers)} engines under one name in "
         f"{took_s:.0f} s: {_describe(results)}; by engine: {shares}."
