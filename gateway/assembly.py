@@ -43,14 +43,14 @@ from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixHasher
 from gateway.routing.replay import RecentRequests
-from gateway.state.counters import CounterStore, MemoryCounters
+from gateway.state.counters import MemoryCounters
 from gateway.state.expiring import ExpiringRecords, MemoryRecords, SharedExpiringRecords
 from gateway.state.join_token import SharedJoinToken
 from gateway.state.prefix_claims import SharedPrefixClaims
 from gateway.state.recent_errors import RecentErrors, SharedErrors
 from gateway.state.records import FileRecords, Records, RedisRecords
 from gateway.state.redis import ADMIN_DEADLINE_S, DEADLINE_S, RedisClient
-from gateway.state.shared_counters import SharedCounters
+from gateway.state.shared_counters import CounterStore, SharedCounters
 from gateway.state.worker_reports import SharedWorkerReports
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting

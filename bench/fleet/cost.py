@@ -106,20 +106,23 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
             fleet.heartbeat(report)
 
     send_heartbeats()
-    views = [prefixes.annotate(fleet.view(), request.prefix) for request in requests]
+    view = fleet.view()
+    caches = [prefixes.cached(request.prefix) for request in requests]
 
-    def annotate_views() -> None:
+    def take_views() -> None:
         for request in requests:
-            prefixes.annotate(fleet.view(), request.prefix)
+            fleet.view()
+            prefixes.cached(request.prefix)
 
     def decide_all() -> None:
-        for request, view in zip(requests, views, strict=True):
-            decide(request, view, rng, first_only=True)
+        for request, cached in zip(requests, caches, strict=True):
+            decide(request, view, time.monotonic(), rng, cached, first_only=True)
 
     def dispatch_all() -> None:
         for request in requests:
-            view = prefixes.annotate(fleet.view(), request.prefix)
-            for candidate in decide(request, view, rng, first_only=True).candidates:
+            cached = prefixes.cached(request.prefix)
+            decision = decide(request, fleet.view(), time.monotonic(), rng, cached, first_only=True)
+            for candidate in decision.candidates:
                 if (lease := fleet.acquire(candidate)) is not None:
                     fleet.release(lease, AttemptResult.SUCCEEDED)
                     break
@@ -128,7 +131,7 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
 
     view_us, decision_us, dispatch_us = (
         _measure_runs(function, send_heartbeats)
-        for function in (annotate_views, decide_all, dispatch_all)
+        for function in (take_views, decide_all, dispatch_all)
     )
     return Cost(
         min(view_us) + min(decision_us), median(view_us) + median(decision_us), min(dispatch_us)

@@ -189,8 +189,10 @@ class Ours:
         profile = _profile(request)
         routing_request = RoutingRequest(self._policy, profile, prefix=_prefix_keys(request))
         for first_only in (True, False):
-            view = prefixes.annotate(fleet.view(), routing_request.prefix)
-            decision = decide(routing_request, view, self._rng, first_only=first_only)
+            cached = prefixes.cached(routing_request.prefix)
+            decision = decide(
+                routing_request, fleet.view(), now_s, self._rng, cached, first_only=first_only
+            )
             for candidate in decision.candidates:
                 if (lease := fleet.acquire(candidate)) is not None:
                     self._leases[request.number] = lease

@@ -178,9 +178,9 @@ class FleetRenderer:
         worker = self._workers.get(worker_id)
         latest = worker.report if worker else reports[-1]
         lanes = _lanes(reports)
-        age_s = self.fleet.heartbeat_age_s(worker) if worker else 0.0
+        age_s = worker.heartbeat_age_s if worker else 0.0
         return model.WorkerStatus(
-            state=worker_state(self.fleet, worker),
+            state=worker_state(worker),
             problem=worker.problem if worker else "",
             kind=worker.backend.kind if worker else "",
             model=latest.model,
@@ -196,10 +196,10 @@ class FleetRenderer:
             memory_pressure=latest.memory_pressure if worker else "normal",
             prefix_cache_bytes=latest.prefix_cache_bytes if worker else 0,
             heartbeat_age_s=round(max(0.0, age_s), 3),
-            start=_start(self.fleet, worker),
+            start=_start(worker),
             absence=self._absence(worker_id),
-            ejection=_ejection(self.fleet, worker),
-            retry_after_s=round(self.fleet.busy_for_s(worker), 3) if worker else 0.0,
+            ejection=_ejection(worker),
+            retry_after_s=round(worker.busy_for_s, 3) if worker else 0.0,
             lanes={lane.name: self._lane(lane, worker_id) for lane in sum_lanes(lanes)},
             **self._sums(
                 lanes,
@@ -254,7 +254,7 @@ class FleetRenderer:
         }
 
 
-def worker_state(fleet: WorkerRegistry, worker: WorkerState | None) -> model.WorkerCondition:
+def worker_state(worker: WorkerState | None) -> model.WorkerCondition:
     """Return the state of a worker in one word; the first that applies."""
     if worker is None:
         return "gone"
@@ -263,8 +263,8 @@ def worker_state(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Wor
         ("starting", not worker.report.ready),
         ("unreachable", bool(worker.problem)),
         ("cordoned", worker.cordoned),
-        ("ejected", fleet.ejected_for_s(worker) > 0),
-        ("busy", fleet.busy_for_s(worker) > 0),
+        ("ejected", worker.ejected_for_s > 0),
+        ("busy", worker.busy_for_s > 0),
         ("probation", worker.breaker.probation_limit is not None),
     )
     return next((condition for condition, applies in conditions if applies), "ready")
@@ -362,11 +362,11 @@ class WindowStats:
         return tuple(points)
 
 
-def _start(fleet: WorkerRegistry, worker: WorkerState | None) -> model.StartStatus:
+def _start(worker: WorkerState | None) -> model.StartStatus:
     progress = worker.report.start if worker else None
     if worker is None or progress is None:
         return model.StartStatus(stage="", description="", done=0, total=0, elapsed_s=0.0)
-    age_s = max(0.0, fleet.heartbeat_age_s(worker))
+    age_s = max(0.0, worker.heartbeat_age_s)
     return model.StartStatus(
         stage=progress.stage,
         description=progress.description,
@@ -381,14 +381,14 @@ def starting_workers(fleet: WorkerRegistry) -> str:
     starts = [
         f"{worker.report.worker_id} ({start.description}, {start.elapsed_s:.0f} s)"
         for worker in fleet.workers()
-        if (start := _start(fleet, worker)).stage
+        if (start := _start(worker)).stage
     ]
     more = f" and {len(starts) - _STARTS_SHOWN} more" if len(starts) > _STARTS_SHOWN else ""
     return ", ".join(starts[:_STARTS_SHOWN]) + more
 
 
-def _ejection(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Ejection:
-    remaining_s = fleet.ejected_for_s(worker) if worker else 0.0
+def _ejection(worker: WorkerState | None) -> model.Ejection:
+    remaining_s = worker.ejected_for_s if worker else 0.0
     reason, count = "", 0
     if worker is not None and remaining_s:
         reason, count = worker.breaker.reason, worker.breaker.ejections

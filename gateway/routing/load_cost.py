@@ -24,7 +24,7 @@ _OTHER_LANE_SHARE = 0.5
 _NOT_PAYING_SHARE = 0.3
 """Share of an answer's time that is lost in a batch in which drafting does not pay, on a Mac that
 has not measured its own."""
-FULL_LANE_FACTOR = 10
+_FULL_LANE_FACTOR = 10
 """Weight of the rows of a lane that has no free slot."""
 # Above this share of its memory a worker evicts cached prompts and rows wait for each other.
 _MEMORY_PRESSURE_SHARE = 0.8
@@ -52,16 +52,21 @@ def throughput_of(report: WorkerReport) -> Throughput:
         _share(report.footprint_bytes, report.footprint_limit_bytes),
     )
     pressure = max(share - _MEMORY_PRESSURE_SHARE, 0.0) / (1 - _MEMORY_PRESSURE_SHARE)
-    answers = {lane.name: _answer_s(lane) for lane in report.lanes}
+    answers_s = {
+        lane.name: _ANSWER_TOKENS / lane.decode_tokens_per_s if lane.decode_tokens_per_s else 0.0
+        for lane in report.lanes
+    }
+    rows_s = {
+        lane.name: 2 * _ROW_SHARE * answers_s[lane.name]
+        or _DEFAULT_FULL_LANE_S / max(1, lane.slots)
+        for lane in report.lanes
+    }
     return Throughput(
         prefill_token_s=1 / max(rates, default=_DEFAULT_PREFILL_TOKENS_PER_S),
-        row_s={lane.name: _row_s(lane, answers[lane.name]) for lane in report.lanes},
-        answer_s=answers,
+        row_s=rows_s,
+        answer_s=answers_s,
         memory_cost_s=_MEMORY_PRESSURE_S * min(pressure, 1.0),
     )
-
-
-UNMEASURED = Throughput(1 / _DEFAULT_PREFILL_TOKENS_PER_S, {}, {}, 0.0)
 
 
 def load_cost_s(
@@ -70,15 +75,16 @@ def load_cost_s(
     rows: int,
     other_rows: int,
     *,
-    draft_loss_share: float = 0.0,
+    full: bool = False,
 ) -> float:
     """Return the cost of one more request on a lane without its own prefill.
 
-    `rows` are busy in this lane, `other_rows` in the other lanes of the worker.
+    `rows` are busy in this lane, `other_rows` in the other lanes of the worker. `full`: the lane
+    has no free slot.
     """
-    row_s = throughput.row_s.get(lane.name) or _row_s(lane, 0.0)
-    cost_s = throughput.memory_cost_s + row_s * (rows + other_rows * _OTHER_LANE_SHARE)
-    return cost_s + draft_loss_share * throughput.answer_s.get(lane.name, 0.0)
+    waiting = rows * (_FULL_LANE_FACTOR if full else 1) + other_rows * _OTHER_LANE_SHARE
+    lost_s = draft_loss_share(lane, rows + 1) * throughput.answer_s[lane.name]
+    return throughput.memory_cost_s + throughput.row_s[lane.name] * waiting + lost_s
 
 
 def draft_loss_share(lane: LaneReport, rows: int) -> float:
@@ -95,11 +101,3 @@ def draft_loss_share(lane: LaneReport, rows: int) -> float:
 
 def _share(used_bytes: int, limit_bytes: int) -> float:
     return used_bytes / limit_bytes if limit_bytes else 0.0
-
-
-def _answer_s(lane: LaneReport) -> float:
-    return _ANSWER_TOKENS / lane.decode_tokens_per_s if lane.decode_tokens_per_s else 0.0
-
-
-def _row_s(lane: LaneReport, answer_s: float) -> float:
-    return 2 * _ROW_SHARE * answer_s or _DEFAULT_FULL_LANE_S / max(1, lane.slots)

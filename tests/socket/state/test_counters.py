@@ -15,11 +15,10 @@ from gateway.state.counters import (
     MAX_WORKERS,
     OTHER_MODELS,
     CounterKey,
-    CounterStore,
     MemoryCounters,
 )
 from gateway.state.redis import RedisClient
-from gateway.state.shared_counters import SharedCounters
+from gateway.state.shared_counters import CounterStore, SharedCounters
 from gateway.state.worker_reports import SharedWorkerReports
 from paceline.protocol import LaneReport
 from tests.support.boot_reports import boot_report

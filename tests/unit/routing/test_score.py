@@ -1,24 +1,25 @@
 """The cost of a request at each worker, in seconds: queue, prefill, decode, memory and batch."""
 
 from collections import Counter
-from dataclasses import replace
+from copy import deepcopy
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.circuit_breaker import AttemptResult
-from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.registry import NEVER_S, WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.cost import UNMEASURED, draft_loss_share, load_cost_s, throughput_of
+from gateway.routing.load_cost import draft_loss_share, load_cost_s, throughput_of
 from gateway.routing.select import Candidate, RoutingRequest, decide
-from gateway.routing.view import FleetView, LaneView, WorkerView
+from gateway.routing.view import CachedPrefixes, FleetView, WorkerView
 from paceline.protocol import WorkerReport
 from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.document import PolicyDocument, default_policy
 from tests.support.fake_clock import FakeClock
+from tests.support.fleet_views import view_of
 from tests.support.policies import make_policy
 from tests.support.prefix_claims import cached_at
 from tests.support.scheduler_harness import worker_report
@@ -51,31 +52,45 @@ def worker(
 ) -> WorkerView:
     """Return the view of a worker with `busy` requests and `prefill_left_s` of pending prefill."""
     worker_report = report(name, **measured)
-    lanes = tuple(LaneView.of(lane, busy) for lane in worker_report.lanes)
     throughput = throughput_of(worker_report)
-    view = WorkerView.of(name, ("demo",), lanes, (), "1", throughput=throughput)
-    return view.at_time(NOW_S + prefill_left_s, answered_at_s)
+    return view_of(
+        name,
+        *worker_report.lanes,
+        busy=busy,
+        boot_id="1",
+        throughput=throughput,
+        prefill_until_s=NOW_S + prefill_left_s,
+        answered_at_s=answered_at_s,
+    )
+
+
+class CachingFleet(NamedTuple):
+    """A fleet, and what its workers have cached of a prompt."""
+
+    view: FleetView
+    cached: CachedPrefixes
 
 
 def fleet_of(
     *workers: WorkerView, holders: str = "", tokens: int = 2000, is_system: bool = True
-) -> FleetView:
+) -> CachingFleet:
     """Return a fleet; `holders` have so many tokens of the prompt cached."""
     cached = cached_at(*((name, "1") for name in holders), tokens=tokens, is_system=is_system)
-    return replace(FleetView.of(workers, frozenset(("demo",))), now_s=NOW_S, cached=cached)
+    return CachingFleet(FleetView.of(workers, frozenset(("demo",))), cached)
 
 
 def candidates_of(
-    profile: RequestProfile, fleet: FleetView, seed: int = 0, policy: PolicyDocument = POLICY
+    profile: RequestProfile, fleet: CachingFleet, seed: int = 0, policy: PolicyDocument = POLICY
 ) -> tuple[Candidate, ...]:
-    request = RoutingRequest(policy, profile)
-    candidates = decide(request, fleet, Random(seed)).candidates
-    best, *_ = decide(request, fleet, Random(seed), first_only=True).candidates
+    view, cached = fleet
+    inputs = RoutingRequest(policy, profile), view, NOW_S
+    candidates = decide(*inputs, Random(seed), cached).candidates
+    best, *_ = decide(*inputs, Random(seed), cached, first_only=True).candidates
     assert best.worker_id == candidates[0].worker_id, "a decision for the first is the same"
     return candidates
 
 
-def worker_order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
+def worker_order(profile: RequestProfile, fleet: CachingFleet, seed: int = 0) -> str:
     return "".join(candidate.worker_id for candidate in candidates_of(profile, fleet, seed))
 
 
@@ -87,7 +102,9 @@ def test_the_cost_of_a_lane_is_the_sum_of_its_terms_in_seconds() -> None:
     assert throughput.memory_cost_s == pytest.approx(1.0), "half of what is left above 80%"
     paying = load_cost_s(throughput, lane, 3, 2)
     assert paying == pytest.approx(1.0 + 0.48 * (3 + 0.5 * 2))
-    losing = load_cost_s(throughput, lane, 3, 2, draft_loss_share=0.3)
+    assert load_cost_s(throughput, lane, 3, 2, full=True) == pytest.approx(1.0 + 0.48 * 31)
+    drafts = lane.model_copy(update={"draft_tokens_by_rows": (2, 0)})
+    losing = load_cost_s(throughput, drafts, 3, 2)
     assert losing - paying == pytest.approx(0.3 * 2.0)
 
 
@@ -103,10 +120,11 @@ def test_a_batch_loses_what_this_mac_has_measured_that_drafts_gain_in_another() 
 
 
 def test_a_lane_without_measurements_costs_as_much_as_on_a_mid_range_mac() -> None:
-    assert UNMEASURED.prefill_token_s == pytest.approx(1 / 1000)
     for slots, row_s in ((4, 0.6), (8, 0.3), (0, 2.4)):
-        lane = lane_report("vlm", slots=slots)
-        assert load_cost_s(UNMEASURED, lane, 2, 0) == pytest.approx(2 * row_s)
+        unmeasured = report("a", slots=slots)
+        throughput = throughput_of(unmeasured)
+        assert throughput.prefill_token_s == pytest.approx(1 / 1000)
+        assert load_cost_s(throughput, unmeasured.lanes[0], 2, 0) == pytest.approx(2 * row_s)
     unlimited = report("a").model_copy(update={"memory_limit_bytes": 0})
     assert throughput_of(unlimited).memory_cost_s == 0
 
@@ -183,10 +201,11 @@ def test_a_cached_prefix_saves_the_time_of_its_prefill_and_no_more() -> None:
 @pytest.mark.parametrize("first_only", [False, True])
 def test_a_single_candidate_reports_whether_it_has_the_prompt_cached(first_only: bool) -> None:
     request = RoutingRequest(POLICY, SHORT)
-    for holders, cached in (("a", True), ("b", False)):
-        fleet = fleet_of(worker("a"), holders=holders)
-        (candidate,) = decide(request, fleet, Random(0), first_only=first_only).candidates
-        assert candidate.prefix_cached is cached
+    for holders, is_cached in (("a", True), ("b", False)):
+        fleet, cached = fleet_of(worker("a"), holders=holders)
+        decision = decide(request, fleet, NOW_S, Random(0), cached, first_only=first_only)
+        (candidate,) = decision.candidates
+        assert candidate.prefix_cached is is_cached
 
 
 @pytest.mark.parametrize(
@@ -215,7 +234,7 @@ def test_a_holder_is_first_until_reading_elsewhere_takes_less_than_waiting(
 def test_the_holder_of_more_turns_is_first_and_each_saves_its_own_tokens() -> None:
     prompt = cached_at(("a", "1"), tokens=500)
     turns = cached_at(("b", "1"), tokens=3500, is_system=False)
-    fleet = replace(fleet_of(*(reads(1000, name) for name in "abc")), cached={**prompt, **turns})
+    fleet = fleet_of(*(reads(1000, name) for name in "abc"))._replace(cached={**prompt, **turns})
     candidates = candidates_of(LONG, fleet)
     found = [(one.worker_id, one.cached_tokens, round(one.prefill_s, 6)) for one in candidates]
     assert found == [("b", 3500, 0.5), ("a", 500, 3.5), ("c", 0, 4.0)]
@@ -315,7 +334,7 @@ def test_rows_of_other_gateways_count_and_rows_of_this_one_count_once(fleet) -> 
     def rows_after(**counts: Any) -> int:
         if counts:
             fleet.heartbeat(report("a", **counts))
-        return fleet.view().workers[0].lane_costs[0].ref.lane.busy_rows
+        return fleet.view().workers["a"].lanes[0].busy_rows
 
     leases = [lease_of(fleet) for _ in range(2)]
     assert rows_after(running=2, waiting=3) == 5
@@ -329,8 +348,8 @@ def test_rows_of_other_gateways_count_and_rows_of_this_one_count_once(fleet) -> 
 
 def test_dispatched_prompts_are_read_one_by_one(fleet: WorkerRegistry, clock: FakeClock) -> None:
     def prefill_left_s() -> Any:
-        view = fleet.view()
-        return pytest.approx(max(0.0, view.workers[0].lane_costs[0].prefill_until_s - view.now_s))
+        until_s = fleet.view().workers["a"].lanes[0].prefill_until_s
+        return pytest.approx(max(0.0, until_s - clock.now_s))
 
     lease = lease_of(fleet, prefill_s=3.0)
     clock.advance(1)
@@ -342,7 +361,7 @@ def test_dispatched_prompts_are_read_one_by_one(fleet: WorkerRegistry, clock: Fa
     assert prefill_left_s() == 2.0, "the report of the worker replaces the estimate"
 
 
-def test_a_cached_view_equals_a_new_one(fleet: WorkerRegistry, clock: FakeClock) -> None:
+def test_an_updated_view_equals_a_new_one(fleet: WorkerRegistry, clock: FakeClock) -> None:
     rng = Random(5)
     leases: list[Lease] = []
     results = (AttemptResult.SUCCEEDED, AttemptResult.FAILED, AttemptResult.BUSY)
@@ -360,6 +379,6 @@ def test_a_cached_view_equals_a_new_one(fleet: WorkerRegistry, clock: FakeClock)
             fleet.release(leases.pop(), rng.choice(results), 0.5)
         elif lease := fleet.acquire(Candidate("vlm", "vlm", name, "", 0, prefill_s=0.1)):
             leases.append(lease)
-        cached = fleet.view()
-        fleet._views.invalidate()
-        assert cached == fleet.view(), step
+        updated = deepcopy(fleet.view())
+        fleet._view_until_s = NEVER_S
+        assert updated == fleet.view(), step

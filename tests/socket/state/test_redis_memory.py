@@ -24,7 +24,7 @@ from gateway.state.expiring import OVERHEAD_BYTES, TTL_S, MemoryRecords, SharedE
 from gateway.state.prefix_claims import SharedPrefixClaims
 from gateway.state.redis import RedisClient
 from gateway.state.shares import CLAIMS, FREE, KEPT
-from tests.socket.cluster.test_redis_servers import may_use, valkey
+from tests.socket.state.test_redis_servers import may_use, valkey
 from tests.support.compose_file import SECRETS, read_compose
 from tests.support.fake_clock import FakeClock
 from tests.support.gateway_fixtures import QUICK, BreakRedis, StartGateway
