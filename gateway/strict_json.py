@@ -48,6 +48,7 @@ _SLOT = secrets.token_hex(16)
 _BEFORE = f"{_SLOT}0"
 """Names what the pieces before have."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..")
+_SURROGATE = b"\\ud"
 _ESCAPE_BYTES = 6
 _UTF8_BYTES = 4
 
@@ -60,11 +61,13 @@ def footprint_bytes(raw: RawBody) -> int:
     size_bytes = len(raw)
     if size_bytes <= _SMALL_BYTES:
         return _SMALL_FOOTPRINT * size_bytes
-    width = 1
-    if b"\\u" in raw or not raw.isascii():
-        width = 4 if b"\xf0" in raw or b"\\ud" in raw else 2
-    containers = raw.count(b"{") + raw.count(b"[")
-    parsed_bytes = 2 * _CONTAINER_BYTES * containers + _VALUE_BYTES * raw.count(b",")
+    width, parsed_bytes = 1, 0
+    for begin in range(0, size_bytes, _CHUNK_BYTES):
+        chunk = raw[begin : begin + _CHUNK_BYTES + len(_SURROGATE)]  # with marks that are cut
+        if b"\\u" in chunk or not chunk.isascii():
+            width = max(width, 4 if b"\xf0" in chunk or _SURROGATE in chunk else 2)
+        parsed_bytes += 2 * _CONTAINER_BYTES * (chunk.count(b"{") + chunk.count(b"["))
+        parsed_bytes += _VALUE_BYTES * chunk.count(b",")
     return (width + 2) * size_bytes + parsed_bytes
 
 
@@ -78,12 +81,24 @@ def parse(raw: RawBody) -> dict[str, Any]:
     try:
         # The client's own bytes are never passed on: a duplicate key could mean one thing to the
         # gateway and another to the worker. The worker's body is encoded from this parse.
-        body = _PieceParser(raw).parse() if len(raw) > _WHOLE_BYTES else _from_json(raw)
+        body = _parse(raw)
     except ValueError:
         raise errors.BodyNotJson from None
     if not isinstance(body, dict):
         raise errors.BodyNotJson
     return body
+
+
+def parse_answer(raw: RawBody) -> Any:
+    """Parse the strict JSON of a worker, of as many values as it has; raise `ValueError`."""
+    try:
+        return _parse(raw)
+    except errors.BodyNotJson as error:
+        raise ValueError from error
+
+
+def _parse(raw: RawBody) -> Any:
+    return _PieceParser(raw).parse() if len(raw) > _WHOLE_BYTES else _from_json(raw)
 
 
 def _from_json(raw: RawBody) -> Any:
