@@ -159,9 +159,8 @@ class Forwarder:
         Before an early head such a refusal still has a status of its own.
         """
         request, decision = context.routed, context.decision
-        workers = {worker.report.worker_id: worker for worker in self._fleet.workers()}
         for candidate in decision.candidates if decision is not None else ():
-            worker = workers.get(candidate.worker_id)
+            worker = self._fleet.get(candidate.worker_id)
             if worker is None or not worker.backend.sends_reports:
                 continue
             async with self._check_slots:
