@@ -42,9 +42,9 @@ from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Generation, LaneName, LaneSettings, Prompt
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def small_cache() -> None:
-    """Let MLX keep few freed arrays: a test process has a budget of memory."""
+    """Let MLX keep few freed arrays, whatever an engine has set: a process has 600 MB."""
     mx.set_cache_limit(32 * 1024 * 1024)
 
 

@@ -103,7 +103,7 @@ class ScriptedEngine:
 
     script: Sequence[Event | Exception | asyncio.Event] = ()
     card: ModelCard = CARD
-    prompts: StubPrompts = field(default_factory=StubPrompts)
+    prompts: Any = field(default_factory=StubPrompts)
     alive: bool = True
     place: QueuePlace | None = None
     generations: list[Generation] = field(default_factory=list)

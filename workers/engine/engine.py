@@ -446,6 +446,6 @@ def _describe(
         default_max_tokens=checkpoint.default_max_tokens,
         sampling=checkpoint.sampling,
         constrains_calls=bool(prompts.tool_format and prompts.tool_format.style),
-        system_inside=prompts.history_style.system_inside,
+        system_inside=prompts.limits.system_inside,
         spec_prefill=parts.sparse_prefill.description,
     )

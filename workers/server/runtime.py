@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Generic
 
 from typing_extensions import TypeVar
@@ -66,19 +66,16 @@ class StartingWorker:
     clock: Callable[[], float]
     """Monotonic time in seconds."""
     started_s: float
-    first_stage: InitVar[StartStage]
-    _step: tuple[StartStage, int, int] = field(init=False)
-
-    def __post_init__(self, first_stage: StartStage) -> None:
-        self.advance(first_stage, 0, 0)
+    step: tuple[StartStage, int, int]
+    """How far the start is: the stage, and the parts of it that are done, of how many."""
 
     def advance(self, stage: StartStage, done: int, total: int) -> None:
         """Record how far the start is; safe from any thread."""
-        self._step = (stage, done, total)
+        self.step = (stage, done, total)
 
     def progress(self) -> StartProgress:
         """Return how far the start is."""
-        stage, done, total = self._step
+        stage, done, total = self.step
         elapsed_s = self.clock() - self.started_s
         return StartProgress(stage=stage, done=done, total=total, elapsed_s=elapsed_s)
 
