@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -142,13 +142,11 @@ class Engine(ThreadedEngine):
             evicted_prefixes=self.prefix_cache.evicted_keys,
         )
 
-    @asynccontextmanager
-    async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:
+    def open(self, query: PrefixQuery) -> AbstractAsyncContextManager[PrefixOffer]:
         """Offer nodes of the prefix cache to another engine; raise `TransferFailed` without any."""
         if self.exchange is None:
             raise TransferFailed("absent")
-        async with self.exchange.open(query) as offer:
-            yield offer
+        return self.exchange.open(query)
 
     async def drop_prefixes(self, scope: str | None) -> None:
         """Delete all of an isolation scope from memory and disk; None: of all scopes.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from bisect import bisect_left
 from collections import deque
@@ -101,7 +100,6 @@ class PoolingLane:
         self._batch_tokens = batch_tokens
         self._jobs: deque[Job] = deque()
         """With pending rows; the next step begins with the first."""
-        self._lock = threading.Lock()
         self._open_jobs = 0
         self._pending_tokens = 0
         self._requests = 0
@@ -121,15 +119,13 @@ class PoolingLane:
     @property
     def retry_after_s(self) -> float:
         """Return the time in which the present rows are computed, as far as is known."""
-        with self._lock:
-            speed = self._speed.tokens_per_s or _UNMEASURED_TOKENS_PER_S
-            return max(1.0, self._pending_tokens / speed)
+        speed = self._speed.tokens_per_s or _UNMEASURED_TOKENS_PER_S
+        return max(1.0, self._pending_tokens / speed)
 
     def add(self, row: Job) -> None:
         """Queue a job."""
-        with self._lock:
-            self._open_jobs += 1
-            self._pending_tokens += row.tokens
+        self._open_jobs += 1
+        self._pending_tokens += row.tokens
         self._jobs.append(row)
 
     def step(self) -> None:
@@ -140,8 +136,7 @@ class PoolingLane:
         batch = self._next_batch()
         rows = [job.rows[index] for job, index in batch]
         tokens = sum(len(row.tokens) for row in rows)
-        with self._lock:
-            self._pending_tokens -= tokens
+        self._pending_tokens -= tokens
         began_s = time.perf_counter()
         try:
             numbers = self._model.forward(rows)
@@ -153,9 +148,8 @@ class PoolingLane:
                 self._end(job, types.GenerationFailed())
             self._model.forward([TokenRow.of([0])])
             return
-        with self._lock:
-            self._prompt_tokens += tokens
-            self._speed.observe(tokens, time.perf_counter() - began_s)
+        self._prompt_tokens += tokens
+        self._speed.observe(tokens, time.perf_counter() - began_s)
         for (job, index), found in zip(batch, numbers, strict=True):
             job.numbers[index] = found
         for job in dict.fromkeys(job for job, _ in batch):
@@ -168,18 +162,18 @@ class PoolingLane:
             self._end(job, reason)
 
     def report(self) -> LaneReport:
-        """Return a consistent copy of all counts."""
-        with self._lock:
-            return LaneReport(
-                name=self._model.endpoint.value,
-                running=min(self._open_jobs, SLOTS),
-                waiting=max(self._open_jobs - SLOTS, 0),
-                slots=SLOTS,
-                pending_prefill_tokens=self._pending_tokens,
-                prefill_tokens_per_s=self._speed.tokens_per_s,
-                requests=self._requests,
-                prompt_tokens=self._prompt_tokens,
-            )
+        """Return a copy of the counts, none of which depends on another."""
+        open_jobs = self._open_jobs
+        return LaneReport(
+            name=self._model.endpoint.value,
+            running=min(open_jobs, SLOTS),
+            waiting=max(open_jobs - SLOTS, 0),
+            slots=SLOTS,
+            pending_prefill_tokens=self._pending_tokens,
+            prefill_tokens_per_s=self._speed.tokens_per_s,
+            requests=self._requests,
+            prompt_tokens=self._prompt_tokens,
+        )
 
     def _next_batch(self) -> list[tuple[Job, int]]:
         """Take the rows of the next step from the first job, then from those behind it."""
@@ -201,10 +195,9 @@ class PoolingLane:
 
     def _end(self, job: Job, error: types.EngineError | None) -> None:
         self._jobs.remove(job)
-        with self._lock:
-            self._open_jobs -= 1
-            self._requests += 1
-            self._pending_tokens -= sum(len(job.rows[index].tokens) for index in job.pending)
+        self._open_jobs -= 1
+        self._requests += 1
+        self._pending_tokens -= sum(len(job.rows[index].tokens) for index in job.pending)
         if error is None:
             job.ended.set_result(None)
         else:

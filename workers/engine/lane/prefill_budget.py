@@ -45,7 +45,10 @@ class PrefillBudget:
 
         The step has spent `spent_s` already. The size is one block at least.
         """
-        block_s = self._block_s(context_tokens)
+        wanted = _class(context_tokens)
+        block_s = _cost_s(self._costs_s, wanted)
+        if block_s is None:
+            block_s = _cost_s(self._part_costs_s, wanted)
         if block_s is None:
             blocks = 1 if others_decode else FIRST_BLOCKS
         else:
@@ -69,20 +72,11 @@ class PrefillBudget:
         """Return how long `tokens` tokens take at the best speed so far; 0 if none is known."""
         return self._best_block_s * _blocks(tokens) if self._best_block_s < inf else 0.0
 
-    def _block_s(self, context_tokens: int) -> float | None:
-        """Return the cost of a block after so many tokens; None if none is known."""
-        wanted = _class(context_tokens)
-        for costs_s in (self._costs_s, self._part_costs_s):
-            cost_s = _cost_s(costs_s, wanted)
-            if cost_s is not None:
-                return cost_s
-        return None
-
 
 def _cost_s(costs_s: Mapping[int, deque[float]], wanted: int) -> float | None:
-    """Return the cost in a class, or a bound of it from a shorter one, or from a longer one.
+    """Return the cost of a block in a class, or a bound of it by a shorter or a longer one.
 
-    Attention over twice the context costs at most twice as much.
+    None if no cost is known. Attention over twice the context costs at most twice as much.
     """
     shorter = max((known for known in costs_s if known <= wanted), default=None)
     if shorter is not None:
