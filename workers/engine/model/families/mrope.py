@@ -22,7 +22,7 @@ FAMILIES = (
     (("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), Family(takes_positions=True)),
     (("qwen3_vl_moe",), Family(takes_positions=True, adapt=_uncut)),
     (
-        ("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"),
+        ("glm4v_moe", "glm_ocr", "paddleocr_vl", "glm4v"),
         Family(takes_positions=True, stores_positions=True),
     ),
 )
