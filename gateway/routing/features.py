@@ -5,7 +5,7 @@ Most engines ignore a field that they do not know, and the answer would be anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from operator import attrgetter
 from typing import Self
@@ -86,6 +86,31 @@ MEDIA = {
     "audio": Feature.AUDIO,
     "file": Feature.FILE,
 }
+
+_ENGINE = "exact continuation calls"
+_LOCAL = f"{_ENGINE} file prompts echo min_tokens truncation"
+# The functions of mlx-lm read and write beyond an array, or raise an error in the thread that
+# generates, at token ids beyond the vocabulary, whose size no such engine tells: one request would
+# end the engine. So it gets no token ids of clients.
+_MLX = f"{_LOCAL} logit_bias stop_tokens choices ignore_eos"
+LACKS: Mapping[str, frozenset[Feature]] = {
+    kind: frozenset(Feature[name] for name in names.upper().split())
+    for kind, names in {
+        "paceline": "",
+        "openai": _ENGINE,
+        "llama.cpp": f"{_LOCAL} video stop_tokens",
+        "lmstudio": f"{_LOCAL} video audio choices logprobs stop_tokens ignore_eos thinking_budget "
+        "min_p",
+        "ollama": f"{_LOCAL} video audio choices logprobs stop_tokens ignore_eos thinking_budget "
+        "top_k min_p repetition_penalty logit_bias",
+        "omlx": f"{_LOCAL} choices logprobs stop_tokens ignore_eos top_k repetition_penalty "
+        "logit_bias",
+        "mlx-lm": f"{_MLX} image video audio structured_output thinking_budget",
+        "mlx-vlm": f"{_MLX} completions stop",
+        "vllm-mlx": f"{_MLX} logprobs stop",
+    }.items()
+}
+"""The features that no model of a kind of engine takes."""
 
 
 def features_of(profile: RequestProfile) -> frozenset[Feature]:
