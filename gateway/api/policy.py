@@ -269,7 +269,7 @@ async def compare(request: Request, gateway: CurrentGateway) -> Difference:
     )
     return {
         "onto": base,
-        "changes": [change.to_json() for change in changes],
+        "changes": changes,
         "decisions": moves.total(),
         "moves": [
             {"from": old, "to": new, "count": count} for (old, new), count in moves.most_common()
