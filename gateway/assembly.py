@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import secrets
 import time
@@ -44,14 +43,14 @@ from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixHasher
 from gateway.routing.replay import RecentRequests
-from gateway.state.counters import CounterStore, MemoryCounters
+from gateway.state.counters import MemoryCounters
 from gateway.state.expiring import ExpiringRecords, MemoryRecords, SharedExpiringRecords
 from gateway.state.join_token import SharedJoinToken
 from gateway.state.prefix_claims import SharedPrefixClaims
 from gateway.state.recent_errors import RecentErrors, SharedErrors
 from gateway.state.records import FileRecords, Records, RedisRecords
 from gateway.state.redis import ADMIN_DEADLINE_S, DEADLINE_S, RedisClient
-from gateway.state.shared_counters import SharedCounters
+from gateway.state.shared_counters import CounterStore, SharedCounters
 from gateway.state.worker_reports import SharedWorkerReports
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
@@ -273,6 +272,7 @@ class Gateway:
             (self.policy_file.check, _POLICY_FILE_CHECK_S),
             (self.usage_store.flush, timing.usage_flush_s),
             (self.stats_history.record, SNAPSHOT_INTERVAL_S),
+            (_trim_heap, TRIM_INTERVAL_S),
         )
         return [
             *(Job(work=work, period_s=period_s) for work, period_s in periods),
@@ -280,12 +280,6 @@ class Gateway:
             *(
                 Job(work=work, period_s=timing.exchange_s, silent_errors=(RecordsUnwritable,))
                 for work in self.cluster_sync.exchanges
-            ),
-            # In a thread, since it takes some milliseconds to give back what large bodies left.
-            Job(
-                work=functools.partial(asyncio.to_thread, trim_heap),
-                period_s=TRIM_INTERVAL_S,
-                name="trim_heap",
             ),
             self.engine_watch.job(),
         ]
@@ -315,6 +309,11 @@ class Gateway:
         if settings.policy is not None:
             with contextlib.suppress(RecordsUnwritable):  # the watcher tries again
                 await self.policy_file.apply(source[0])
+
+
+async def _trim_heap() -> None:
+    """Give back what large bodies have left; in a thread, since it takes some milliseconds."""
+    await asyncio.to_thread(trim_heap)
 
 
 def _listed_engines(settings: Settings) -> list[WatchedEngine]:

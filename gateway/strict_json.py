@@ -49,6 +49,7 @@ _SLOT = secrets.token_hex(16)
 _BEFORE = f"{_SLOT}0"
 """Names what the pieces before have."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..")
+_SURROGATE = b"\\ud"
 _ESCAPE_BYTES = 6
 _UTF8_BYTES = 4
 
@@ -61,11 +62,13 @@ def footprint_bytes(raw: RawBody) -> int:
     size_bytes = len(raw)
     if size_bytes <= _SMALL_BYTES:
         return _SMALL_FOOTPRINT * size_bytes
-    width = 1
-    if b"\\u" in raw or not raw.isascii():
-        width = 4 if b"\xf0" in raw or b"\\ud" in raw else 2
-    containers = raw.count(b"{") + raw.count(b"[")
-    parsed_bytes = 2 * _CONTAINER_BYTES * containers + _VALUE_BYTES * raw.count(b",")
+    width, parsed_bytes = 1, 0
+    for begin in range(0, size_bytes, _CHUNK_BYTES):
+        chunk = raw[begin : begin + _CHUNK_BYTES + len(_SURROGATE)]  # with marks that are cut
+        if b"\\u" in chunk or not chunk.isascii():
+            width = max(width, 4 if b"\xf0" in chunk or _SURROGATE in chunk else 2)
+        parsed_bytes += 2 * _CONTAINER_BYTES * (chunk.count(b"{") + chunk.count(b"["))
+        parsed_bytes += _VALUE_BYTES * chunk.count(b",")
     return (width + 2) * size_bytes + parsed_bytes
 
 

@@ -259,6 +259,7 @@ async def compare(request: Request, gateway: CurrentGateway) -> Difference:
         policy,
         proposal.policy,
         gateway.fleet.view(),
+        now_s=gateway.clock(),
         rng=Random(0),  # noqa: S311  # any worker of a pool will do
         pause=functools.partial(asyncio.sleep, 0),
     )

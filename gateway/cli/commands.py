@@ -14,18 +14,17 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from gateway.loadgen import json_object
-from paceline.command_line import CONTEXT, Command, doctor_command, worker_command
+from paceline.command_line import COMPLETION_VARIABLE, CONTEXT, Command
 
 if TYPE_CHECKING:
     from gateway.config.settings import Settings
 
 PROGRAM = "paceline"
-COMPLETION_VARIABLE = "_PACELINE_COMPLETE"
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 _ENGINES = "auto vllm-mlx mlx-vlm mlx-lm omlx lmstudio ollama llama.cpp paceline openai".split()
 
@@ -188,14 +187,25 @@ def _gateway(**given: str | None) -> int:
     return _run("gateway", "run", settings=_read_settings(given))
 
 
-def _engine_process(module: str) -> Callable[..., int]:
-    """Return a command that replaces this process: the gateway's code and MLX never share one."""
+class _EngineCommand(click.Command):
+    """A command of another process, which replaces this one: MLX and the gateway never share one.
 
-    @click.pass_obj
-    def run(arguments: tuple[str, ...], /, **_given: Any) -> int:
-        os.execv(sys.executable, [sys.executable, "-m", module, *arguments[1:]])  # noqa: S606
+    That process parses the arguments, prints the help and completes.
+    """
 
-    return run
+    def __init__(self, name: str, module: str, help_text: str) -> None:
+        super().__init__(name, help=help_text, add_help_option=False)
+        self._module = module
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:  # noqa: ARG002
+        return args
+
+    def invoke(self, ctx: click.Context) -> NoReturn:
+        arguments = [] if ctx.obj is None else ctx.obj[1:]
+        os.execv(sys.executable, [sys.executable, "-m", self._module, *arguments])  # noqa: S606
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> NoReturn:  # noqa: ARG002
+        self.invoke(ctx)
 
 
 def _completion(shell: str) -> int:
@@ -382,8 +392,11 @@ _add(
     *_SERVING,
     run=_gateway,
 )
-paceline.add_command(worker_command(_engine_process("workers")))
-paceline.add_command(doctor_command(_engine_process("workers.doctor")))
+for _name, _module, _help in (
+    ("worker", "workers", "Serve a model on this machine."),
+    ("doctor", "workers.doctor", "Measure this Mac, and say what to run on it."),
+):
+    paceline.add_command(_EngineCommand(_name, _module, _help))
 _add(
     "bench",
     "Measure any OpenAI endpoint: first token, throughput, drafts.",

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -30,6 +29,7 @@ from gateway.server import Listening, settle_interpreter
 from gateway.server import serve as serve_gateway
 from paceline.addresses import base_url, is_loopback
 from paceline.lifecycle import Shutdown
+from paceline.names import name_of_host
 from paceline.protocol import StartProgress
 from paceline.terminal import TERMINAL_VARIABLE, StartDisplay, printable
 
@@ -133,7 +133,7 @@ class _WorkerRunner:
     async def run(self) -> str:
         """Run the worker; return the reason why it cannot run."""
         gateway_url = self._local_address
-        name = worker_id(socket.gethostname())
+        name = name_of_host(socket.gethostname()) or "local"
         command = (
             *(sys.executable, "-m", "workers", "--leash", "--port", "0"),
             *("--id", name, "--join", gateway_url),
@@ -254,8 +254,3 @@ def _network_host() -> str:
         except OSError:
             return socket.gethostname()
         return str(probe.getsockname()[0])
-
-
-def worker_id(hostname: str) -> str:
-    """Return the worker id for a host name."""
-    return re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-")[:60] or "local"

@@ -11,8 +11,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import StartupError
-from paceline.config_file import InvalidSettings, load_layered
 from paceline.protocol import KEEPALIVE_S
+from paceline.settings import InvalidSettings, load_layered
 
 
 def _origin(value: str) -> str:

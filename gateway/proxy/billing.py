@@ -77,10 +77,11 @@ def cost_of(
         reserved = estimate(profile)
     if not reported:
         return Spent(1, reserved, reserved)
-    # At least the tokens since the last report.
-    least = reported + RUNNING_USAGE_TOKENS
-    lags = read_slowly or profile.prompts > 1 or isinstance(failure, errors.AnswerTooLarge)
-    tokens = max(least, reserved) if lags else least
+    # A worker reports late by fewer tokens than this for the stream, and for each of its choices.
+    lag = RUNNING_USAGE_TOKENS * (1 + profile.choices)
+    if read_slowly or profile.prompts > 1 or isinstance(failure, errors.AnswerTooLarge):
+        lag = reserved
+    tokens = max(reported, min(reported + lag, reserved))
     return Spent(1, tokens, tokens - reported)
 
 

@@ -188,7 +188,7 @@ class KeptItems:
                 before = (await self._records.get(owner, [name], hold.add))[0]
                 if before is None or not _CONVERSATION_ID.fullmatch(name):
                     raise errors.ResponseUnknown("Conversation", name)
-                hold.add(footprint_bytes(before))
+                hold.add(await self._thread.run(len(before), footprint_bytes, before))
                 self._size_bytes += len(before)
                 conversation: Json = await self._thread.run(len(before), from_json, before)
                 change(conversation)
@@ -229,7 +229,7 @@ class KeptItems:
                 f"A conversation may have at most {_HISTORY_LIMIT_BYTES} bytes."
             )
         self._size_bytes += size_bytes
-        self._hold.add(sum(footprint_bytes(data) for data in found if data))
+        self._hold.add(await self._thread.run(size_bytes, _footprint_bytes, found))
         parsed = await self._thread.run(size_bytes, _parsed, found)
         self._hold.add(-size_bytes)  # what was read leaves with this call
         return parsed
@@ -238,6 +238,10 @@ class KeptItems:
 def named_items(items: Sequence[Item]) -> list[Item]:
     """Return items with ids of their own."""
     return [*map(_named, items)]
+
+
+def _footprint_bytes(found: Sequence[bytes | None]) -> int:
+    return sum(footprint_bytes(data) for data in found if data)
 
 
 def _encode(record: Json, size_bytes: int) -> bytes:

@@ -159,9 +159,9 @@ class FleetRenderer:
         latest = worker.report if worker else reports[-1]
         lanes = _lanes(reports)
         prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
-        age_s = self.fleet.heartbeat_age_s(worker) if worker else 0.0
+        age_s = worker.heartbeat_age_s if worker else 0.0
         return model.WorkerStatus(
-            state=worker_state(self.fleet, worker),
+            state=worker_state(worker),
             problem=worker.problem if worker else "",
             kind=worker.backend.kind if worker else "",
             model=latest.model,
@@ -173,9 +173,9 @@ class FleetRenderer:
             memory_bytes=latest.memory_bytes if worker else 0,
             prefix_cache_bytes=latest.prefix_cache_bytes if worker else 0,
             heartbeat_age_s=round(max(0.0, age_s), 3),
-            start=_start(self.fleet, worker),
+            start=_start(worker),
             absence=self._absence(worker_id),
-            ejection=_ejection(self.fleet, worker),
+            ejection=_ejection(worker),
             lanes={lane.name: self._lane(lane, worker_id) for lane in sum_lanes(lanes)},
             mtp=mtp_status(lanes),
             savings=_savings(lanes),
@@ -209,7 +209,7 @@ class FleetRenderer:
         return model.Unreported(**{name: untold[name] for name in model.Unreported.model_fields})
 
 
-def worker_state(fleet: WorkerRegistry, worker: WorkerState | None) -> model.WorkerCondition:
+def worker_state(worker: WorkerState | None) -> model.WorkerCondition:
     """Return the state of a worker in one word; the first that applies."""
     if worker is None:
         return "gone"
@@ -218,8 +218,8 @@ def worker_state(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Wor
         ("starting", not worker.report.ready),
         ("unreachable", bool(worker.problem)),
         ("cordoned", worker.cordoned),
-        ("ejected", fleet.ejected_for_s(worker) > 0),
-        ("busy", fleet.busy_for_s(worker) > 0),
+        ("ejected", worker.ejected_for_s > 0),
+        ("busy", worker.busy_for_s > 0),
         ("probation", worker.breaker.probation_limit is not None),
     )
     return next((condition for condition, applies in conditions if applies), "ready")
@@ -294,10 +294,10 @@ class WindowStats:
         return tuple(points)
 
 
-def _start(fleet: WorkerRegistry, worker: WorkerState | None) -> model.StartStatus:
+def _start(worker: WorkerState | None) -> model.StartStatus:
     if worker is None or (progress := worker.report.start) is None:
         return model.StartStatus(description="", elapsed_s=0.0)
-    elapsed_s = progress.elapsed_s + max(0.0, fleet.heartbeat_age_s(worker))
+    elapsed_s = progress.elapsed_s + max(0.0, worker.heartbeat_age_s)
     return model.StartStatus(description=progress.description, elapsed_s=round(elapsed_s, 1))
 
 
@@ -306,14 +306,14 @@ def starting_workers(fleet: WorkerRegistry) -> str:
     starts = [
         f"{worker.report.worker_id} ({start.description}, {start.elapsed_s:.0f} s)"
         for worker in fleet.workers()
-        if (start := _start(fleet, worker)).description
+        if (start := _start(worker)).description
     ]
     more = f" and {len(starts) - _STARTS_SHOWN} more" if len(starts) > _STARTS_SHOWN else ""
     return ", ".join(starts[:_STARTS_SHOWN]) + more
 
 
-def _ejection(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Ejection:
-    remaining_s = fleet.ejected_for_s(worker) if worker else 0.0
+def _ejection(worker: WorkerState | None) -> model.Ejection:
+    remaining_s = worker.ejected_for_s if worker else 0.0
     reason = worker.breaker.reason if worker is not None and remaining_s else ""
     return model.Ejection(remaining_s=round(remaining_s, 3), reason=reason)
 

@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.auth.usage_store import UsageStore
 from gateway.routing.select import Candidate, Decision
-from gateway.state.counters import CounterStore, MemoryCounters
+from gateway.state.counters import MemoryCounters
 from gateway.state.recent_errors import RecentErrors
 from gateway.state.redis import RedisClient
-from gateway.state.shared_counters import SharedCounters
+from gateway.state.shared_counters import CounterStore, SharedCounters
 from gateway.state.worker_reports import SharedWorkerReports
 from gateway.status.render import mtp_status
 from gateway.telemetry.accounting import Accounting

@@ -53,12 +53,12 @@ def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
     [
         # Complete or cancelled: the key owes what the worker did, reported or not.
         (None, Spent(1, 10, 10), Spent(1, 7)),
-        (ClientDisconnected(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (RequestTooLong(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (ResponseTooLarge(1), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (KeyEnded(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (ShuttingDown(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
+        (ClientDisconnected(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (RequestTooLong(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (ResponseTooLarge(1), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (KeyEnded(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (ShuttingDown(), Spent(1, 10, 10), Spent(1, 10, 3)),
         # The worker failed: no key pays for an estimate.
         (WorkerLost(), Spent(1, 0), Spent(1, 7)),
         (RuntimeError(), Spent(1, 0), Spent(1, 7)),
@@ -78,7 +78,10 @@ def test_the_outcome_decides_the_cost(failure, unreported, reported) -> None:
 
 def test_c6_what_a_slow_client_leaves_unread_costs_the_reservation() -> None:
     left, usage = ClientDisconnected(), Usage(5, 2, 1)
-    assert cost_of(PROFILE, usage, left, 100) == Spent(1, 7 + 32, 32)
+    assert cost_of(PROFILE, usage, left, 100) == Spent(1, 7 + 64, 64)
+    two = PROFILE._replace(choices=2)
+    assert cost_of(two, usage, left, 110) == Spent(1, 7 + 96, 96)
+    assert cost_of(two, usage, left, 80) == Spent(1, 80, 73), "at most the reservation"
     assert cost_of(PROFILE, usage, left, 100, read_slowly=True) == Spent(1, 100, 93)
     assert cost_of(PROFILE, usage, None, 100, read_slowly=True) == Spent(1, 7)
     assert cost_of(PROFILE, UNUSED, left, 100) == Spent(1, 100, 100)
