@@ -119,8 +119,7 @@ class GatewayApp(PortApp):
         elif path == MESSAGES_PATH:
             await self.proxy(scope, receive, MessagesFormat(self.proxy.sealer))
         elif path == RESPONSES_PATH:
-            exchange = self.responses.exchange()
-            await self.proxy(scope, receive, exchange.format, exchange)
+            await self.proxy(scope, receive, self.responses.exchange())
         else:
             if path.startswith(_DATA_PATHS):
                 writer = response_writer(scope)
@@ -134,7 +133,7 @@ class GatewayApp(PortApp):
         return [
             Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True),
             Job(work=self.responses.check, period_s=check_s),
-            Job(work=self.proxy.forwarder.end_silent, period_s=check_s),
+            Job(work=self.proxy.forwarder.check, period_s=check_s),
         ]
 
     def cut(self) -> None:

@@ -11,14 +11,14 @@ requests of several policy versions may wait in it, also after the newest has dr
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from random import Random
 
 from gateway import errors
 from gateway.fleet.circuit_breaker import AttemptResult
-from gateway.fleet.fair_queue import FairQueue
+from gateway.fleet.fair_queue import FairQueue, room_for
 from gateway.fleet.registry import NO_WORKERS, WorkerRegistry
 from gateway.fleet.worker import Lease
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -337,18 +337,16 @@ class Scheduler:
                 self._pools[name].queue.remove(waiter)
 
     def _make_room(self, pool: str, client: str) -> bool:
-        """Reject the last queued request of the client with the most, if this one has fewer."""
-        queue = self._pools[pool].queue
-        waiters = [
-            one for one in queue if one.pools[0] == pool and not (one.assigned.done() or one.begun)
-        ]
-        counts = Counter(one.caller.client for one in waiters)
-        most = max(counts.values(), default=0)
-        if counts[client] + 1 >= most:
-            return False
-        last = next(one for one in reversed(waiters) if counts[one.caller.client] == most)
-        last.assigned.set_exception(errors.QueueFull(retry_after_s=self.retry_after_s(pool)))
-        return True
+        """Reject a queued request in favour of a client with fewer; return whether there is one."""
+        waiting = {
+            one: one.caller.client
+            for one in self._pools[pool].queue
+            if one.pools[0] == pool and not (one.assigned.done() or one.begun)
+        }
+        last = room_for(client, waiting)
+        if last is not None:
+            last.assigned.set_exception(errors.QueueFull(retry_after_s=self.retry_after_s(pool)))
+        return last is not None
 
     def _enqueue(self, waiter: _Waiter, pool: str) -> None:
         self._entries += 1

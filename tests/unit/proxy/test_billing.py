@@ -28,10 +28,9 @@ from gateway.errors import (
 from gateway.http.downstream import ClientDisconnected
 from gateway.proxy.billing import (
     ANSWER_TOKENS,
+    TokenReservation,
     cost_of,
     estimate,
-    reserved_request,
-    reserved_tokens,
 )
 from gateway.types import UNUSED, Spent, Usage
 from paceline.request.profile import Endpoint, RequestProfile
@@ -97,7 +96,8 @@ def test_a_reservation_settles_once_however_it_ends(failure: BaseException | Non
         return cost_of(PROFILE, Usage(5, 2, 1), ended)
 
     expected = contextlib.nullcontext() if failure is None else pytest.raises(type(failure))
-    with expected, reserved_tokens(limiter, PROFILE, cost, lambda: 0.0, lambda: NOON):
+    reserved = TokenReservation(limiter, 10, lambda: 0.0, lambda: NOON, cost)
+    with expected, reserved:
         assert limiter.running == 1
         if failure is not None:
             raise failure
@@ -116,7 +116,7 @@ def test_c16_a_request_whose_inspection_fails_costs_itself_unless_the_gateway_is
     failure: Exception | None, requests: int
 ) -> None:
     limiter = RateLimiter(ALL_LIMITS, 0.0, NOON)
-    reserved = reserved_request(limiter, lambda: 0.0, lambda: NOON)
+    reserved = TokenReservation(limiter, 0, lambda: 0.0, lambda: NOON)
     with contextlib.suppress(GatewayError), reserved:
         if failure is not None:
             raise failure

@@ -66,9 +66,11 @@ def probe_native_verify(target: Target) -> bool:
         never_read = _scores_after(graph, target, verified=1, kept=1)
         rejected = _scores_after(graph, target, verified=_VERIFIED_TOKENS, kept=1)
         accepted = _scores_after(graph, target, verified=_VERIFIED_TOKENS, kept=_VERIFIED_TOKENS)
+    except NoHistory as error:
+        logger.warning("model.native_verify_unsupported reason=%s", error)
+        return False
     except Exception as error:  # a family may raise anything here
-        cause = None if isinstance(error, NoHistory) else error
-        logger.warning("model.native_verify_unsupported reason=%s", error, exc_info=cause)
+        logger.warning("model.native_verify_unsupported", exc_info=error)
         return False
     trace = _distance(rejected, never_read) / _distance(accepted, never_read)
     return bool(trace.item() < _VERIFY_NOISE)

@@ -12,9 +12,9 @@ LARGE = b"event: response.completed\ndata: " + b"x" * 300_000 + b"\n\n"
 @pytest.mark.parametrize("after", [-1, 0, 1500, 4999])
 async def test_a_follower_gets_a_long_log_in_pieces(after: int) -> None:
     """The gateway copies one piece at a time for a client that does not read."""
-    log = EventLog("req-1", 60.0, 1 << 20, MemoryBudget().hold("ann"))
-    log.write(EVENT * 5000)
-    log.write(LARGE)
+    log = EventLog(60.0, MemoryBudget().hold("ann"), cancel=None)
+    log.append(EVENT * 5000)
+    log.append(LARGE)
     log.close()
 
     pieces = [piece async for piece in log.follow(after)]

@@ -9,8 +9,10 @@ import pytest
 
 from gateway import errors
 from gateway.app import create_app
-from gateway.http.downstream import CancelScope
-from gateway.responses.exchange import EventLog, LogLimits, ResponseExchange, ResponsesService
+from gateway.http.downstream import CancelScope, EventWriter
+from gateway.memory_budget import MemoryBudget
+from gateway.responses import exchange as exchanges
+from gateway.responses.exchange import ResponseExchange, ResponsesService
 from gateway.routing.view import FleetView
 from policies.document import PolicyDocument
 from tests.support.maker_types import read_event
@@ -18,40 +20,50 @@ from tests.support.policies import single_pool_policy
 from tests.support.running_gateway import make_settings
 
 BODY = {"model": "m", "input": "Hi", "background": True}
-LIMITS = LogLimits(log_bytes=20_000, ended=3, ended_bytes=40_000)
+LIMITS = {"LOG_LIMIT_BYTES": 20_000, "ENDED_LIMIT": 3, "ENDED_LIMIT_BYTES": 40_000}
 REQUEST: Any = None
 POLICY = PolicyDocument.model_validate(single_pool_policy())
 FLEET = FleetView.of((), frozenset())
 
 
-async def service_of(state_dir: Path) -> ResponsesService:
-    app = await create_app(make_settings(state_dir))
-    return ResponsesService(app.gateway, LIMITS)
+@pytest.fixture
+async def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ResponsesService:
+    app = await create_app(make_settings(tmp_path))
+    for name, limit in LIMITS.items():
+        monkeypatch.setattr(exchanges, name, limit)
+    return ResponsesService(app.gateway)
+
+
+class Client(EventWriter):
+    """A client that stays, and reads nothing."""
+
+    def attach(self, cancel_scope: CancelScope | None) -> None:
+        pass
 
 
 async def respond(service: ResponsesService, *texts: str) -> ResponseExchange:
     """Answer a request in the background with these pieces, as the handler does; wait to end it."""
     exchange = service.exchange()
-    hold = service.memory.hold("ann")
+    hold = MemoryBudget().hold("ann")
     await exchange.open(BODY, "ann", hold, 0)
-    exchange.format.inspect(BODY, POLICY, FLEET)
-    client: Any = EventLog("req-1", 60.0, 1 << 20, hold.another())
-    event_log: EventLog = client
+    exchange.inspect(BODY, POLICY, FLEET)
+    client: Any = Client("req-1", lambda _: None)
+    writer: EventWriter = client
     try:
         with CancelScope(client) as cancel_scope:
-            event_log = await exchange.detach(client, cancel_scope)
-            encoder = exchange.format.encoder(REQUEST)
+            writer = await exchange.writer(client, cancel_scope)
+            encoder = exchange.encoder(REQUEST)
             for text in texts:
                 choice = {"index": 0, "delta": {"content": text}}
                 frame = {"id": "c", "model": "m", "choices": [choice]}
-                event_log.write(encoder.event(b"", frame))
+                writer.write(encoder.event(b"", frame))
                 await asyncio.sleep(0)
             last = encoder.done()
-            event_log.end(last + await exchange.finish())
+            writer.end(last + await exchange.finish())
     except errors.GatewayError as error:
-        await event_log.fail(error, (), exchange.format)
+        await writer.fail(error, (), exchange)
     finally:
-        await exchange.end()
+        await exchange.close()
     return exchange
 
 
@@ -65,35 +77,35 @@ def events_of(exchange: ResponseExchange) -> list[Any]:
 
 
 def test_the_limits_are_those_that_the_page_on_errors_names() -> None:
-    assert LogLimits() == (32 << 20, 256, 128 << 20)
+    limits = [getattr(exchanges, name) for name in LIMITS]
+    assert limits == [32 << 20, 256, 128 << 20]
 
 
 async def test_a_response_beyond_the_limit_of_its_events_fails_unless_it_is_its_end_alone(
-    tmp_path: Path,
+    service: ResponsesService,
 ) -> None:
     """No event is lost on the way to its end."""
-    service = await service_of(tmp_path)
     exchange = await respond(service, *["word " * 200] * 40)
     *_, error, failed = events_of(exchange)
     assert (error["code"], failed["type"]) == ("response_too_large", "response.failed")
     assert exchange.response["status"] == "failed"
-    kept = await service.kept(service.memory.hold("ann")).response("ann", exchange.response["id"])
-    assert kept["response"]["status"] == "failed"
+    kept = service.kept(MemoryBudget().hold("ann"))
+    record = await kept.get("Response", "ann", exchange.response["id"])
+    assert record["response"]["status"] == "failed"
     exchange = await respond(service, "word " * 1600)
     assert events_of(exchange)[-1]["type"] == "response.completed"
     assert exchange.log is not None
-    assert exchange.log.size_bytes > LIMITS.log_bytes
+    assert exchange.log.size_bytes > LIMITS["LOG_LIMIT_BYTES"]
 
 
-@pytest.mark.parametrize(("chars", "held"), [(10, LIMITS.ended), (2500, 2)])
-async def test_the_oldest_responses_are_forgotten_beyond_the_limits(tmp_path, chars, held) -> None:
-    service = await service_of(tmp_path)
+@pytest.mark.parametrize(("chars", "held"), [(10, 3), (2500, 2)])
+async def test_the_oldest_responses_are_forgotten_beyond_the_limits(service, chars, held) -> None:
     ended = [await respond(service, "x" * chars) for _ in range(5)]
     logs = [one.log for one in ended if one.log is not None]
     known = [service.background("ann", one.response["id"]) is not None for one in ended]
     assert known == [False] * (5 - held) + [True] * held
     sizes = [log.size_bytes for log in logs]
-    assert sum(sizes[-held:]) <= LIMITS.ended_bytes
+    assert sum(sizes[-held:]) <= LIMITS["ENDED_LIMIT_BYTES"]
     assert [log.hold.size_bytes > 0 for log in logs] == known
-    assert all(one.format.request is None for one in ended), "a log keeps no request in memory"
-    assert held == LIMITS.ended or sum(sizes[-held - 1 :]) > LIMITS.ended_bytes
+    assert all(one.request is None for one in ended), "a log keeps no request in memory"
+    assert held == 3 or sum(sizes[-held - 1 :]) > LIMITS["ENDED_LIMIT_BYTES"]
