@@ -17,7 +17,7 @@ from gateway.errors import is_plain_name
 from gateway.routing.prefix_affinity import ISOLATED
 from gateway.state.counters import CounterKey
 from gateway.state.recent_errors import MAX_TEXT_CHARS, ErrorRecord, RecentErrors
-from gateway.telemetry import engine_counts, speculation_and_reuse
+from gateway.telemetry import engine_counts
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import LaneKey, LaneStats, LaneTotals
@@ -82,10 +82,6 @@ class Accounting:
             _count_answer(counters.told, record)
         if counters.lane is not None:
             _observe(counters.lane, record)
-            expected = record.candidate is not None and record.candidate.cached_tokens
-            if expected and (result := speculation_and_reuse.result_of(record)):
-                counters.lane.speculation_and_reuse[result] += 1
-                counters.more["speculation_and_reuse", result] += 1
         if record.spent.requests:
             self._usage_store.add(record.caller, usage, record.spent, self._wall())
         if record.reason and record.outcome is not Outcome.RESENT:
@@ -141,7 +137,8 @@ class Accounting:
             request_labels = (labels.pool, labels.reason or NOWHERE, str(labels.status))
             self._totals["requests", *request_labels] += counters.requests
             if counters.lane is not None:
-                _add(counters.lane, counters)
+                counters.lane.requests += counters.requests
+                counters.lane.completion_tokens += counters.completion_tokens
 
 
 class _Labels(NamedTuple):
@@ -218,14 +215,8 @@ def _observe(lane: LaneStats, record: RequestRecord) -> None:
     if record.outcome is Outcome.COMPLETED:
         lane.duration_s.add(record.seconds)
     if record.drafts is not None:
-        lane.drafts += record.drafts.steps
         lane.drafted += record.drafts.drafted
         lane.accepted += record.drafts.accepted
-        for accepted, steps in enumerate(record.drafts.histogram):
-            lane.histogram[accepted] += steps
-        for source, drafted, accepted in record.drafts.by_source:
-            lane.drafted_by_source[source] += drafted
-            lane.accepted_by_source[source] += accepted
 
 
 def _count_answer(told: Counter[str], record: RequestRecord) -> None:
@@ -240,22 +231,6 @@ def _count_answer(told: Counter[str], record: RequestRecord) -> None:
         told[engine_counts.ACCEPTED] += record.drafts.accepted
         for accepted, steps in enumerate(record.drafts.histogram):
             told[engine_counts.accepted_name(accepted)] += steps
-
-
-def _add(lane: LaneStats, counters: _Counters) -> None:
-    """Add flushed counters to the statistics of their lane."""
-    labels = counters.labels
-    lane.requests += counters.requests
-    if labels.outcome is Outcome.FAILED:
-        lane.failures += counters.requests
-    lane.prompt_tokens += counters.prompt_tokens
-    lane.completion_tokens += counters.completion_tokens
-    lane.cached_tokens += counters.cached_tokens
-    lane.reasons[labels.reason] += counters.requests
-    for reason in labels.bypass_reasons:
-        lane.bypass[reason] += counters.requests
-    if labels.prefix:
-        lane.prefix[labels.prefix] += counters.requests
 
 
 def _counts(counters: _Counters) -> Counter[CounterKey]:
