@@ -81,12 +81,24 @@ def parse(raw: RawBody) -> dict[str, Any]:
     try:
         # The client's own bytes are never passed on: a duplicate key could mean one thing to the
         # gateway and another to the worker. The worker's body is encoded from this parse.
-        body = _PieceParser(raw).parse() if len(raw) > _WHOLE_BYTES else _from_json(raw)
+        body = _parse(raw)
     except ValueError:
         raise errors.BodyNotJson from None
     if not isinstance(body, dict):
         raise errors.BodyNotJson
     return body
+
+
+def parse_answer(raw: RawBody) -> Any:
+    """Parse the strict JSON of a worker, of as many values as it has; raise `ValueError`."""
+    try:
+        return _parse(raw)
+    except errors.BodyNotJson as error:
+        raise ValueError from error
+
+
+def _parse(raw: RawBody) -> Any:
+    return _PieceParser(raw).parse() if len(raw) > _WHOLE_BYTES else _from_json(raw)
 
 
 def _from_json(raw: RawBody) -> Any:

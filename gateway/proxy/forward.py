@@ -8,7 +8,7 @@ import logging
 import secrets
 from urllib.parse import quote
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from gateway import errors
 from gateway.assembly import Gateway
@@ -25,7 +25,14 @@ from gateway.proxy.context import RequestContext
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.relay import KeepAlive, StreamRelay
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
-from gateway.strict_json import Pieces, footprint_bytes, size_of, with_fields
+from gateway.strict_json import (
+    Pieces,
+    encode_body,
+    footprint_bytes,
+    parse_answer,
+    size_of,
+    with_fields,
+)
 from gateway.types import UNUSED
 from paceline.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER
 from paceline.request.fields import CACHE_SALT
@@ -445,8 +452,9 @@ class Forwarder:
             body = await response.read(_WHOLE_LIMIT_BYTES, context.hold.add)
             if len(body) >= _WHOLE_LIMIT_BYTES:
                 raise errors.AnswerTooLarge
-            context.hold.add(footprint_bytes(body))
-            answer = from_json(body, allow_inf_nan=False)
+            run, size_bytes = self._thread.run, len(body)  # vectors may take 64 MB
+            context.hold.add(await run(size_bytes, footprint_bytes, body))
+            answer = await run(size_bytes, parse_answer, body)
         except upstream.ReadTimeout as error:
             raise errors.WorkerStalled from error
         except upstream.ConnectionLost as error:
@@ -467,7 +475,7 @@ class Forwarder:
             if renamed:
                 answer["model"] = context.checked.asked_model
             if form is not None or renamed:
-                body = to_json(answer, inf_nan_mode="null")
+                body = b"".join(await run(size_bytes, encode_body, answer, size_bytes))
             encoded = context.wire_format.encode(context.routed, answer, body)
         except FieldUnheld as error:
             raise errors.FieldUnheld(str(error)) from error
