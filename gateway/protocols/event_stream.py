@@ -18,7 +18,7 @@ from pydantic_core import from_json, to_json
 from gateway.protocols.base import AnswerMalformed, StreamEncoder, count, objects_of
 from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
 from gateway.types import Drafts, Header, Usage
-from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, DraftSource, header_value
+from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, header_value
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 
@@ -373,7 +373,7 @@ class AnswerReader:
         """Read vLLM's per-request draft counts; None if there are no valid ones."""
         metrics = answer.get("metrics")
         counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-        if not isinstance(metrics, dict) or not isinstance(counts, dict):
+        if not isinstance(counts, dict):
             return None
         names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
         steps, drafted, accepted = (_count(counts.get(name)) for name in names)
@@ -381,25 +381,10 @@ class AnswerReader:
         by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
         if accepted > drafted:
             return None
-        sources = _draft_sources(metrics)
-        return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)), sources)
+        return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
 
 
 read_usage = AnswerReader.usage
-
-
-def _draft_sources(metrics: Mapping[str, Any]) -> tuple[tuple[str, int, int], ...]:
-    """Read the draft counts by source, of the sources that we know."""
-    sources = metrics.get("draft_sources")
-    if not isinstance(sources, dict):
-        return ()
-    found = []
-    for source in DraftSource:
-        counts = sources.get(source.value)
-        if isinstance(counts, dict):
-            drafted = _count(counts.get("attempted"))
-            found.append((source.value, drafted, min(_count(counts.get("accepted")), drafted)))
-    return tuple(found)
 
 
 def _event_end(data: bytes, search_from: int) -> int:

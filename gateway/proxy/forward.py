@@ -80,6 +80,7 @@ class Forwarder:
 
     def __init__(self, gateway: Gateway) -> None:
         self._settings = settings = gateway.settings
+        self._keepalive_s = gateway.timing.keepalive_s
         self._scheduler = gateway.scheduler
         self._fleet = gateway.fleet
         self._prefix_index = gateway.prefix_index
@@ -151,7 +152,7 @@ class Forwarder:
             self._checks.add(task)
             task.add_done_callback(self._checks.discard)
 
-        return KeepAlive(writer, self._settings.keepalive_s, comment, check)
+        return KeepAlive(writer, self._keepalive_s, comment, check)
 
     async def _check_queued(self, context: RequestContext) -> None:
         """Let a worker check a queued request, and reject it if the worker would refuse it.

@@ -186,7 +186,7 @@ class ResponseExchange(ResponsesFormat):
             return client
         response = self.response
         self.log = event_log = EventLog(
-            self._settings.keepalive_s, self._hold.another(), cancel_scope.cancel
+            self._service.gateway.timing.keepalive_s, self._hold.another(), cancel_scope.cancel
         )
         self._service.add(self)
         client.attach(None)

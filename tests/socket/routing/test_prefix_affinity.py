@@ -102,8 +102,9 @@ def test_the_prefix_header_shows_the_workers_cached_tokens_and_for_a_stream_the_
 def test_a_failed_request_creates_no_claim(served: Served) -> None:
     served.worker.script = Script(drop=True)
     assert served.gateway.chat(**fields_of()).status_code >= 500
-    (candidate,) = explained(served.gateway, fields_of()["messages"])["candidates"]
-    assert not candidate["prefix_cached"]
+    served.worker.script = Script()
+    predicted = served.gateway.chat(stream=True, **fields_of()).headers["x-paceline-prefix"]
+    assert predicted == "miss"
 
 
 def test_an_explanation_has_every_score_the_holder_of_the_prefix_and_unavailable_workers(
@@ -195,7 +196,8 @@ def test_a_worker_that_keeps_no_conversation_loses_its_claims(two_worker_gateway
     holder, _ = holder_and_other(workers, chat.worker())
     holder.script = script_with_cached(0)
     assert chat.worker() == holder.worker_id
-    assert two_worker_gateway.status()["prefix"]["not_reused"] == {"evicted": 1}
+    status = two_worker_gateway.status()["prefix"]
+    assert status["not_reused"] == {"evicted": 1}
     candidates = explained(two_worker_gateway, chat.messages)["candidates"]
     assert [one["cached_tokens"] for one in candidates] == [0, 0]
     assert not candidates[0]["prefix_cached"]
