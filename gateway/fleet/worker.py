@@ -72,8 +72,7 @@ class WorkerState:
         self.report = report
         self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
-        self.models = self.backend.models(report)
-        self.model_views = self.backend.model_views(report)
+        self.models, self.model_views = self.backend.models(report)
         self._views.clear()
         self._view = None
         if not self.backend.sends_reports:

@@ -8,14 +8,14 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from gateway import errors
-from gateway.protocols.base import StreamEncoder, object_in, objects_of
+from gateway.protocols.base import StreamEncoder, object_in
 from gateway.protocols.documents import NO_DOCUMENTS, Document, Readable, pdfs_in
 from gateway.protocols.history import readable
-from gateway.protocols.legacy_functions import as_function_call, has_function_messages, with_tools
+from gateway.protocols.legacy_functions import as_function_call, with_tools
 from gateway.routing.features import MEDIA
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.strict_json import ITEMS_LIMIT, encode_json
+from gateway.strict_json import ITEMS_LIMIT, encode_json, objects_of
 from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, Json, LimitState
 from paceline.request.compatibility import NEUTRAL
 from paceline.request.constraint import TOOL_GRAMMARS
@@ -103,7 +103,7 @@ class WireFormat:
         served = fleet.models_of(self.endpoint)
         model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
         legacy = self.endpoint is Endpoint.CHAT and bool(body.get("functions"))
-        if legacy or has_function_messages(body.get("messages")):
+        if legacy or _has_function_messages(body.get("messages")):
             body = with_tools(body)
         replaced: tuple[str, ...] = ()
         if _has_parts(body.get("messages")):
@@ -267,6 +267,13 @@ def _duration(seconds: float) -> bytes:
 def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:
     """Return whether the client gets metrics, in a response with usage or without."""
     return request.policy.metrics.included_in(requested=request.profile.metrics, usage=usage)
+
+
+def _has_function_messages(messages: Any) -> bool:
+    """Return whether a history has calls or results of functions that are no tools."""
+    return any(
+        "function_call" in one or one.get("role") == "function" for one in objects_of(messages)
+    )
 
 
 def _has_parts(messages: Any) -> bool:
