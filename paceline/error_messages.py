@@ -38,6 +38,7 @@ _MESSAGES: Final = {
     "timezone_aware": "it needs a timezone, like 2026-01-31T18:00:00Z",
     "literal_error": "it must be {expected}",
     "enum": "it must be {expected}",
+    "json_invalid": "it is not JSON",
 }
 # The errors of validators in this package, which have messages of their own.
 _OWN_ERRORS: Final = frozenset(("value_error", "assertion_error"))

@@ -51,7 +51,6 @@ _PROBES = 4
 # For clients that have not read their responses when the server closes.
 _LAST_READS_S = 2.0
 _CLOSING_CHECK_S = 0.01
-_HELD_LIMIT_BYTES = 64 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
 _UPGRADE_HEADERS = frozenset((b"connection", b"upgrade", b"http2-settings"))
 _STATUS_LINES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import Field
@@ -17,3 +18,8 @@ ModelName = Annotated[str, Field(pattern=MODEL_PATTERN)]
 letters and spaces."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A label of a worker, such as big, bf16 or lab-2."""
+
+
+def name_of_host(hostname: str) -> str:
+    """Return the name of a host in plain letters, without its domain; empty if it has none."""
+    return re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-")[:50]

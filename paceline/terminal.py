@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -111,23 +111,18 @@ class _TerminalFormatter(LogFormatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - of `logging`
         """Return the line of a record, which `format` has filled in."""
-        if event := _EVENT.fullmatch(record.message):
-            record.message = _sentence(event[1], event[2], _fields(record))
+        if found := _EVENT.fullmatch(record.message):
+            event, rest = found.groups()
+            fields: dict[str, object] = {}
+            if isinstance(record.args, tuple):
+                fields = dict(zip(_FIELD.findall(str(record.msg)), record.args, strict=False))
+            text = re.sub(r"^(\s*\w+=\S+?(?=[:\s]|$))*[:\s]*", "", rest)
+            try:
+                record.message = _SENTENCES[event].format(**fields, text=text)
+            except LookupError:
+                words = event.replace(".", " ").replace("_", " ").capitalize()
+                record.message = f"{words}:{rest}" if rest else f"{words}."
         return super().formatMessage(record)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, object]:
-    names, values = _FIELD.findall(str(record.msg)), record.args
-    return dict(zip(names, values, strict=False)) if isinstance(values, tuple) else {}
-
-
-def _sentence(event: str, rest: str, fields: Mapping[str, object]) -> str:
-    text = re.sub(r"^(\s*\w+=\S+?(?=[:\s]|$))*[:\s]*", "", rest)
-    try:
-        return _SENTENCES[event].format(**fields, text=text)
-    except LookupError:
-        words = event.replace(".", " ").replace("_", " ").capitalize()
-        return f"{words}:{rest}" if rest else f"{words}."
 
 
 class _ForPeople(logging.Filter):
@@ -159,12 +154,13 @@ def configure_logging(level: int, line_format: str) -> None:
 
 
 class StartDisplay:
-    """Shows the start of a worker: a bar on a terminal, elsewhere a line now and then."""
+    """Shows a start or a measurement: a bar on a terminal, elsewhere a line now and then."""
 
     LINE_EVERY_S = 8.0
 
-    def __init__(self, output: TextIO | Console) -> None:
+    def __init__(self, output: TextIO | Console, title: str = "Starting") -> None:
         self._output = output
+        self._title = title
         self._bar: Progress | None = None
         self._stage = ""
         self._printed_s = 0.0
@@ -173,7 +169,7 @@ class StartDisplay:
 
     def show(self, progress: StartProgress) -> None:
         """Show how far the start is."""
-        summary = f"Starting: {progress.summary}{self._speed(progress)}"
+        summary = f"{self._title}: {progress.summary}{self._speed(progress)}"
         console = self._console()
         if console.is_terminal and not console.is_dumb_terminal:
             self._show_bar(console, progress, summary)
@@ -219,7 +215,10 @@ class StartDisplay:
         if self._bar is None:
             text = TextColumn("{task.description}", markup=False)
             self._bar = Progress(
-                SpinnerColumn(), text, BarColumn(24), console=console, transient=True
+                *(SpinnerColumn(), text, BarColumn(24)),
+                console=console,
+                transient=True,
+                refresh_per_second=4,  # drawing competes with the start
             )
             self._bar.add_task("", total=None)
         self._bar.update(

@@ -14,11 +14,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
-from pydantic import BaseModel, Field, SecretStr, ValidationError
+from pydantic import SecretStr
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
 from paceline.addresses import WILDCARDS, base_url
@@ -38,9 +39,11 @@ REPEAT_AFTER_S = 60.0
 """A state that lasts is logged again after so long."""
 RESOLVE_INTERVAL_S = 2.0
 MAX_ADDRESSES = 16
+_PASSING = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)
+"""Beside errors of a server: a gateway or a proxy may return another status later."""
+_INTERVAL_S, _LONGEST_INTERVAL_S = 2.0, 5.0
+"""Between two heartbeats, unless the gateway says otherwise, within bounds."""
 
-_OTHER_TOKEN = "it has another join token"  # noqa: S105
-_ID_TAKEN = "another worker uses this id; start this one with another --id"
 _LOCAL_NETWORK = (
     "on macOS, allow Local Network for this terminal (System Settings > Privacy & Security)"
 )
@@ -74,19 +77,12 @@ def wait_for_gateway(
             except httpx.TransportError as error:
                 waiting.log(f"{url}: {_describe(error)}")
             else:
-                if not _is_passing(response.status_code):
+                passing = response.is_server_error or response.status_code in _PASSING
+                if not passing:
                     _check_admission(response, url, token)
                     return
                 waiting.log(f"{url}: {_rejection(response)}")
             pause(LONGEST_RETRY_S)
-
-
-def _is_passing(status: int) -> bool:
-    """Return whether a gateway or a proxy may return another status later."""
-    return status >= httpx.codes.INTERNAL_SERVER_ERROR or status in (
-        httpx.codes.REQUEST_TIMEOUT,
-        httpx.codes.TOO_MANY_REQUESTS,
-    )
 
 
 def _check_admission(response: httpx.Response, url: str, token: SecretStr | None) -> None:
@@ -100,12 +96,9 @@ def _check_admission(response: httpx.Response, url: str, token: SecretStr | None
         )
     if response.status_code != httpx.codes.OK:
         raise NotAdmitted(f"No gateway answers at {url}: {_rejection(response)}. Check --join.")
-    try:
-        protocol = _ProtocolResponse.model_validate_json(response.content).protocol
-    except ValidationError:
-        raise NotAdmitted(
-            f"No gateway answers at {url}, but another program. Check --join."
-        ) from None
+    protocol = _json_of(response).get("protocol")
+    if type(protocol) is not int:
+        raise NotAdmitted(f"No gateway answers at {url}, but another program. Check --join.")
     if not speaks(protocol):
         older = "gateway" if protocol < PROTOCOL else "worker"
         raise NotAdmitted(
@@ -114,8 +107,13 @@ def _check_admission(response: httpx.Response, url: str, token: SecretStr | None
         )
 
 
-class _ProtocolResponse(BaseModel):
-    protocol: int = Field(ge=0)
+def _json_of(response: httpx.Response) -> Mapping[str, Any]:
+    """Return the object in the body of a response; empty if there is none."""
+    try:
+        body = response.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, Mapping) else {}
 
 
 class _RepeatedLog:
@@ -232,25 +230,16 @@ class HeartbeatRejected(Exception):
     """An error response of the gateway to a heartbeat."""
 
 
-class _ErrorBody(BaseModel):
-    message: str = Field(max_length=1000)
-
-
-class _ErrorResponse(BaseModel):
-    error: _ErrorBody
-
-
 def _rejection(response: httpx.Response) -> str:
     """Return why a gateway rejects a request of this worker: in our words, else in its own."""
-    match response.status_code:
-        case httpx.codes.UNAUTHORIZED:
-            return _OTHER_TOKEN
-        case httpx.codes.CONFLICT:
-            return _ID_TAKEN
-    try:
-        return _ErrorResponse.model_validate_json(response.content).error.message
-    except ValidationError:
-        return f"it returned status {response.status_code}"
+    match response.status_code, _json_of(response):
+        case httpx.codes.UNAUTHORIZED, _:
+            return "it has another join token"
+        case httpx.codes.CONFLICT, _:
+            return "another worker uses this id; start this one with another --id"
+        case _, {"error": {"message": str() as message}}:
+            return message[:1000]
+    return f"it returned status {response.status_code}"
 
 
 def _describe(error: BaseException) -> str:
@@ -277,26 +266,17 @@ def advertised_url(host: str, port: int, gateway_url: str | None) -> str:
         host = socket.gethostname()
         if gateway_url:
             with contextlib.suppress(OSError):  # without a route now, heartbeats name it later
-                host = source_address(_first_address(gateway_url))
+                found = socket.getaddrinfo(httpx.URL(gateway_url).host, None)
+                host = source_address(str(found[0][4][0]))
     return base_url(host, port)
 
 
-def _first_address(url: str) -> str:
-    """Return the first address of the host of a URL; raise OSError."""
-    found = socket.getaddrinfo(httpx.URL(url).host, None, type=socket.SOCK_DGRAM)
-    return str(found[0][4][0])
-
-
-def source_address(address: str, port: int = 9) -> str:
+def source_address(address: str) -> str:
     """Return this machine's address on the route to another; raise OSError without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # selects the route; a datagram socket sends nothing here
+        probe.connect((address, 9))  # selects the route; a datagram socket sends nothing here
         return str(probe.getsockname()[0])
-
-
-class _HeartbeatResponse(BaseModel):
-    interval_s: float = Field(default=2.0, gt=0, le=5)
 
 
 class _Gateway:
@@ -338,7 +318,7 @@ class _Gateway:
         """Send reports, each a new one, until the gateway accepts one; return its interval in s."""
         async for attempt in AsyncRetrying(  # after any error: a worker that gives up is lost
             wait=wait_random_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S),
-            before_sleep=self._log_failure,
+            before_sleep=self._log_failure,  # once: an outage is one event, not hundreds
         ):
             with attempt:
                 self.changed.clear()
@@ -350,10 +330,10 @@ class _Gateway:
         elif not self._joined:
             log.info("worker.joined gateway=%s", self._name)
         self._joined = True
-        try:
-            return _HeartbeatResponse.model_validate_json(response.content).interval_s
-        except ValidationError:
-            return _HeartbeatResponse().interval_s
+        interval_s = _json_of(response).get("interval_s")
+        if isinstance(interval_s, int | float) and 0 < interval_s <= _LONGEST_INTERVAL_S:
+            return interval_s
+        return _INTERVAL_S
 
     async def _request(self, method: str, body: object = None) -> httpx.Response:
         return await self._client.request(
@@ -368,6 +348,5 @@ class _Gateway:
         return report.model_copy(update={"url": base_url(source_address(self._address), port)})
 
     def _log_failure(self, state: RetryCallState) -> None:
-        """Log a failure unless it is the one of before: an outage is one event, not hundreds."""
         if state.outcome and (error := state.outcome.exception()):
             self._failing.log(f"{self._name}: {_describe(error)}")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import click
 
-from gateway.cli.commands import COMPLETION_VARIABLE, PROGRAM, paceline
-from paceline.command_line import describe_usage_error
+from gateway.cli.commands import PROGRAM, paceline
+from paceline.command_line import COMPLETION_VARIABLE, describe_usage_error
 
 
 class CommandError(Exception):

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -30,6 +29,7 @@ from gateway.server import Listening, settle_interpreter
 from gateway.server import serve as serve_gateway
 from paceline.addresses import base_url, is_loopback
 from paceline.lifecycle import Shutdown
+from paceline.names import name_of_host
 from paceline.protocol import StartProgress
 from paceline.terminal import TERMINAL_VARIABLE, StartDisplay, printable
 
@@ -46,7 +46,9 @@ Ask it a question:
 
 Start page: {local} (with code to copy for your programs)
 Live page: {local}/dashboard
-Admin page: {admin_page}"""
+Admin page: {admin_page}
+
+"""
 _JOIN = """\
 Another Mac joins with
     {command} worker --join {address} --token {token} --model NAME"""
@@ -131,7 +133,7 @@ class _WorkerRunner:
     async def run(self) -> str:
         """Run the worker; return the reason why it cannot run."""
         gateway_url = self._local_address
-        name = worker_id(socket.gethostname())
+        name = name_of_host(socket.gethostname()) or "local"
         command = (
             *(sys.executable, "-m", "workers", "--leash", "--port", "0"),
             *("--id", name, "--join", gateway_url),
@@ -197,13 +199,17 @@ class _WorkerRunner:
         command = "paceline" if shutil.which("paceline") else os.path.relpath(sys.argv[0])
         messages = [{"role": "user", "content": _QUESTION}]
         body = {"model": model, "temperature": 0, "messages": messages}
+        host = self.given.host
+        every = self._local_address != base_url(host, self._port)
+        # Other machines reach it there.
+        address = base_url(_network_host() if every else host, self._port)
         # The commands that follow find this gateway, and a restart serves the same model.
         own_port = self.given.port != Settings.model_fields["port"].default
         at = f" --url {self._local_address}" if own_port else ""
         port_flags = ("--port", str(self._port)) if own_port else ()
         flags = "".join(f" {shlex.quote(flag)}" for flag in (*port_flags, *self.worker_flags))
         ready = _READY.format(
-            address=self._local_address if local_only else self._network_address,
+            address=address,
             local=self._local_address,
             model=model,
             command=command,
@@ -215,25 +221,14 @@ class _WorkerRunner:
             admin_page=serve.admin_page(self.given, self.listening),
         )
         if local_only:
-            further = (_OPEN_KEYED if keyed else _OPEN_UNKEYED).format(
-                command=command, at=at, flags=flags
-            )
-        else:
-            # The readers of a pipe or a log may not join workers.
-            terminal = sys.stdout.isatty()
-            token = self._join_token if terminal else "TOKEN"
-            place = f"\nThe join token: {secret_source(self.given, 'join_token')}"
-            hint = "" if terminal else place
-            address = self._network_address
-            further = _JOIN.format(command=command, address=address, token=token) + hint
-        return f"{ready}\n\n{further}"
-
-    @property
-    def _network_address(self) -> str:
-        """Return an address that other machines reach."""
-        host = self.given.host
-        every = self._local_address != base_url(host, self._port)
-        return base_url(_network_host() if every else host, self._port)
+            opening = _OPEN_KEYED if keyed else _OPEN_UNKEYED
+            return ready + opening.format(command=command, at=at, flags=flags)
+        # The readers of a pipe or a log may not join workers.
+        terminal = sys.stdout.isatty()
+        token = self._join_token if terminal else "TOKEN"
+        joining = _JOIN.format(command=command, address=address, token=token)
+        place = f"\nThe join token: {secret_source(self.given, 'join_token')}"
+        return ready + joining + ("" if terminal else place)
 
 
 async def _remove_worker(client: httpx.AsyncClient, name: str) -> None:
@@ -259,8 +254,3 @@ def _network_host() -> str:
         except OSError:
             return socket.gethostname()
         return str(probe.getsockname()[0])
-
-
-def worker_id(hostname: str) -> str:
-    """Return the worker id for a host name."""
-    return re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-")[:60] or "local"

@@ -15,7 +15,7 @@ from gateway.errors import StartupError
 from gateway.state.records import exclusive_writer, replace_file
 from gateway.types import fits_header
 from paceline.addresses import base_url, is_loopback
-from paceline.config_file import NotPrivate, check_private, make_private
+from paceline.private_files import NotPrivate, check_private, make_private
 
 StoredSecret = Literal["join_token", "admin_key"]
 """A setting that is created and stored in the state folder if it is not given."""

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from gateway import errors
+from gateway.memory_budget import MemoryHold
 from gateway.protocols.base import StreamEncoder, object_in
 from gateway.protocols.documents import NO_DOCUMENTS, Document, Readable, pdfs_in
 from gateway.protocols.history import readable
@@ -65,9 +66,28 @@ class WireFormat:
     them, and encodes their response, whole or as a stream of events, and every error.
     """
 
+    finishes = False
+    """The last bytes of an answer come from `finish`."""
+
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         """The endpoint of the worker that generates the response."""
+
+    async def open(
+        self, body: dict[str, Any], owner: str, hold: MemoryHold, size_bytes: int
+    ) -> None:
+        """Read what a parsed body of this size goes on from; raise a `RequestRefused`."""
+
+    async def writer(self, client: Any, cancel_scope: Any) -> Any:
+        """Return what the answer is written to, by its events: the client, or a log of them."""
+        return client
+
+    async def finish(self) -> bytes:
+        """Return the last bytes of an answer that is complete now."""
+        return b""
+
+    async def close(self) -> None:
+        """End the request, however it has ended."""
 
     def pdfs(self, body: Mapping[str, Any]) -> tuple[object, tuple[str, ...]]:
         """Return the name of the model in a body, and the base64 text of each PDF."""

@@ -7,38 +7,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from operator import attrgetter
+from typing import Self
 
 from paceline.request.profile import Endpoint, RequestProfile
+
+_Asked = Callable[[RequestProfile], object]
+
+
+def _media(kind: str) -> _Asked:
+    return lambda request: dict(request.media).get(kind)
+
+
+def _given(name: str) -> _Asked:
+    return lambda request: getattr(request, name) is not None
+
+
+def _shapes_logits(request: RequestProfile) -> bool:
+    return bool(request.sampling.presence_penalty or request.sampling.frequency_penalty)
 
 
 class Feature(StrEnum):
     """One feature of a request; the value names it for people."""
 
-    EXACT = "exact answers"
-    COMPLETIONS = "completions"
-    IMAGE = "pictures"
-    VIDEO = "videos"
-    AUDIO = "audio"
-    FILE = "files"
-    TOOLS = "tools"
-    CALLS = "prescribed tool calls"
-    STRUCTURED_OUTPUT = "structured output"
-    LOGPROBS = "log-probabilities"
-    CHOICES = "several answers"
-    PROMPTS = "several prompts"
-    ECHO = "echo"
-    STOP = "stop strings"
-    STOP_TOKENS = "stop tokens"
-    MIN_TOKENS = "a least number of tokens"
-    IGNORE_EOS = "answers past their end"
-    TRUNCATION = "truncated prompts"
-    CONTINUATION = "answers that go on from the last message"
-    THINKING_BUDGET = "a limit of reasoning"
-    TOP_K = "top_k"
-    MIN_P = "min_p"
-    PENALTIES = "penalties of presence and frequency"
-    REPETITION_PENALTY = "repetition_penalty"
-    LOGIT_BIAS = "logit_bias"
+    field: str | None
+    """The field of a request that asks for it."""
+    asked: _Asked
+    """Whether a request asks for it."""
+
+    def __new__(cls, value: str, field: str | None, asked: _Asked) -> Self:
+        """Make the member of this value."""
+        member = str.__new__(cls, value)
+        member._value_, member.field, member.asked = value, field, asked
+        return member
+
+    EXACT = "exact answers", "exact", attrgetter("exact")
+    COMPLETIONS = "completions", None, lambda one: one.endpoint is Endpoint.COMPLETIONS
+    IMAGE = "pictures", "messages", _media("image")
+    VIDEO = "videos", "messages", _media("video")
+    AUDIO = "audio", "messages", _media("audio")
+    FILE = "files", "messages", _media("file")
+    TOOLS = "tools", "tools", attrgetter("tools")
+    CALLS = "prescribed tool calls", "tool_choice", attrgetter("call_fields")
+    STRUCTURED_OUTPUT = "structured output", "response_format", attrgetter("structured_output")
+    LOGPROBS = "log-probabilities", "logprobs", _given("top_logprobs")
+    CHOICES = "several answers", "n", lambda one: one.choices > 1
+    PROMPTS = "several prompts", "prompt", lambda one: one.prompts > 1
+    ECHO = "echo", "echo", attrgetter("echo")
+    STOP = "stop strings", "stop", attrgetter("stop")
+    STOP_TOKENS = "stop tokens", "stop_token_ids", attrgetter("stop_tokens")
+    MIN_TOKENS = "a least number of tokens", "min_tokens", attrgetter("min_tokens")
+    IGNORE_EOS = "answers past their end", "ignore_eos", attrgetter("ignore_eos")
+    TRUNCATION = "truncated prompts", "truncate_prompt_tokens", _given("prompt_limit")
+    CONTINUATION = (
+        "answers that go on from the last message",
+        "continue_final_message",
+        lambda one: one.continues_message or not one.generation_prompt,
+    )
+    THINKING_BUDGET = "a limit of reasoning", "thinking_budget", _given("thinking_budget")
+    # A greedy answer is the same whatever the sampler would leave out.
+    TOP_K = "top_k", "top_k", lambda one: one.sampling.top_k > 1 and not one.sampling.greedy
+    MIN_P = "min_p", "min_p", lambda one: one.sampling.min_p and not one.sampling.greedy
+    PENALTIES = "penalties of presence and frequency", "presence_penalty", _shapes_logits
+    REPETITION_PENALTY = (
+        "repetition_penalty",
+        "repetition_penalty",
+        lambda one: one.sampling.repetition_penalty != 1.0,
+    )
+    LOGIT_BIAS = "logit_bias", "logit_bias", attrgetter("sampling.logit_bias")
 
 
 CHECKED = frozenset((Feature.CALLS,))
@@ -50,59 +86,6 @@ MEDIA = {
     "audio": Feature.AUDIO,
     "file": Feature.FILE,
 }
-_TESTS: Mapping[Feature, tuple[str | None, Callable[[RequestProfile], bool]]] = {
-    Feature.EXACT: ("exact", lambda profile: profile.exact),
-    Feature.COMPLETIONS: (None, lambda profile: profile.endpoint is Endpoint.COMPLETIONS),
-    Feature.TOOLS: ("tools", lambda profile: profile.tools),
-    Feature.CALLS: ("tool_choice", lambda profile: bool(profile.call_fields)),
-    Feature.STRUCTURED_OUTPUT: ("response_format", lambda profile: profile.structured_output),
-    Feature.LOGPROBS: ("logprobs", lambda profile: profile.top_logprobs is not None),
-    Feature.CHOICES: ("n", lambda profile: profile.choices > 1),
-    Feature.PROMPTS: ("prompt", lambda profile: profile.prompts > 1),
-    Feature.ECHO: ("echo", lambda profile: profile.echo),
-    Feature.STOP: ("stop", lambda profile: bool(profile.stop)),
-    Feature.STOP_TOKENS: ("stop_token_ids", lambda profile: bool(profile.stop_tokens)),
-    Feature.MIN_TOKENS: ("min_tokens", lambda profile: profile.min_tokens > 0),
-    Feature.IGNORE_EOS: ("ignore_eos", lambda profile: profile.ignore_eos),
-    Feature.TRUNCATION: (
-        "truncate_prompt_tokens",
-        lambda profile: profile.prompt_limit is not None,
-    ),
-    Feature.CONTINUATION: (
-        "continue_final_message",
-        lambda profile: profile.continues_message or not profile.generation_prompt,
-    ),
-    Feature.THINKING_BUDGET: (
-        "thinking_budget",
-        lambda profile: profile.thinking_budget is not None,
-    ),
-    # A greedy answer is the same whatever the sampler would leave out.
-    Feature.TOP_K: (
-        "top_k",
-        lambda profile: profile.sampling.top_k > 1 and not profile.sampling.greedy,
-    ),
-    Feature.MIN_P: (
-        "min_p",
-        lambda profile: bool(profile.sampling.min_p) and not profile.sampling.greedy,
-    ),
-    Feature.PENALTIES: (
-        "presence_penalty",
-        lambda profile: bool(
-            profile.sampling.presence_penalty or profile.sampling.frequency_penalty
-        ),
-    ),
-    Feature.REPETITION_PENALTY: (
-        "repetition_penalty",
-        lambda profile: profile.sampling.repetition_penalty != 1.0,
-    ),
-    Feature.LOGIT_BIAS: ("logit_bias", lambda profile: bool(profile.sampling.logit_bias)),
-}
-"""The field of a request that asks for each, and whether a request does; media are counted."""
-FIELDS: Mapping[Feature, str | None] = {
-    **dict.fromkeys(MEDIA.values(), "messages"),
-    **{feature: field for feature, (field, _) in _TESTS.items()},
-}
-"""The field of a request that asks for each."""
 
 _ENGINE = "exact continuation calls"
 _LOCAL = f"{_ENGINE} file prompts echo min_tokens truncation"
@@ -132,5 +115,4 @@ LACKS: Mapping[str, frozenset[Feature]] = {
 
 def features_of(profile: RequestProfile) -> frozenset[Feature]:
     """Return the features that a request needs."""
-    media = {MEDIA[kind] for kind, count in profile.media if count and kind in MEDIA}
-    return frozenset(media).union(feature for feature, (_, asks) in _TESTS.items() if asks(profile))
+    return frozenset(feature for feature in Feature if feature.asked(profile))

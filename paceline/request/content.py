@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,39 +247,41 @@ class Content:
 
 def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
     """Return the content of a body; raise `FieldError` for the first invalid part."""
-    found = Content()
     if endpoint is Endpoint.COMPLETIONS:
-        prompts = read_prompts(body)
-        found.messages = found.prompts = len(prompts)
-        found.text_chars = sum(
-            len(prompt) * (1 if isinstance(prompt, str) else _CHARS_A_TOKEN) for prompt in prompts
-        )
-        return found
+        prompts = read_texts(body, "prompt", PROMPTS_LIMIT)
+        return Content(messages=len(prompts), prompts=len(prompts), text_chars=chars_of(prompts))
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", "'messages' must be a non-empty list.")
+    found = Content(messages=len(messages))
     for index, message in enumerate(messages):
         _read_message(message, f"messages[{index}]", found)
-    found.messages = len(messages)
     return found
 
 
-def read_prompts(body: Mapping[str, Any]) -> tuple[str | Sequence[int], ...]:
-    """Return the prompts of a completion, each as text or as tokens; raise `FieldError`."""
-    given = body.get("prompt")
-    prompts: list[Any] = [given]
-    if isinstance(given, list) and not are_tokens(given):
-        prompts = given
-    if len(prompts) > PROMPTS_LIMIT:
-        raise FieldError("prompt", f"'prompt' may contain at most {PROMPTS_LIMIT} prompts.")
-    for index, prompt in enumerate(prompts):
-        # An engine may fail on an empty prompt.
-        if not prompt or not (isinstance(prompt, str) or are_tokens(prompt)):
+def read_texts(body: Mapping[str, Any], name: str, limit: int) -> tuple[str | Sequence[int], ...]:
+    """Return the texts of a field, each as text or as tokens; raise `FieldError`."""
+    given = body.get(name)
+    if given is None:
+        raise FieldError(name, f"Missing required field '{name}'.")
+    # A list of numbers is one text; an empty list is none.
+    texts = given if isinstance(given, list) and not (given and are_tokens(given)) else [given]
+    if not 1 <= len(texts) <= limit:
+        raise FieldError(name, f"'{name}' must have 1 to {limit} texts.")
+    for index, text in enumerate(texts):
+        # An engine may fail on an empty text.
+        if not text or not (isinstance(text, str) or are_tokens(text)):
             raise FieldError(
-                f"prompt[{index}]" if prompts is given else "prompt",
-                "A prompt must be a non-empty string or a non-empty list of tokens.",
+                f"{name}[{index}]" if texts is given else name,
+                f"'{name}' must be a non-empty string, a non-empty list of tokens, or a list of "
+                "these.",
             )
-    return tuple(prompts)
+    return tuple(texts)
+
+
+def chars_of(texts: Iterable[str | Sequence[int]]) -> int:
+    """Return about how many characters texts have."""
+    return sum(len(one) * (1 if isinstance(one, str) else _CHARS_A_TOKEN) for one in texts)
 
 
 def are_tokens(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paceline.request.content import are_tokens
+from paceline.request.content import chars_of, read_texts
 from paceline.request.fields import FieldError, Fields
 from paceline.request.profile import Endpoint, RequestProfile
 
@@ -23,7 +23,6 @@ RERANK_FIELDS = frozenset(
     "model query documents top_n return_documents truncate max_tokens_per_doc cache_salt".split()
 )
 ENCODINGS = ("float", "base64")
-_CHARS_A_TOKEN = 4
 
 Input = str | Sequence[int]
 """A text, or the tokens of one."""
@@ -66,7 +65,7 @@ def read_embeddings(body: Mapping[str, Any], access: type[Fields] = Fields) -> E
         raise FieldError("encoding_format", "'encoding_format' must be float or base64.")
     return EmbeddingsRequest(
         model=fields.text("model"),
-        inputs=_read_inputs(body.get("input")),
+        inputs=read_texts(body, "input", INPUTS_LIMIT),
         base64=encoding == "base64",
         dimensions=fields.integer("dimensions", None, low=1, high=DIMENSIONS_LIMIT),
         truncate=fields.flag("truncate"),
@@ -89,9 +88,7 @@ def read_rerank(body: Mapping[str, Any], access: type[Fields] = Fields) -> Reran
 
 def embeddings_profile(request: EmbeddingsRequest, ignored: tuple[str, ...]) -> RequestProfile:
     """Return what the policy may use of a request for vectors; raise `FieldError` if too long."""
-    chars = sum(
-        len(one) * (1 if isinstance(one, str) else _CHARS_A_TOKEN) for one in request.inputs
-    )
+    chars = chars_of(request.inputs)
     return _profile(Endpoint.EMBEDDINGS, request.model, len(request.inputs), chars, ignored)
 
 
@@ -122,22 +119,6 @@ def _profile(
         text_chars=chars,
         ignored=ignored,
     )
-
-
-def _read_inputs(given: Any) -> tuple[Input, ...]:
-    # A list of numbers is one text; an empty list is none.
-    inputs = given if isinstance(given, list) and not (given and are_tokens(given)) else [given]
-    if given is None:
-        raise FieldError("input", "Missing required field 'input'.")
-    if not 1 <= len(inputs) <= INPUTS_LIMIT:
-        raise FieldError("input", f"'input' must have 1 to {INPUTS_LIMIT} texts.")
-    for index, one in enumerate(inputs):
-        if not one or not (isinstance(one, str) or are_tokens(one)):
-            raise FieldError(
-                f"input[{index}]" if inputs is given else "input",
-                "An input must be a non-empty string or a non-empty list of tokens.",
-            )
-    return tuple(inputs)
 
 
 def _read_documents(given: Any) -> tuple[str, ...]:

@@ -17,6 +17,20 @@ from paceline.request.pooling import ENCODINGS, INPUTS_LIMIT
 from paceline.request.profile import REASONING_EFFORTS, Endpoint
 
 _TEXT = {"type": "string", "minLength": 1}
+
+
+def _texts(limit: int) -> Mapping[str, Any]:
+    """Return the schema of a text, of its tokens, or of several."""
+    several = {"type": ["string", "array"], "items": {"type": "integer"}}
+    return {
+        "anyOf": [
+            _TEXT,
+            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            {"type": "array", "minItems": 1, "maxItems": limit, "items": several},
+        ]
+    }
+
+
 _MINIMAL_BODIES: Mapping[Endpoint, Mapping[str, Any]] = {
     Endpoint.CHAT: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     Endpoint.COMPLETIONS: {"model": "m", "prompt": "x"},
@@ -37,30 +51,8 @@ _OUTLINES: Mapping[str, Any] = {
             },
         },
     },
-    "prompt": {
-        "anyOf": [
-            _TEXT,
-            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-            {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": PROMPTS_LIMIT,
-                "items": {"type": ["string", "array"], "items": {"type": "integer"}},
-            },
-        ]
-    },
-    "input": {
-        "anyOf": [
-            _TEXT,
-            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-            {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": INPUTS_LIMIT,
-                "items": {"type": ["string", "array"], "items": {"type": "integer"}},
-            },
-        ]
-    },
+    "prompt": _texts(PROMPTS_LIMIT),
+    "input": _texts(INPUTS_LIMIT),
     "encoding_format": {"enum": [*ENCODINGS, None]},
     "documents": {
         "type": "array",

@@ -29,8 +29,11 @@ from tests.support.worker_process import running_worker
 from workers.demo import CHECKPOINT
 from workers.engine.types import ModelUnusable
 from workers.group.checks import choose_split
-from workers.group.engine import GroupEngine, GroupSettings
-from workers.group.hosts import Backend, Hosts, Split
+from workers.group.engine import GroupEngine
+from workers.group.hosts import Hosts
+from workers.model_source import resolve_model
+from workers.server.main import read_settings
+from workers.settings import Split
 
 CHAT = "/v1/chat/completions"
 
@@ -167,19 +170,12 @@ def write_two_layers(folder: Path) -> None:
 async def test_ranks_with_other_kinds_of_layers_reuse_the_same_beginnings(tmp_path: Path) -> None:
     """A rank of attention could cut a longer sequence, and one of recurrent layers could not."""
     write_two_layers(tmp_path / "demo")
+    hosts = write_hosts(tmp_path)
     engine = await asyncio.to_thread(
         GroupEngine.start,
-        GroupSettings(
-            hosts=Hosts.read(write_hosts(tmp_path), Backend.RING),
-            backend=Backend.RING,
-            split=Split.PIPELINE,
-            model=str(tmp_path / "demo"),
-            folder=tmp_path / "demo",
-            served_name="demo",
-            context_tokens=None,
-            rows=8,
-            prefill_chunk=512,
-        ),
+        read_settings(["--group", str(hosts), "--split", Split.PIPELINE]),
+        Hosts.read(hosts),
+        resolve_model(str(tmp_path / "demo")),
         asyncio.get_running_loop(),
     )
     ranks = engine._ranks

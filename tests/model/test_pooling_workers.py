@@ -28,8 +28,8 @@ from tests.support.raw_client import raw_client, request_bytes
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.served_engine import ServedWorker, running_gateway, served
+from workers.model_source import resolve_model
 from workers.server.main import read_settings
-from workers.server.model_source import resolve_model
 from workers.server.ports import RunningEngine
 from workers.server.start import announce, load_engine
 

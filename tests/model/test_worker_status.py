@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.protocol import READY_PREFIX, Speculation, WorkerReport
 from tests.support.served_engine import ServedWorker
 from tests.support.worker_process import RunningWorker
-from workers.server.model_source import resolve_model
+from workers.model_source import resolve_model
 from workers.server.start import announce
 
 QUESTION = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 12}

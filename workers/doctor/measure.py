@@ -1,8 +1,7 @@
-"""Measurements of a loaded model: rounds by k and rows, verify passes, reading, equal answers.
+"""Measurements of a loaded model: rounds by k and rows, reading, equal answers.
 
-Rounds are those of the lane that serves requests. Verify passes are those of its step graph, so
-that they are known for a family without an MTP head too. Every measurement has a share of the time;
-what that does not suffice for is skipped, and the report says so.
+Rounds are those of the lane that serves requests. Every measurement has a share of the time; what
+that does not suffice for is skipped, and the report says so.
 """
 
 from __future__ import annotations
@@ -11,36 +10,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import median
-
-import mlx.core as mx
+from typing import Any
 
 from paceline.protocol import Speculation
 from paceline.request.profile import Sampling
-from workers.doctor.report import ROW_TOKENS, Equality, Report, Round, Verify
-from workers.engine.decode.batch import states_of
-from workers.engine.decode.row import Row, SpeculationCounter
-from workers.engine.decode.step_graph import StepGraph
+from workers.doctor.report import Equality, Round
+from workers.engine.decode.row import Row
 from workers.engine.engine import Engine
 from workers.engine.lane.scheduler import LaneScheduler
-from workers.engine.model.target import Target
-from workers.engine.startup.probes import batch_caches
-from workers.engine.startup.self_test import QUESTIONS
-from workers.engine.text.detokenizer import TextStream
-from workers.engine.text.tokenizer import PromptRenderer
+from workers.engine.startup.self_test import QUESTIONS, chat_prompt, greedy_row
 from workers.engine.types import (
     Delta,
     EngineError,
     Event,
-    Generation,
-    InvalidGeneration,
     Prompt,
 )
 
 ROWS = (1, 2, 4, 8)
-LENGTHS = (1, 2, 3, 5, 9)
-"""Tokens of a verify pass: the draft lengths of the head, and those of prompt lookup."""
 ANSWER_TOKENS = 48
 _FURTHER_QUESTIONS = (
     "Write a short poem about the sea.",
@@ -49,10 +37,8 @@ _FURTHER_QUESTIONS = (
     "List five animals, one per line.",
 )
 _ROUNDS = 16
-_SAMPLES = 5
 _CELL_S = 3.0
 """Limit of one cell of a table, once it has begun."""
-_CONTEXT_TOKENS = 128
 _READ_TOKENS = 2048
 _READ_S = 8.0
 _READ_SHARE = 0.125
@@ -71,10 +57,9 @@ class Session:
 
     engine: Engine
     until_s: float
-    """When the time is over, by `clock`."""
-    step: Callable[[str], None] = lambda _: None
-    """Is called with the name of what is measured next."""
-    clock: Callable[[], float] = time.perf_counter
+    """When the time is over, by `time.perf_counter`."""
+    on_step: Callable[[], None] = lambda: None
+    """Called before each measurement."""
     skipped: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -83,15 +68,10 @@ class Session:
         """Return the lane that is measured."""
         return self.engine.lanes[0]
 
-    @property
-    def target(self) -> Target:
-        """Return the model."""
-        return self.engine.checkpoint.target
-
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
         """Name what is measured; record it if the time is over before its end, or if it fails."""
-        self.step(name)
+        self.on_step()
         try:
             yield
         except OutOfTime:
@@ -99,19 +79,16 @@ class Session:
         except EngineError as error:
             self.failures.append(f"The measurement of {name} failed: {error}")
         finally:
-            self._clear()
+            for rows in self.lane.rows_by_batch():
+                for row in rows:
+                    row.cancelled = True
+            while self.lane.busy:
+                self.lane.step()
 
     def check(self) -> None:
         """Raise `OutOfTime` if the time is over."""
-        if self.clock() >= self.until_s:
+        if time.perf_counter() >= self.until_s:
             raise OutOfTime
-
-    def _clear(self) -> None:
-        for rows in self.lane.rows_by_batch():
-            for row in rows:
-                row.cancelled = True
-        while self.lane.busy:
-            self.lane.step()
 
 
 @dataclass(slots=True)
@@ -137,19 +114,27 @@ class Answer:
 
 def steps_of(engine: Engine) -> int:
     """Return how many steps `measure_all` takes."""
-    return 1 + len(ROWS) * (1 + _longest_draft(engine)) + len(ROWS) * len(LENGTHS) + 4
+    return 1 + len(ROWS) * (1 + _longest_draft(engine)) + 4
 
 
-def measure_all(session: Session, report: Report) -> Report:
-    """Return the report with all that the time suffices for."""
-    found: dict[str, object] = {}
+def measure_all(session: Session) -> dict[str, Any]:
+    """Return the fields of a `Report` that the time suffices for."""
+    found: dict[str, Any] = {}
     with session.measuring("reading a prompt"):
         found["prefill_tokens_per_s"] = measure_reading(session)
-    found["rounds"] = tuple(_measure_rounds(session))
-    found["verifies"] = tuple(_measure_verifies(session))
+    rounds = []
+    # Plain rounds of all sizes first: the others are compared with them.
+    for k in range(_longest_draft(session.engine) + 1):
+        for rows in ROWS:
+            with session.measuring(f"rounds of {rows} with k = {k}"):
+                rounds.append(measure_round(session, rows, k))
+    found["rounds"] = tuple(rounds)
     found |= _compare_answers(session)
-    found |= {"skipped": tuple(session.skipped), "failures": tuple(session.failures)}
-    return report.model_copy(update=found)
+    if (exact := found.get("exact")) and (changed := exact.answers - exact.same_bits):
+        session.failures.append(
+            f"Of {exact.answers} exact answers {changed} changed in the company of others."
+        )
+    return found | {"skipped": tuple(session.skipped), "failures": tuple(session.failures)}
 
 
 def measure_reading(session: Session) -> float:
@@ -159,66 +144,45 @@ def measure_reading(session: Session) -> float:
     tokens = session.engine.prompts.prepare(Prompt(text=text)).tokens
     limit = min(_READ_TOKENS, session.engine.card.context_tokens // 2)
     answer = _ask(session, Prompt(tokens=tokens[:limit]), max_tokens=1)
-    begun_s, read = session.clock(), 0
+    begun_s, read = time.perf_counter(), 0
     limit_s = min(_READ_S, (session.until_s - begun_s) * _READ_SHARE)
-    while not answer.done and session.clock() - begun_s < limit_s:
+    while not answer.done and time.perf_counter() - begun_s < limit_s:
         session.lane.step()
         read = next((one.read_count for one in session.lane.prefills), limit)
-    return read / (session.clock() - begun_s)
+    return read / (time.perf_counter() - begun_s)
 
 
 def measure_round(session: Session, rows: int, k: int) -> Round:
     """Return the cost of a round with rows that draft k tokens, or raise `OutOfTime`."""
     session.check()
-    lane = session.lane
-    prompts = [chat(session.engine.prompts, QUESTIONS[at % len(QUESTIONS)]) for at in range(rows)]
+    lane, questions = session.lane, [QUESTIONS[at % len(QUESTIONS)] for at in range(rows)]
+    prompts = [chat_prompt(session.engine.prompts, question) for question in questions]
     answers = [_ask(session, prompt, k=k, max_tokens=_ENDLESS, ends=False) for prompt in prompts]
     while lane.running_rows < rows and not any(answer.done for answer in answers):
         session.check()
         lane.step()
     lane.step()  # the first round after a join catches up
     costs_s: list[float] = []
-    begun_s = session.clock()
+    begun_s = time.perf_counter()
     while len(costs_s) < _ROUNDS and lane.running_rows == rows:
-        round_s = session.clock()
+        round_s = time.perf_counter()
         lane.step()
-        costs_s.append(session.clock() - round_s)
-        if session.clock() - begun_s > _CELL_S:
+        costs_s.append(time.perf_counter() - round_s)
+        if time.perf_counter() - begun_s > _CELL_S:
             break
     if not costs_s:
         raise OutOfTime
     return Round(rows=rows, k=k, round_s=median(costs_s), samples=len(costs_s))
 
 
-def measure_verify(session: Session, graph: StepGraph, rows: int, tokens: int) -> Verify:
-    """Return the cost of one pass over the next tokens of each row."""
-    session.check()
-    lengths = [_CONTEXT_TOKENS] * rows
-    states = states_of(batch_caches(session.target, lengths))
-    offset = mx.array(lengths, dtype=mx.int32)
-    following = mx.ones((rows, tokens), dtype=mx.int32)
-    mx.eval(states)
-
-    def run() -> float:
-        begun_s = session.clock()
-        result = graph.verify(following, states, offset, mx.zeros_like(offset))
-        mx.eval(result.scores, result.layers)
-        return session.clock() - begun_s
-
-    run()  # compiles its kernels
-    begun_s, costs_s = session.clock(), [run()]
-    while len(costs_s) < _SAMPLES and session.clock() - begun_s < _CELL_S:
-        costs_s.append(run())
-    return Verify(rows=rows, tokens=tokens, pass_s=median(costs_s), samples=len(costs_s))
-
-
 def compare(answers: Sequence[Answer], alone: Sequence[Answer], *, bits: bool = False) -> Equality:
     """Return how many answers equal those asked alone; with `bits`, their log-probabilities too."""
     pairs = list(zip(answers, alone, strict=True))
+    texts = [(one.row.answer, other.row.answer) for one, other in pairs]
     differences = [
-        _first_difference(one.row.answer, other.row.answer)
-        for one, other in pairs
-        if one.row.answer != other.row.answer
+        len([*takewhile(lambda tokens: tokens[0] == tokens[1], zip(one, other, strict=False))])
+        for one, other in texts
+        if one != other
     ]
     same_bits = sum(
         one.row.answer == other.row.answer and one.logprobs == other.logprobs
@@ -232,43 +196,11 @@ def compare(answers: Sequence[Answer], alone: Sequence[Answer], *, bits: bool = 
     )
 
 
-def chat(prompts: PromptRenderer, question: str) -> Prompt:
-    """Return the prompt of a question; a base model has no chat template."""
-    try:
-        return Prompt(text=prompts.chat([{"role": "user", "content": question}]), scope=None)
-    except InvalidGeneration:
-        return Prompt(text=question, scope=None)
-
-
-def row_bytes(engine: Engine) -> int:
-    """Return the memory of a row of `ROW_TOKENS` tokens, by the estimate of the engine."""
-    return engine.memory.row_cache_bytes(ROW_TOKENS)
-
-
-def _measure_rounds(session: Session) -> Iterator[Round]:
-    # Plain rounds of all sizes first: the others are compared with them.
-    for k in range(_longest_draft(session.engine) + 1):
-        for rows in ROWS:
-            with session.measuring(f"rounds of {rows} with k = {k}"):
-                yield measure_round(session, rows, k)
-
-
-def _measure_verifies(session: Session) -> Iterator[Verify]:
-    target = session.target
-    if not (target.native_verify and target.supports_batching):
-        return
-    graph = StepGraph(target, head=None)
-    for rows in ROWS:
-        for tokens in LENGTHS:
-            with session.measuring(f"verify passes of {rows} by {tokens}"):
-                yield measure_verify(session, graph, rows, tokens)
-
-
-def _compare_answers(session: Session) -> dict[str, object]:
+def _compare_answers(session: Session) -> dict[str, Any]:
     """Ask all questions alone and in company, with drafts and without."""
     questions = [*QUESTIONS, *_FURTHER_QUESTIONS]
-    prompts = [chat(session.engine.prompts, question) for question in questions]
-    found: dict[str, object] = {}
+    prompts = [chat_prompt(session.engine.prompts, question) for question in questions]
+    found: dict[str, Any] = {}
     alone: list[Answer] = []
     with session.measuring("answers alone"):
         for prompt in prompts:
@@ -321,36 +253,22 @@ def _ask(
     exact: bool = False,
 ) -> Answer:
     """Add a row to the lane."""
-    prompts, lane, answer = session.engine.prompts, session.lane, Answer()
-    answer.row = Row(
-        generation=Generation(
-            request_id="doctor",
-            lane=lane.name,
-            prompt=prompt,
-            sampling=_GREEDY,
-            top_logprobs=0 if exact else None,
-            exact=exact,
-        ),
-        prompt=prompts.prepare(prompt),
-        seed=0,
-        max_tokens=max_tokens,
-        ends=lane.ends if ends else frozenset(),
+    answer = Answer()
+    answer.row = greedy_row(
+        session.lane,
+        session.engine.prompts,
+        prompt,
         draft_tokens=k,
-        draft_tokens_fixed=True,
-        with_head=lane.has_head,
-        text=TextStream(prompts.decode),
-        speculation=SpeculationCounter(k),
+        max_tokens=max_tokens,
         sink=answer.receive,
+        top_logprobs=0 if exact else None,
+        exact=exact,
     )
-    lane.add(answer.row)
+    if not ends:
+        answer.row.ends = frozenset()
+    session.lane.add(answer.row)
     return answer
 
 
 def _longest_draft(engine: Engine) -> int:
     return engine.settings.draft_tokens if engine.lanes[0].has_head else 0
-
-
-def _first_difference(answer: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(answer, other, strict=False))
-    shorter = min(len(answer), len(other))
-    return next((at for at, (one, two) in pairs if one != two), shorter)

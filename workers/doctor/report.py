@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from itertools import accumulate
+from operator import mul
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,7 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Count = Annotated[int, Field(ge=0)]
+from paceline.protocol import Count
+
 Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -99,16 +102,6 @@ class Round(_Part):
     samples: Count
 
 
-class Verify(_Part):
-    """A forward pass over the next tokens of each row, without drafting them."""
-
-    rows: Count
-    tokens: Count
-    pass_s: Seconds
-    """Median."""
-    samples: Count
-
-
 class Equality(_Part):
     """How many answers equal those of the same questions asked alone, without drafts."""
 
@@ -131,7 +124,6 @@ class Report(_Part):
     prefill_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
     """0 if the time was over before, as for all empty lists below."""
     rounds: tuple[Round, ...] = ()
-    verifies: tuple[Verify, ...] = ()
     acceptance: tuple[Share, ...] = ()
     """Share of drafts accepted at each position, given that all before it were."""
     with_drafts: Equality | None = None
@@ -144,24 +136,18 @@ class Report(_Part):
     """What must not be: please report it."""
     advice: tuple[str, ...] = ()
 
-    def round_s(self, rows: int, k: int) -> float | None:
-        """Return the cost of a round; None if it was not measured."""
-        return next((one.round_s for one in self.rounds if (one.rows, one.k) == (rows, k)), None)
-
     def tokens_per_round(self, k: int) -> float:
         """Return the expected tokens of a row in a round that drafts k."""
-        tokens, reached = 1.0, 1.0
-        for share in self.acceptance[:k]:
-            reached *= share
-            tokens += reached
-        return tokens
+        reached: Iterable[float] = accumulate(self.acceptance[:k], mul)
+        return 1 + sum(reached)
 
     def tokens_per_s(self, rows: int, k: int) -> float:
         """Return the expected tokens a second of all rows; 0 if they are not known.
 
         That takes the time of a round, and the acceptance of the drafts in it.
         """
-        round_s = self.round_s(rows, k) if k <= len(self.acceptance) else None
+        costs_s = {(one.rows, one.k): one.round_s for one in self.rounds}
+        round_s = costs_s.get((rows, k)) if k <= len(self.acceptance) else None
         return rows * self.tokens_per_round(k) / round_s if round_s else 0.0
 
     def best_k(self, rows: int) -> int | None:
@@ -230,114 +216,99 @@ def _advise_drafts(report: Report) -> Iterator[str]:
             yield f"For {who} the head's drafts do not pay; the worker then drafts nothing."
         else:
             yield f"For {who} {k} drafted tokens pay most: {gain:.2f} times plain decoding."
-    ratio = _verify_ratio(report.verifies, 1, 5)
-    if ratio is not None:
-        yield (
-            f"To verify a text of 4 tokens that prompt lookup found costs {ratio:.2f} plain steps "
-            f"for one request: it pays where more than {max(ratio - 1, 0):.1f} of them are right."
-        )
-
-
-def _verify_ratio(verifies: Sequence[Verify], rows: int, tokens: int) -> float | None:
-    costs_s = {one.tokens: one.pass_s for one in verifies if one.rows == rows}
-    return costs_s[tokens] / costs_s[1] if costs_s.get(1) and tokens in costs_s else None
 
 
 def render(report: Report) -> RenderableType:
     """Draw the report for a terminal or a pipe."""
-    parts: list[RenderableType] = [_machine(report.machine), "", _model(report)]
+    parts: list[RenderableType] = [
+        _pairs("Machine", _machine(report.machine)),
+        _pairs("Model", _model(report)),
+    ]
     if report.rounds:
-        parts += ["", _rounds(report)]
-    if report.verifies:
-        parts += ["", _verifies(report)]
+        parts.append(_rounds(report))
     if report.exact is not None or report.with_drafts is not None:
-        parts += ["", _equality(report)]
+        title = "Answers that equal those asked alone, without drafts"
+        parts.append(_pairs(title, _equality(report)))
     for title, lines, style in (
         ("What this machine should run", report.advice, "bold"),
         ("Not measured, for lack of time", report.skipped, "yellow"),
         ("Faults: please report them", report.failures, "bold red"),
     ):
         if lines:
-            parts += ["", Text(title, style=style), *(Text(f"- {line}") for line in lines)]
-    return Group(*parts)
+            parts.append(Group(Text(title, style=style), *(Text(f"- {line}") for line in lines)))
+    return Group(*(one for part in parts for one in (part, "")))
 
 
-def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, show_header=False,
-                  title_justify="left", title_style="bold")  # fmt: skip
+def _table(title: str, *, show_header: bool) -> Table:
+    return Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        show_header=show_header,
+    )
+
+
+def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    table = _table(title, show_header=False)
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
-    for name, value in rows:
+    for name, value in pairs:
         table.add_row(name, Text(value))
     return table
 
 
-def _grid(title: str, corner: str, columns: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title,
-                  title_justify="left", title_style="bold")  # fmt: skip
-    table.add_column(corner, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _machine(machine: Machine) -> Table:
-    cores = str(machine.cores)
-    if machine.performance_cores:
-        fast, slow = machine.performance_cores, machine.efficiency_cores
-        cores += f" ({fast} fast, {slow} efficient)"
+def _machine(machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "chip", f"{machine.chip} ({machine.model})" if machine.model else machine.chip
+    kinds = f" ({machine.performance_cores} fast, {machine.efficiency_cores} efficient)"
+    yield "cores", f"{machine.cores}{kinds if machine.performance_cores else ''}"
     device = f"Metal, {machine.architecture}" if machine.metal else "the CPU, in float32"
-    limits = f"{_gb(machine.memory_bytes)} in all"
-    if machine.working_set_bytes:
-        limits += f", {_gb(machine.working_set_bytes)} for the GPU"
-    if machine.largest_buffer_bytes:
-        limits += f", {_gb(machine.largest_buffer_bytes)} in one buffer"
-    if machine.wired_limit_bytes:
-        limits += f"; wired limit {_gb(machine.wired_limit_bytes)}"
-    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
-    return _pairs(
-        "Machine",
-        [
-            ("chip", f"{machine.chip} ({machine.model})" if machine.model else machine.chip),
-            ("cores", cores),
-            ("computes on", device),
-            ("memory", limits),
-            ("local network", machine.network.value),
-            ("system", f"{machine.system}, Python {machine.python}"),
-            ("versions", versions),
-        ],
-    )  # fmt: skip
+    yield "computes on", device
+    limits = (
+        (", {} for the GPU", machine.working_set_bytes),
+        (", {} in one buffer", machine.largest_buffer_bytes),
+        ("; wired limit {}", machine.wired_limit_bytes),
+    )
+    known = "".join(text.format(_gb(size_bytes)) for text, size_bytes in limits if size_bytes)
+    yield "memory", f"{_gb(machine.memory_bytes)} in all{known}"
+    yield "local network", machine.network.value
+    yield "system", f"{machine.system}, Python {machine.python}"
+    yield "versions", ", ".join(f"{name} {number}" for name, number in machine.versions.items())
 
 
-def _model(report: Report) -> Table:
+def _model(report: Report) -> Iterator[tuple[str, str]]:
     model = report.model
+    yield "model", f"{model.name} ({model.family}), {_billions(model.parameters)} parameters"
+    yield "weights", f"{_gb(model.weights_bytes)}, loaded in {model.load_s:.1f} s"
     passes = "rows share passes" if model.shares_passes else "rows decode one by one"
     verify = "one pass verifies a draft" if model.verifies_natively else "verifies token by token"
-    rows = [
-        ("model", f"{model.name} ({model.family}), {_billions(model.parameters)} parameters"),
-        ("weights", f"{_gb(model.weights_bytes)}, loaded in {model.load_s:.1f} s"),
-        ("decoding", f"{passes}; {verify}"),
-        ("MTP head", model.head),
-        ("memory", f"{_gb(model.row_bytes)} for {ROW_TOKENS:,} tokens; one row holds up to "
-                   f"{model.longest_row_tokens:,} tokens; {_gb(model.peak_bytes)} at the peak"),
-    ]  # fmt: skip
+    yield "decoding", f"{passes}; {verify}"
+    yield "MTP head", model.head
+    yield (
+        "memory",
+        f"{_gb(model.row_bytes)} for {ROW_TOKENS:,} tokens; one row holds up to "
+        f"{model.longest_row_tokens:,} tokens; {_gb(model.peak_bytes)} at the peak",
+    )
     if report.prefill_tokens_per_s:
-        rows.append(("reading", f"{report.prefill_tokens_per_s:,.0f} tokens of a prompt a second"))
-    return _pairs("Model", rows)
+        yield "reading", f"{report.prefill_tokens_per_s:,.0f} tokens of a prompt a second"
 
 
 def _rounds(report: Report) -> Table:
+    title = "Rounds by k: time, and expected tokens a second of all rows"
+    table = _table(title, show_header=True)
+    table.add_column("rows", no_wrap=True)
     lengths = sorted({one.k for one in report.rounds})
-    table = _grid("Rounds by k: time, and expected tokens a second of all rows", "rows",
-                  [f"k = {k}" for k in lengths])  # fmt: skip
-    for rows in sorted({one.rows for one in report.rounds}):
-        cells = []
-        for k in lengths:
-            round_s = report.round_s(rows, k)
-            speed = report.tokens_per_s(rows, k)
-            text = "-" if round_s is None else f"{round_s * 1e3:.1f} ms"
-            cells.append(f"{text}  {speed:.0f}/s" if speed else text)
-        table.add_row(str(rows), *cells)
+    for k in lengths:
+        table.add_column(f"k = {k}", justify="right", no_wrap=True)
+    cells: dict[int, dict[int, str]] = {}
+    for one in report.rounds:
+        speed = report.tokens_per_s(one.rows, one.k)
+        text = f"{one.round_s * 1e3:.1f} ms" + (f"  {speed:.0f}/s" if speed else "")
+        cells.setdefault(one.rows, {})[one.k] = text
+    for rows, by_k in sorted(cells.items()):
+        table.add_row(str(rows), *(by_k.get(k, "-") for k in lengths))
     if report.acceptance:
         shares = ", ".join(f"{share:.0%}" for share in report.acceptance)
         table.caption = f"Accepted drafts by position: {shares}"
@@ -345,18 +316,7 @@ def _rounds(report: Report) -> Table:
     return table
 
 
-def _verifies(report: Report) -> Table:
-    lengths = sorted({one.tokens for one in report.verifies})
-    table = _grid("A pass over the next tokens of each row, relative to one token", "rows",
-                  [str(tokens) for tokens in lengths])  # fmt: skip
-    for rows in sorted({one.rows for one in report.verifies}):
-        ratios = (_verify_ratio(report.verifies, rows, tokens) for tokens in lengths)
-        table.add_row(str(rows), *("-" if one is None else f"{one:.2f}" for one in ratios))
-    return table
-
-
-def _equality(report: Report) -> Table:
-    lines = []
+def _equality(report: Report) -> Iterator[tuple[str, str]]:
     for name, found in (
         ("with drafts", report.with_drafts),
         ("in company", report.in_company),
@@ -369,8 +329,7 @@ def _equality(report: Report) -> Table:
             text += f", {found.same_bits} of them in every bit"
         if found.first_differences:
             text += f"; the others leave at token {', '.join(map(str, found.first_differences))}"
-        lines.append((name, text))
-    return _pairs("Answers that equal those asked alone, without drafts", lines)
+        yield name, text
 
 
 def _billions(count: int) -> str:

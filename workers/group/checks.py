@@ -8,9 +8,10 @@ from typing import Any
 
 from paceline.request.constraint import Constraint
 from workers.engine.types import Generation, InvalidGeneration, ModelUnusable
-from workers.group.hosts import Hosts, Split
+from workers.group.hosts import Hosts
 from workers.group.rank import RankFacts
 from workers.group.ranks import RankRefused
+from workers.settings import Split
 
 _MARGIN = 1.1
 """Memory that a rank needs, to that of its weights: caches and activations come on top."""

@@ -8,12 +8,12 @@ it is read to its end. The group dies with any of its ranks, and starts again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from transformers import AutoTokenizer
 
@@ -29,9 +29,11 @@ from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSourc
 from workers.engine.text.long_text import in_turn
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.group.checks import check_facts, choose_split, refuse_unsupported, weights_bytes
-from workers.group.hosts import Backend, Hosts, Split
+from workers.group.hosts import Hosts
 from workers.group.rank import RankMessage, RankRequest
 from workers.group.ranks import RankRefused, Ranks, RanksDied
+from workers.model_source import ModelSource
+from workers.settings import Split, WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -51,24 +53,6 @@ _PROBE_SCOPE = "probe"
 _DROP_SCOPE = "drop"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSettings:
-    """Settings of a group."""
-
-    hosts: Hosts
-    backend: Backend
-    split: Split | None
-    """None: tensors where the model can, else layers."""
-    model: str
-    """As the ranks know it: a folder that is the same on all machines, or a repository."""
-    folder: Path
-    """On this machine."""
-    served_name: str
-    context_tokens: int | None
-    rows: int
-    prefill_chunk: int
-
-
 @dataclass(slots=True)
 class _Answer:
     """An answer that the ranks have not ended yet."""
@@ -82,17 +66,20 @@ class _Answer:
 
 
 @dataclass(kw_only=True, eq=False)
-class GroupEngine(types.NoPrefixCache):
+class GroupEngine:
     """One model on several machines; create it with `GroupEngine.start`.
 
     mlx-lm tells nothing of its prefix cache, and a rank whose allocation fails dies.
     """
 
-    settings: GroupSettings
+    hosts: Hosts
+    model: str
+    """As the ranks know it: a folder that is the same on all machines, or a repository."""
+    rows: int
     facts: ModelFacts
     split: Split
     prompts: PromptRenderer
-    card: types.ModelCard = field(init=False)
+    card: types.ModelCard
     alive: bool = True
     ready: bool = False
     """Whether all ranks have made a token, and live."""
@@ -100,37 +87,21 @@ class GroupEngine(types.NoPrefixCache):
     _answers: dict[int, _Answer] = field(default_factory=dict)
     _signals: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Requests of this engine itself, by number, until their ends."""
-    _numbers: int = 0
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _limit_bytes: int = 0
     _deaths: int = 0
     """In a row, without a token of all ranks between them."""
+    _supervision: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self._supervision: asyncio.Task[None] | None = None
-        self._counters = LaneCounters(types.LaneName.VLM, slots=self.settings.rows, draft_tokens=0)
-        self.card = types.ModelCard(
-            model=self.settings.served_name,
-            family=self.facts.family,
-            lanes=(types.LaneName.VLM,),
-            context_tokens=self.facts.context_tokens,
-            vision=False,
-            parameters=0,
-            weights_bytes=weights_bytes(self.settings.folder),
-            native_verify=False,
-            mtp=False,
-            looks_up=False,
-            mtp_unavailable_reason=f"it runs on {self.group_size} ranks, which draft nothing",
-            draft_tokens_requested=0,
-            draft_tokens_effective=0,
-            default_max_tokens=self.facts.default_max_tokens,
-            sampling=self.facts.sampling,
-            group_size=self.group_size,
-        )
+        self._counters = LaneCounters(types.LaneName.VLM, slots=self.rows, draft_tokens=0)
 
     @classmethod
     def start(
         cls,
-        settings: GroupSettings,
+        settings: WorkerSettings,
+        hosts: Hosts,
+        source: ModelSource,
         loop: asyncio.AbstractEventLoop,
         progress: types.ProgressSink = lambda *_: None,
     ) -> GroupEngine:
@@ -138,28 +109,45 @@ class GroupEngine(types.NoPrefixCache):
 
         Raises `ModelUnusable` if the model cannot be split so, or the ranks cannot serve it.
         """
+        folder = source.fetch(partial(progress, StartStage.DOWNLOAD))
         progress(StartStage.WEIGHTS, 0, 0)
-        with refusing(settings.folder):
-            config = check_folder(settings.folder)
+        ranks = len(hosts.hosts)
+        with refusing(folder):
+            config = check_folder(folder)
             forbid_code()
-            tokenizer = AutoTokenizer.from_pretrained(settings.folder, trust_remote_code=False)
-            facts = read_facts(settings.folder, config, tokenizer)
-            facts = limit_context(facts, settings.context_tokens)
-            ranks = len(settings.hosts.hosts)
-            split = choose_split(settings.folder, config, ranks, settings.split)
-            engine = cls(
-                settings=settings,
-                facts=facts,
-                split=split,
-                prompts=PromptRenderer(facts.processor, facts.context_tokens),
-            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            facts = limit_context(read_facts(folder, config, tokenizer), settings.context)
+            split = choose_split(folder, config, ranks, settings.split)
+            prompts = PromptRenderer(facts.processor, facts.context_tokens)
+        card = types.ModelCard(
+            model=source.served_name,
+            family=facts.family,
+            lanes=(types.LaneName.VLM,),
+            context_tokens=facts.context_tokens,
+            vision=False,
+            parameters=0,
+            weights_bytes=weights_bytes(folder),
+            native_verify=False,
+            mtp=False,
+            looks_up=False,
+            mtp_unavailable_reason=f"it runs on {ranks} ranks, which draft nothing",
+            draft_tokens_requested=0,
+            draft_tokens_effective=0,
+            default_max_tokens=facts.default_max_tokens,
+            sampling=facts.sampling,
+            group_size=ranks,
+        )
+        engine = cls(
+            hosts=hosts,
+            model=str(source.folder) if source.folder else source.served_name,
+            rows=settings.rows,
+            facts=facts,
+            split=split,
+            prompts=prompts,
+            card=card,
+        )
         asyncio.run_coroutine_threadsafe(engine._begin(), loop).result()
         return engine
-
-    @property
-    def group_size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.settings.hosts.hosts)
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return the counts of the lane."""
@@ -170,17 +158,15 @@ class GroupEngine(types.NoPrefixCache):
         del generation
         return None
 
-    def memory_bytes(self) -> int:
-        """Return the memory in use by MLX on all ranks."""
-        return self._ranks.memory_bytes if self._ranks else 0
-
-    def memory_limit_bytes(self) -> int:
-        """Return the sum of the limits of all ranks."""
-        return self._limit_bytes
+    def state(self) -> types.EngineState:
+        """Return the memory in use by MLX on all ranks, and the sum of their limits."""
+        used_bytes = self._ranks.memory_bytes if self._ranks else 0
+        return types.EngineState(memory_bytes=used_bytes, memory_limit_bytes=self._limit_bytes)
 
     def memory_reading(self) -> MemoryReading:
-        """Return the memory in use by all ranks, and the sum of their limits."""
-        return MemoryReading(used_bytes=self.memory_bytes(), limit_bytes=self._limit_bytes)
+        """Return the same memory."""
+        state = self.state()
+        return MemoryReading(used_bytes=state.memory_bytes, limit_bytes=state.memory_limit_bytes)
 
     @asynccontextmanager
     async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:
@@ -226,7 +212,7 @@ class GroupEngine(types.NoPrefixCache):
         ranks = self._ranks
         if ranks is None or not self.ready:
             raise types.EngineStopped("The group starts again.")
-        number = self._next_number()
+        number = next(self._numbers)
         ranks.submit(_request_of(number, answer))
         self._answers[number] = answer
         self._count_rows()
@@ -346,7 +332,7 @@ class GroupEngine(types.NoPrefixCache):
 
     def _count_rows(self) -> None:
         active = self._answers.values()
-        running = min(len(active), self.settings.rows)
+        running = min(len(active), self.rows)
         unread = sum(
             len(answer.row.prompt.tokens) - answer.row.cached_tokens
             for answer in active
@@ -356,10 +342,6 @@ class GroupEngine(types.NoPrefixCache):
             running=running, waiting=len(active) - running, pending_prefill_tokens=unread
         )
 
-    def _next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers
-
     def _patience_s(self) -> float | None:
         if self._answers:
             reading = any(not answer.row.answer for answer in self._answers.values())
@@ -368,7 +350,7 @@ class GroupEngine(types.NoPrefixCache):
 
     async def _signal(self, ranks: Ranks, request: RankRequest) -> None:
         """Send a request of this engine itself, and wait for its end, or for that of the group."""
-        number = self._next_number()
+        number = next(self._numbers)
         ranks.submit(request.model_copy(update={"id": number}))
         ended = self._signals[number] = asyncio.get_running_loop().create_future()
         try:
@@ -391,21 +373,13 @@ class GroupEngine(types.NoPrefixCache):
         while True:
             try:
                 await self._run_ranks(started)
-            except RankRefused as refusal:
-                reason = str(refusal)
-                if not started.done():
-                    started.set_exception(types.ModelUnusable(reason))
-                    return
-            except RanksDied as death:
-                reason = str(death)
+            except (RankRefused, RanksDied) as end:
+                reason, refused = str(end), isinstance(end, RankRefused)
             self._deaths += 1
             deaths = self._deaths
-            if not started.done() and deaths >= _GIVE_UP_AFTER:
-                started.set_exception(
-                    types.ModelUnusable(
-                        f"The group ended {deaths} times before it was ready: {reason}."
-                    )
-                )
+            if not started.done() and (refused or deaths >= _GIVE_UP_AFTER):
+                ended = f"The group ended {deaths} times before it was ready: {reason}."
+                started.set_exception(types.ModelUnusable(reason if refused else ended))
                 return
             wait_s = min(_FIRST_WAIT_S * 2 ** min(deaths - 1, 10), _LONGEST_WAIT_S)
             log.error("group.died reason=%s restart_in_s=%g", reason, wait_s)
@@ -413,24 +387,17 @@ class GroupEngine(types.NoPrefixCache):
 
     async def _run_ranks(self, started: asyncio.Future[None]) -> None:
         """Run the ranks up to their common end: raises `RanksDied` or `RankRefused`."""
-        hosts = self.settings.hosts
-        ranks = Ranks(hosts, on_answer=self._take, patience_s=self._patience_s)
+        ranks = Ranks(self.hosts, on_answer=self._take, patience_s=self._patience_s)
         try:
-            facts = await ranks.launch(self.settings.model)
-            check_facts(hosts, facts, self.card.weights_bytes)
+            facts = await ranks.launch(self.model)
+            check_facts(self.hosts, facts, self.card.weights_bytes)
             self._limit_bytes = sum(one.limit_bytes for one in facts)
             self._ranks = ranks
-            ranks.begin(
-                self.settings.backend,
-                self.split,
-                facts,
-                self.settings.rows,
-                self.settings.prefill_chunk,
-            )
+            ranks.begin(self.split, facts, self.rows)
             first = asyncio.create_task(self._signal(ranks, self._probe()))
             await ranks.first_token(first, _FIRST_TOKEN_S)
             self.ready, self._deaths = True, 0
-            log.info("group.ready ranks=%d split=%s", self.group_size, self.split)
+            log.info("group.ready ranks=%d split=%s", len(self.hosts.hosts), self.split)
             if not started.done():
                 started.set_result(None)
             probes = asyncio.create_task(self._probe_when_idle(ranks))
@@ -461,7 +428,7 @@ class GroupEngine(types.NoPrefixCache):
 def _request_of(number: int, answer: _Answer) -> RankRequest:
     """Return a generation as rank 0 takes it."""
     generation, row = answer.row.generation, answer.row
-    sampling, prompt = generation.sampling, row.prompt
+    prompt = row.prompt
     cuts = {prompt.prefix.tokens if prompt.prefix else 0, prompt.turn_tokens}
     return RankRequest(
         id=number,
@@ -470,15 +437,7 @@ def _request_of(number: int, answer: _Answer) -> RankRequest:
         # Without a scope nothing may be shared, so such requests have one each.
         scope=f"none:{number}" if prompt.scope is None else f"scope:{prompt.scope}",
         max_tokens=row.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=0.0 if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
-        logit_bias=dict(sampling.logit_bias) or None,
-        seed=sampling.seed,
+        sampling=generation.sampling,
         top_logprobs=generation.top_logprobs or 0,
         # Those of a row that is batched are found here, and the row leaves the batch.
         stop=list(generation.stop) if answer.runs_alone else [],

@@ -7,17 +7,16 @@ a port runs code. So every address of the file must be private, and the ranks li
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from paceline.config_file import InvalidSettings
 from paceline.error_messages import message_of
+from paceline.settings import InvalidSettings
 
 MAX_RANKS = 64
 _MAX_FILE_BYTES = 256 * 1024
@@ -31,15 +30,6 @@ class Backend(StrEnum):
     """TCP, over Thunderbolt or Ethernet."""
     JACCL = "jaccl"
     """RDMA over Thunderbolt 5."""
-
-
-class Split(StrEnum):
-    """How the ranks divide the model."""
-
-    TENSOR = "tensor"
-    """Every rank has a part of each layer."""
-    PIPELINE = "pipeline"
-    """Every rank has some of the layers."""
 
 
 def _check_private(address: str) -> str:
@@ -73,7 +63,11 @@ class Host(BaseModel):
     @property
     def is_local(self) -> bool:
         """Whether its first address is one of this machine."""
-        return is_local_address(self.ips[0])
+        try:
+            free_port(self.ips[0])
+        except OSError:
+            return False
+        return True
 
 
 class Hosts(BaseModel):
@@ -81,12 +75,17 @@ class Hosts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: str = ""
-    """Not read: the command line names the backend."""
+    backend: Backend = Backend.RING
+    """As `mlx.distributed_config` writes it, and as MLX's own launcher reads it."""
     envs: tuple[Annotated[str, Field(pattern=r"^MLX_[A-Z0-9_]{1,64}=[ -~]{0,256}$")], ...] = Field(
         (), max_length=32
     )
     hosts: tuple[Host, ...] = Field(min_length=2, max_length=MAX_RANKS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wrap_list(cls, document: object) -> object:
+        return {"hosts": document} if isinstance(document, list) else document
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -96,29 +95,23 @@ class Hosts(BaseModel):
         return self
 
     @classmethod
-    def read(cls, path: Path, backend: Backend) -> Self:
+    def read(cls, path: Path) -> Self:
         """Return the hosts of a file; raise `InvalidSettings` for one that cannot work."""
         try:
             with path.open("rb") as file:
-                document = json.loads(file.read(_MAX_FILE_BYTES))
+                hosts = cls.model_validate_json(file.read(_MAX_FILE_BYTES))
         except OSError as error:
             raise InvalidSettings(
                 f"The host file {path} cannot be read: {error.strerror}."
             ) from None
-        except ValueError:
-            raise InvalidSettings(f"The host file {path} is not JSON.") from None
-        if isinstance(document, list):
-            document = {"hosts": document}
-        try:
-            hosts = cls.model_validate(document)
         except ValidationError as invalid:
             first = invalid.errors()[0]
             where = ".".join(map(str, first["loc"])) or "hosts"
             raise InvalidSettings(f"The host file {path}: '{where}' {message_of(first)}.") from None
-        hosts.check(backend)
+        hosts.check_start()
         return hosts
 
-    def check(self, backend: Backend) -> None:
+    def check_start(self) -> None:
         """Raise `InvalidSettings` if this machine cannot start the ranks."""
         if not self.hosts[0].is_local:
             raise InvalidSettings(
@@ -131,7 +124,7 @@ class Hosts(BaseModel):
                     f"Rank {rank} ({host.ips[0]}) runs on another machine: name it for ssh in the "
                     'field "ssh" of its host.'
                 )
-            if backend is Backend.JACCL and not self._has_devices(rank):
+            if self.backend is Backend.JACCL and not self._has_devices(rank):
                 raise InvalidSettings(
                     f"Rank {rank} ({host.ips[0]}) needs an RDMA device to every other rank in the "
                     'field "rdma" of its host, and null to itself. `mlx.distributed_config '
@@ -148,15 +141,13 @@ class Hosts(BaseModel):
         """Return a rank for people."""
         return f"Rank {rank} ({self.hosts[rank].ssh or self.hosts[rank].ips[0]})"
 
-    def environment(
-        self, backend: Backend, ports: Sequence[Sequence[int]]
-    ) -> tuple[dict[str, str], dict[str, Any]]:
+    def environment(self, ports: Sequence[Sequence[int]]) -> tuple[dict[str, str], dict[str, Any]]:
         """Return the variables of all ranks, and those that name a file with such content.
 
         `ports` are free ports of each rank, one for each of its addresses.
         """
-        given: Mapping[str, str] = dict(one.split("=", 1) for one in self.envs)
-        if backend is Backend.JACCL:
+        given = dict(one.split("=", 1) for one in self.envs)
+        if self.backend is Backend.JACCL:
             coordinator = f"{self.hosts[0].ips[0]}:{ports[0][0]}"
             devices = [host.rdma for host in self.hosts]
             return {**given, "MLX_JACCL_COORDINATOR": coordinator}, {"MLX_IBV_DEVICES": devices}
@@ -164,7 +155,7 @@ class Hosts(BaseModel):
             [f"{ip}:{port}" for ip, port in zip(host.ips, free, strict=True)]
             for host, free in zip(self.hosts, ports, strict=True)
         ]
-        return dict(given), {"MLX_HOSTFILE": addresses}
+        return given, {"MLX_HOSTFILE": addresses}
 
 
 def free_port(address: str) -> int:
@@ -172,12 +163,3 @@ def free_port(address: str) -> int:
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
-
-
-def is_local_address(address: str) -> bool:
-    """Return whether this machine has the address."""
-    try:
-        free_port(address)
-    except OSError:
-        return False
-    return True

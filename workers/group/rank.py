@@ -25,13 +25,17 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from paceline.request.profile import Sampling
 from paceline.terminal import configure_logging
-from workers.group.hosts import Backend, Split, free_port
+from workers.group.hosts import Backend, free_port
+from workers.settings import Split
 
 BEAT_S = 1.0
 _VERSIONS = ("paceline", "mlx", "mlx-lm", "transformers")
 _CACHED_SEQUENCES = 10
 """As in mlx-lm; a limit in bytes would part ranks whose parts of the model differ."""
+_PREFILL_CHUNK = 1024
+"""Tokens of a prompt in one pass."""
 _NO_TOKEN = -1
 """Ends a beginning that is looked up for itself: no cached sequence goes on so."""
 
@@ -68,7 +72,6 @@ class RankStart(BaseModel):
     files: dict[str, Any]
     """Contents in JSON of files that variables name."""
     rows: int
-    prefill_chunk: int
 
 
 class RankRequest(BaseModel):
@@ -82,16 +85,7 @@ class RankRequest(BaseModel):
     scope: str = ""
     """Requests of one scope share the prefix cache; those of two never run together."""
     max_tokens: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 0.0
-    """0: none."""
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    sampling: Sampling = Sampling(temperature=0)
     top_logprobs: int = 0
     stop: list[str] = Field(default_factory=list)
 
@@ -233,7 +227,7 @@ def _find(order: RankOrder) -> tuple[Path, RankFacts]:
     from workers.engine.model.device import memory_limit_bytes  # noqa: PLC0415
     from workers.engine.model.model_folder import check_folder, forbid_code  # noqa: PLC0415
     from workers.engine.prefix.files import model_fingerprint  # noqa: PLC0415
-    from workers.server.model_source import resolve_model  # noqa: PLC0415
+    from workers.model_source import resolve_model  # noqa: PLC0415
 
     forbid_code()
     ports = []
@@ -329,7 +323,7 @@ def _generator(folder: Path, start: RankStart) -> Any:
         pipeline=start.split is Split.PIPELINE,
         decode_concurrency=start.rows,
         prompt_concurrency=start.rows,
-        prefill_step_size=start.prefill_chunk,
+        prefill_step_size=_PREFILL_CHUNK,
         prompt_cache_bytes=None,
         kv_bits=None,
         kv_group_size=64,
@@ -359,7 +353,8 @@ def _as_mlx_lm(given: RankRequest) -> tuple[Any, Any]:
         SamplingArguments,
     )
 
-    context = len(given.prompt) + given.max_tokens
+    context, sampling = len(given.prompt) + given.max_tokens, given.sampling
+    penalty = sampling.repetition_penalty
     return CompletionRequest(
         request_type="text",
         prompt=(given.prompt, given.segments),
@@ -369,20 +364,20 @@ def _as_mlx_lm(given: RankRequest) -> tuple[Any, Any]:
     ), GenerationArguments(
         model=ModelDescription(model=given.scope, draft=None, adapter=None),
         sampling=SamplingArguments(
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            min_p=given.min_p,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             xtc_probability=0.0,
             xtc_threshold=0.1,
         ),
         logits=LogitsProcessorArguments(
-            logit_bias=given.logit_bias,
-            repetition_penalty=given.repetition_penalty,
+            logit_bias=dict(sampling.logit_bias) or None,
+            repetition_penalty=0.0 if penalty == 1 else penalty,
             repetition_context_size=context,
-            presence_penalty=given.presence_penalty,
+            presence_penalty=sampling.presence_penalty,
             presence_context_size=context,
-            frequency_penalty=given.frequency_penalty,
+            frequency_penalty=sampling.frequency_penalty,
             frequency_context_size=context,
         ),
         stop_words=given.stop,
@@ -390,7 +385,7 @@ def _as_mlx_lm(given: RankRequest) -> tuple[Any, Any]:
         num_draft_tokens=0,
         logprobs=True,
         top_logprobs=given.top_logprobs,
-        seed=given.seed,
+        seed=sampling.seed,
         chat_template_kwargs=None,
     )
 

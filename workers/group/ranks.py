@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from workers.group.hosts import Backend, Hosts, Split
+from workers.group.hosts import Hosts
 from workers.group.rank import RankFacts, RankMessage, RankOrder, RankRequest, RankStart
+from workers.settings import Split
 
 log = logging.getLogger(__name__)
 
@@ -93,25 +94,19 @@ class Ranks:
             one = _Rank(self.hosts.name_of(rank), process, ssh, loop.create_future(), loop.time())
             self._ranks.append(one)
             self._tasks.append(asyncio.create_task(self._read(one), name=f"rank-{rank}"))
-            self._send(one, RankOrder(rank=rank, model=model, addresses=host.ips))
+            order = RankOrder(rank=rank, model=model, addresses=host.ips)
+            self._write(one, order.model_dump_json())
         self._tasks.append(asyncio.create_task(self._watch(), name="ranks"))
         return await self._unless_dead(asyncio.gather(*(one.facts for one in self._ranks)))
 
-    def begin(
-        self, backend: Backend, split: Split, facts: Sequence[RankFacts], rows: int, chunk: int
-    ) -> None:
+    def begin(self, split: Split, facts: Sequence[RankFacts], rows: int) -> None:
         """Let the ranks load their parts and connect."""
-        variables, files = self.hosts.environment(backend, [one.ports for one in facts])
+        variables, files = self.hosts.environment([one.ports for one in facts])
+        start = RankStart(
+            backend=self.hosts.backend, split=split, variables=variables, files=files, rows=rows
+        )
         for one in self._ranks:
-            start = RankStart(
-                backend=backend,
-                split=split,
-                variables=variables,
-                files=files,
-                rows=rows,
-                prefill_chunk=chunk,
-            )
-            self._send(one, start)
+            self._write(one, start.model_dump_json())
 
     async def first_token(self, token: asyncio.Future[None], limit_s: float) -> None:
         """Wait for the first token of all ranks; raise `RanksDied`."""
@@ -177,9 +172,6 @@ class Ranks:
             awaited.cancel()
             self._death.result()
         return awaited.result()
-
-    def _send(self, one: _Rank, message: RankOrder | RankStart) -> None:
-        self._write(one, message.model_dump_json())
 
     def _write(self, one: _Rank, line: str) -> None:
         assert one.process.stdin is not None

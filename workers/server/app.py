@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from functools import partial
 from typing import Annotated, Any
@@ -28,7 +27,7 @@ from paceline.request.fields import FieldError
 from paceline.request.profile import GENERATING, Endpoint
 from workers.engine.text.long_text import in_turn
 from workers.engine.types import EngineError, PoolingCard
-from workers.server import pooling, prefix_nodes
+from workers.server import prefix_nodes
 from workers.server.errors import (
     ModelUnsuited,
     NotAuthorised,
@@ -37,19 +36,26 @@ from workers.server.errors import (
     render,
 )
 from workers.server.metrics import exposition
+from workers.server.pooling import PoolingResponse, read_pooling
 from workers.server.ports import Json
 from workers.server.prefix_nodes import PrefixPeers
-from workers.server.request import read_request, request_id_of, while_connected
+from workers.server.request import read_request, request_id_of, token_limit, while_connected
 from workers.server.response import CompletionResponse
 from workers.server.runtime import Worker
 
 _OPEN_PATHS = frozenset({"/livez", prefix_nodes.PATH})
 """Public, or with a check of their own."""
 
+_ENDPOINTS = {
+    "/chat/completions": Endpoint.CHAT,
+    "/completions": Endpoint.COMPLETIONS,
+    "/embeddings": Endpoint.EMBEDDINGS,
+    "/rerank": Endpoint.RERANK,
+}
 router = APIRouter()
 """The routes of every worker."""
-_generating = APIRouter()
-"""Those of a worker that generates."""
+_generating, _pooling = APIRouter(), APIRouter()
+"""Those of a worker that generates, and of an embedder or a reranker."""
 
 
 def create_app(
@@ -64,7 +70,7 @@ def create_app(
     app.state.peers = peers
     app.include_router(router)
     is_pooling = isinstance(worker.engine.card, PoolingCard)
-    app.include_router(pooling.router if is_pooling else _generating)
+    app.include_router(_pooling if is_pooling else _generating)
     for error in (RequestError, EngineError, FieldError, HTTPException, Exception):
         app.add_exception_handler(error, render)
     if token:
@@ -77,43 +83,57 @@ class TokenMiddleware:
 
     def __init__(self, app: ASGIApp, token: SecretStr) -> None:
         self._app = app
-        self._expected = _digest(f"Bearer {token.get_secret_value()}".encode())
+        self._expected = f"Bearer {token.get_secret_value()}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond with 401, or call the application."""
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            # Of digests: they have one length, and are ASCII whatever bytes the header holds.
-            if not hmac.compare_digest(_digest(given), self._expected):
+            if not hmac.compare_digest(given, self._expected):
                 response = await render(Request(scope), NotAuthorised())
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _digest(credentials: bytes) -> bytes:
-    return hashlib.sha256(credentials).digest()
+def _endpoint_of(request: Request) -> Endpoint:
+    """Return the endpoint of a route of the data plane, or of the one that checks its requests."""
+    return _ENDPOINTS[request.url.path.removeprefix(CHECKS).removeprefix("/v1")]
 
 
-async def _worker(request: Request) -> Worker:
-    worker: Worker = request.app.state.worker
+def _served_worker(request: Request) -> Worker[Any]:
+    worker: Worker[Any] = request.app.state.worker
     return worker
 
 
 CachedScope = Annotated[str, Field(min_length=1, max_length=MAX_PREFIX_NAME_CHARS)]
-ServedWorker = Annotated[Worker, Depends(_worker)]
+ServedWorker = Annotated[Worker[Any], Depends(_served_worker)]
 
 
 @_generating.post("/v1/chat/completions")
-async def create_chat_completion(request: Request, worker: ServedWorker) -> Response:
-    """Generate a chat completion."""
-    return await _response(request, worker, Endpoint.CHAT)
-
-
 @_generating.post("/v1/completions")
 async def create_completion(request: Request, worker: ServedWorker) -> Response:
-    """Generate a text completion."""
-    return await _response(request, worker, Endpoint.COMPLETIONS)
+    """Generate a chat or a text completion."""
+    return await _response(request, worker)
+
+
+@_generating.post(f"{CHECKS}/chat/completions")
+@_generating.post(f"{CHECKS}/completions")
+async def check_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
+    """Check a request for a completion."""
+    response = await _response(request, worker)
+    return await while_connected(request.receive, response.check())
+
+
+async def _response(request: Request, worker: Worker) -> CompletionResponse:
+    request.state.request_id = request_id_of(request)
+    peers: PrefixPeers | None = request.app.state.peers
+    sources = peers.sources(request.headers) if peers is not None else ()
+    now_s = int(worker.clock())
+    completion = await read_request(
+        request, worker.engine, worker.pictures, _endpoint_of(request), now_s
+    )
+    return CompletionResponse(worker, completion, sources)
 
 
 @_generating.post(TOKENIZE_PATH)
@@ -128,38 +148,32 @@ async def count_prompt_tokens(request: Request, worker: ServedWorker) -> dict[st
     return {"count": tokens, "max_model_len": engine.card.context_tokens}
 
 
-@_generating.post(f"{CHECKS}/chat/completions")
-async def check_chat_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
-    """Check a request for a chat completion."""
-    return await _checked(request, worker, Endpoint.CHAT)
-
-
-@_generating.post(f"{CHECKS}/completions")
-async def check_completion(request: Request, worker: ServedWorker) -> dict[str, int]:
-    """Check a request for a text completion."""
-    return await _checked(request, worker, Endpoint.COMPLETIONS)
-
-
-async def _checked(request: Request, worker: Worker, endpoint: Endpoint) -> dict[str, int]:
-    response = await _response(request, worker, endpoint)
-    return await while_connected(request.receive, response.check())
-
-
-async def _response(request: Request, worker: Worker, endpoint: Endpoint) -> CompletionResponse:
-    request.state.request_id = request_id_of(request)
-    peers: PrefixPeers | None = request.app.state.peers
-    sources = peers.sources(request.headers) if peers is not None else ()
-    completion = await read_request(
-        request, worker.engine, worker.pictures, endpoint, int(worker.clock())
-    )
-    return CompletionResponse(worker, completion, sources)
-
-
 @_generating.post("/v1/embeddings")
 @_generating.post("/v1/rerank")
-async def refuse_to_pool(worker: ServedWorker) -> None:
-    """Refuse to return vectors or scores."""
-    raise ModelUnsuited(worker.engine.card.model, sorted(GENERATING))
+@_pooling.post("/v1/chat/completions")
+@_pooling.post("/v1/completions")
+async def refuse_endpoint(worker: ServedWorker) -> None:
+    """Refuse an endpoint that the model does not serve."""
+    card = worker.engine.card
+    served = card.lanes if isinstance(card, PoolingCard) else sorted(GENERATING)
+    raise ModelUnsuited(card.model, served)
+
+
+@_pooling.post("/v1/embeddings")
+@_pooling.post("/v1/rerank")
+async def create_pooling(request: Request, worker: ServedWorker) -> Response:
+    """Return a vector for each text, or a score for each document, the best first."""
+    asked = await read_pooling(request, _endpoint_of(request), worker.engine.card)
+    return PoolingResponse(worker, asked, request.state.request_id, token_limit(request))
+
+
+@_pooling.post(f"{CHECKS}/embeddings")
+@_pooling.post(f"{CHECKS}/rerank")
+async def check_pooling(request: Request, worker: ServedWorker) -> dict[str, int]:
+    """Check a request for vectors or scores."""
+    asked = await read_pooling(request, _endpoint_of(request), worker.engine.card)
+    tokens = await while_connected(request.receive, worker.engine.check(asked))
+    return {"prompt_tokens": tokens}
 
 
 @_generating.post(prefix_nodes.PATH)
@@ -175,7 +189,8 @@ async def send_prefix_nodes(request: Request, worker: ServedWorker) -> Response:
 @router.get("/v1/models")
 async def list_models(worker: ServedWorker) -> dict[str, Json]:
     """List the one model of the worker."""
-    return {"object": "list", "data": [_model(worker)]}
+    name = worker.engine.card.model
+    return {"object": "list", "data": [await retrieve_model(name, worker)]}
 
 
 @router.get("/v1/models/{name:path}")
@@ -183,16 +198,8 @@ async def retrieve_model(name: str, worker: ServedWorker) -> dict[str, Json]:
     """Return the model in OpenAI's format; raise `UnknownModel` for any other name."""
     if name != worker.engine.card.model:
         raise UnknownModel(name, worker.engine.card.model)
-    return _model(worker)
-
-
-def _model(worker: Worker) -> dict[str, Json]:
-    return {
-        "id": worker.engine.card.model,
-        "object": "model",
-        "created": int(worker.started_s),
-        "owned_by": "paceline",
-    }
+    created_s = int(worker.started_s)
+    return {"id": name, "object": "model", "created": created_s, "owned_by": "paceline"}
 
 
 @router.delete(PREFIX_CACHE_PATH, status_code=204)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,7 +20,6 @@ from starlette.responses import JSONResponse
 from paceline.protocol import TOKENS_HEADER, ApiError
 from paceline.request.fields import FieldError
 from workers.engine import types
-from workers.engine.types import EngineBusy, EngineStopped, InvalidGeneration
 
 log = logging.getLogger(__name__)
 
@@ -149,30 +149,27 @@ class PictureMemoryFull(_Busy):
         super().__init__(retry_after_s=1.0)
 
 
+_TRANSLATIONS: Mapping[type[Exception], Callable[[Any], RequestError]] = {
+    RequestError: lambda error: error,
+    FieldError: lambda error: BadRequest(error.message, param=error.param),
+    types.InvalidGeneration: lambda error: BadRequest(
+        error.message, param=error.param, code=error.code
+    ),
+    types.TokenLimitExceeded: lambda error: TokenLimitExceeded(error.tokens),
+    types.EngineBusy: lambda error: _Busy(error.retry_after_s),
+    types.MemoryShort: lambda error: MemoryShort(error.used_bytes, error.limit_bytes),
+    types.EngineStopped: lambda _: _EngineStopped(),
+    HTTPException: _HttpError,
+}
+
+
 def as_request_error(error: Exception, request_id: str = "") -> RequestError:
     """Return the error for the client; log any error whose text the client must not see."""
-    translated: RequestError
-    match error:
-        case RequestError():
-            translated = error
-        case FieldError():
-            translated = BadRequest(error.message, param=error.param)
-        case InvalidGeneration():
-            translated = BadRequest(error.message, param=error.param, code=error.code)
-        case types.TokenLimitExceeded():
-            translated = TokenLimitExceeded(error.tokens)
-        case EngineBusy():
-            translated = _Busy(error.retry_after_s)
-        case types.MemoryShort():
-            translated = MemoryShort(error.used_bytes, error.limit_bytes)
-        case EngineStopped():
-            translated = _EngineStopped()
-        case HTTPException():
-            translated = _HttpError(error)
-        case _:
-            log.error("request.failed request_id=%s", request_id, exc_info=error)
-            translated = RequestError()
-    return translated
+    for kind, translate in _TRANSLATIONS.items():
+        if isinstance(error, kind):
+            return translate(error)
+    log.error("request.failed request_id=%s", request_id, exc_info=error)
+    return RequestError()
 
 
 async def render(request: Request, error: Exception) -> JSONResponse:

@@ -1,31 +1,38 @@
-"""`paceline worker`: its command line."""
+"""`paceline worker`: its command line, with a flag for each setting."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+from pydantic.fields import FieldInfo
 
-from paceline.command_line import describe_usage_error, worker_command
-from paceline.config_file import InvalidSettings, load_layered
+from paceline.command_line import CONTEXT, Command
 from paceline.protocol import ExitCode
+from paceline.settings import InvalidSettings, load_layered
 from paceline.terminal import configure_logging, printable
-from workers.server.settings import WorkerSettings
+from workers.command_line import run_command
+from workers.settings import WorkerSettings
+
+_FLAGS = {"labels": "label"}
+"""Flags that are not named as their setting."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a worker until its end; return the exit code."""
     configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
+    return run_command(worker_command(_run), arguments)
+
+
+def _run(**given: Any) -> int:
     try:
-        settings = read_settings(arguments)
-    except click.exceptions.Exit as end:  # after `--help`
-        return end.exit_code
-    except (InvalidSettings, click.UsageError) as error:
-        problem = describe_usage_error(error) if isinstance(error, click.UsageError) else error
-        sys.stderr.write(printable(f"paceline worker: {problem}\n"))
+        settings = _settings_of(**given)
+    except InvalidSettings as error:
+        sys.stderr.write(printable(f"paceline worker: {error}\n"))
         return ExitCode.SETTINGS
     from workers.server.start import start  # noqa: PLC0415  # takes a second: not for a wrong flag
 
@@ -34,14 +41,46 @@ def main(arguments: Sequence[str]) -> int:
 
 def read_settings(arguments: Sequence[str]) -> WorkerSettings:
     """Return the settings of a command line; raise `InvalidSettings` naming each wrong one."""
-    command = worker_command()
+    command = worker_command(_settings_of)
     with command.make_context("paceline worker", list(arguments)) as context:
-        flags = {name: value for name, value in context.params.items() if value}
-    config = flags.pop("config", None)
-    return load_layered(
-        WorkerSettings,
-        flags,
-        Path(config) if config else None,
-        section="worker",
-        flag_names={"labels": "label"},
+        settings: WorkerSettings = command.invoke(context)
+    return settings
+
+
+def _settings_of(*, config: str | None, **given: Any) -> WorkerSettings:
+    flags = {name: value for name, value in given.items() if value}
+    file = Path(config) if config else None
+    return load_layered(WorkerSettings, flags, file, section="worker", flag_names=_FLAGS)
+
+
+def worker_command(run: Callable[..., Any]) -> Command:
+    """Return the command of a worker, whose flags are the settings with their docstrings.
+
+    The flags are text, and None if absent: `WorkerSettings` checks the values, wherever they come
+    from.
+    """
+    fields = WorkerSettings.model_fields.items()
+    flags = [_flag(name, field) for name, field in fields if name != "state_dir"]
+    file = click.Option(
+        ["--config"], metavar="FILE", help="Settings file (default: paceline.yaml)."
     )
+    return Command(
+        "worker",
+        callback=run,
+        context_settings={**CONTEXT},
+        help="Serve a model on this machine: text with speculative decoding, and images if the "
+        "model supports them.",
+        params=[*flags, file],
+    )
+
+
+def _flag(name: str, field: FieldInfo) -> click.Option:
+    text = " ".join((field.description or "").split())
+    if field.default and "(default: " not in text:
+        default = f"{field.default:g}" if isinstance(field.default, float) else field.default
+        text = f"{text.removesuffix('.')} (default: {default})."
+    flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+    if field.annotation is bool:
+        return click.Option([flag, name], is_flag=True, help=text)
+    metavar = name.rpartition("_")[2].upper()
+    return click.Option([flag, name], multiple=name in _FLAGS, metavar=metavar, help=text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -63,6 +63,18 @@ _COUNTERS_BY_REASON = {
 _Family = type[CounterMetricFamily | GaugeMetricFamily]
 _Samples = Iterable[tuple[Any, ...]]
 """Of each sample the values of its labels, then its number."""
+_SAVED: Mapping[str, tuple[_Family, str, str]] = {
+    "prefix_saved_seconds": (
+        CounterMetricFamily,
+        "Prefill time saved by the prefix cache.",
+        "prefill_ms",
+    ),
+    "drafting_saved_seconds": (
+        GaugeMetricFamily,  # falls while drafts cost more time than they save
+        "Decode time saved by speculative decoding, less its cost.",
+        "decode_ms",
+    ),
+}
 
 
 def exposition(report: WorkerReport) -> bytes:
@@ -75,41 +87,24 @@ class _ReportCollector(Collector):
         self._report = report
 
     def collect(self) -> Iterator[Metric]:
+        lanes = self._report.lanes
+        samples: _Samples
         yield from self._speculation()
-        for path, text in _COUNTERS.items():
-            name = path.replace(".", "_")
-            yield self._per_lane(CounterMetricFamily, name, text, attrgetter(path))
-        for name, text in _GAUGES.items():
-            yield self._per_lane(GaugeMetricFamily, name, text, attrgetter(name))
-        for path, (short, text) in _COUNTERS_BY_REASON.items():
-            counts = (
-                (lane.name, reason, count)
-                for lane in self._report.lanes
-                for reason, count in sorted(attrgetter(path)(lane).items())
-            )
-            name = f"paceline_worker_{short}"
-            yield self._metric(CounterMetricFamily, name, text, counts, "lane", "reason")
-        yield self._per_lane(
-            CounterMetricFamily,
-            "prefix_saved_seconds",
-            "Prefill time saved by the prefix cache.",
-            lambda lane: lane.time_saved.prefill_ms / 1000,
-        )
-        yield self._per_lane(
-            GaugeMetricFamily,  # falls while drafts cost more time than they save
-            "drafting_saved_seconds",
-            "Decode time saved by speculative decoding, less its cost.",
-            lambda lane: lane.time_saved.decode_ms / 1000,
-        )
+        for family, numbers in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for path, text in numbers.items():
+                samples = ((lane.name, attrgetter(path)(lane)) for lane in lanes)
+                yield self._metric(family, path.replace(".", "_"), text, samples, "lane")
+        for path, (name, text) in _COUNTERS_BY_REASON.items():
+            samples = self._by(attrgetter(path))
+            yield self._metric(CounterMetricFamily, name, text, samples, "lane", "reason")
+        for name, (family, text, field) in _SAVED.items():
+            samples = ((lane.name, getattr(lane.time_saved, field) / 1000) for lane in lanes)
+            yield self._metric(family, name, text, samples, "lane")
         for name, text in _MEMORY_GAUGES.items():
-            number = getattr(self._report, name)
-            yield self._metric(GaugeMetricFamily, f"paceline_worker_{name}", text, [(number,)])
-        yield self._metric(
-            CounterMetricFamily,
-            "paceline_worker_failed_allocations",
-            "Allocations of the device that have failed.",
-            [(self._report.failed_allocations,)],
-        )
+            yield self._metric(GaugeMetricFamily, name, text, [(getattr(self._report, name),)])
+        text = "Allocations of the device that have failed."
+        failed = [(self._report.failed_allocations,)]
+        yield self._metric(CounterMetricFamily, "failed_allocations", text, failed)
 
     def _speculation(self) -> Iterator[Metric]:
         """Yield vLLM's counters, summed over all lanes because readers sum samples."""
@@ -120,23 +115,21 @@ class _ReportCollector(Collector):
         counts = ((str(at), count) for at, count in enumerate(total.accepted_per_position))
         yield self._metric(CounterMetricFamily, name, text, counts, "position")
         for field, (name, text) in COUNTERS_BY_SOURCE.items():
-            by_source = (
-                (lane.name, source, count)
-                for lane in self._report.lanes
-                for source, count in sorted(getattr(lane.speculation, field).items())
-            )
-            yield self._metric(CounterMetricFamily, name, text, by_source, "lane", "source")
+            samples = self._by(attrgetter(f"speculation.{field}"))
+            yield self._metric(CounterMetricFamily, name, text, samples, "lane", "source")
 
-    def _per_lane(
-        self, family: _Family, name: str, text: str, read: Callable[[LaneReport], float]
-    ) -> Metric:
-        numbers = ((lane.name, read(lane)) for lane in self._report.lanes)
-        return self._metric(family, f"paceline_worker_{name}", text, numbers, "lane")
+    def _by(self, counts_of: Callable[[LaneReport], Mapping[str, int]]) -> _Samples:
+        return (
+            (lane.name, reason, count)
+            for lane in self._report.lanes
+            for reason, count in sorted(counts_of(lane).items())
+        )
 
     def _metric(
         self, family: _Family, name: str, text: str, samples: _Samples, *labels: str
     ) -> Metric:
-        metric = family(name, text, labels=("model_name", *labels))
+        full_name = name if name.startswith(("vllm:", "paceline_")) else f"paceline_worker_{name}"
+        metric = family(full_name, text, labels=("model_name", *labels))
         for *values, number in samples:
             metric.add_metric((self._report.model, *values), number)
         return metric

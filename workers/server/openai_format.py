@@ -31,42 +31,32 @@ _LOWEST_LOGPROB = -9999.0
 class _Choice:
     """One choice; it renders entries of `choices`, for the chunks of a stream or as a whole."""
 
-    def __init__(
-        self,
-        index: int,
-        render_logprobs: Callable[[list[Any]], Json] | None,
-        *,
-        token_sources: bool,
-    ) -> None:
+    def __init__(self, index: int, *, logprobs: bool, token_sources: bool) -> None:
         self._index = index
-        self._render_logprobs = render_logprobs
+        self._with_logprobs = logprobs
         self._with_sources = token_sources
         self._text = ""
         self._logprobs: list[Any] = []
-        self._pending_logprobs: list[Any] = []
         self._tokens: list[SourcedToken] = []
-        self._pending_tokens: list[SourcedToken] = []
+        self._sent = (0, 0)
+        """How many log probabilities and tokens the chunks so far have."""
         self._finish_reason: str | None = None
         self._stop_reason: str | int | None = None
 
     def _entry(self, name: str, value: Json) -> Json:
         """Return the entry of a chunk, with log probabilities and tokens since the last one."""
-        logprobs, self._pending_logprobs = self._pending_logprobs, []
-        self._logprobs += logprobs
-        tokens, self._pending_tokens = self._pending_tokens, []
-        self._tokens += tokens
+        logprobs, tokens = self._logprobs[self._sent[0] :], self._tokens[self._sent[1] :]
+        self._sent = (len(self._logprobs), len(self._tokens))
         return self._render(name, value, logprobs or None, tokens)
 
     def _render(
         self, name: str, value: Json, logprobs: list[Any] | None, tokens: Sequence[SourcedToken]
     ) -> Json:
-        rendered = None
-        if self._render_logprobs is not None and logprobs is not None:
-            rendered = self._render_logprobs(logprobs)
+        shows_logprobs = self._with_logprobs and logprobs is not None
         entry = {
             "index": self._index,
             name: value,
-            "logprobs": rendered,
+            "logprobs": self._render_logprobs(logprobs) if shows_logprobs else None,
             "finish_reason": self._finish_reason,
         }
         if self._stop_reason is not None:
@@ -76,6 +66,9 @@ class _Choice:
                 {"text": text, "source": _SOURCES.get(source, source)} for text, source in tokens
             ]
         return entry
+
+    def _render_logprobs(self, logprobs: Any) -> Json:
+        raise NotImplementedError
 
 
 class ChatChoice(_Choice):
@@ -90,8 +83,7 @@ class ChatChoice(_Choice):
         token_sources: bool,
         include_reasoning: bool = True,
     ) -> None:
-        render_logprobs = _render_chat_logprobs if logprobs else None
-        super().__init__(index, render_logprobs, token_sources=token_sources)
+        super().__init__(index, logprobs=logprobs, token_sources=token_sources)
         self._splitter = splitter
         self._reasoning = ""
         self._reasoned = False
@@ -104,16 +96,19 @@ class ChatChoice(_Choice):
 
     def add(self, delta: Delta) -> Sequence[Json]:
         """Return the new reasoning, text and tool calls, except text that may begin a call."""
-        self._pending_logprobs += map(_render_logprob, delta.logprobs)
-        self._pending_tokens += delta.tokens
+        self._logprobs += [
+            {**_render_token(one), "top_logprobs": [_render_token(other) for other in one.top]}
+            for one in delta.logprobs
+        ]
+        self._tokens += delta.tokens
         entries = []
         self._reasoned = self._reasoned or bool(delta.reasoning)
         if delta.reasoning and self._include_reasoning:
             self._reasoning += delta.reasoning
             entries.append(self._entry("delta", _render_reasoning(delta.reasoning)))
-        if not self._splitter:
-            return [*entries, *self._write([delta.text] if delta.text else [])]
-        return [*entries, *self._write(self._splitter.feed(delta.text))]
+        if self._splitter:
+            return [*entries, *self._write(self._splitter.feed(delta.text))]
+        return [*entries, *self._write([delta.text] if delta.text else [])]
 
     def finish(self, finished: Finished) -> Sequence[Json]:
         """Return the remaining text, then the finish reason."""
@@ -137,9 +132,9 @@ class ChatChoice(_Choice):
             message["tool_calls"] = self._tool_calls
         return self._render("message", message, self._logprobs, self._tokens)
 
-    def idle(self) -> Sequence[Json]:
+    def idle(self) -> Json:
         """Return an entry without text."""
-        return (self._render("delta", {}, None, ()),)
+        return self._render("delta", {}, None, ())
 
     def _write(self, pieces: Sequence[str | ToolCall]) -> Sequence[Json]:
         entries = []
@@ -157,6 +152,9 @@ class ChatChoice(_Choice):
             entries.append(self._entry("delta", delta))
         return entries
 
+    def _render_logprobs(self, logprobs: list[Json]) -> Json:
+        return {"content": logprobs, "refusal": None}
+
 
 class CompletionChoice(_Choice):
     """One choice of a text completion."""
@@ -164,10 +162,8 @@ class CompletionChoice(_Choice):
     def __init__(
         self, index: int, *, echo: str, top_logprobs: int | None, token_sources: bool
     ) -> None:
-        render_logprobs = None if top_logprobs is None else self._render_logprob_lists
-        super().__init__(index, render_logprobs, token_sources=token_sources)
+        super().__init__(index, logprobs=top_logprobs is not None, token_sources=token_sources)
         self._echo = echo
-        self._with_logprobs = top_logprobs is not None
         self._with_top = bool(top_logprobs)
 
     def begin(self) -> Sequence[Json]:
@@ -181,41 +177,39 @@ class CompletionChoice(_Choice):
         # The begin token of the model is no part of the text.
         added = max(ends[-1] - len(self._echo), 0)
         begins = [max(end - added, 0) for end in (0, *ends[:-1])]
-        self._pending_logprobs += zip(logprobs, begins, strict=True)
+        self._logprobs += zip(logprobs, begins, strict=True)
         return (self._entry("text", self._echo),)
 
     def add(self, delta: Delta) -> Sequence[Json]:
         """Return the new text."""
         echo_chars = len(self._echo)
-        self._pending_logprobs += [(one, echo_chars + one.offset_chars) for one in delta.logprobs]
-        self._pending_tokens += delta.tokens
-        if not delta.text:
-            return ()
+        self._logprobs += [(one, echo_chars + one.offset_chars) for one in delta.logprobs]
+        self._tokens += delta.tokens
         self._text += delta.text
-        return (self._entry("text", delta.text),)
+        return (self._entry("text", delta.text),) if delta.text else ()
 
     def finish(self, finished: Finished) -> Sequence[Json]:
         """Return the finish reason."""
         self._finish_reason, self._stop_reason = finished.reason.value, finished.stop
         return (self._entry("text", ""),)
 
-    def idle(self) -> Sequence[Json]:
+    def idle(self) -> Json:
         """Return an entry without text."""
-        return (self._render("text", "", None, ()),)
+        return self._render("text", "", None, ())
 
     def build(self) -> Json:
         """Return the whole text, after `finish`."""
         return self._render("text", self._echo + self._text, self._logprobs, self._tokens)
 
-    def _render_logprob_lists(self, tokens: Sequence[tuple[TokenLogprob, int]]) -> Json:
+    def _render_logprobs(self, logprobs: Sequence[tuple[TokenLogprob, int]]) -> Json:
         tops = [
-            {one.text: _finite(one.logprob) for one in token.top} or None for token, _ in tokens
+            {one.text: _finite(one.logprob) for one in token.top} or None for token, _ in logprobs
         ]
         return {
-            "tokens": [token.text for token, _ in tokens],
-            "token_logprobs": [_finite(token.logprob) for token, _ in tokens],
+            "tokens": [token.text for token, _ in logprobs],
+            "token_logprobs": [_finite(token.logprob) for token, _ in logprobs],
             "top_logprobs": tops if self._with_top else None,
-            "text_offset": [offset_chars for _, offset_chars in tokens],
+            "text_offset": [offset_chars for _, offset_chars in logprobs],
         }
 
 
@@ -317,14 +311,6 @@ def render_metrics(finished: Sequence[Finished], *, detailed: bool, exact: bool 
 def _render_reasoning(text: str) -> Json:
     # vLLM, mlx-lm and OpenRouter renamed the field of DeepSeek's API; clients read either.
     return {"reasoning_content": text, "reasoning": text}
-
-
-def _render_chat_logprobs(content: list[Json]) -> Json:
-    return {"content": content, "refusal": None}
-
-
-def _render_logprob(token: TokenLogprob) -> Json:
-    return {**_render_token(token), "top_logprobs": [_render_token(one) for one in token.top]}
 
 
 def _render_token(token: ScoredToken) -> Json:

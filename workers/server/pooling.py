@@ -1,21 +1,19 @@
-"""The routes of an embedder and of a reranker: OpenAI's embeddings, and rerank as Jina has it."""
+"""Requests for vectors and scores, and their responses: OpenAI's embeddings, and Jina's rerank."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import logging
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from fastapi import APIRouter, Depends
 from numpy.typing import NDArray
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.protocol import CHECKS
 from paceline.request.parser import read_profile
 from paceline.request.pooling import (
     EmbeddingsRequest,
@@ -24,10 +22,13 @@ from paceline.request.pooling import (
     read_rerank,
 )
 from paceline.request.profile import Endpoint
+from workers.engine.types import PoolingCard
 from workers.server.errors import BadRequest, ClientLeft, ModelUnsuited, UnknownModel
-from workers.server.ports import PoolingEngine
-from workers.server.request import read_body, request_id_of, token_limit, while_connected
+from workers.server.request import read_body, request_id_of, while_connected
 from workers.server.runtime import Worker
+
+if TYPE_CHECKING:  # it imports MLX
+    from workers.engine.pooling import PoolingEngine
 
 log = logging.getLogger(__name__)
 
@@ -36,87 +37,29 @@ _DECIMALS = 9
 _NUMBERS_LIMIT = {False: 1 << 20, True: 1 << 23}
 """Of one response, as text and as base64: a gateway reads it in one piece."""
 
-router = APIRouter()
 
-
-async def _worker(request: Request) -> Worker[PoolingEngine]:
-    worker: Worker[PoolingEngine] = request.app.state.worker
-    return worker
-
-
-PoolingWorker = Annotated[Worker[PoolingEngine], Depends(_worker)]
-
-
-@router.post("/v1/embeddings")
-async def create_embeddings(request: Request, worker: PoolingWorker) -> Response:
-    """Return a vector for each text."""
-    asked = await _read_embeddings(request, worker)
-    return PoolingResponse(worker, asked, request.state.request_id, token_limit(request))
-
-
-@router.post("/v1/rerank")
-async def rank_documents(request: Request, worker: PoolingWorker) -> Response:
-    """Return a score for each document, the best first."""
-    asked = await _read_rerank(request, worker)
-    return PoolingResponse(worker, asked, request.state.request_id, token_limit(request))
-
-
-@router.post(f"{CHECKS}/embeddings")
-async def check_embeddings(request: Request, worker: PoolingWorker) -> dict[str, int]:
-    """Check a request for vectors."""
-    return await _check(request, worker, await _read_embeddings(request, worker))
-
-
-@router.post(f"{CHECKS}/rerank")
-async def check_rerank(request: Request, worker: PoolingWorker) -> dict[str, int]:
-    """Check a request for scores."""
-    return await _check(request, worker, await _read_rerank(request, worker))
-
-
-async def _check(
-    request: Request, worker: Worker[PoolingEngine], asked: EmbeddingsRequest | RerankRequest
-) -> dict[str, int]:
-    tokens = await while_connected(request.receive, worker.engine.check(asked))
-    return {"prompt_tokens": tokens}
-
-
-@router.post("/v1/chat/completions")
-@router.post("/v1/completions")
-async def refuse_to_generate(worker: PoolingWorker) -> None:
-    """Refuse to generate."""
-    raise ModelUnsuited(worker.engine.card.model, worker.engine.card.lanes)
-
-
-async def _read_embeddings(request: Request, worker: Worker[PoolingEngine]) -> EmbeddingsRequest:
-    asked = read_embeddings(await _read(request, worker, Endpoint.EMBEDDINGS))
-    dimensions = asked.dimensions or worker.engine.card.dimensions
-    limit = _NUMBERS_LIMIT[asked.base64]
-    if len(asked.inputs) * dimensions > limit:
-        other = "" if asked.base64 else ", or set 'encoding_format' to base64"
-        raise BadRequest(
-            f"The vectors of one response may have {limit} numbers; send fewer texts{other}.",
-            param="input",
-        )
-    return asked
-
-
-async def _read_rerank(request: Request, worker: Worker[PoolingEngine]) -> RerankRequest:
-    return read_rerank(await _read(request, worker, Endpoint.RERANK))
-
-
-async def _read(
-    request: Request, worker: Worker[PoolingEngine], endpoint: Endpoint
-) -> dict[str, Any]:
-    """Return a valid body for the model of the worker."""
+async def read_pooling(
+    request: Request, endpoint: Endpoint, card: PoolingCard
+) -> EmbeddingsRequest | RerankRequest:
+    """Read and check a request for the model of a worker; raise `RequestError` or `FieldError`."""
     request.state.request_id = request_id_of(request)
-    card = worker.engine.card
     if endpoint not in card.lanes:
         raise ModelUnsuited(card.model, card.lanes)
     body = await read_body(request)
     profile = read_profile(body, endpoint)
     if profile.model != card.model:
         raise UnknownModel(profile.model, card.model)
-    return body
+    if endpoint is Endpoint.RERANK:
+        return read_rerank(body)
+    asked = read_embeddings(body)
+    limit = _NUMBERS_LIMIT[asked.base64]
+    if len(asked.inputs) * (asked.dimensions or card.dimensions) > limit:
+        other = "" if asked.base64 else ", or set 'encoding_format' to base64"
+        raise BadRequest(
+            f"The vectors of one response may have {limit} numbers; send fewer texts{other}.",
+            param="input",
+        )
+    return asked
 
 
 class PoolingResponse(Response):
@@ -149,15 +92,12 @@ class PoolingResponse(Response):
             await response(scope, receive, send)
 
     async def _body(self) -> bytes:
-        engine, asked, limit = self._worker.engine, self._asked, self._token_limit
+        asked = self._asked
+        numbers, tokens = await self._worker.engine.compute(asked, self._token_limit)
         if isinstance(asked, EmbeddingsRequest):
-            pooled = await engine.embed(asked, limit)
-            return await asyncio.to_thread(_embeddings, asked, pooled.numbers, pooled.tokens)
-        pooled = await engine.rerank(asked, limit)
-        scores = pooled.numbers[:, 0].tolist()
-        return to_json(
-            {"id": f"rerank-{self._request_id}"} | _ranking(asked, scores, pooled.tokens)
-        )
+            return await asyncio.to_thread(_embeddings, asked, numbers, tokens)
+        ranking = _ranking(asked, numbers[:, 0].tolist(), tokens)
+        return to_json({"id": f"rerank-{self._request_id}"} | ranking)
 
 
 def _embeddings(asked: EmbeddingsRequest, vectors: NDArray[np.float32], tokens: int) -> bytes:

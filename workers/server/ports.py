@@ -2,77 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.drain_rate import QueuePlace
 from paceline.protocol import LaneReport
-from paceline.request.pooling import EmbeddingsRequest, RerankRequest
 from workers.engine.decode.memory_pressure import MemoryReading
 from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource
-from workers.engine.text.tool_formats import ToolFormat
-from workers.engine.types import Card, Event, Generation, ModelCard, PoolingCard, Prompt
+from workers.engine.types import Card, EngineState, Event, Generation, ModelCard
+
+if TYPE_CHECKING:  # it imports Transformers
+    from workers.engine.text.tokenizer import PromptRenderer
 
 Json = Any
 """A JSON value; typed loosely at this boundary alone."""
-
-
-class Prompts(Protocol):
-    """The chat template of the model; thread-safe and free of MLX."""
-
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """The model's format of tool calls; None without one."""
-
-    def template_variables(self, given: Mapping[str, Json], effort: str | None) -> dict[str, Json]:
-        """Return the variables by which the template knows a reasoning effort, and those given."""
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Json]],
-        tools: Sequence[Mapping[str, Json]] | None = None,
-        template_kwargs: Mapping[str, Json] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Render messages into a prompt; raise `InvalidGeneration` if the template rejects them."""
-
-    def tokenize_completion(self, text: str, limit: int | None = None) -> tuple[int, ...]:
-        """Return the tokens of a text to complete, or the last `limit` and some before them.
-
-        Raise `InvalidGeneration` without a limit for a text that is far beyond the context.
-        """
-
-    def count(self, prompt: Prompt) -> int:
-        """Return the number of tokens of a prompt, pictures included."""
-
-    def spell(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, control tokens too."""
-
-    def shared_prefix(
-        self,
-        messages: Sequence[Mapping[str, Json]],
-        tools: Sequence[Mapping[str, Json]] | None = None,
-        template_kwargs: Mapping[str, Json] | None = None,
-    ) -> str:
-        """Return the common beginning of all prompts with these system messages and tools."""
-
-    def turn_end(
-        self,
-        text: str,
-        messages: Sequence[Mapping[str, Json]],
-        tools: Sequence[Mapping[str, Json]] | None = None,
-        template_kwargs: Mapping[str, Json] | None = None,
-    ) -> int:
-        """Return the length of the rendered `text` up to the end of the last message."""
-
-    def continues(self, template_kwargs: Mapping[str, Json] | None = None) -> bool:
-        """Return whether the next prompt of a chat begins with this one and its answer."""
 
 
 class RunningEngine(Protocol):
@@ -93,26 +37,11 @@ class RunningEngine(Protocol):
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return one consistent snapshot of all lanes; thread-safe."""
 
-    def memory_bytes(self) -> int:
-        """Return the memory in use by MLX."""
-
-    def memory_limit_bytes(self) -> int:
-        """Return the memory limit of MLX; 0 if unknown."""
-
     def memory_reading(self) -> MemoryReading:
         """Return what the process takes of the memory of this machine."""
 
-    def failed_allocations(self) -> int:
-        """Return how many allocations of the device have failed since the start."""
-
-    def prefix_cache_bytes(self) -> int:
-        """Return the memory in use by the prefix cache."""
-
-    def prefixes(self) -> tuple[str, ...]:
-        """Return the keys of cached prefixes, the most recently used first."""
-
-    def evicted_prefixes(self) -> tuple[str, ...]:
-        """Return the keys of the last evicted prefixes that are not on disk, the last one first."""
+    def state(self) -> EngineState:
+        """Return the memory in use by MLX, and the keys of the prefix cache."""
 
     async def drop_prefixes(self, scope: str | None) -> None:
         """Delete all of an isolation scope from memory and disk; None: of all scopes."""
@@ -129,7 +58,7 @@ class ServingEngine(RunningEngine, Protocol):
         """Description of the loaded model."""
 
     @property
-    def prompts(self) -> Prompts:
+    def prompts(self) -> PromptRenderer:
         """The chat template of the model."""
 
     def generate(
@@ -148,32 +77,3 @@ class ServingEngine(RunningEngine, Protocol):
 
     def queue_place(self, generation: Generation) -> QueuePlace | None:
         """Return the place of a generation in the queue; None if it waits no more."""
-
-
-class Pooled(Protocol):
-    """The numbers of one request, and the tokens that the model has read."""
-
-    @property
-    def numbers(self) -> NDArray[np.float32]:
-        """[texts or documents, numbers of each]."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all rows, those that the model adds included."""
-
-
-class PoolingEngine(RunningEngine, Protocol):
-    """A running embedder or reranker."""
-
-    @property
-    def card(self) -> PoolingCard:
-        """Description of the loaded model."""
-
-    async def embed(self, request: EmbeddingsRequest, token_limit: int | None = None) -> Pooled:
-        """Return a vector for each text; a cancelled call drops its rows."""
-
-    async def rerank(self, request: RerankRequest, token_limit: int | None = None) -> Pooled:
-        """Return a score for each document; a cancelled call drops its rows."""
-
-    async def check(self, request: EmbeddingsRequest | RerankRequest) -> int:
-        """Return the tokens of a request; raise the `EngineError` that its answer would be."""

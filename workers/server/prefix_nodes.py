@@ -18,15 +18,14 @@ from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Annotated, NamedTuple, Self, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 
 import httpx
 import numpy as np
 from pydantic import Base64Bytes, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic_core import to_json
 from safetensors.numpy import load, save
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -40,14 +39,8 @@ from workers.engine.prefix.transfer import (
     PrefixSource,
     TransferFailed,
 )
-from workers.server.errors import (
-    BadRequest,
-    BodyTooLarge,
-    ClientLeft,
-    NotAuthorised,
-    PrefixRefused,
-)
-from workers.server.request import while_connected
+from workers.server.errors import BadRequest, ClientLeft, NotAuthorised, PrefixRefused
+from workers.server.request import read_content, while_connected
 from workers.server.runtime import Worker
 
 log = logging.getLogger(__name__)
@@ -81,6 +74,7 @@ class _Question(Record):
 
 class _OfferHead(Record):
     tokens: Count
+    size_bytes: ClassVar[int] = 0
 
 
 class _RunHead(Record):
@@ -134,33 +128,19 @@ class NodeKey:
 async def read_question(request: Request, key: NodeKey) -> tuple[str, PrefixQuery]:
     """Return the number of a question, and the question; raise a `RequestError`."""
     nonce, digest = key.check(request.headers.get("authorization", ""))
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_QUESTION_BYTES:
-                raise BodyTooLarge(MAX_QUESTION_BYTES)
-    except ClientDisconnect as error:
-        raise ClientLeft from error
-    return nonce, await asyncio.to_thread(_parse_question, bytes(body), digest)
+    body = await read_content(request, MAX_QUESTION_BYTES)
+    return nonce, await asyncio.to_thread(_parse_question, body, digest)
 
 
-def _parse_question(body: bytes, digest: str) -> PrefixQuery:
+def _parse_question(body: bytes | bytearray, digest: str) -> PrefixQuery:
     if not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
         raise NotAuthorised
     try:
-        question = _Question.model_validate_json(body)
-        tokens = np.frombuffer(question.tokens, "<i8").astype(np.int64)
+        fields = dict(_Question.model_validate_json(body))
+        fields["tokens"] = np.frombuffer(fields["tokens"], "<i8").astype(np.int64)
     except ValueError as error:
         raise BadRequest("The question is not one of this version.") from error
-    return PrefixQuery(
-        model=question.model,
-        scope=question.scope,
-        tokens=tokens,
-        known=question.known,
-        with_head=question.with_head,
-        run_bytes=question.run_bytes,
-    )
+    return PrefixQuery(**fields)
 
 
 class NodesResponse(Response):
@@ -186,8 +166,7 @@ class NodesResponse(Response):
         try:
             async with self._worker.engine.open(self._query) as offer:
                 headers = [(b"content-type", b"application/octet-stream")]
-                head = _OfferHead(tokens=offer.tokens).model_dump_json().encode()
-                first = await asyncio.to_thread(self._part, head, b"")
+                first = await asyncio.to_thread(self._part, _OfferHead(tokens=offer.tokens), b"")
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await self._send_part(send, first)
                 async for run in offer.runs:
@@ -211,12 +190,13 @@ class NodesResponse(Response):
             bfloat16=tuple(sorted(node.bfloat16)),
             size_bytes=len(content),
         )
-        return self._part(head.model_dump_json().encode(), content)
+        return self._part(head, content)
 
-    def _part(self, head: bytes, content: bytes) -> bytes:
-        code = self._key.answer_code(self._nonce, self._parts, head, content)
+    def _part(self, head: Record, content: bytes) -> bytes:
+        line = head.model_dump_json().encode()
+        code = self._key.answer_code(self._nonce, self._parts, line, content)
         self._parts += 1
-        return b"".join((code.encode(), b" ", head, b"\n", content))
+        return b"".join((code.encode(), b" ", line, b"\n", content))
 
 
 # --- the client -----------------------------------------------------------------------------------
@@ -236,12 +216,7 @@ class PrefixPeers:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
     def sources(self, headers: Mapping[str, str]) -> tuple[PrefixSource, ...]:
@@ -283,7 +258,7 @@ class _Peer:
                     reason = _STATUS_REASONS.get(response.status_code, "failed")
                     raise TransferFailed(reason, f"status {response.status_code}")
                 answer = _AnswerReader(response, self.key, nonce, query.run_limit_bytes)
-                offer = await answer.read_offer()
+                offer, _ = await answer.part(_OfferHead)
                 async with aclosing(answer.runs()) as runs:
                     yield PrefixOffer(offer.tokens, runs)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -302,12 +277,6 @@ class _Peer:
         return body, self.key.credentials(nonce, body)
 
 
-class _Part(NamedTuple):
-    code: bytes
-    head: bytes
-    content: bytes
-
-
 class _AnswerReader:
     """Reads the parts of an answer, each within its bounds."""
 
@@ -321,61 +290,48 @@ class _AnswerReader:
         self._limit_bytes = run_limit_bytes + _FILE_HEAD_BYTES
         self._parts = 0
 
-    async def read_offer(self) -> _OfferHead:
-        """Read the first part."""
-        code, head = await self._read_line()
-        self._check(_Part(code, head, b""))
-        return _parse(_OfferHead, head)
-
     async def runs(self) -> AsyncGenerator[Prefetched, None]:
         """Yield the runs up to the end of the answer."""
         while self._buffer or await self._fill():
-            code, line = await self._read_line()
-            head = _parse(_RunHead, line)
-            if head.size_bytes > self._limit_bytes:
-                raise TransferFailed("failed", f"a run has {head.size_bytes} bytes")
-            content = await self._read(head.size_bytes)
-            yield await asyncio.to_thread(self._run, head, _Part(code, line, content))
+            head, content = await self.part(_RunHead)
+            try:
+                arrays = await asyncio.to_thread(load, content)
+            except Exception as error:  # safetensors has errors of its own
+                raise TransferFailed("failed", "a run is no safetensors file") from error
+            node = HostPrefix(arrays=arrays, bfloat16=frozenset(head.bfloat16))
+            yield FileName(head.begin, head.end, "", head.resumable), node
 
-    def _run(self, head: _RunHead, part: _Part) -> Prefetched:
-        self._check(part)
-        try:
-            node = HostPrefix(arrays=load(part.content), bfloat16=frozenset(head.bfloat16))
-        except Exception as error:  # safetensors has errors of its own
-            raise TransferFailed("failed", "a run is no safetensors file") from error
-        return FileName(head.begin, head.end, "", head.resumable), node
-
-    def _check(self, part: _Part) -> None:
-        expected = self._key.answer_code(self._nonce, self._parts, part.head, part.content)
-        self._parts += 1
-        if not hmac.compare_digest(expected.encode(), part.code):
-            raise TransferFailed("failed", "a part has a wrong code")
-
-    async def _read_line(self) -> tuple[bytes, bytes]:
-        """Return the code and the JSON of the next line."""
+    async def part(self, kind: type[Head]) -> tuple[Head, bytes]:
+        """Read a part: what its line says, and its content; raise `TransferFailed`."""
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > _MAX_LINE_BYTES or not await self._fill():
                 raise TransferFailed("failed", "the answer has no line")
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        return line[:_CODE_CHARS], line[_CODE_CHARS + 1 :]
-
-    async def _read(self, size_bytes: int) -> bytes:
-        while len(self._buffer) < size_bytes:
+        line = self._take(end + 1)
+        code, text = line[:_CODE_CHARS], line[_CODE_CHARS + 1 : -1]
+        try:
+            head = kind.model_validate_json(text)
+        except ValidationError as error:
+            raise TransferFailed("failed", "a line is not one of this version") from error
+        if head.size_bytes > self._limit_bytes:
+            raise TransferFailed("failed", f"a run has {head.size_bytes} bytes")
+        while len(self._buffer) < head.size_bytes:
             if not await self._fill():
                 raise TransferFailed("failed", "the answer is cut short")
-        content = bytes(memoryview(self._buffer)[:size_bytes])
+        content = self._take(head.size_bytes)
+        expected = await asyncio.to_thread(
+            self._key.answer_code, self._nonce, self._parts, text, content
+        )
+        self._parts += 1
+        if not hmac.compare_digest(expected.encode(), code):
+            raise TransferFailed("failed", "a part has a wrong code")
+        return head, content
+
+    def _take(self, size_bytes: int) -> bytes:
+        taken = bytes(memoryview(self._buffer)[:size_bytes])
         del self._buffer[:size_bytes]
-        return content
+        return taken
 
     async def _fill(self) -> bool:
         chunk = await anext(self._chunks, b"")
         self._buffer += chunk
         return bool(chunk)
-
-
-def _parse(kind: type[Head], head: bytes) -> Head:
-    try:
-        return kind.model_validate_json(head)
-    except ValidationError as error:
-        raise TransferFailed("failed", "a line is not one of this version") from error

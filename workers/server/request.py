@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from pydantic_core import from_json
@@ -32,15 +32,27 @@ from paceline.protocol import (
     TOKENS_LIMIT_HEADER,
     salted_scope,
 )
-from paceline.request.constraint import ConstraintKind, read_constraint, strict_tools
-from paceline.request.content import MEDIA_KINDS, MESSAGE_TEXTS, TEXT_PARTS, read_prompts, source_of
+from paceline.request.constraint import (
+    Constraint,
+    ConstraintKind,
+    read_constraint,
+    strict_tools,
+)
+from paceline.request.content import (
+    MEDIA_KINDS,
+    MESSAGE_TEXTS,
+    PROMPTS_LIMIT,
+    TEXT_PARTS,
+    read_texts,
+    source_of,
+)
 from paceline.request.fields import read_cache_salt
 from paceline.request.parser import read_profile
 from paceline.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.text.long_text import in_turn
 from workers.engine.text.tool_formats import ToolFormat
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
-from workers.server.answer_progress import read_given
+from workers.server.answer_progress import GivenStream, read_given
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.pictures import PictureMemory
 from workers.server.ports import Json, ServingEngine
@@ -52,6 +64,8 @@ _PARSE_INLINE_BYTES = 64 * 1024
 """JSON of this size parses in under a millisecond; a larger body is parsed in a thread."""
 # One thread: each thread that parses keeps the memory of its largest body.
 _PARSER = ThreadPoolExecutor(1, "parse")
+
+_NO_PROMPT = Prompt()
 
 Result = TypeVar("Result")
 
@@ -77,7 +91,7 @@ class CompletionRequest:
     detailed_metrics: bool = False
     """Whether the response lists the counts of every draft step, beside their sums."""
     reports_progress: bool = False
-    """Whether the events of the stream have lines that tell their tokens."""
+    """Whether the events of the stream have lines that name their tokens."""
     given: bool = False
     """Whether the client has the beginning of the stream from another worker."""
 
@@ -100,116 +114,58 @@ async def read_request(
     Raises `RequestError` or `FieldError`, which name the field, and `ClientLeft`.
     """
     body = await read_body(request)
-    checked = _check(
-        request,
-        body,
-        engine,
-        pictures=pictures,
-        endpoint=endpoint,
-        created_s=created_s,
-    )
-    return await while_connected(request.receive, checked)
-
-
-async def _check(
-    request: Request,
-    body: dict[str, Json],
-    engine: ServingEngine,
-    *,
-    pictures: PictureMemory,
-    endpoint: Endpoint,
-    created_s: int,
-) -> CompletionRequest:
-    answer_so_far = body.pop(ANSWER_FIELD, None)
+    given = body.pop(ANSWER_FIELD, None)
     profile = read_profile(body, endpoint)
     if profile.model != engine.card.model:
         raise UnknownModel(profile.model, engine.card.model)
-    tools = body["tools"] if profile.tools else None
-    constraint = read_constraint(body)
-    forced = constraint is not None and constraint.kind is ConstraintKind.CALLS
-    tool_format = engine.prompts.tool_format if tools and not forced else None
-    if constraint is None and tool_format is not None and tool_format.style:
-        constraint = strict_tools(body, tool_format.style)
-    lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
-    scope = _prefix_scope(request.headers.get(SCOPE_HEADER), read_cache_salt(body))
-    scores_prompt = profile.echo and profile.top_logprobs is not None
+    stream = None if given is None else read_given(given, profile.prompts * profile.choices)
+    calls = _read_calls(body, profile, engine)
     if endpoint is Endpoint.CHAT:
         keys = _prefix_keys(request.headers.get(KEYS_HEADER))
-        prompts = [await _chat_prompt(body, profile, tools, engine, pictures, keys=keys)]
-        echoes: tuple[str, ...] = ()
+        preparing = _chat_prompt(body, profile, calls.tools, engine, pictures, keys=keys)
     else:
-        prompts, echoes = await _completion_prompts(body, profile, engine)
-        scope = None if scores_prompt else scope  # a prompt from the cache has no scores
+        preparing = _completion_prompts(body, profile, engine)
+    prompts, echoes = await while_connected(request.receive, preparing)
+    generation = _generation(request, profile, engine.card, calls, continues=stream is not None)
+    scope = _prefix_scope(request.headers.get(SCOPE_HEADER), read_cache_salt(body))
+    if generation.prompt_logprobs:
+        scope = None  # a prompt from the cache has no scores
     prompts = [replace(prompt, scope=scope) for prompt in prompts]
-    given = None
-    if answer_so_far is not None:
-        given = read_given(answer_so_far, profile.prompts * profile.choices)
-        created_s = given.created_s
-    reports_progress = profile.stream and PROGRESS_HEADER in request.headers and not scores_prompt
-    request_id = request.state.request_id
-    generation = Generation(
-        request_id=request_id,
-        lane=lane,
-        prompt=prompts[0],
-        sampling=profile.sampling,
-        max_tokens=profile.max_tokens,
-        choices=profile.choices,
-        token_limit=token_limit(request),
-        min_tokens=profile.min_tokens,
-        stop=profile.stop,
-        stop_tokens=frozenset(profile.stop_tokens),
-        ignore_eos=profile.ignore_eos,
-        prompt_limit=profile.prompt_limit,
-        split_reasoning=endpoint is Endpoint.CHAT,
-        thinking_budget=profile.thinking_budget,
-        constraint=constraint,
-        call_marks=(tool_format.begin, tool_format.end) if tool_format else None,
-        keep_call_tokens=tool_format is not None,
-        top_logprobs=profile.top_logprobs,
-        prompt_logprobs=scores_prompt,
-        token_sources=profile.token_sources,
-        draft_tokens=profile.draft_tokens,
-        exact=profile.exact,
-        report_steps=reports_progress,
-        spec_prefill=SpecPrefillOptions(
-            sparse=False if scores_prompt or given is not None else profile.spec_prefill,
-            keep_share=profile.spec_prefill_keep,
-        ),
-        bypass=bypass,
-    )
-    generations = _one_per_choice(_one_per_prompt(generation, prompts), profile.choices)
-    if given is not None:
-        answers = zip(generations, given.answers, strict=True)
-        generations = tuple(replace(one, given=answer) for one, answer in answers)
     return CompletionRequest(
-        request_id=request_id,
-        created_s=created_s,
+        request_id=request.state.request_id,
+        created_s=created_s if stream is None else stream.created_s,
         profile=profile,
         shown_model=_shown_model(request.headers.get(MODEL_HEADER)) or profile.model,
-        generations=generations,
-        tool_format=FORCED_CALLS if forced else tool_format,
-        tools=tuple(tools or ()),
+        generations=_one_per_choice(generation, prompts, stream),
+        tool_format=calls.read_as,
+        tools=tuple(calls.tools or ()),
         single_tool_call=body.get("parallel_tool_calls") is False,
         echoes=echoes,
         detailed_metrics=body.get("metrics") == "detailed",
-        reports_progress=reports_progress,
-        given=given is not None,
+        reports_progress=generation.report_steps,
+        given=stream is not None,
     )
 
 
 async def read_body(request: Request) -> dict[str, Json]:
     """Return the parsed body of a request; raise `BadRequest`, `BodyTooLarge` or `ClientLeft`."""
+    content = await read_content(request, MAX_BODY_BYTES)
+    if len(content) <= _PARSE_INLINE_BYTES:
+        return _parse(content)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, _parse, content)
+
+
+async def read_content(request: Request, limit_bytes: int) -> bytearray:
+    """Return the body of a request; raise `BodyTooLarge` or `ClientLeft`."""
     content = bytearray()
     try:
         async for chunk in request.stream():
             content += chunk
-            if len(content) > MAX_BODY_BYTES:
-                raise BodyTooLarge(MAX_BODY_BYTES)
+            if len(content) > limit_bytes:
+                raise BodyTooLarge(limit_bytes)
     except ClientDisconnect as error:
         raise ClientLeft from error
-    if len(content) <= _PARSE_INLINE_BYTES:
-        return _parse(content)
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, _parse, content)
+    return content
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -244,6 +200,66 @@ def _parse(content: bytearray) -> dict[str, Json]:
     return body
 
 
+class _Calls(NamedTuple):
+    """What a request says on calls of tools."""
+
+    tools: Sequence[Mapping[str, Json]] | None
+    free: ToolFormat | None
+    """Format of calls that the model may write; None if it must, or must not."""
+    read_as: ToolFormat | None
+    """Format of the calls in the answer; None if calls are none or stay text."""
+    constraint: Constraint | None
+
+
+def _read_calls(body: Mapping[str, Json], profile: RequestProfile, engine: ServingEngine) -> _Calls:
+    tools = body["tools"] if profile.tools else None
+    constraint = read_constraint(body)
+    if constraint is not None and constraint.kind is ConstraintKind.CALLS:
+        return _Calls(tools, None, FORCED_CALLS, constraint)
+    free = engine.prompts.tool_format if tools else None
+    if constraint is None and free is not None and free.style:
+        constraint = strict_tools(body, free.style)
+    return _Calls(tools, free, free, constraint)
+
+
+def _generation(
+    request: Request, profile: RequestProfile, card: ModelCard, calls: _Calls, *, continues: bool
+) -> Generation:
+    """Return the generation of the first choice, without its prompt."""
+    lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, card)
+    scores_prompt = profile.echo and profile.top_logprobs is not None
+    return Generation(
+        request_id=request.state.request_id,
+        lane=lane,
+        prompt=_NO_PROMPT,
+        sampling=profile.sampling,
+        max_tokens=profile.max_tokens,
+        choices=profile.choices,
+        token_limit=token_limit(request),
+        min_tokens=profile.min_tokens,
+        stop=profile.stop,
+        stop_tokens=frozenset(profile.stop_tokens),
+        ignore_eos=profile.ignore_eos,
+        prompt_limit=profile.prompt_limit,
+        split_reasoning=profile.endpoint is Endpoint.CHAT,
+        thinking_budget=profile.thinking_budget,
+        constraint=calls.constraint,
+        call_marks=(calls.free.begin, calls.free.end) if calls.free else None,
+        keep_call_tokens=calls.free is not None,
+        top_logprobs=profile.top_logprobs,
+        prompt_logprobs=scores_prompt,
+        token_sources=profile.token_sources,
+        draft_tokens=profile.draft_tokens,
+        exact=profile.exact,
+        report_steps=profile.stream and PROGRESS_HEADER in request.headers and not scores_prompt,
+        spec_prefill=SpecPrefillOptions(
+            sparse=False if scores_prompt or continues else profile.spec_prefill,
+            keep_share=profile.spec_prefill_keep,
+        ),
+        bypass=bypass,
+    )
+
+
 def _choose_lane(
     requested: str | None, profile: RequestProfile, card: ModelCard
 ) -> tuple[LaneName, tuple[Bypass, ...]]:
@@ -265,9 +281,7 @@ def _shown_model(given: str | None) -> str:
     """Return the name by which the client knows the model; empty if it has no other."""
     name = "" if given is None else unquote(given)
     if given is not None and not re.fullmatch(MODEL_PATTERN, name):
-        raise BadRequest(
-            f"The header '{MODEL_HEADER}' must be the name of a model.", param=MODEL_HEADER
-        )
+        raise _wrong_header(MODEL_HEADER, "must be the name of a model")
     return name
 
 
@@ -282,24 +296,17 @@ def _prefix_scope(given: str | None, salt: str) -> str | None:
 
 def _prefix_keys(given: str | None) -> tuple[str, ...]:
     """Return the keys of a prompt, longest first; empty without a gateway."""
-    if given is None:
-        return ()
-    keys = given.split(",", MAX_PREFIX_KEYS)
+    keys = () if given is None else given.split(",", MAX_PREFIX_KEYS)
     if len(keys) > MAX_PREFIX_KEYS:
-        raise BadRequest(
-            f"The header '{KEYS_HEADER}' may have at most {MAX_PREFIX_KEYS} keys.",
-            param=KEYS_HEADER,
-        )
+        raise _wrong_header(KEYS_HEADER, f"may have at most {MAX_PREFIX_KEYS} keys")
     return tuple(_check_name(key, KEYS_HEADER) for key in keys)
 
 
 def _check_name(name: str, header: str) -> str:
     """Check a key: gateways would reject every report that contains an invalid one."""
     if not name.isprintable() or not 1 <= len(name) <= MAX_PREFIX_NAME_CHARS:
-        raise BadRequest(
-            f"A name in the header '{header}' must have 1 to {MAX_PREFIX_NAME_CHARS} printable "
-            "characters.",
-            param=header,
+        raise _wrong_header(
+            header, f"must have names of 1 to {MAX_PREFIX_NAME_CHARS} printable characters"
         )
     return name
 
@@ -310,56 +317,79 @@ def token_limit(request: Request) -> int | None:
     if given is None:
         return None
     if not re.fullmatch("[0-9]{1,16}", given) or not 1 <= int(given) <= MAX_COUNT:
-        raise BadRequest(
-            f"The header '{TOKENS_LIMIT_HEADER}' must be a number from 1 to {MAX_COUNT}.",
-            param=TOKENS_LIMIT_HEADER,
-        )
+        raise _wrong_header(TOKENS_LIMIT_HEADER, f"must be a number from 1 to {MAX_COUNT}")
     return int(given)
+
+
+def _wrong_header(name: str, problem: str) -> BadRequest:
+    return BadRequest(f"The header '{name}' {problem}.", param=name)
+
+
+_Prompts = tuple[list[Prompt], tuple[str, ...]]
+"""The prompts of a request, and their texts if the answers begin with them."""
 
 
 async def _chat_prompt(
     body: Mapping[str, Json],
     profile: RequestProfile,
-    tools: list[Mapping[str, Json]] | None,
+    tools: Sequence[Mapping[str, Json]] | None,
     engine: ServingEngine,
     memory: PictureMemory,
     *,
     keys: Sequence[str],
-) -> Prompt:
+) -> _Prompts:
     messages, sources = read_messages(body["messages"])
     prefix_key = keys[-1] if keys else None
     if sources and not engine.card.vision:
         raise BadRequest(
             "This model does not support images.", param=sources[0][0], code="unsupported_value"
         )
-
     pictures = await memory.decode(sources) if sources else ()
 
     def render() -> Prompt:
-        template_kwargs = engine.prompts.template_variables(
+        variables = engine.prompts.template_variables(
             body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
         )
         prefix_text = ""
         if prefix_key != NO_PREFIX:
-            prefix_text = engine.prompts.shared_prefix(messages, tools, template_kwargs)
+            prefix_text = engine.prompts.shared_prefix(messages, tools, variables)
         text = engine.prompts.chat(
             messages,
             tools,
-            template_kwargs,
+            variables,
             add_generation_prompt=profile.generation_prompt,
             continue_final_message=profile.continues_message,
         )
         return Prompt(
             text=text,
-            turn_end=engine.prompts.turn_end(text, messages, tools, template_kwargs),
-            continues=engine.prompts.continues(template_kwargs),
+            turn_end=engine.prompts.turn_end(text, messages, tools, variables),
+            continues=engine.prompts.continues(variables),
             pictures=pictures,
             prefix_text=prefix_text,
             prefix_key=prefix_key,
             turn_key=keys[0] if len(keys) > 1 else "",
         )
 
-    return await in_turn(profile.text_chars, render)
+    return [await in_turn(profile.text_chars, render)], ()
+
+
+async def _completion_prompts(
+    body: Mapping[str, Json], profile: RequestProfile, engine: ServingEngine
+) -> _Prompts:
+    def tokenize() -> _Prompts:
+        prompts, echoes = [], []
+        for prompt in read_texts(body, "prompt", PROMPTS_LIMIT):
+            if isinstance(prompt, str):
+                tokens = engine.prompts.tokenize_completion(prompt, profile.prompt_limit)
+            else:
+                tokens = tuple(prompt)
+            prompts.append(Prompt(tokens=tokens))
+            if profile.echo:
+                text = prompt if isinstance(prompt, str) else engine.prompts.spell(tokens)
+                echoes.append(text)
+        return prompts, tuple(echoes)
+
+    return await in_turn(profile.text_chars, tokenize)
 
 
 def read_messages(
@@ -441,49 +471,24 @@ def _read_tool_call(call: Json, where: str) -> dict[str, Json]:
     }
 
 
-async def _completion_prompts(
-    body: Mapping[str, Json], profile: RequestProfile, engine: ServingEngine
-) -> tuple[list[Prompt], tuple[str, ...]]:
-    """Return the prompts, and their texts if the answers begin with them."""
-
-    def tokenize() -> tuple[list[Prompt], tuple[str, ...]]:
-        prompts, echoes = [], []
-        for prompt in read_prompts(body):
-            if isinstance(prompt, str):
-                tokens = engine.prompts.tokenize_completion(prompt, profile.prompt_limit)
-            else:
-                tokens = tuple(prompt)
-            prompts.append(Prompt(tokens=tokens))
-            if profile.echo:
-                text = prompt if isinstance(prompt, str) else engine.prompts.spell(tokens)
-                echoes.append(text)
-        return prompts, tuple(echoes)
-
-    return await in_turn(profile.text_chars, tokenize)
-
-
-def _one_per_prompt(generation: Generation, prompts: Sequence[Prompt]) -> list[Generation]:
-    if len(prompts) == 1:
-        return [generation]
-    answer_tokens = generation.choices * (generation.max_tokens or 0)
+def _one_per_choice(
+    generation: Generation, prompts: Sequence[Prompt], stream: GivenStream | None
+) -> tuple[Generation, ...]:
+    """Return the generation of each choice, prompt by prompt; only the first reads its prompt."""
+    choices, seed = generation.choices, generation.sampling.seed
+    answer_tokens = choices * (generation.max_tokens or 0)
     needs = [len(prompt.tokens) + answer_tokens for prompt in prompts]
-    return [
-        replace(generation, prompt=prompt, further_tokens=sum(needs) - need)
-        for prompt, need in zip(prompts, needs, strict=True)
-    ]
-
-
-def _one_per_choice(generations: Sequence[Generation], choices: int) -> tuple[Generation, ...]:
-    if len(generations) == choices == 1:
-        return tuple(generations)
-    seed = generations[0].sampling.seed
+    single = len(prompts) == choices == 1
     return tuple(
         replace(
             generation,
-            request_id=f"{generation.request_id}.{at * choices + index}",
+            prompt=prompt,
+            further_tokens=sum(needs) - needs[at],
+            request_id=generation.request_id + ("" if single else f".{at * choices + index}"),
             further_choice=index > 0,
             sampling=generation.sampling._replace(seed=None if seed is None else seed + index),
+            given=None if stream is None else stream.answers[at * choices + index],
         )
-        for at, generation in enumerate(generations)
+        for at, prompt in enumerate(prompts)
         for index in range(choices)
     )

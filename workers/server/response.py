@@ -34,9 +34,11 @@ log = logging.getLogger(__name__)
 
 WRITE_STALL_S = 60.0
 """A client that reads nothing for this long loses its row of the batch (nginx: send_timeout)."""
-_ID_PREFIX = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETIONS: "cmpl-"}
-_OBJECT = {Endpoint.CHAT: "chat.completion", Endpoint.COMPLETIONS: "text_completion"}
-_CHUNK = {Endpoint.CHAT: "chat.completion.chunk", Endpoint.COMPLETIONS: "text_completion"}
+_OBJECTS = {
+    Endpoint.CHAT: "chat.completion chat.completion.chunk chatcmpl-".split(),
+    Endpoint.COMPLETIONS: "text_completion text_completion cmpl-".split(),
+}
+"""Of each endpoint the `object` of an answer and of a chunk, and what their ids begin with."""
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -52,9 +54,6 @@ _KEEPALIVE = b": keepalive\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-_Generate = Callable[[types.Generation], AsyncGenerator[types.Event, None]]
-
-
 class CompletionResponse(Response):
     """A response that generates while it is sent; a disconnect of the client cancels it.
 
@@ -68,7 +67,8 @@ class CompletionResponse(Response):
         super().__init__()
         self._worker = worker
         self._request = request
-        self._generate = partial(worker.engine.generate, prefix_sources=prefix_sources)
+        generate = partial(worker.engine.generate, prefix_sources=prefix_sources)
+        self._events = partial(events_of, generate, request.generations)
         self._writers = [_writer(request, index) for index in range(len(request.generations))]
         self._finished: dict[int, types.Finished] = {}
         self._usages: dict[int, types.Usage] = {}
@@ -107,16 +107,17 @@ class CompletionResponse(Response):
         return {"prompt_tokens": sum(tokens)}
 
     async def _complete(self) -> Json:
-        async with aclosing(events_of(self._generate, self._request.generations)) as events:
+        async with aclosing(self._events()) as events:
             async for index, event in events:
                 if not isinstance(event, types.PrefillProgress):
                     self._entries(index, event)
-        return self._envelope(_OBJECT, [one.build() for one in self._writers]) | self._totals()
+        choices = [one.build() for one in self._writers]
+        return self._envelope(choices, whole=True) | self._totals()
 
     async def _stream(self, send: Send) -> None:
         stream = EventStream(send, self._request.request_id, self._waiting)
         with stream.kept_alive(self._worker.keepalive_s):
-            async with aclosing(events_of(self._generate, self._request.generations)) as events:
+            async with aclosing(self._events()) as events:
                 try:
                     await self._relay(events, stream)
                 except ClientStalled:
@@ -160,9 +161,9 @@ class CompletionResponse(Response):
             entries = self._new_entries(index, event)
             if entries is not None:
                 await self._send_entries(stream, index, entries)
+        totals = self._totals()
         if self._request.profile.include_usage:
-            usage = self._envelope(_CHUNK, []) | self._totals()
-            await stream.send(_encode_event(usage))
+            await stream.send(_encode_event(self._envelope([]) | totals))
         await stream.send(_DONE, last=True)
 
     def _new_entries(
@@ -193,8 +194,8 @@ class CompletionResponse(Response):
             return
         no_usage = {"usage": None} if self._request.profile.include_usage else {}
         # The engine also generates text that it holds back, as it may begin a tool call.
-        whole, entries = bool(entries), entries or self._writers[0].idle()
-        chunks = [self._envelope(_CHUNK, [entry]) | no_usage for entry in entries]
+        whole, entries = bool(entries), entries or [self._writers[0].idle()]
+        chunks = [self._envelope([entry]) | no_usage for entry in entries]
         chunks[-1] |= usage
         events = [event for chunk in chunks for event in _encode_chunk(chunk)]
         if self._progress is not None:
@@ -233,6 +234,7 @@ class CompletionResponse(Response):
         return writer.finish(event)
 
     def _totals(self) -> dict[str, Json]:
+        """Return the usage and the metrics; raise if the engine has left a choice unfinished."""
         finished = [self._finished[index] for index in range(len(self._writers))]
         metrics = render_metrics(
             finished,
@@ -241,11 +243,12 @@ class CompletionResponse(Response):
         )
         return {"usage": render_usage(self._usages, self._request.profile.choices), **metrics}
 
-    def _envelope(self, objects: dict[Endpoint, str], choices: Sequence[Json]) -> dict[str, Json]:
-        endpoint = self._request.profile.endpoint
+    def _envelope(self, choices: Sequence[Json], *, whole: bool = False) -> dict[str, Json]:
+        """Return an answer, or a chunk of one, with these entries of choices."""
+        answer, chunk, id_begin = _OBJECTS[self._request.profile.endpoint]
         return {
-            "id": _ID_PREFIX[endpoint] + self._request.request_id,
-            "object": objects[endpoint],
+            "id": id_begin + self._request.request_id,
+            "object": answer if whole else chunk,
             "created": self._request.created_s,
             "model": self._request.shown_model,
             "choices": choices,
@@ -335,7 +338,8 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
 
 
 async def events_of(
-    generate: _Generate, generations: Sequence[types.Generation]
+    generate: Callable[[types.Generation], AsyncGenerator[types.Event, None]],
+    generations: Sequence[types.Generation],
 ) -> AsyncGenerator[tuple[int, types.Event], None]:
     """Yield the events of all choices in order of arrival, each with the index of its choice.
 
@@ -343,19 +347,21 @@ async def events_of(
     raised.
     """
     if len(generations) == 1:
-        async with aclosing(_until_finished(generate(generations[0]))) as events:
+        async with aclosing(generate(generations[0])) as events:
             async for event in events:
                 yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, types.Event | Exception]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, types.Event | Exception | None]] = asyncio.Queue()
 
     async def collect(index: int, generation: types.Generation) -> None:
+        end = None
         try:
-            async with aclosing(_until_finished(generate(generation))) as events:
+            async with aclosing(generate(generation)) as events:
                 async for event in events:
                     queue.put_nowait((index, event))
         except Exception as error:  # noqa: BLE001 - queued, and raised by the reader
-            queue.put_nowait((index, error))
+            end = error
+        queue.put_nowait((index, end))
 
     tasks = [asyncio.create_task(collect(*choice)) for choice in enumerate(generations)]
     try:
@@ -364,24 +370,14 @@ async def events_of(
             index, outcome = await queue.get()
             if isinstance(outcome, Exception):
                 raise outcome
-            yield index, outcome
-            running -= isinstance(outcome, types.Finished)
+            if outcome is None:
+                running -= 1
+            else:
+                yield index, outcome
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _until_finished(
-    generated: AsyncGenerator[types.Event, None],
-) -> AsyncGenerator[types.Event, None]:
-    """Yield events up to `Finished`; raise if the engine ends without it."""
-    async with aclosing(generated) as events:
-        async for event in events:
-            yield event
-            if isinstance(event, types.Finished):
-                return
-    raise types.GenerationFailed("The engine ended a generation without finishing it.")
 
 
 def _encode_chunk(chunk: Json) -> list[bytes]:

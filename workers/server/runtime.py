@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Generic
 
 from typing_extensions import TypeVar
@@ -66,19 +66,16 @@ class StartingWorker:
     clock: Callable[[], float]
     """Monotonic time in seconds."""
     started_s: float
-    first_stage: InitVar[StartStage]
-    _step: tuple[StartStage, int, int] = field(init=False)
-
-    def __post_init__(self, first_stage: StartStage) -> None:
-        self.advance(first_stage, 0, 0)
+    step: tuple[StartStage, int, int]
+    """How far the start is: the stage, and the parts of it that are done, of how many."""
 
     def advance(self, stage: StartStage, done: int, total: int) -> None:
         """Record how far the start is; safe from any thread."""
-        self._step = (stage, done, total)
+        self.step = (stage, done, total)
 
     def progress(self) -> StartProgress:
         """Return how far the start is."""
-        stage, done, total = self._step
+        stage, done, total = self.step
         elapsed_s = self.clock() - self.started_s
         return StartProgress(stage=stage, done=done, total=total, elapsed_s=elapsed_s)
 
@@ -135,8 +132,7 @@ class Worker(Generic[EngineT]):
     def report(self) -> WorkerReport:
         """Return one consistent snapshot of the worker."""
         card = self.engine.card
-        prefixes = self.engine.prefixes()
-        memory = self.engine.memory_reading()
+        state, memory = self.engine.state(), self.engine.memory_reading()
         return WorkerReport(
             worker_id=self.worker_id,
             boot_id=self.boot_id,
@@ -154,15 +150,15 @@ class Worker(Generic[EngineT]):
             sees_pictures=card.vision,
             ready=self.ready,
             draining=self.traffic.draining,
-            memory_bytes=self.engine.memory_bytes(),
-            memory_limit_bytes=self.engine.memory_limit_bytes(),
+            memory_bytes=state.memory_bytes,
+            memory_limit_bytes=state.memory_limit_bytes,
             footprint_bytes=memory.used_bytes,
             footprint_limit_bytes=memory.limit_bytes,
             memory_pressure=memory.pressure,
-            failed_allocations=self.engine.failed_allocations(),
-            prefix_cache_bytes=self.engine.prefix_cache_bytes(),
-            prefixes=prefixes[:MAX_REPORTED_PREFIXES],
-            prefix_count=len(prefixes),
-            evicted_prefixes=self.engine.evicted_prefixes()[:MAX_REPORTED_PREFIXES],
+            failed_allocations=state.failed_allocations,
+            prefix_cache_bytes=state.prefix_cache_bytes,
+            prefixes=state.prefixes[:MAX_REPORTED_PREFIXES],
+            prefix_count=len(state.prefixes),
+            evicted_prefixes=state.evicted_prefixes[:MAX_REPORTED_PREFIXES],
             lanes=self.engine.lane_reports(),
         )

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from paceline.config_file import InvalidSettings
 from paceline.http import Server, raise_open_file_limit
 from paceline.lifecycle import Shutdown, first_of
+from paceline.settings import InvalidSettings
 from workers.server.app import create_app
 from workers.server.prefix_nodes import PrefixPeers
 from workers.server.runtime import Worker

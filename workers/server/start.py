@@ -21,10 +21,11 @@ from typing import Any
 
 import uvloop
 
-from paceline.config_file import InvalidSettings
 from paceline.lifecycle import Shutdown, first_of
-from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress, StartStage
+from paceline.names import name_of_host
+from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartStage
 from paceline.request.profile import Endpoint
+from paceline.settings import InvalidSettings
 from paceline.terminal import StartDisplay, printable
 from workers.engine.model.known_heads import known_head
 from workers.engine.types import (
@@ -38,14 +39,15 @@ from workers.engine.types import (
 )
 from workers.group.hosts import Hosts
 from workers.heartbeat import Membership, NotAdmitted, advertised_url, joined, wait_for_gateway
-from workers.server.model_source import ModelSource, resolve_adapter, resolve_model
+from workers.model_source import ModelSource, resolve_model
 from workers.server.pictures import PictureMemory
 from workers.server.ports import RunningEngine
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
-from workers.server.settings import KvBits, WorkerSettings, default_worker_id, prefix_cache_on_disk
+from workers.settings import KvBits, WorkerSettings, prefix_cache_on_disk
 
 _START_INTERVAL_S = 0.2
+_print = functools.partial(print, flush=True)
 _EXIT_CODES: dict[type[Exception], ExitCode] = {
     InvalidSettings: ExitCode.SETTINGS,
     ModelUnusable: ExitCode.MODEL,
@@ -72,34 +74,31 @@ def start(settings: WorkerSettings) -> int:
 def _run(settings: WorkerSettings) -> int:
     # Bind before the weights load, which may take minutes: a port in use is reported at once.
     with _bind(settings.listening_host, settings.port) as listener:
-        cache = prefix_cache_on_disk(settings)
         host, port = listener.getsockname()[:2]
-        worker_id = settings.id or default_worker_id(socket.gethostname(), port)
+        # Stable over restarts, and unique on its machine.
+        host_name = name_of_host(socket.gethostname()) or "worker"
+        worker_id = settings.id or f"{host_name}-{port}"
         if settings.join:
             wait_for_gateway(settings.join, settings.token, worker_id, _pause_of(settings))
         source = resolve_model(settings.model)
-        adapter = resolve_adapter(settings.adapter) if settings.adapter else None
-        served_name = source.served_name_with(adapter)
+        adapter = resolve_model(settings.adapter) if settings.adapter else None
         starting = StartingWorker(
             worker_id=worker_id,
             boot_id=secrets.token_hex(8),
             url=advertised_url(host, port, settings.join or None),
-            model=served_name,
+            model=_served_name(source, adapter),
             labels=settings.labels,
             clock=time.monotonic,
             started_s=time.monotonic(),
-            first_stage=StartStage.WEIGHTS if source.folder else StartStage.DOWNLOAD,
+            step=(StartStage.WEIGHTS if source.folder else StartStage.DOWNLOAD, 0, 0),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            load = functools.partial(
-                load_engine, settings, source, adapter, cache, starting.advance
-            )
             if settings.group:
-                hosts = Hosts.read(settings.group, settings.backend)
-                loop = runner.get_loop()
-                load = functools.partial(
-                    _load_group, settings, source, hosts, loop, starting.advance
-                )
+                hosts = Hosts.read(settings.group)
+                load = functools.partial(load_group, settings, hosts, source, runner.get_loop())
+            else:
+                cache = prefix_cache_on_disk(settings)
+                load = functools.partial(load_engine, settings, source, adapter, cache)
             return runner.run(_start_and_serve(settings, source, starting, load, listener))
 
 
@@ -132,6 +131,10 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _served_name(source: ModelSource, adapter: ModelSource | None) -> str:
+    return f"{source.served_name}+{adapter.served_name}" if adapter else source.served_name
+
+
 def load_engine(
     settings: WorkerSettings,
     source: ModelSource,
@@ -156,7 +159,7 @@ def load_engine(
             model=folder, served_name=source.served_name, endpoint=Endpoint(task)
         )
         return PoolingEngine.start(pooling, progress)
-    mtp = resolve_model(settings.mtp).fetch_head(download) if settings.mtp else None
+    mtp = resolve_model(settings.mtp).fetch(download, head_only=True) if settings.mtp else None
     adapter_folder = adapter.fetch(download) if adapter else None
     spec_prefill = None
     if settings.spec_prefill:
@@ -171,12 +174,11 @@ def load_engine(
     return Engine.start(
         EngineSettings(
             model=folder,
-            served_name=source.served_name_with(adapter),
+            served_name=_served_name(source, adapter),
             adapter=adapter_folder,
             dtype=settings.dtype,
             context_tokens=settings.context,
             max_rows=settings.rows,
-            prefill_chunk_tokens=settings.prefill_chunk,
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
             mtp=mtp,
@@ -191,39 +193,24 @@ def load_engine(
     )
 
 
-def _load_group(
+def load_group(
     settings: WorkerSettings,
-    source: ModelSource,
     hosts: Hosts,
+    source: ModelSource,
     loop: asyncio.AbstractEventLoop,
     progress: ProgressSink,
 ) -> RunningEngine:
     """Return the running engine of a group, whose ranks `loop` supervises; blocks."""
-    folder = source.fetch(functools.partial(progress, StartStage.DOWNLOAD))
-    from workers.group.engine import GroupEngine, GroupSettings  # noqa: PLC0415 - as above
+    from workers.group.engine import GroupEngine  # noqa: PLC0415 - as above
 
-    return GroupEngine.start(
-        GroupSettings(
-            hosts=hosts,
-            backend=settings.backend,
-            split=settings.split,
-            model=str(source.folder) if source.folder else source.served_name,
-            folder=folder,
-            served_name=source.served_name,
-            context_tokens=settings.context,
-            rows=settings.rows,
-            prefill_chunk=settings.prefill_chunk,
-        ),
-        loop,
-        progress,
-    )
+    return GroupEngine.start(settings, hosts, source, loop, progress)
 
 
 async def _start_and_serve(
     settings: WorkerSettings,
     source: ModelSource,
     starting: StartingWorker,
-    load: Callable[[], RunningEngine],
+    load: Callable[[ProgressSink], RunningEngine],
     listener: socket.socket,
 ) -> ExitCode:
     """Load the engine and serve until the end, and send heartbeats all the while."""
@@ -242,7 +229,7 @@ async def _start_and_serve(
             ends.callback(asyncio.create_task(watch_leash(shutdown)).cancel)
         async with joined(membership) if settings.join else contextlib.nullcontext():
             async with _shown(starting, changed, leashed=settings.leash):
-                engine = await _loaded(load, shutdown)
+                engine = await _loaded(functools.partial(load, starting.advance), shutdown)
             ends.callback(engine.stop)
             worker = Worker(
                 worker_id=starting.worker_id,
@@ -252,7 +239,7 @@ async def _start_and_serve(
                 engine=engine,
                 clock=time.time,
                 started_s=time.time(),
-                pictures=PictureMemory.within(engine.memory_limit_bytes()),
+                pictures=PictureMemory.within(engine.state().memory_limit_bytes),
                 changed=changed,
             )
             on_ready = functools.partial(announce, worker, source, settings.join)
@@ -288,18 +275,25 @@ async def _loaded(load: Callable[[], RunningEngine], shutdown: Shutdown) -> Runn
 async def _shown(
     starting: StartingWorker, changed: asyncio.Event, *, leashed: bool
 ) -> AsyncIterator[None]:
-    """Show the start within the context: to the parent process, or in the terminal or the log."""
+    """Show the start within the context: to the parent process, or in the terminal or the log.
+
+    The parent process gets a line for each step, and one a second.
+    """
     display = StartDisplay(sys.stdout)
-    show = _StartLines().show if leashed else display.show
 
     async def follow() -> None:
-        stage = None
+        stage, printed = "", None
         while True:
             progress = starting.progress()
             if progress.stage != stage:
                 stage = progress.stage
                 changed.set()  # to the gateways too
-            show(progress)
+            line = (stage, progress.done, int(progress.elapsed_s))
+            if not leashed:
+                display.show(progress)
+            elif line != printed:
+                printed = line
+                _print(START_PREFIX + progress.model_dump_json())
             await asyncio.sleep(_START_INTERVAL_S)
 
     task = asyncio.create_task(follow())
@@ -310,22 +304,11 @@ async def _shown(
         display.close()
 
 
-class _StartLines:
-    """Prints the start for the parent process: each step, and a line a second."""
-
-    def __init__(self) -> None:
-        self._shown: tuple[str, int, int] | None = None
-
-    def show(self, progress: StartProgress) -> None:
-        """Print the progress, unless the last line says the same."""
-        shown = (progress.stage, progress.done, int(progress.elapsed_s))
-        if shown != self._shown:
-            self._shown = shown
-            _print(START_PREFIX + progress.model_dump_json())
-
-
 def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None:
-    """Print the start lines for people, then to a pipe or a log the ready line for programs."""
+    """Print the start lines for people, then to a pipe or a log the ready line for programs.
+
+    The last line for people has the model, lanes, memory, and what the model does.
+    """
     card = worker.engine.card
     if source.toy:
         _print(
@@ -337,26 +320,22 @@ def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None
             "Not joined to any gateway: this worker answers at its own address alone. To join one, "
             "start it with --join http://GATEWAY:8000 --token TOKEN"
         )
-    _print(_start_line(worker, card))
-    ready = {
-        "url": worker.url,
-        "worker_id": worker.worker_id,
-        "model": card.model,
-        "lanes": list(card.lanes),
-    }
-    if not sys.stdout.isatty():
-        _print(READY_PREFIX + json.dumps(ready))
-
-
-def _start_line(worker: Worker[Any], card: Card) -> str:
-    """Return one line with the model, lanes, memory, and what the model does."""
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
-    return (
+    used_bytes = worker.engine.state().memory_bytes
+    _print(
         f"Worker {worker.worker_id} serves {card.model} at {worker.url}. {lanes} {shared} "
-        f"({card.weights_bytes / 1e6:.1f} MB; {worker.engine.memory_bytes() / 1e6:.1f} MB in use). "
+        f"({card.weights_bytes / 1e6:.1f} MB; {used_bytes / 1e6:.1f} MB in use). "
         f"{_abilities(card)}"
     )
+    if not sys.stdout.isatty():
+        ready = {
+            "url": worker.url,
+            "worker_id": worker.worker_id,
+            "model": card.model,
+            "lanes": list(card.lanes),
+        }
+        _print(READY_PREFIX + json.dumps(ready))
 
 
 def _abilities(card: Card) -> str:
@@ -389,8 +368,3 @@ def _drafts(card: ModelCard) -> str:
     found = known_head(card.model) if requested and not card.mtp else None
     hint = f" There is an MTP head for it: start the worker with --mtp {found}." if found else ""
     return f"{drafts}{reason}.{more}{hint}"
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

@@ -8,16 +8,21 @@ Between tags, what is no value of its type is a text.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Final, Protocol
+from typing import Final
 
 import regex
 from pydantic_core import from_json
 
+from workers.engine.text.detokenizer import overlap
+from workers.engine.text.json_schema import resolve
 from workers.engine.text.tool_formats import Tags
 from workers.server.ports import Json
 
@@ -44,18 +49,17 @@ _TYPES: Final = {
     "null": ("null",),
 }
 """JSON's types, by the beginnings of names that clients have for them."""
+_NUMBER = frozenset({"number", "integer"})
+_TYPES_OF: Final = {
+    type(None): frozenset({"null"}),
+    bool: frozenset({"boolean"}),
+    int: _NUMBER,
+    float: _NUMBER,
+    str: frozenset({"string"}),
+    list: frozenset({"array"}),
+}
 _ANY: Final[frozenset[str]] = frozenset()
 """The types of a value without a known type."""
-
-
-class ArgumentsReader(Protocol):
-    """A reader of arguments."""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return its JSON, and what follows the arguments once they are complete."""
-
-    def close(self) -> str:
-        """Return what is left of the JSON of arguments that the model did not end."""
 
 
 class LiteralReader:
@@ -66,8 +70,6 @@ class LiteralReader:
         """Text around strings in Gemma's notation."""
         self._stop = stop
         """Markup that no literal contains outside of its strings: it ends an open one."""
-        self.is_sound = True
-        """Whether brackets are in pairs, and words without quotes are those of JSON or Python."""
         self._missing = ""
         """What completes the last key of an object."""
         self._buffer = ""
@@ -98,11 +100,14 @@ class LiteralReader:
             if self._ended or (self._begun and not self._open and not self._string):
                 rest = self._buffer[self._at :]
         self._buffer, self._at = self._buffer[self._at :], 0
-        if self._text is not None:
-            self._text += out
-            return ("" if rest is None else _text_in("".join(self._text))), rest
-        literal = "".join(out)
-        return ("{}" if rest is not None and literal in ("null", '""') else literal), rest
+        if self._text is None:
+            literal = "".join(out)
+            return ("{}" if rest is not None and literal in ("null", '""') else literal), rest
+        self._text += out
+        literal = "" if rest is None else "".join(self._text)
+        with contextlib.suppress(ValueError):  # half a surrogate pair
+            literal = literal and (str(from_json(literal)).strip() or "{}")
+        return literal, rest
 
     def close(self) -> str:
         """Return nothing: what the model left open stays open."""
@@ -142,7 +147,7 @@ class LiteralReader:
         closers = "".join(reversed(self._open))
         literal = self._missing + closers if self._begun else "{}"
         self._open.clear()
-        self._ended, self.is_sound = True, False
+        self._ended = True
         return literal
 
     def _separator(self, letter: str) -> str:
@@ -162,9 +167,7 @@ class LiteralReader:
             self._open.append("}" if named else "]")
             return self._release() + ("{" if named else "[")
         held, self._held, self._key = self._held, "", False
-        missing, self._missing = self._missing, ""
-        closed = missing + self._open.pop()
-        self.is_sound = self.is_sound and letter in (closed[-1], ")") and not missing
+        closed, self._missing = self._missing + self._open.pop(), ""
         return closed if held.startswith(",") else held + closed
 
     def _word(self) -> str | None:
@@ -185,7 +188,6 @@ class LiteralReader:
         self._begun = True
         word = _WORDS.get(word, word)
         is_json = not self._key and _JSON_WORD.fullmatch(word)
-        self.is_sound = self.is_sound and (self._key or is_json is not None)
         self._missing = ": null" if self._key else ""
         return self._release() + (word if is_json else _quote(word))
 
@@ -347,6 +349,9 @@ class TagReader:
         self._step = self._next_key
 
 
+ArgumentsReader = LiteralReader | TagReader
+
+
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
@@ -354,20 +359,6 @@ def _quote(text: str) -> str:
 def _escaped(text: str) -> str:
     """Return text as a part of a JSON string."""
     return _quote(text)[1:-1]
-
-
-def _text_in(literal: str) -> str:
-    """Return the arguments that a JSON string holds."""
-    try:
-        return str(from_json(literal)).strip() or "{}"
-    except ValueError:  # half a surrogate pair
-        return literal
-
-
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that begins `marker`."""
-    sizes = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
 
 
 def _value_of(text: str, types: frozenset[str]) -> str:
@@ -387,26 +378,16 @@ def _value_of(text: str, types: frozenset[str]) -> str:
 
 def _python_as_json(text: str) -> str:
     """Return the JSON of a literal of Python; empty if the text is none."""
-    reader = LiteralReader()
-    json_text, rest = reader.feed(f"[{text}]")
-    return json_text[1:-1] if rest == "" and reader.is_sound else ""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ""
 
 
 def _type_of(value: Json) -> frozenset[str]:
     """Return the JSON types of a value; a whole number is an integer and a number."""
-    match value:
-        case None:
-            return frozenset({"null"})
-        case bool():
-            return frozenset({"boolean"})
-        case int() | float():
-            return frozenset({"number", "integer"})
-        case str():
-            return frozenset({"string"})
-        case list():
-            return frozenset({"array"})
-        case _:
-            return frozenset({"object"})
+    return _TYPES_OF.get(type(value), frozenset({"object"}))
 
 
 def argument_types(function: Mapping[str, Json] | None) -> dict[str, frozenset[str]]:
@@ -422,27 +403,17 @@ def _types_of(schema: Json, root: Json, references: int = 0) -> frozenset[str]:
     if not isinstance(schema, Mapping) or references > _MAX_REFERENCES:
         return _ANY
     if "$ref" in schema:
-        return _types_of(_resolve(str(schema["$ref"]), root), root, references + 1)
+        return _types_of(resolve(schema["$ref"], root), root, references + 1)
     named = schema.get("type")
     if named is not None:
-        return frozenset().union(*map(_json_types, named if isinstance(named, list) else [named]))
+        names = named if isinstance(named, list) else [named]
+        plain = [str(name).strip().lower() for name in names]
+        return frozenset(
+            kind for kind, begins in _TYPES.items() for one in plain if one.startswith(begins)
+        )
     for keyword in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(keyword), list) and choices:
             each = [_types_of(choice, root, references + 1) for choice in choices]
             return frozenset().union(*each) if all(each) else _ANY
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return frozenset().union(*map(_type_of, values)) if isinstance(values, list) else _ANY
-
-
-def _json_types(name: Json) -> frozenset[str]:
-    plain = str(name).strip().lower()
-    return frozenset(kind for kind, begins in _TYPES.items() if plain.startswith(begins))
-
-
-def _resolve(reference: str, root: Json) -> Json:
-    """Return the target of a reference within the same schema; None for any other reference."""
-    target: Json = root if reference.startswith("#/") else None
-    for step in reference.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        target = target.get(name) if isinstance(target, Mapping) else None
-    return target

@@ -17,6 +17,7 @@ from typing import Final
 
 import regex
 
+from workers.engine.text.detokenizer import overlap
 from workers.engine.text.tool_formats import Call, ToolFormat
 from workers.server.ports import Json
 from workers.server.tool_arguments import (
@@ -24,7 +25,6 @@ from workers.server.tool_arguments import (
     LiteralReader,
     TagReader,
     argument_types,
-    overlap,
 )
 
 ToolCall = dict[str, Json]
@@ -71,19 +71,16 @@ class _Lines:
         """Add content."""
         *ended, last = (self._line + text).split("\n")
         for line in ended:
-            self._end(line)
+            mark = _FENCE.match(line)
+            if mark and not self._fence:
+                self._fence = mark[1]
+            elif mark and mark[1].startswith(self._fence) and not line[mark.end() :].strip():
+                self._fence = ""
         self._line = last[:_LINE_CHARS]
 
     def break_line(self) -> None:
         """Begin a line, as behind a call."""
         self._line = ""
-
-    def _end(self, line: str) -> None:
-        mark = _FENCE.match(line)
-        if mark and not self._fence:
-            self._fence = mark[1]
-        elif mark and mark[1].startswith(self._fence) and not line[mark.end() :].strip():
-            self._fence = ""
 
 
 class ToolCallSplitter:
@@ -133,7 +130,12 @@ class ToolCallSplitter:
         """
         rest = self._buffer
         if self._step == self._arguments:
-            return self._end_arguments(cut=cut)
+            out: list[str | ToolCall] = []
+            if self._held is None:
+                self._write("" if cut else self._reader.close(), out)
+            elif not cut:
+                out.append(self._opening + self._held)
+            return out
         if self._step == self._next or (self._step == self._tail and self._held is None):
             # What may begin a mark is one, but for its first letter.
             return [rest] if len(rest) == 1 and not rest.isspace() and not cut else []
@@ -151,13 +153,6 @@ class ToolCallSplitter:
         if any(isinstance(piece, dict) for piece in ended):
             return ended
         return [text] if text else []
-
-    def _end_arguments(self, *, cut: bool) -> list[str | ToolCall]:
-        out: list[str | ToolCall] = []
-        if self._held is not None:
-            return out if cut else [self._opening + self._held]
-        self._write("" if cut else self._reader.close(), out)
-        return out
 
     def _text(self, out: list[str | ToolCall]) -> bool:
         """Move the content before a call to `out`; return whether a call may begin."""
@@ -374,16 +369,15 @@ def _parse(parser: str, block: str, tools: Sequence[Mapping[str, Json]]) -> list
     """Return the calls that mlx-vlm's parser reads; empty if the text is no call."""
     from mlx_vlm.tools import load_tool_module  # noqa: PLC0415  # wrong settings need no MLX
 
+    calls = []
     try:
         parsed = load_tool_module(parser).parse_tool_call(block, list(tools))
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        return [_whole_call(call["name"], call["arguments"]) for call in calls]
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            arguments = call["arguments"]
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            arguments.encode()  # raises for half a surrogate pair, which no response can contain
+            calls.append(_call(call["name"].strip(), arguments))
     except _PARSE_ERRORS:
         return []
-
-
-def _whole_call(name: str, arguments: Json) -> ToolCall:
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    arguments.encode()  # raises for half a surrogate pair, which no response can contain
-    return _call(name.strip(), arguments)
+    return calls

@@ -15,7 +15,7 @@ from gateway.server import serve
 from paceline.lifecycle import Shutdown
 from tests.support.running_gateway import make_settings
 from workers.server.main import read_settings
-from workers.server.settings import prefix_cache_on_disk
+from workers.settings import prefix_cache_on_disk
 
 FILES = ("admin-key", "join-token", "state.json", "shared-1.json")
 

@@ -13,7 +13,6 @@ from workers.doctor.report import (
     NetworkAccess,
     Report,
     Round,
-    Verify,
     advise,
     render,
 )
@@ -62,10 +61,6 @@ DIFFERENT = Equality(answers=8, equal=6, first_differences=(17, 31))
 
 
 LONG_ROWS = MODEL.model_copy(update={"row_bytes": 12 * GB})
-VERIFIES = tuple(
-    Verify(rows=1, tokens=tokens, pass_s=pass_s, samples=5)
-    for tokens, pass_s in ((1, 0.01), (5, 0.016))
-)
 
 
 def report(machine: dict[str, Any] | None = None, **changes: Any) -> Report:
@@ -123,7 +118,6 @@ def test_without_measured_acceptance_nothing_is_said_of_drafts() -> None:
         ({}, {"in_company": DIFFERENT}, '"exact": true'),
         ({}, {"with_drafts": DIFFERENT}, '"exact": true'),
         ({}, {"model": LONG_ROWS}, "holds 3 conversations of 8,192 tokens"),
-        ({}, {"verifies": VERIFIES}, "costs 1.60 plain steps for one request: it pays where more"),
     ],
 )
 def test_the_advice_names_what_stands_out(machine, changes, sentence) -> None:

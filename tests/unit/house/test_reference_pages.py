@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
 from gateway.auth.records import KeyTerms
@@ -14,7 +15,8 @@ from paceline.protocol import ApiError
 from paceline.request.parser import HONOURED_FIELDS
 from paceline.request.profile import Endpoint
 from workers.server.errors import RequestError
-from workers.server.settings import WorkerSettings
+from workers.server.main import worker_command
+from workers.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs/reference"
@@ -36,10 +38,9 @@ def class_codes(base: type[Exception]) -> set[str]:
 
 
 def literal_codes(folder: Path) -> set[str]:
-    """Return the codes that the files of a folder pass as an argument, or list last in a tuple."""
+    """Return the codes that the files of a folder pass as an argument."""
     text = "".join(file.read_text() for file in folder.rglob("*.py"))
-    arguments = re.findall(r'\bcode(?:: str(?: \| None)?)? ?= ?"(\w+)"', text)
-    return {*arguments, *re.findall(r', "([a-z]+(?:_[a-z]+)+)"\),\n', text)}
+    return set(re.findall(r'\bcode(?:: str(?: \| None)?)? ?= ?"(\w+)"', text))
 
 
 def test_the_page_on_errors_names_exactly_the_codes_of_the_error_trees() -> None:
@@ -71,16 +72,25 @@ def test_the_page_on_errors_names_the_status_and_type_of_each_class() -> None:
 
 def test_the_page_on_settings_names_exactly_the_settings_of_gateway_and_worker() -> None:
     page = (REFERENCE / "settings.md").read_text()
-    rows = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    of_gateway, _, of_worker = page.partition("## The worker")
+    rows = "\n".join(line for line in of_gateway.splitlines() if line.startswith("|"))
     documented = set(re.findall(r"`PACELINE_(\w+)`", rows))
     gateway = {name.upper() for name in Settings.model_fields} - {"WORKERS", "WORKER"}
-    worker = {f"WORKER_{name.upper()}" for name in WorkerSettings.model_fields} - {
-        "WORKER_TOKEN",  # which is the gateway's PACELINE_JOIN_TOKEN
-        "WORKER_STATE_DIR",  # which is the gateway's PACELINE_STATE_DIR
-    }
-    assert documented == gateway | worker | {"CONFIG"}
+    assert documented == gateway | {"CONFIG"}
     assert "`workers`" in page
     assert "`worker`" in page
+    assert [line for line in of_worker.splitlines() if line.startswith("| `--")] == [
+        *rows_of_worker()
+    ]
+
+
+def rows_of_worker() -> Iterator[str]:
+    """Yield a row for each flag of a worker, with the docstring of its setting."""
+    for option in worker_command(print).params:
+        if isinstance(option, click.Option) and option.name != "config":
+            field = WorkerSettings.model_fields[str(option.name)]
+            given = field.validation_alias or f"PACELINE_WORKER_{str(option.name).upper()}"
+            yield f"| `{option.opts[0]}` | `{given}` | {option.help} |"
 
 
 def test_the_page_on_headers_names_exactly_the_headers_of_paceline() -> None:

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from paceline.config_file import InvalidSettings
+from paceline.settings import InvalidSettings
 from workers.group.checks import check_facts
-from workers.group.hosts import Backend, Hosts
+from workers.group.hosts import Hosts
 from workers.group.rank import RankFacts
 from workers.group.ranks import RankRefused
 
 LOCAL = [{"ips": ["127.0.0.1"]}] * 2
 
 
-def read(folder: Path, document: object, backend: Backend = Backend.RING) -> Hosts:
+def read(folder: Path, document: object) -> Hosts:
     path = folder / "hosts.json"
     path.write_text(json.dumps(document))
-    return Hosts.read(path, backend)
+    return Hosts.read(path)
 
 
 def facts(**fields: Any) -> RankFacts:
@@ -28,26 +28,26 @@ def facts(**fields: Any) -> RankFacts:
 
 def test_ranks_listen_on_the_addresses_of_the_file_alone(tmp_path: Path) -> None:
     hosts = read(tmp_path, {"hosts": LOCAL, "envs": ["MLX_METAL_FAST_SYNCH=1"]})
-    variables, files = hosts.environment(Backend.RING, [(5000,), (5001,)])
+    variables, files = hosts.environment([(5000,), (5001,)])
     assert variables == {"MLX_METAL_FAST_SYNCH": "1"}
     assert files == {"MLX_HOSTFILE": [["127.0.0.1:5000"], ["127.0.0.1:5001"]]}
 
 
 def test_jaccl_gets_the_devices_and_a_coordinator(tmp_path: Path) -> None:
     devices = [[None, "rdma_en3"], ["rdma_en3", None]]
-    document = [{"ips": ["127.0.0.1"], "rdma": rdma} for rdma in devices]
-    hosts = read(tmp_path, document, Backend.JACCL)
-    variables, files = hosts.environment(Backend.JACCL, [(5000,), (5001,)])
+    ranks = [{"ips": ["127.0.0.1"], "rdma": rdma} for rdma in devices]
+    hosts = read(tmp_path, {"backend": "jaccl", "hosts": ranks})
+    variables, files = hosts.environment([(5000,), (5001,)])
     assert variables == {"MLX_JACCL_COORDINATOR": "127.0.0.1:5000"}
     assert files == {"MLX_IBV_DEVICES": [*map(tuple, devices)]}
 
 
 @pytest.mark.parametrize(
-    ("document", "reason", "backend"),
+    ("document", "reason"),
     [
-        (LOCAL[:1], "hosts", Backend.RING),
+        (LOCAL[:1], "hosts"),
         *(
-            ([{"ips": [address]}] * 2, reason, Backend.RING)
+            ([{"ips": [address]}] * 2, reason)
             for address, reason in (
                 ("8.8.8.8", "must be a private address"),
                 ("0.0.0.0", "must be a private address"),
@@ -56,15 +56,16 @@ def test_jaccl_gets_the_devices_and_a_coordinator(tmp_path: Path) -> None:
                 ("192.0.2.1", "is no address of it"),
             )
         ),
-        ([{"ips": ["127.0.0.1"], "ssh": "-oProxyCommand=x"}] * 2, "ssh", Backend.RING),
-        ([*LOCAL[:1], {"ips": ["10.9.9.9"]}], "loopback", Backend.RING),
-        ({"hosts": LOCAL, "envs": ["PATH=/x"]}, "envs", Backend.RING),
-        (LOCAL, "needs an RDMA device", Backend.JACCL),
+        ([{"ips": ["127.0.0.1"], "ssh": "-oProxyCommand=x"}] * 2, "ssh"),
+        ([*LOCAL[:1], {"ips": ["10.9.9.9"]}], "loopback"),
+        ({"hosts": LOCAL, "envs": ["PATH=/x"]}, "envs"),
+        ({"hosts": LOCAL, "backend": "nccl"}, "backend"),
+        ({"hosts": LOCAL, "backend": "jaccl"}, "needs an RDMA device"),
     ],
 )
-def test_file_that_cannot_work_is_refused(tmp_path, document, reason, backend) -> None:
+def test_file_that_cannot_work_is_refused(tmp_path, document, reason) -> None:
     with pytest.raises(InvalidSettings, match=reason):
-        read(tmp_path, document, backend)
+        read(tmp_path, document)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from workers.engine.model import device
 from workers.engine.types import ModelUnusable
-from workers.server import model_download
-from workers.server.model_download import download
+from workers.model_source import download
 
 GB = 1_000_000_000
 
@@ -48,7 +48,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
 
     client.side_effect = fetch
     monkeypatch.setattr(huggingface_hub, "snapshot_download", client)
-    monkeypatch.setattr(model_download, "memory_limit_bytes", lambda: 20 * GB)
+    monkeypatch.setattr(device, "memory_limit_bytes", lambda: 20 * GB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(30 * GB))
     return client
 

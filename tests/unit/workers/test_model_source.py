@@ -8,7 +8,7 @@ import pytest
 
 from workers.demo import CHECKPOINT
 from workers.engine.types import ModelUnusable
-from workers.server.model_source import resolve_adapter, resolve_model
+from workers.model_source import resolve_model
 
 
 def test_a_folder_is_served_under_its_name_and_else_the_demo(tmp_path: Path) -> None:
@@ -31,18 +31,6 @@ def test_a_repository_is_downloaded_without_its_code_and_served_under_its_name(
     assert (source.fetch(), source.served_name) == (tmp_path, "Qwen/Qwen3.5-4B")
     assert "*.safetensors" in fetch.call_args.kwargs["allow_patterns"]
     assert not any(p.endswith(".py") for p in fetch.call_args.kwargs["allow_patterns"])
-
-
-def test_a_model_with_an_adapter_is_served_under_both_names(tmp_path: Path) -> None:
-    folder = tmp_path / "shop"
-    folder.mkdir()
-    adapter = resolve_adapter(str(folder))
-    assert adapter.folder == folder
-    assert resolve_model("").served_name_with(adapter) == "demo+shop"
-    assert resolve_model("").served_name_with(None) == "demo"
-    assert resolve_adapter("owner/shop").folder is None
-    with pytest.raises(ModelUnusable, match="neither a folder"):
-        resolve_adapter("no such thing")
 
 
 @pytest.mark.parametrize("named", ["/nowhere", "a/b/c", "http://host/model", "one word"])

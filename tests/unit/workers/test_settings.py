@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from paceline.addresses import is_loopback
-from paceline.config_file import InvalidSettings
+from paceline.names import name_of_host
+from paceline.settings import InvalidSettings
 from tests.support.scheduler_harness import worker_report
 from workers.engine.types import LaneName
 from workers.heartbeat import advertised_url
 from workers.server.main import read_settings
-from workers.server.settings import default_worker_id, prefix_cache_on_disk
+from workers.settings import prefix_cache_on_disk
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +26,8 @@ def state_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def cache_of(*arguments: str) -> tuple[Path | None, bytes]:
-    """Return the folder and the secret of a prefix cache in the folder `cache`."""
-    return prefix_cache_on_disk(read_settings(["--prefix-cache-dir", "cache", *arguments]))
+    """Return the folder and the secret of the prefix cache."""
+    return prefix_cache_on_disk(read_settings(arguments))
 
 
 def mode_of(path: Path | str) -> int:
@@ -122,15 +123,15 @@ def test_the_token_comes_from_a_flag_or_the_environment_and_is_never_printed(mon
 @pytest.mark.parametrize(
     ("hostname", "expected"),
     [
-        ("studio.local", "studio-9200"),
-        ("Anna~s Mac Studio.fritz.box", "Anna-s-Mac-Studio-9200"),
-        ("", "worker-9200"),
-        ("x" * 80, "x" * 50 + "-9200"),
+        ("studio.local", "studio"),
+        ("Anna~s Mac Studio.fritz.box", "Anna-s-Mac-Studio"),
+        ("", ""),
+        ("x" * 80, "x" * 50),
     ],
 )
-def test_the_default_name_is_host_and_port_in_plain_letters(hostname: str, expected: str) -> None:
-    assert default_worker_id(hostname, 9200) == expected
-    assert worker_report(expected, url="http://mac").worker_id == expected
+def test_the_name_of_a_host_has_plain_letters(hostname: str, expected: str) -> None:
+    assert name_of_host(hostname) == expected
+    assert worker_report(f"{expected}9200", url="http://mac").worker_id == f"{expected}9200"
 
 
 def test_a_wildcard_host_advertises_the_address_towards_the_gateway() -> None:
@@ -145,46 +146,40 @@ def test_is_loopback_recognises_local_hosts(host: str) -> None:
     assert not any(map(is_loopback, ("0.0.0.0", f"{host}.evil", "192.168.1.2")))
 
 
-def test_l8_the_secret_of_the_prefix_cache_is_derived_from_the_join_token() -> None:
-    secrets = [cache_of("--token", token) for token in ("a", "a", "b")]
-    assert secrets[0] == secrets[1] != secrets[2]
-    assert mode_of("cache") == 0o700
+def test_l8_the_secret_of_the_prefix_cache_is_derived_from_the_join_token(state_dir: Path) -> None:
+    (state_dir / "prefix-cache").mkdir(parents=True, mode=0o755)
+    caches = [cache_of("--token", token) for token in ("a", "a", "b")]
+    assert caches[0] == caches[1]
+    assert caches[0][1] != caches[2][1]
+    assert mode_of(state_dir / "prefix-cache") == 0o700, "others could read it"
 
 
 def test_l8_a_worker_without_a_token_keeps_its_secret_in_the_state_folder(state_dir: Path) -> None:
-    assert cache_of() == cache_of()
-    (path,) = state_dir.iterdir()
+    folder, secret = cache_of()
+    assert (folder, secret) == cache_of()
+    assert folder == state_dir / "prefix-cache"
+    path = state_dir / "prefix-cache-secret"
     assert mode_of(path) == 0o600
-    assert len(path.read_bytes()) == 64
+    assert len(secret) == 64
     path.write_bytes(b"")
-    with pytest.raises(InvalidSettings, match="is empty"):
-        cache_of()
+    assert cache_of() == (None, b"")
+    assert cache_of("--prefix-cache-gb", "0") == (None, b"")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-@pytest.mark.parametrize("name", ["cache", "state"])
-def test_l8_a_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int, name: str) -> None:
-    (tmp_path / name).mkdir()
-    (tmp_path / name).chmod(mode)
-    with pytest.raises(InvalidSettings, match=f"{name}: other users may write there"):
-        cache_of()
+@pytest.mark.parametrize("name", ["prefix-cache", "."])
+def test_l8_a_folder_that_others_may_write_leaves_memory_only(
+    state_dir: Path, mode: int, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (state_dir / "prefix-cache").mkdir(parents=True, mode=0o700)
+    (state_dir / name).chmod(mode)
+    assert cache_of() == (None, b"")
+    (message,) = caplog.messages
+    assert message.startswith("prefix_cache.memory_only")
+    assert message.endswith("reason=other users may write there")
 
 
-def test_a_folder_that_others_may_read_becomes_private(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o755)
-    cache_of("--token", "a")
-    assert mode_of("cache") == 0o700
-
-
-def test_conversations_are_stored_in_the_state_folder_by_default(state_dir: Path) -> None:
-    folder, secret = prefix_cache_on_disk(read_settings([]))
-    assert folder == state_dir / "prefix-cache"
-    assert mode_of(folder) == 0o700
-    assert secret
-    assert prefix_cache_on_disk(read_settings(["--prefix-cache-gb", "0"])) == (None, b"")
-
-
-def test_a_default_folder_that_cannot_be_used_leaves_memory_alone(state_dir, caplog) -> None:
+def test_a_state_folder_that_cannot_be_used_leaves_memory_only(state_dir, caplog) -> None:
     state_dir.touch()
-    assert prefix_cache_on_disk(read_settings([])) == (None, b"")
+    assert cache_of() == (None, b"")
     assert [message.split()[0] for message in caplog.messages] == ["prefix_cache.memory_only"]

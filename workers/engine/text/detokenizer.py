@@ -79,13 +79,13 @@ class TextStream:
             begin, self.stopped_by = min(matches)
             text, self._pending = self._pending[:begin], ""
             return text
-        held_chars = max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        held_chars = max((overlap(self._pending, stop) for stop in self._stop), default=0)
         end = len(self._pending) - held_chars
         text, self._pending = self._pending[:end], self._pending[end:]
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of `text` may begin `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

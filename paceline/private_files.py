@@ -1,0 +1,26 @@
+"""Files and folders that no other user of the machine may write, for secrets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+class NotPrivate(PermissionError):
+    """Another user may write a file or a folder, and may have left secrets of theirs there."""
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that nobody else may write; raise `NotPrivate` for one that others may."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(folder)
+
+
+def check_private(path: Path) -> None:
+    """Raise `NotPrivate` for a file or a folder that users besides root may write."""
+    if {path.lstat().st_uid, path.stat().st_uid} - {0, os.geteuid()}:  # a link, and its target
+        raise NotPrivate(errno.EPERM, "it belongs to another user")
+    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NotPrivate(errno.EPERM, "other users may write there")
