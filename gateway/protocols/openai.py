@@ -51,8 +51,17 @@ class InspectionContext(NamedTuple):
     caller: Caller = NO_CALLER
 
     def reading(self, model: object) -> Readable:
-        """Return what a model can read besides text, with the documents of its request."""
-        return reading_of(model, self.policy, self.fleet, self.documents)
+        """Return what the workers of a model can read besides text, and the policy allows."""
+        policy, fleet = self.policy, self.fleet
+        kinds, limits = frozenset(policy.media.kinds), (policy.media.pictures, policy.media.pixels)
+        if not isinstance(model, str):
+            return Readable(kinds, self.documents, *limits)
+        served = fleet.models_of(Endpoint.CHAT)
+        model = resolve_model(policy, model, served)
+        if not fleet.takes_all:
+            kinds = frozenset(kind for kind in kinds if fleet.takes(model, MEDIA[kind]))
+        inside = model in served - fleet.untold
+        return Readable(kinds, self.documents, *limits, system_inside=inside)
 
     def scope(self, body: Mapping[str, Any]) -> str:
         """Return the isolation scope of a body; raise `FieldError`."""
@@ -204,23 +213,6 @@ class WireFormat:
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last event of a stream that an error ends."""
         return errors.to_event(error)
-
-
-def reading_of(
-    requested: object,
-    policy: PolicyDocument,
-    fleet: FleetView,
-    documents: Mapping[str, Document] = NO_DOCUMENTS,
-) -> Readable:
-    """Return what the workers of a model can read, and the policy allows."""
-    kinds, limits = frozenset(policy.media.kinds), (policy.media.pictures, policy.media.pixels)
-    if not isinstance(requested, str):
-        return Readable(kinds, documents, *limits)
-    served = fleet.models_of(Endpoint.CHAT)
-    model = resolve_model(policy, requested, served)
-    if not fleet.takes_all:
-        kinds = frozenset(kind for kind in kinds if fleet.takes(model, MEDIA[kind]))
-    return Readable(kinds, documents, *limits, system_inside=model in served - fleet.untold)
 
 
 class OpenAIStreamEncoder(StreamEncoder):
