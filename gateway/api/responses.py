@@ -11,28 +11,16 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from gateway import errors
-from gateway.api.auth import (
-    CountedBody,
-    CurrentGateway,
-    CurrentHold,
-    CurrentKey,
-    data_router,
-    part,
-)
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentHold, CurrentKey, data_router, part
 from gateway.api.messages import CurrentCounter
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.protocols.responses.items import shown_item
-from gateway.protocols.responses.request import (
-    Item,
-    Json,
-    check_items,
-    check_metadata,
-    read_items,
-)
+from gateway.protocols.responses.request import Item, check_items, check_metadata, read_items
 from gateway.proxy.handler import inspect
 from gateway.responses.exchange import FOLLOWER_BYTES, ResponsesService
 from gateway.responses.kept_items import KeptItems, named_items
 from gateway.strict_json import encode_body, parse
+from gateway.types import Json
 from paceline.request.fields import FieldError
 from policies.evaluate import ANY_MODEL
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from gateway.protocols.base import AnswerMalformed, StreamEncoder, count, objects_of
+from gateway.protocols.base import AnswerMalformed, StreamEncoder
 from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
+from gateway.strict_json import objects_of
 from gateway.types import Drafts, Header, Usage
 from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, header_value
 
@@ -29,8 +30,6 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
 _CONTENT = ("content", "reasoning_content", "tool_calls")
-# More than any context: a wrong count must not make a sum shrink or overflow.
-_count = partial(count, most=10_000_000)
 # More than any worker drafts at once.
 _DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
 
@@ -340,6 +339,15 @@ def comment_of(headers: Iterable[Header]) -> bytes:
     """Return a comment with headers that came too late for the head; none without headers."""
     lines = [b": %b: %b\n" % (name, header_value(value)) for name, value in headers]
     return b"".join((*lines, b"\n")) if lines else b""
+
+
+def count(value: object, most: int = 2**53) -> int:
+    """Return a whole number within 0 and a bound; 0 for anything else."""
+    return min(max(value, 0), most) if type(value) is int else 0
+
+
+_count = partial(count, most=10_000_000)
+"""Bounds tokens by more than any context: a wrong count must not make a sum shrink or overflow."""
 
 
 class AnswerReader:

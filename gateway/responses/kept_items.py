@@ -17,9 +17,10 @@ from gateway import errors
 from gateway.inspection_thread import InspectionThread
 from gateway.memory_budget import MemoryHold
 from gateway.protocols.responses.items import known_fields
-from gateway.protocols.responses.request import Item, Json, ResponsesRequest
+from gateway.protocols.responses.request import Item, ResponsesRequest
 from gateway.state.expiring import ExpiringRecords
 from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body, footprint_bytes
+from gateway.types import Json
 
 _IDS = {
     "Response": re.compile(r"resp_[0-9a-f]{48}"),
