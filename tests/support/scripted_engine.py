@@ -58,13 +58,7 @@ class StubPrompts:
     def template_variables(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
         return {**given, "reasoning_effort": effort}
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        **ending: bool,
-    ) -> str:
+    def chat(self, messages: Any, tools: Any = None, template_kwargs: Any = None, **_: bool) -> str:
         return f"{messages} {tools} {template_kwargs}"
 
     def tokenize_completion(self, text: str, limit: int | None = None) -> tuple[int, ...]:
@@ -76,24 +70,13 @@ class StubPrompts:
     def spell(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
 
-    def shared_prefix(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def shared_prefix(self, *_: Any) -> str:
         return ""
 
-    def turn_end(
-        self,
-        text: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> int:
+    def turn_end(self, *_: Any) -> int:
         return 0
 
-    def continues(self, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+    def continues(self, *_: Any) -> bool:
         return True
 
 
