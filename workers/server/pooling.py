@@ -87,8 +87,10 @@ class PoolingResponse(WorkResponse):
 
 def _embeddings(asked: EmbeddingsRequest, vectors: NDArray[np.float32], tokens: int) -> bytes:
     """Return the body of a response, in OpenAI's format."""
-    if asked.dimensions is not None:
-        vectors = _shorten(vectors, asked.dimensions)
+    if asked.dimensions is not None:  # the beginnings, of length 1 (Matryoshka, arXiv 2205.13147)
+        short = vectors[:, : asked.dimensions]
+        lengths = np.linalg.norm(short, axis=1, keepdims=True)
+        vectors = short / np.maximum(lengths, np.finfo(np.float32).tiny)
     shown: list[Any]
     if asked.base64:
         shown = [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in vectors]
@@ -105,14 +107,6 @@ def _embeddings(asked: EmbeddingsRequest, vectors: NDArray[np.float32], tokens: 
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
     )
-
-
-def _shorten(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """Return the beginnings of vectors with length 1 (Matryoshka, arXiv 2205.13147)."""
-    short = vectors[:, :dimensions]
-    lengths = np.linalg.norm(short, axis=1, keepdims=True)
-    scaled: NDArray[np.float32] = short / np.maximum(lengths, np.finfo(np.float32).tiny)
-    return scaled
 
 
 def _ranking(asked: RerankRequest, scores: list[float], tokens: int) -> dict[str, Any]:
