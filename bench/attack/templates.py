@@ -45,9 +45,9 @@ from workers.demo import CHECKPOINT
 from workers.engine.text.history_style import BEFORE, IN_TEXT, HistoryStyle
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import InvalidGeneration, LaneName, ModelCard
+from workers.server.engines import ServingEngine
 from workers.server.errors import as_request_error
 from workers.server.pictures import PictureMemory
-from workers.server.ports import ServingEngine
 from workers.server.request import read_request
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "templates.md"

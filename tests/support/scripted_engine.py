@@ -29,7 +29,6 @@ from workers.engine.types import (
     Usage,
 )
 from workers.server.app import create_app
-from workers.server.ports import ServingEngine
 from workers.server.runtime import Worker
 
 CARD = ModelCard(
@@ -158,7 +157,7 @@ def text_events(*texts: str, speculation: Speculation | None = None) -> list[Eve
     return [*(Delta(text=text) for text in texts), finished]
 
 
-def make_worker(engine: ServingEngine, clock: Callable[[], float] = lambda: 1000.0) -> Worker:
+def make_worker(engine: Any, clock: Callable[[], float] = lambda: 1000.0) -> Worker:
     """Wrap a worker around an engine."""
     return Worker(
         worker_id="scripted-1",
@@ -182,7 +181,7 @@ async def serve_worker(
 
 @asynccontextmanager
 async def worker_client(
-    engine: ServingEngine, token: str | None = None, **fields: Any
+    engine: Any, token: str | None = None, **fields: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Serve a worker around an engine at a real socket; yield a client of it."""
     async with (

@@ -53,9 +53,9 @@ from workers.engine.text.long_text import in_turn
 from workers.engine.text.tool_formats import ToolFormat
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
 from workers.server.answer_progress import GivenStream, read_given
+from workers.server.engines import Json, ServingEngine
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.pictures import PictureMemory
-from workers.server.ports import Json, ServingEngine
 from workers.server.tool_calls import FORCED_CALLS
 
 LANE_HEADER = "x-paceline-lane"

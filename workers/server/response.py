@@ -18,6 +18,7 @@ from paceline.request.profile import Endpoint
 from workers.engine import types
 from workers.engine.prefix.transfer import PrefixSource
 from workers.server.answer_progress import AnswerProgress
+from workers.server.engines import Json
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
 from workers.server.openai_format import (
     ChatChoice,
@@ -26,7 +27,6 @@ from workers.server.openai_format import (
     render_usage,
     split_entry,
 )
-from workers.server.ports import Json
 from workers.server.request import CompletionRequest, while_connected
 from workers.server.runtime import Worker
 from workers.server.tool_calls import ToolCallSplitter

@@ -20,7 +20,7 @@ import regex
 
 from workers.engine.text.detokenizer import overlap
 from workers.engine.text.tool_formats import Call, ToolFormat
-from workers.server.ports import Json
+from workers.server.engines import Json
 from workers.server.tool_arguments import (
     ArgumentsReader,
     LiteralReader,
